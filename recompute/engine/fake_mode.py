@@ -39,9 +39,9 @@ class FakeMode(FakeTensorMode):
         if op is DEVICE:
             return device_of(args[0])
         with torch._C.DisableTorchFunction():  # modes for functions have seen the function that calls this op
-            return self._run(op, types, args, kwargs or {})
+            return self.run(op, types, args, kwargs or {})
 
-    def _run(self, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    def run(self, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
         whole, layouts = super().__torch_dispatch__, self._layouts
         if op is not _GROUPED_MM:
 

@@ -31,6 +31,8 @@ _CHOOSES = {
 _SHAPED_BY_VALUES = {_aten.nonzero.default, _aten.bincount.default, _aten._unique2.default}
 _SHAPED_BY_VALUES |= {_aten.repeat_interleave.Tensor, _aten.repeat_interleave.self_Tensor}
 _LIFTS = {_aten.lift_fresh.default, _aten.lift_fresh_copy.default}
+_SOURCES = {id(op) for op in (*_CHOOSES, *_LIFTS)}
+"""The ops, which live for good, that give values which were not known before. To look one up by itself is slow."""
 _WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -80,14 +82,8 @@ class KnownValues:
         known = [value for each in tensors if (value := getattr(each, "_known", None)) is not None]
         if not known:
             output = run(op, args, kwargs)
-            if op in _CHOOSES:
-                self._choose(op, args, kwargs, output)
-            elif op in _LIFTS and tensors[0].dtype in _WHOLE:
-                self.note(output, tensors[0].clone())
-            elif op is _aten.rand.default and output.numel() == 1:  # by which a model drops layers: it drops none
-                self.note(output, torch.ones(output.shape))
-            elif not tensors:
-                self._derive(op, args, kwargs, output)
+            if not tensors or id(op) in _SOURCES:
+                self._begin(op, args, kwargs, output, tensors)
             return output
         is_all = len(known) == len(tensors)
         try:
@@ -107,6 +103,17 @@ class KnownValues:
         if is_all:
             self._derive(op, args, kwargs, output)
         return output
+
+    def _begin(self, op: Any, args: Any, kwargs: Any, output: Any, tensors: list[Tensor]) -> None:
+        """An op has run on tensors without known values."""
+        if op in _CHOOSES:
+            self._choose(op, args, kwargs, output)
+        elif op in _LIFTS and tensors[0].dtype in _WHOLE:
+            self.note(output, tensors[0].clone())
+        elif op is _aten.rand.default and output.numel() == 1:  # by which a model drops layers: it drops none
+            self.note(output, torch.ones(output.shape))
+        elif not tensors:
+            self._derive(op, args, kwargs, output)
 
     def _as_numbers(self, index: Any) -> list[Any]:
         """A mask of bools as the indices of what it selects."""

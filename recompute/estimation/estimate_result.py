@@ -139,13 +139,14 @@ def _described(estimate: Estimate) -> str:
         for each in sorted(estimate.activations, key=lambda each: -each.nbytes)
     ]
     highest = sorted(estimate.moments.items(), key=lambda item: -item[1])[:_MOMENTS]
-    peak = humanize(estimate.peak_bytes)
+    peak, logits = humanize(estimate.peak_bytes), ""
+    if estimate.logits_peak_bytes:
+        logits = f"; logits take up to {humanize(estimate.logits_peak_bytes)}"
     blocks = [
         title,
         _table("static", [(name, humanize(nbytes)) for name, nbytes in kept]),
         _table("held after forward", [*held, ("together", "", humanize(estimate.activation_bytes))], "modules"),
-        f"One layer holds {humanize(estimate.activation_bytes_per_layer)}; "
-        f"logits take up to {humanize(estimate.logits_peak_bytes)}.",
+        f"One layer holds {humanize(estimate.activation_bytes_per_layer)}{logits}.",
         _table("highest moments", [(name, humanize(nbytes)) for name, nbytes in highest]),
         f"Peak: {peak}, at: {estimate.peak_moment}. Most of it is {estimate.dominates}: "
         + ", ".join(f"{part} {humanize(nbytes)}" for part, nbytes in estimate.parts.items())

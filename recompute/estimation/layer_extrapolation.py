@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -66,7 +67,7 @@ def find_stacks(model: nn.Module, policy: Policy | None) -> list[LayerStack]:
         counts = _few(kinds)
         if counts is not None:
             found.append(LayerStack(path, module, kinds, *counts))
-    with _shortened(found, "few"):
+    with shortened(found, "few"):
         few = _rules_by_path(model, policy)
     return found if all(rules.get(path) == rule for path, rule in few.items()) else []
 
@@ -133,7 +134,7 @@ def shortened_list(layers: nn.Module, count: int) -> Iterator[None]:
 
 
 @contextmanager
-def _shortened(stacks: Sequence[LayerStack], which: str) -> Iterator[None]:
+def shortened(stacks: Sequence[LayerStack], which: str) -> Iterator[None]:
     with ExitStack() as stack:
         for each in stacks:
             stack.enter_context(shortened_list(each.layers, getattr(each, which)))
@@ -141,18 +142,19 @@ def _shortened(stacks: Sequence[LayerStack], which: str) -> Iterator[None]:
 
 
 def extrapolated_step(
-    stacks: Sequence[LayerStack], governed: Callable[[], AbstractContextManager[Callable[[], SimulatedStep]]]
+    stacks: Sequence[LayerStack], governed: Callable[..., AbstractContextManager[Callable[[], SimulatedStep]]]
 ) -> SimulatedStep | None:
     """What a step of all layers takes, from two steps with few of them; None where these do not agree.
 
-    governed: puts the policy on the layers that there are; what it yields runs a step with those that there are then.
+    governed: puts the policy on the layers that there are, and runs a first forward inside of what it is given; what it
+    yields runs a step with the layers that there are then.
     """
     if not stacks:
         return None
     try:
-        with _shortened(stacks, "few"), governed() as simulate:
+        with shortened(stacks, "few"), governed(partial(shortened, stacks, "fewer")) as simulate:
             more = simulate()
-            with _shortened(stacks, "fewer"):
+            with shortened(stacks, "fewer"):
                 less = simulate()
     except ModelError:  # the model has the number of its layers elsewhere, too
         return None

@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 from recompute.engine.thread_state import is_fake
 from recompute.errors import ModelError
 from recompute.estimation.cuda_semantics import as_on_cuda
+from recompute.estimation.layer_extrapolation import find_stacks, shortened
 
 _PREDICTS_TOKENS = re.compile("CausalLM|LMHead|MaskedLM|ConditionalGeneration")
 _IMAGE_PATCHES = 32
@@ -105,9 +106,11 @@ def _images(config: Any, takes: Any, ids: Tensor, dtype: torch.dtype) -> dict[st
 
 
 def _runs(model: Any, batch: dict[str, Tensor]) -> bool:
-    try:
-        with torch.no_grad(), as_on_cuda():
-            model(**batch)
-    except Exception:  # whatever a model raises that is not given what it calls an image
-        return False
-    return True
+    for stacks in (find_stacks(model, None), []):  # a few layers tell as much, of most models
+        try:
+            with torch.no_grad(), as_on_cuda(), shortened(stacks, "fewer"):
+                model(**batch)
+        except Exception:  # whatever a model raises that is not given what it calls an image
+            continue
+        return True
+    return False

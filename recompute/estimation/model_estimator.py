@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -131,7 +131,8 @@ class ModelEstimator:
 
     def _settings(self, options: EstimateOptions, policy: Policy | None, step: SimulatedStep) -> EstimateSettings:
         batch = self._subject.batch
-        named = batch.items() if isinstance(batch, Mapping) else enumerate(batch) if isinstance(batch, tuple) else ()
+        given = batch if isinstance(batch, (Mapping, tuple)) else {"batch": batch}
+        named = given.items() if isinstance(given, Mapping) else enumerate(given)
         shapes = [f"{name} {'x'.join(map(str, each.shape))}" for name, each in named if isinstance(each, Tensor)]
         return EstimateSettings(
             self._subject.name.partition(";")[0].removesuffix(" on cpu"),
@@ -182,8 +183,15 @@ class ModelEstimator:
         return self._steps[policy, autocast]
 
     @contextmanager
-    def _governed(self, policy: Policy | None, autocast: bool) -> Iterator[Callable[[], SimulatedStep]]:
+    def _governed(
+        self,
+        policy: Policy | None,
+        autocast: bool,
+        first: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> Iterator[Callable[[], SimulatedStep]]:
         """Inside, the model is under the policy, which has learned what it does.
+
+        first: what is around the first forward of those in which it learns.
 
         Yields a function that runs a step of the model with the layers that it then has.
         """
@@ -197,8 +205,10 @@ class ModelEstimator:
         surroundings = Surroundings(self._platform, torch.bfloat16 if autocast else None)
         try:
             if policy is not None and any(_learns(rule) for rule in policy.rules):
-                for _ in range(_FORWARDS_TO_LEARN):
-                    run_forward(subject.model, subject.run, surroundings)
+                # Where regions of two kinds begin alike, one takes the other's plan in the first forward.
+                for around in (first, nullcontext):
+                    with around():
+                        run_forward(subject.model, subject.run, surroundings)
             yield lambda: simulate(
                 subject.model, subject.run, surroundings, tokens=self._tokens(), classes=self._classes()
             )
@@ -264,7 +274,6 @@ class ModelEstimator:
 
 
 _CHUNKED = "chunked"
-_FORWARDS_TO_LEARN = 2  # where regions of two kinds begin alike, one takes the other's plan in the first
 _WHOLE = (torch.int64, torch.int32)
 
 

@@ -6,6 +6,7 @@ In forward, calls of modules tell. In backward, it is the module whose forward m
 from __future__ import annotations
 
 import bisect
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -88,6 +89,7 @@ class ModuleTracker:
         self._paths.append(path)
 
 
+@functools.cache
 def unit_of(path: str) -> str:
     """The part of a model that ``path`` is in: a layer ("model.layers.3"), or what is outside of all layers."""
     parts = path.split(".")

@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from recompute.counters import MemoryTrace
 from recompute.engine.cut.ops import tensors_in
-from recompute.engine.fake_mode import DEVICE, device_of
+from recompute.engine.fake_mode import DEVICE, FakeMode, device_of
+from recompute.engine.modes import count_dispatch_modes
 from recompute.engine.thread_state import local
 from recompute.estimation.workspaces import workspace_nbytes
 from recompute.kernels.launch import IMPLEMENTATIONS
@@ -135,17 +136,27 @@ class _StorageMode(TorchDispatchMode):
             return NotImplemented  # its own dispatch runs ops on the tensors inside, which come here
         if op is DEVICE:
             return device_of(args[0])
-        if op in IMPLEMENTATIONS:  # called here, so that each tensor that it allocates inside is seen
+        if op.namespace == "recompute" and op in IMPLEMENTATIONS:
+            # Called here, so that each tensor that it allocates inside is seen.
             with self:
                 return IMPLEMENTATIONS[op](*args, **kwargs)
         if local.simulates_cuda and op is _aten.addmm.dtype_out:
             return _add_product(args[1], args[2], kwargs["out"])
         with torch._C.DisableTorchFunction():  # modes for functions have seen the function that calls this op
-            output = op(*args, **kwargs)
+            output = _run(op, types, args, kwargs)
         extra = workspace_nbytes(op, args, output) if local.simulates_cuda else 0
         replaces_input = op is _aten.add.Tensor and local.simulates_cuda and _is_called_by_autograd()
         self._trace.made(output, (args, kwargs), extra, replaces_input=replaces_input)
         return output
+
+
+def _run(op: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """``op(*args, **kwargs)`` under the modes beneath. The one of fake tensors is called without torch's dispatcher."""
+    if count_dispatch_modes() == 1:
+        with unset_fake_temporarily() as mode:
+            if isinstance(mode, FakeMode):
+                return mode.run(op, types, args, kwargs)
+    return op(*args, **kwargs)
 
 
 def _add_product(left: Tensor, right: Tensor, out: Tensor) -> Tensor:

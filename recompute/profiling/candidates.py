@@ -64,14 +64,15 @@ def candidates_of(
     via_kernels: str | None,
     *,
     on_a_tape: bool = False,
-    in_tiles: bool = False,
+    in_tiles: str | None = None,
     compress: bool = False,
 ) -> list[Candidate]:
     """The ways to run a region whose ops these plans list.
 
     on_a_tape: whether a tape runs around its kernels, whatever the rule says. If not, a rule without a family to run
         again and without a price drops nothing but what kernels regenerate themselves.
-    in_tiles: also those in which a kernel computes the MLP over some tokens at a time.
+    in_tiles: also those in which a kernel computes the MLP over some tokens at a time, by this ``via``. Then there is
+        one for it, whether or not there are others.
     compress: also those that hold what they can in 8 bits.
     """
     as_it_is, cheap = _Point(None, _saved_nbytes(by_hooks), 0.0), _cheap(by_hooks, HOOK)
@@ -89,8 +90,8 @@ def candidates_of(
         if compress:
             found.append(_in_8_bits(how, point))
         found += frontier_of.candidates(how)
-    if via_kernels is not None and in_tiles:
-        found += _in_tiles(via_kernels, plain)
+    if in_tiles is not None:
+        found += _in_tiles(in_tiles, cheap if via_kernels is None else plain)
     if by_hooks is not None and any(facts(step.op).family == "attention" for step in by_hooks.steps if step.is_costly):
         found.append(Candidate(f"{CHECKPOINT}, attention kept", {"action": "checkpoint", "keep": ["attention"]}, 1))
     found.append(Candidate(CHECKPOINT, {"action": "checkpoint"}, 0))
@@ -129,7 +130,7 @@ def _in_tiles(via: str, plain: _Point) -> Iterator[Candidate]:
     """
     rerun = rerunning_rule(via)
     others = [family for family in rerun["rerun"] if family != "attention"]
-    yield Candidate(f"{KERNEL}, in tiles", {**(plain.rule or {}), "tile": TILE}, plain.held_nbytes)
+    yield Candidate(f"{KERNEL}, in tiles", {**(plain.rule or {}), "via": via, "tile": TILE}, plain.held_nbytes)
     yield Candidate(f"{KERNEL}, in tiles, attention kept", {**rerun, "rerun": others, "tile": TILE}, 1)
     yield Candidate(f"{KERNEL}, in tiles, all run again", {**rerun, "tile": TILE}, -1)
 

@@ -115,7 +115,8 @@ def discover_layout(
             f"{type(run.model).__name__}: expected regions that run once in a forward; found none that does"
         )
     by_hooks = _plans(run, regions, HOOK)
-    stand_ins, with_mlps = _with_kernels(run.model, regions) if kernels else ({}, set())
+    stand_ins = _with_kernels(run.model, regions) if kernels else {}
+    with_mlps = _with_mlps(run.model, regions) if kernels else set()
     by_kernels = _plans(run, stand_ins, run.via) if stand_ins else {}
     kinds: dict[Any, RegionKind] = {}
     found = []
@@ -125,7 +126,7 @@ def discover_layout(
             alike = [other for other in regions if _likeness(regions[other], by_hooks.get(other)) == key]
             last = alike[-1]  # not the first one, which has other neighbours than the rest
             via_kernels = run.via if last in stand_ins else None
-            in_tiles = last in with_mlps and tokens[last] > TILE
+            in_tiles = run.via if last in with_mlps and tokens[last] > TILE else None
             options = {"on_a_tape": stand_ins.get(last, False), "in_tiles": in_tiles, "compress": compress}
             candidates = candidates_of(by_hooks.get(last), by_kernels.get(last), via_kernels, **options)
             kinds[key] = RegionKind(base_of(module).__name__, candidates)
@@ -133,7 +134,7 @@ def discover_layout(
     name = type(run.model).__name__
     before = RegionKind(f"{name}: before the first region", [_AS_IT_IS])
     after = RegionKind(f"{name}: head and loss", [_AS_IT_IS])
-    replaced = list(_with_kernels(run.model, later)[0]) if kernels else []
+    replaced = list(_with_kernels(run.model, later)) if kernels else []
     *also, last = replaced or [""]
     if replaced:
         after.candidates += head_candidates(run.via, later[last], logits.get(last))
@@ -219,18 +220,21 @@ def _plans(run: DryRun, regions: Collection[str], via: str) -> dict[str, SavePla
                 return found
 
 
-def _with_kernels(model: nn.Module, regions: Mapping[str, nn.Module]) -> tuple[dict[str, bool], set[str]]:
-    """The regions in which kernels can stand in for something, and whether a tape runs around these kernels.
-
-    Then the regions in which they can stand in for an MLP.
-    """
-    rule = recomputing_rule("auto")
-    with apply(model, policy_from_rules(dict.fromkeys(regions, rule))) as handle:
+def _with_kernels(model: nn.Module, regions: Mapping[str, nn.Module]) -> dict[str, bool]:
+    """The regions in which kernels can stand in for something, and whether a tape runs around these kernels."""
+    with apply(model, policy_from_rules(dict.fromkeys(regions, recomputing_rule("auto")))) as handle:
         runners = {path: runner for path, runner in _runners(handle) if isinstance(runner, KernelRunner)}
         taped = {attachment.path for attachment in handle._attachments if isinstance(attachment.runner, TapeRunner)}
     found = {around for path in runners for around in (path, *_around(path))}
-    mlps = {around for path, runner in runners.items() if runner.has_mlp for around in (path, *_around(path))}
-    return {path: path in taped for path in regions if path in found}, mlps
+    return {path: path in taped for path in regions if path in found}
+
+
+def _with_mlps(model: nn.Module, regions: Mapping[str, nn.Module]) -> set[str]:
+    """What is around the MLPs for which a kernel can stand in where a rule asks for tiles, and these MLPs."""
+    rule = {**recomputing_rule("auto"), "tile": TILE}
+    with apply(model, policy_from_rules(dict.fromkeys(regions, rule))) as handle:
+        mlps = [path for path, runner in _runners(handle) if isinstance(runner, KernelRunner) and runner.has_mlp]
+    return {around for path in mlps for around in (path, *_around(path))}
 
 
 def _runners(handle: AppliedPolicy) -> Iterator[tuple[str, Any]]:

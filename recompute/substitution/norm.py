@@ -153,7 +153,7 @@ def _may_be_a_norm(module: nn.Module) -> bool:
     """Whether it may be one, as far as can be told without looking at its forward."""
     if any(module.children()) or any(True for _ in module.buffers()):
         return False
-    return all(each.dim() <= 2 for each in module.parameters()) and takes_one_argument(module)
+    return all(each.dim() == 1 for each in module.parameters()) and takes_one_argument(module)
 
 
 class _Formulas:
@@ -196,9 +196,12 @@ def _norm_of(formulas: _Formulas, written_out: bool) -> KernelNorm | None:
 
 def _functional(formulas: _Formulas) -> KernelNorm | None:
     """A call of a function of torch, or one of ``layer_norm`` on all in float32, whose result is cast back."""
-    alike = {formulas.of(dtype) for dtype in _DTYPES}
+
+    def are_alike() -> bool:
+        return len({formulas.of(dtype) for dtype in _DTYPES}) == 1
+
     match formulas.of(torch.float32):
-        case ("rms_norm", ("input",), (float(),), None | ("parameter", str()) as weight, eps) if len(alike) == 1:
+        case ("rms_norm", ("input",), (float(),), None | ("parameter", str()) as weight, eps) if are_alike():
             return KernelRMSNorm(weight and weight[1], eps, "none")
         case (
             "layer_norm",
@@ -209,7 +212,7 @@ def _functional(formulas: _Formulas) -> KernelNorm | None:
             float(eps),
         ):
             names = weight and weight[1], bias and bias[1]
-            norm = KernelLayerNorm(*names, eps, int(width), is_functional=len(alike) == 1)
+            norm = KernelLayerNorm(*names, eps, int(width), is_functional=are_alike())
             return norm if norm.is_functional or _matched(formulas, _in_float32, norm) is not None else None
     return None
 
@@ -222,10 +225,13 @@ Pattern = Callable[..., Formula]
 
 def _matched(formulas: _Formulas, pattern: Pattern, *given: Any) -> float | None:
     """The epsilon with which a module computes what a pattern does, in whichever dtypes."""
-    found = {_epsilon(formulas.of(dtype), pattern(dtype, dtype, *given)) for dtype in _DTYPES}
-    mixed = torch.float16, torch.bfloat16
-    found.add(_epsilon(formulas.of(*mixed), pattern(*mixed, *given)))
-    return found.pop() if len(found) == 1 else None
+    eps = None
+    for dtypes in (*zip(_DTYPES, _DTYPES, strict=True), (torch.float16, torch.bfloat16)):
+        found = _epsilon(formulas.of(*dtypes), pattern(*dtypes, *given))
+        if found is None or eps not in (None, found):
+            return None  # most modules are no norms: each formula takes a trace
+        eps = found
+    return eps
 
 
 def _epsilon(formula: Formula, pattern: Formula) -> float | None:

@@ -61,8 +61,8 @@ def test_json_is_one_object_of_what_was_asked_for(config: Path) -> None:
 
 @pytest.mark.slow
 def test_sweep_prints_a_table_and_writes_a_plot(config: Path, tmp_path: Path) -> None:
-    flags = ("--config", config, "--seq-len", 16, "--sweep", "--out", tmp_path / "out")
-    code, output = printed(*flags)
+    flags = ("--config", config, "--seq-len", 16, "--sweep")
+    code, output = printed(*flags, "--out", tmp_path / "out")
     assert code == 0, output
     lines = [line.split() for line in output.splitlines()[2:14]]
     assert [(line[0], line[1]) for line in lines] == [(b, s) for b in "124" for s in ("8", "16", "32", "64")]

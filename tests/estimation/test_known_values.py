@@ -106,6 +106,7 @@ def test_float_inputs_are_cast_as_a_training_loop_casts_them(model: nn.Module) -
     x = torch.randn(2, 3, 8, 8)
     cast, given = (recompute.estimate(model, batch=each, advise=False) for each in (x, x.bfloat16()))
     assert cast.peak_bytes == given.peak_bytes
+    assert given.settings.batch == "batch 2x3x8x8"
     assert not given.settings.assumed
     assert not recompute.estimate(model, batch=x, dtype="bfloat16-autocast", advise=False).settings.assumed
 

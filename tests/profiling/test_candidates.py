@@ -43,7 +43,7 @@ def ways(name: str, *, kernels: bool = True) -> list[Candidate]:
 
 def test_an_mlp_in_tiles_is_offered_with_attention_kept_and_run_again() -> None:
     plans = planned("llama", "hook"), planned("llama", "kernel")
-    usual, tiled = (candidates_of(*plans, "kernel", in_tiles=in_tiles) for in_tiles in (False, True))
+    usual, tiled = (candidates_of(*plans, "kernel", in_tiles=in_tiles) for in_tiles in (None, "kernel"))
     added = [one for one in tiled if one not in usual]
     assert [(one.rule or {}).get("tile") for one in added] == [candidates.TILE] * 3
     assert [(one.rule or {}).get("rerun") for one in added] == [None, ["gemm", "convolution"], ANY]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -538,13 +538,19 @@ def seconds(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any)
 
 def tensors_in(values: Any) -> list[Tensor]:
     """The tensors in ``values``: lists, tuples and dicts inside of each other."""
-    if isinstance(values, Tensor):
-        return [values]
-    if isinstance(values, dict):
-        values = values.values()
-    elif not isinstance(values, (list, tuple)):
-        return []
-    return [tensor for value in values for tensor in tensors_in(value)]
+    found: list[Tensor] = []
+    _add_tensors((values,), found)
+    return found
+
+
+def _add_tensors(values: Iterable[Any], found: list[Tensor]) -> None:
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            _add_tensors(value, found)
+        elif isinstance(value, dict):
+            _add_tensors(value.values(), found)
 
 
 def work(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> tuple[float, int]:
