@@ -22,7 +22,7 @@ def plans_of_this_test() -> None:
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Tiles of whole rows, or blocks of the columns of rows that are taken for wide ones."""
     if request.param == "columns":
-        for name, programs in (("FORWARD", 0), ("BACKWARD", 1), ("LAYER_NORM_BACKWARD", 1), ("TWIN_BACKWARD", 1)):
+        for name, programs in (("FORWARD", 0), ("BACKWARD", 1), ("LAYER_NORM_BACKWARD", 1)):
             monkeypatch.setattr(kernels, name, {kernels.WIDE: kernels.TileSettings(2, 4, 3, programs)})
         monkeypatch.setattr(kernels, "WIDE_BLOCK", 128)
     kernels._tiles.cache_clear()

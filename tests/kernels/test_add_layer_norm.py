@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_calls import LAYER, add_layer_norm_reference, layer_norm_regenerate
 from kernel_testing import (
     DTYPES,
     FLOAT32_ROUNDING,
@@ -22,10 +23,9 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recompute.errors import KernelError
-from recompute.kernels import add_layer_norm as module
 from recompute.kernels import launch
-from recompute.kernels.add_layer_norm import add_layer_norm, add_layer_norm_forward, add_layer_norm_reference
-from recompute.kernels.layer_norm import layer_norm, layer_norm_regenerate
+from recompute.kernels import norm_ops as module
+from recompute.kernels.layer_norm import add_layer_norm, layer_norm
 
 OPS = torch.ops.recompute
 EPS = 1e-5
@@ -127,7 +127,7 @@ def test_a_stream_of_another_dtype_gives_its_bits_back(device: str):
     """Forward reads bfloat16 beside float32, and what regenerates float32 alone: sums may run in other orders."""
     x = make(9, 300, device=device, dtype=torch.bfloat16)
     bias = make(300, device=device, seed=2)
-    y, h, mean, rstd = add_layer_norm_forward(x, make(9, 300, device=device, seed=1), None, bias, EPS)
+    y, h, mean, rstd = LAYER.forward(x, make(9, 300, device=device, seed=1), None, bias, EPS, "layer_norm")
     assert h.dtype is torch.float32
     assert torch.equal(layer_norm_regenerate(h, None, bias, mean, rstd), y)
 
@@ -148,7 +148,7 @@ def test_the_streams_gradient_joins_in_the_one_pass(has_residual: bool, device: 
     with Ops() as forward:
         outputs = add_layer_norm(*inputs)
     ops = [function for function, _ in forward.calls if function.namespace == "recompute"]
-    assert ops == [OPS.add_layer_norm_forward.default if has_residual else OPS.layer_norm_forward.default]
+    assert ops == [OPS.layer_norm_forward.default]
     gradients = gradients_like(outputs)
     with Ops() as backward:
         torch.autograd.grad(outputs, trained(inputs), gradients)
@@ -204,7 +204,7 @@ def test_frozen_inputs_get_no_gradient_and_change_no_other(has_residual: bool, d
                 [o for o in (y, h) if o.requires_grad], gradients_like((y, h))[: 1 + h.requires_grad]
             )
         ((_, arguments),) = [call for call in seen.calls if call[0] is OPS.layer_norm_backward.default]
-        assert arguments[6:9] == (h.requires_grad, chosen[2], chosen[3])
+        assert arguments[7:10] == (h.requires_grad, chosen[2], chosen[3])
         for index, leaf in enumerate(leaves):
             if leaf is not None:
                 assert torch.equal(leaf.grad, expected[index]) if chosen[index] else leaf.grad is None

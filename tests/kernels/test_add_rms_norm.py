@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_calls import RMS, add_rms_norm_reference, rms_norm_regenerate
 from kernel_testing import (
     DTYPES,
     FLOAT32_ROUNDING,
@@ -21,10 +22,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recompute.errors import KernelError
-from recompute.kernels import add_rms_norm as module
 from recompute.kernels import launch
-from recompute.kernels.add_rms_norm import add_rms_norm, add_rms_norm_forward, add_rms_norm_reference
-from recompute.kernels.rms_norm import rms_norm, rms_norm_backward, rms_norm_regenerate
+from recompute.kernels import norm_ops as module
+from recompute.kernels.rms_norm import add_rms_norm, rms_norm
 
 OPS = torch.ops.recompute
 
@@ -124,15 +124,12 @@ def test_the_recipe_gives_back_the_bits_of_the_output(
         value = regenerate(*arguments)
     assert torch.equal(value, y)
     assert (value.dtype, value.stride()) == (y.dtype, y.stride())
-    rstd = y.grad_fn.saved_tensors[-1]  # type: ignore[union-attr]
-    arguments_of_backward = (y.detach(), h.detach(), inputs[2], rstd, casting, True, True, None, True)
-    assert torch.equal(rms_norm_backward(*arguments_of_backward)[2], y)
 
 
 def test_a_stream_of_another_dtype_gives_its_bits_back(device: str):
     """Forward reads bfloat16 beside float32, and what regenerates float32 alone: sums may run in other orders."""
     x = make(9, 300, device=device, dtype=torch.bfloat16)
-    y, h, rstd = add_rms_norm_forward(x, make(9, 300, device=device, seed=1), None, EPS, "none")
+    y, h, _, rstd = RMS.forward(x, make(9, 300, device=device, seed=1), None, None, EPS, "none")
     assert h.dtype is torch.float32
     assert torch.equal(rms_norm_regenerate(h, None, rstd, "none"), y)
 
@@ -153,7 +150,7 @@ def test_the_streams_gradient_joins_in_the_one_pass(has_residual: bool, device: 
     with Ops() as forward:
         outputs = add_rms_norm(*inputs)
     ops = [function for function, _ in forward.calls if function.namespace == "recompute"]
-    assert ops == [OPS.add_rms_norm_forward.default if has_residual else OPS.rms_norm_forward.default]
+    assert ops == [OPS.rms_norm_forward.default]
     gradients = gradients_like(outputs)
     with Ops() as backward:
         torch.autograd.grad(outputs, trained(inputs), gradients)
@@ -166,7 +163,7 @@ def test_the_streams_gradient_joins_in_the_one_pass(has_residual: bool, device: 
 def test_only_what_is_needed_is_saved(has_residual: bool, device: str):
     inputs = make_inputs(5, 64, device, has_residual=has_residual)
     y, h = add_rms_norm(*inputs)
-    saved, weight, rstd = y.grad_fn.saved_tensors  # type: ignore[union-attr]
+    saved, weight, _, _, rstd = y.grad_fn.saved_tensors  # type: ignore[union-attr]
     assert saved.data_ptr() == h.data_ptr()
     assert weight is inputs[2]
     assert (rstd.shape, rstd.dtype) == ((5,), torch.float32)
@@ -207,7 +204,7 @@ def test_frozen_inputs_get_no_gradient_and_change_no_other(has_residual: bool, d
                 [o for o in (y, h) if o.requires_grad], gradients_like((y, h))[: 1 + h.requires_grad]
             )
         ((_, arguments),) = [call for call in seen.calls if call[0] is OPS.rms_norm_backward.default]
-        assert arguments[5:7] == (h.requires_grad, chosen[2])
+        assert arguments[7:9] == (h.requires_grad, chosen[2])
         for index, leaf in enumerate(leaves):
             if leaf is not None:
                 assert torch.equal(leaf.grad, expected[index]) if chosen[index] else leaf.grad is None

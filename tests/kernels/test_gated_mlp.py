@@ -36,11 +36,11 @@ from recompute.engine.saved_tensors import RegionStatistics
 from recompute.engine.scopes import RecipeScope
 from recompute.engine.thread_state import local
 from recompute.errors import KernelError
-from recompute.kernels import gated_mlp as gated_mlp_module
+from recompute.kernels import mlp_ops as gated_mlp_module
+from recompute.kernels.activation import GATE_ACTIVATIONS as ACTIVATIONS
 from recompute.kernels.blockwise_8bit import dequantize_blockwise, quantize_blockwise
 from recompute.kernels.gated_mlp import gated_mlp
 from recompute.kernels.rms_norm import rms_norm
-from recompute.kernels.swiglu import ACTIVATIONS
 
 B, S, H, I = 2, 20, 48, 40  # noqa: E741
 GEMM_FLOPS = 2 * B * S * H * I
@@ -146,7 +146,7 @@ def test_backward_does_what_is_needed_and_no_more(packed: bool, trained: tuple[b
         core = "glu_backward_" if down_trains else "glu_backward"
         needed = (x_trains or gate_trains, not packed and (x_trains or up_trains))
         arguments = work.arguments_of(core)
-        made = arguments[3:5] if down_trains else work.results_of(core)[:2]
+        made = arguments[5:7] if down_trains else work.results_of(core)[:2]
         assert tuple(tensor is not None for tensor in made) == needed
     products = 2 * x_trains + gate_trains + up_trains if not packed else x_trains + gate_trains
     products += down_trains + any(trained[:3])
@@ -190,9 +190,9 @@ def test_gate_and_up_are_freed_once_they_have_been_read(
     dead = []
     gradients = gated_mlp_module.linear_gradients
 
-    def looking(*arguments: Any) -> Any:
+    def looking(*arguments: Any, **options: Any) -> Any:
         dead.append([storage.expired() for storage in storages])
-        return gradients(*arguments)
+        return gradients(*arguments, **options)
 
     monkeypatch.setattr(gated_mlp_module, "linear_gradients", looking)
     wanted = [tensor for tensor in inputs if tensor is not None]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_calls import glu_backward, glu_backward_, glu_forward
 from kernel_testing import make
 from mlp_testing import (
     activate,
@@ -18,15 +19,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from recompute.errors import KernelError
+from recompute.kernels import activation as activation_module
 from recompute.kernels import swiglu as swiglu_module
-from recompute.kernels.swiglu import (
-    ACTIVATIONS,
-    geglu,
-    glu_backward,
-    glu_backward_,
-    glu_forward,
-    swiglu,
-)
+from recompute.kernels.activation import GATE_ACTIVATIONS as ACTIVATIONS
+from recompute.kernels.activation import GLU
+from recompute.kernels.swiglu import geglu, swiglu
 
 OPS: dict[str, Callable[..., Tensor]] = {
     "silu": swiglu,
@@ -106,7 +103,8 @@ def test_a_frozen_half_costs_nothing_in_backward(
     trained: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch, device: str
 ):
     asked = []
-    monkeypatch.setattr(swiglu_module, "glu_backward", lambda *a: asked.append(a[-3:]) or glu_backward(*a))
+    spy = GLU._replace(backward=lambda *a: asked.append(a[-3:]) or GLU.backward(*a))
+    monkeypatch.setattr(swiglu_module, "GLU", spy)
     gate, up = (make(4, 6, seed=seed).to(device).requires_grad_(train) for seed, train in enumerate(trained))
     swiglu(gate, up).sum().backward()
     assert asked == [(*trained, False)]
@@ -116,7 +114,7 @@ def test_halves_are_read_where_they_are():
     t = make(2, 3, 40)
     for leading in (t, t[:, 1:2], t[1:], t[:1].expand(2, 3, 40)[:, 0]):
         gate, up = leading.chunk(2, -1)
-        columns, gate_rows, gate_stride, up_rows, up_stride = swiglu_module._rows(gate, up)
+        columns, gate_rows, gate_stride, up_rows, up_stride = activation_module._rows(gate, up)
         assert columns == 20
         assert (gate_rows.data_ptr(), up_rows.data_ptr()) == (gate.data_ptr(), up.data_ptr())
         rows = range(gate.numel() // columns)
@@ -221,7 +219,8 @@ def test_the_op_in_place_says_what_it_writes(packed: bool, device: str):
     gate, up = (make(4, 6, device=device, seed=seed) for seed in range(2))
     inputs = (torch.cat([gate, up], -1), None) if packed else (gate, up)
     given = [None if tensor is None else torch.zeros_like(tensor) for tensor in inputs]
-    arguments = (make(4, 6, device=device, seed=2), *inputs, *given, "silu")
+    gate, up = inputs
+    arguments = (make(4, 6, device=device, seed=2), gate, None, up, None, *given, 128, "silu")
     torch.library.opcheck(
         torch.ops.recompute.glu_backward_.default, arguments, test_utils=("test_schema", "test_faketensor")
     )

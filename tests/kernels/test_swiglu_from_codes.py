@@ -12,18 +12,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kernel_calls import glu_backward
 from kernel_testing import DTYPES, make
 from torch import Tensor
 
 from recompute.errors import KernelError
 from recompute.kernels import launch
+from recompute.kernels.activation import GATE_ACTIVATIONS as ACTIVATIONS
+from recompute.kernels.activation import GLU
 from recompute.kernels.blockwise_8bit import FORMATS, dequantize_blockwise, quantize_blockwise
-from recompute.kernels.swiglu import ACTIVATIONS, glu_backward, swiglu
-from recompute.kernels.swiglu_from_codes import (
-    glu_backward_from_codes,
-    glu_backward_from_codes_,
-    glu_backward_from_codes_reference,
-)
+from recompute.kernels.swiglu import glu_backward_from_codes, swiglu
 
 each_format = pytest.mark.parametrize("format", FORMATS)
 packed_or_not = pytest.mark.parametrize("packed", [False, True])
@@ -73,9 +71,8 @@ def test_one_pass_has_the_bits_of_two(
     dproduct, codes = make_inputs(packed, columns, dtype, device, format)
     expected = two_passes(dproduct, codes, activation)
     assert_same(glu_backward_from_codes(dproduct, *codes, activation, True, True, True, BLOCK), expected)
-    assert_same(glu_backward_from_codes_reference(dproduct, *codes, BLOCK, activation, True, True, True), expected)
     given = [None if value is None else torch.full_like(value, torch.nan) for value in expected[:2]]
-    glu_backward_from_codes_(overwritten := dproduct.clone(), *codes, *given, BLOCK, activation)
+    GLU.backward_(overwritten := dproduct.clone(), *codes, *given, BLOCK, activation)
     assert_same((*given, overwritten), expected)
 
 
@@ -149,9 +146,9 @@ def test_ops_pass_opcheck(format: str, packed: bool, device: str):
     utilities = ("test_faketensor",) if format == "fp8" else ("test_schema", "test_faketensor")
     dproduct, codes = make_inputs(packed, device=device, format=format)
     arguments = (dproduct, *codes, BLOCK, "silu", True, True, True)
-    torch.library.opcheck(torch.ops.recompute.glu_backward_from_codes.default, arguments, test_utils=utilities)
+    torch.library.opcheck(torch.ops.recompute.glu_backward.default, arguments, test_utils=utilities)
     given = [None if each is None else torch.zeros_like(each, dtype=dproduct.dtype) for each in codes[::2]]
-    in_place = torch.ops.recompute.glu_backward_from_codes_.default
+    in_place = torch.ops.recompute.glu_backward_.default
     torch.library.opcheck(in_place, (dproduct, *codes, *given, BLOCK, "silu"), test_utils=utilities)
 
 
