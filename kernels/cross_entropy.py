@@ -29,9 +29,9 @@ from recompute.kernels.cross_entropy_rows import (
     LOSS_SCHEMA,
     Losses,
     LossSettings,
+    Targets,
     capped,
     conclude,
-    dense_weights,
     differentiate,
     new_statistics,
     observe,
@@ -197,13 +197,11 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _forward(logits: Tensor, target: Tensor, class_weights: Tensor | None, *flat: Any) -> tuple[Tensor | None, ...]:
-    settings = LossSettings(*flat)
-    rows, labels = launch.dense(logits).view(-1, logits.shape[-1]), launch.dense(target.reshape(-1))
-    class_weights = dense_weights(class_weights, logits)
-    statistics = new_statistics(rows, len(rows), 1, settings)
-    observe(statistics, 0, 0, rows, labels, class_weights, settings)
-    losses = conclude(statistics, labels, class_weights, rows.shape[1], settings)
-    return reduced(losses, target.shape, settings.reduction)
+    rows = launch.dense(logits).view(-1, logits.shape[-1])
+    targets = Targets.of(target, class_weights, logits, rows.shape[1], flat)
+    statistics = new_statistics(rows, len(rows), 1, targets.settings)
+    observe(statistics, 0, 0, rows, targets)
+    return reduced(conclude(statistics, targets), target.shape, targets.settings.reduction)
 
 
 def _backward(
@@ -215,12 +213,9 @@ def _backward(
     total: Tensor | None,
     *flat: Any,
 ) -> Tensor:
-    rows, labels = launch.dense(logits).view(-1, logits.shape[-1]), launch.dense(target.reshape(-1))
-    class_weights = dense_weights(class_weights, logits)
-    dlogits = torch.empty_like(rows)
-    dlosses = row_gradients(dloss, total, len(rows))
-    vocabulary, settings = rows.shape[1], LossSettings(*flat)
-    differentiate(rows, dlogits, 0, labels, class_weights, normalizers, dlosses, vocabulary, settings)
+    rows = launch.dense(logits).view(-1, logits.shape[-1])
+    targets, dlogits = Targets.of(target, class_weights, logits, rows.shape[1], flat), torch.empty_like(rows)
+    differentiate(rows, dlogits, 0, targets, normalizers, row_gradients(dloss, total, len(rows)))
     return dlogits.view(logits.shape)
 
 
@@ -257,12 +252,6 @@ def cross_entropy_reference(
     return loss.sum() / total.sum() if settings.reduction == "mean" else loss.sum()
 
 
-def _forward_outputs(
-    logits: Tensor, target: Tensor, class_weights: Tensor | None, *flat: Any
-) -> tuple[Tensor | None, ...]:
-    return loss_outputs(logits, target, LossSettings(*flat))
-
-
 def loss_outputs(like: Tensor, target: Tensor, settings: LossSettings) -> tuple[Tensor | None, ...]:
     """Room for what ``reduced`` returns."""
     dtype = wide_dtype(like)
@@ -273,19 +262,15 @@ def loss_outputs(like: Tensor, target: Tensor, settings: LossSettings) -> tuple[
     return loss, like.new_empty((target.numel(), 2), dtype=dtype), total, max_logit, argmax
 
 
-def _backward_outputs(dloss: Tensor, logits: Tensor, *_: Any) -> Tensor:
-    return logits.new_empty(logits.shape)
-
-
 _forward_op = launch.register(
     f"cross_entropy_forward(Tensor logits, Tensor target, Tensor? class_weights, {LOSS_SCHEMA})"
     " -> (Tensor loss, Tensor normalizers, Tensor? total, Tensor? max_logit, Tensor? argmax)",
     _forward,
-    _forward_outputs,
+    lambda logits, target, _, *flat: loss_outputs(logits, target, LossSettings(*flat)),
 )
 _backward_op = launch.register(
     "cross_entropy_backward(Tensor dloss, Tensor logits, Tensor target, Tensor? class_weights, Tensor normalizers,"
     f" Tensor? total, {LOSS_SCHEMA}) -> Tensor dlogits",
     _backward,
-    _backward_outputs,
+    lambda dloss, logits, *_: logits.new_empty(logits.shape),
 )

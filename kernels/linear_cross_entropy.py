@@ -47,8 +47,8 @@ from recompute.kernels.cross_entropy import (
 from recompute.kernels.cross_entropy_rows import (
     LOSS_SCHEMA,
     LossSettings,
+    Targets,
     conclude,
-    dense_weights,
     differentiate,
     new_statistics,
     observe,
@@ -322,7 +322,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 class _Inputs(NamedTuple):
-    """The tensors that the op is given."""
+    """The tensors that the ops are given."""
 
     hidden: Tensor
     weight: Tensor
@@ -330,101 +330,72 @@ class _Inputs(NamedTuple):
     target: Tensor
     class_weights: Tensor | None
 
-    def rows(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Hidden states (M, H), targets (M,) and class weights, as the kernels read them."""
+    def rows(self, flat: Sequence[Any]) -> tuple[Tensor, Targets]:
+        """Hidden states (M, H), and targets as the kernels read them. ``flat``: the fields of the settings."""
         hidden = self.hidden.reshape(-1, self.hidden.shape[-1])
-        return hidden, launch.dense(self.target.reshape(-1)), dense_weights(self.class_weights, hidden)
+        return hidden, Targets.of(self.target, self.class_weights, hidden, self.weight.shape[0], flat)
 
     def plan(self, logits_bytes: int, hold: bool, trains_weight: bool) -> _BlockPlan:
         (vocabulary, hidden), itemsize = self.weight.shape, self.hidden.dtype.itemsize
         return _plan(self.target.numel(), vocabulary, hidden, itemsize, logits_bytes, hold, trains_weight)
 
-
-class _ForwardCall(NamedTuple):
-    """The arguments of the forward op, put together from flat ones."""
-
-    inputs: _Inputs
-    settings: LossSettings
-    plan: _BlockPlan
-
-    @classmethod
-    def of(cls, arguments: Sequence[Any]) -> _ForwardCall:
-        inputs = _Inputs(*arguments[:5])
-        logits_bytes, hold, trains_weight = arguments[-3:]
-        return cls(inputs, LossSettings(*arguments[5:-3]), inputs.plan(logits_bytes, hold, trains_weight))
-
-    def held_outputs(self) -> tuple[Tensor | None, Tensor | None]:
+    def held(self, plan: _BlockPlan) -> tuple[Tensor | None, Tensor | None]:
         """Memory for the logits that are held until backward: that of the weight's gradient, and more beside it."""
-        (hidden, weight, *_), plan = self.inputs, self.plan
-        dweight = weight.new_empty(weight.shape) if plan.in_gradient > 0 else None
-        kept = hidden.new_empty(plan.beside * self.inputs.target.numel() * plan.stride) if plan.beside > 0 else None
-        return dweight, kept
+        dweight = self.weight.new_empty(self.weight.shape) if plan.in_gradient > 0 else None
+        size = plan.beside * self.target.numel() * plan.stride
+        return dweight, self.hidden.new_empty(size) if plan.beside > 0 else None
 
 
 def _forward(*arguments: Any) -> tuple[Tensor | None, ...]:
-    inputs, settings, plan = call = _ForwardCall.of(arguments)
-    rows, labels, class_weights = inputs.rows()
-    dweight, kept = call.held_outputs()
+    inputs, flat, memory = _Inputs(*arguments[:5]), arguments[5:-3], arguments[-3:]
+    plan, (rows, targets) = inputs.plan(*memory), inputs.rows(flat)
+    dweight, kept = inputs.held(plan)
     blocks = _Blocks(plan, rows, inputs.weight, inputs.bias, dweight, kept)
-    statistics = new_statistics(rows, rows.shape[0], plan.blocks, settings)
+    statistics = new_statistics(rows, rows.shape[0], plan.blocks, targets.settings)
     for block in range(plan.blocks):
-        observe(statistics, block, blocks.columns(block).start, blocks.make(block), labels, class_weights, settings)
-    losses = conclude(statistics, labels, class_weights, blocks.vocabulary, settings)
-    return *reduced(losses, inputs.target.shape, settings.reduction), dweight, kept
+        observe(statistics, block, blocks.columns(block).start, blocks.make(block), targets)
+    losses = conclude(statistics, targets)
+    return *reduced(losses, inputs.target.shape, targets.settings.reduction), dweight, kept
 
 
-class _BackwardCall(NamedTuple):
-    """The arguments of the backward ops, put together from flat ones."""
-
-    dloss: Tensor
-    inputs: _Inputs
-    normalizers: Tensor
-    total: Tensor | None
-    settings: LossSettings
-    logits_bytes: int
-    needed: tuple[bool, bool, bool]
-    """Whether hidden, weight and bias need a gradient."""
-
-    @classmethod
-    def of(cls, arguments: Sequence[Any]) -> _BackwardCall:
-        dloss, inputs, (normalizers, total) = arguments[0], _Inputs(*arguments[1:6]), arguments[6:8]
-        logits_bytes, *needed = arguments[-4:]
-        settings = LossSettings(*arguments[8:-4])
-        return cls(dloss, inputs, normalizers, total, settings, logits_bytes, tuple(needed))
+def _forward_outputs(*arguments: Any) -> tuple[Tensor | None, ...]:
+    inputs, flat, memory = _Inputs(*arguments[:5]), arguments[5:-3], arguments[-3:]
+    return *loss_outputs(inputs.hidden, inputs.target, LossSettings(*flat)), *inputs.held(inputs.plan(*memory))
 
 
 def _backward(*arguments: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    call = _BackwardCall.of(arguments)
-    weight = call.inputs.weight
-    dweight = weight.new_empty(weight.shape) if call.needed[1] else None
-    dhidden, dbias = _gradients(call, dweight, None, holds=False)
+    weight, needs_weight = arguments[2], arguments[-2]
+    dweight = weight.new_empty(weight.shape) if needs_weight else None
+    dhidden, dbias = _gradients(dweight, None, *arguments, holds=False)
     return dhidden, dweight, dbias
 
 
-def _backward_held(dweight: Tensor | None, kept: Tensor | None, *arguments: Any) -> tuple[Tensor | None, Tensor | None]:
-    return _gradients(_BackwardCall.of(arguments), dweight, kept, holds=True)
+def _backward_outputs(*arguments: Any) -> tuple[Tensor | None, ...]:
+    pairs = zip(arguments[1:4], arguments[-3:], strict=True)
+    return tuple(None if like is None or not needed else like.new_empty(like.shape) for like, needed in pairs)
 
 
 def _gradients(
-    call: _BackwardCall, dweight: Tensor | None, kept: Tensor | None, *, holds: bool
+    dweight: Tensor | None, kept: Tensor | None, dloss: Tensor, *arguments: Any, holds: bool = True
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of hidden and bias. That of weight is written to ``dweight``.
 
     holds: whether forward has left logits in ``dweight`` and ``kept``, which are written over.
     """
-    dloss, inputs, normalizers, total, settings, logits_bytes, (needs_hidden, needs_weight, needs_bias) = call
+    inputs, (normalizers, total), flat = _Inputs(*arguments[:5]), arguments[5:7], arguments[7:-4]
+    logits_bytes, needs_hidden, needs_weight, needs_bias = arguments[-4:]
     hidden, weight, bias, *_ = inputs
-    rows, labels, class_weights = inputs.rows()
+    rows, targets = inputs.rows(flat)
     plan = inputs.plan(logits_bytes, holds, dweight is not None)
     blocks = _Blocks(plan, rows, weight, bias, dweight, kept)
-    dlosses, vocabulary = row_gradients(dloss, total, rows.shape[0]), blocks.vocabulary
+    dlosses = row_gradients(dloss, total, rows.shape[0])
     sum_dtype = wide_dtype(hidden) if plan.blocks > 1 else hidden.dtype
     dhidden = rows.new_zeros(rows.shape, dtype=sum_dtype) if needs_hidden else None
     dbias = bias.new_empty(bias.shape) if needs_bias and bias is not None else None
     for block in range(plan.blocks):
         columns = blocks.columns(block)
         tile = blocks.place(block) if block < blocks.held else blocks.make(block)
-        differentiate(tile, tile, columns.start, labels, class_weights, normalizers, dlosses, vocabulary, settings)
+        differentiate(tile, tile, columns.start, targets, normalizers, dlosses)
         if dhidden is not None:
             _add_product(dhidden, tile, weight[columns])
         if dbias is not None:
@@ -457,21 +428,6 @@ def linear_cross_entropy_reference(
     return cross_entropy_reference(F.linear(hidden, weight, bias), target, class_weights, settings)
 
 
-def _forward_outputs(*arguments: Any) -> tuple[Tensor | None, ...]:
-    call = _ForwardCall.of(arguments)
-    return *loss_outputs(call.inputs.hidden, call.inputs.target, call.settings), *call.held_outputs()
-
-
-def _backward_outputs(*arguments: Any) -> tuple[Tensor | None, ...]:
-    call = _BackwardCall.of(arguments)
-    inputs = zip(call.inputs[:3], call.needed, strict=True)
-    return tuple(None if like is None or not needed else like.new_empty(like.shape) for like, needed in inputs)
-
-
-def _backward_held_outputs(dweight: Tensor | None, kept: Tensor | None, *arguments: Any) -> tuple[Tensor | None, ...]:
-    return _backward_outputs(*arguments)[::2]
-
-
 _INPUTS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weights"
 _FOR_BACKWARD = (
     f"Tensor dloss, {_INPUTS}, Tensor normalizers, Tensor? total, {LOSS_SCHEMA}, SymInt logits_bytes,"
@@ -492,6 +448,6 @@ _backward_op = launch.register(
 _backward_held_op = launch.register(
     f"linear_cross_entropy_backward_held(Tensor(a!)? dweight, Tensor(b!)? kept, {_FOR_BACKWARD})"
     " -> (Tensor? dhidden, Tensor? dbias)",
-    _backward_held,
-    _backward_held_outputs,
+    _gradients,
+    lambda dweight, kept, *arguments: _backward_outputs(*arguments)[::2],
 )
