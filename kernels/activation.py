@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -187,63 +187,46 @@ def _forward(is_gated: bool, gate: Tensor, up: Tensor | None, activation: str) -
         launch.run(_forward_kernel, programs, *arguments, ACTIVATION=activation, BLOCK=TILE, **SETTINGS)
 
 
-def _backward(
-    is_gated: bool,
-    dproduct: Tensor,
-    gate: Tensor,
-    gate_scales: Tensor | None,
-    up: Tensor | None,
-    up_scales: Tensor | None,
-    block: int,
-    activation: str,
-    needs_dgate: bool,
-    needs_dup: bool,
-    with_product: bool,
-) -> Iterator[tuple[Tensor | None, Tensor | None, Tensor | None]]:
-    dtypes = [dproduct.dtype if gate_scales is not None else each.dtype for each in (gate, up) if each is not None]
+class Gates(NamedTuple):
+    """Gate and up, each with its scales if it is codes."""
+
+    gate: Tensor
+    gate_scales: Tensor | None
+    up: Tensor | None
+    up_scales: Tensor | None
+
+
+Outputs = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""dgate, dup and the product."""
+
+
+def _backward(is_gated: bool, dproduct: Tensor, *flat: Any) -> Iterator[Outputs]:
+    gates, (block, activation, needs_dgate, needs_dup, with_product) = Gates(*flat[:4]), flat[4:]
+    gate, scales, up, _ = gates
+    dtypes = [dproduct.dtype if scales is not None else each.dtype for each in (gate, up) if each is not None]
     dgate = gate.new_empty(gate.shape, dtype=dtypes[0]) if needs_dgate else None
     dup = up.new_empty(up.shape, dtype=dtypes[-1]) if needs_dup and up is not None else None
     product_dtype = torch.promote_types(dtypes[0], dtypes[-1])
     product = dproduct.new_empty(dproduct.shape, dtype=product_dtype) if with_product else None
     yield dgate, dup, product
-    _write(is_gated, dproduct.contiguous(), gate, gate_scales, up, up_scales, (dgate, dup, product), block, activation)
+    _write(is_gated, dproduct.contiguous(), gates, (dgate, dup, product), block, activation)
 
 
-def _backward_in_place(
-    is_gated: bool,
-    dproduct: Tensor,
-    gate: Tensor,
-    gate_scales: Tensor | None,
-    up: Tensor | None,
-    up_scales: Tensor | None,
-    dgate: Tensor | None,
-    dup: Tensor | None,
-    block: int,
-    activation: str,
-) -> Iterator[None]:
+def _backward_in_place(is_gated: bool, dproduct: Tensor, *flat: Any) -> Iterator[None]:
+    gates, (dgate, dup, block, activation) = Gates(*flat[:4]), flat[4:]
     yield
-    _write(is_gated, dproduct, gate, gate_scales, up, up_scales, (dgate, dup, dproduct), block, activation)
+    _write(is_gated, dproduct, gates, (dgate, dup, dproduct), block, activation)
 
 
-def _write(
-    is_gated: bool,
-    dproduct: Tensor,
-    gate: Tensor,
-    gate_scales: Tensor | None,
-    up: Tensor | None,
-    up_scales: Tensor | None,
-    outputs: tuple[Tensor | None, Tensor | None, Tensor | None],
-    block: int,
-    activation: str,
-) -> None:
-    """Write those of dgate, dup and product that are not None. They are contiguous, and so is dproduct."""
+def _write(is_gated: bool, dproduct: Tensor, gates: Gates, outputs: Outputs, block: int, activation: str) -> None:
+    """Write those of the outputs that are not None. They are contiguous, and so is dproduct."""
     if not dproduct.numel():
         return
+    gate, gate_scales, up, up_scales = gates
     packed = is_gated and up is None
     if gate_scales is not None:
         if _fits_in_one_pass(dproduct, gate, up, packed, block):
-            codes = (gate, gate_scales, gate, gate_scales) if packed else (gate, gate_scales, up, up_scales)
-            _launch_from_codes(dproduct, codes, outputs, packed, block, activation)
+            _launch_from_codes(dproduct, gates, outputs, packed, block, activation)
             return
         gate, up = decoded_gates(gate, gate_scales, up, up_scales, block, dproduct.dtype)
     dgate, dup, product = outputs
@@ -272,16 +255,13 @@ def _fits_in_one_pass(dproduct: Tensor, gate: Tensor, up: Tensor | None, packed:
 
 
 def _launch_from_codes(
-    dproduct: Tensor,
-    codes: tuple[Tensor | None, ...],
-    outputs: tuple[Tensor | None, Tensor | None, Tensor | None],
-    packed: bool,
-    block: int,
-    activation: str,
+    dproduct: Tensor, gates: Gates, outputs: Outputs, packed: bool, block: int, activation: str
 ) -> None:
     dgate, dup, product = outputs
+    if packed:
+        gates, dup = Gates(*gates[:2], *gates[:2]), dgate
     blocks, row_blocks = max(TILE // block, 1), dproduct.shape[-1] // block if packed else 0
-    given = (dproduct, *codes, dgate, dgate if packed else dup, product, dproduct.numel(), row_blocks, 0, 0, 0)
+    given = (dproduct, *gates, dgate, dup, product, dproduct.numel(), row_blocks, 0, 0, 0)
     constants = {"ACTIVATION": activation, "PACKED": packed, "BLOCK": block, "BLOCKS": blocks}
     launch.run(_backward_kernel, -(-dproduct.numel() // (blocks * block)), *given, **constants, **SETTINGS)
 
@@ -374,7 +354,7 @@ def _active_gradient(dactive: Tensor, wide: Tensor, activation: str) -> Tensor:
 
 class ActivationOps(NamedTuple):
     forward: Callable[..., Tensor]
-    backward: Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]]
+    backward: Callable[..., Outputs]
     """dgate, dup and the product, each contiguous. Gate and up are codes where ``gate_scales`` are given."""
     backward_: Callable[..., None]
     """As ``backward``, but writes the product over ``dproduct``, which the caller must own, and the gradients into the

@@ -25,20 +25,15 @@ from torch.nn import functional as F
 
 from recompute.errors import KernelError
 from recompute.kernels import launch
-from recompute.kernels.cross_entropy_rows import (
+from recompute.kernels.cross_entropy_rows import Losses, capped, conclude, differentiate, new_statistics, observe
+from recompute.kernels.loss_settings import (
     LOSS_SCHEMA,
-    Losses,
     LossSettings,
     Targets,
-    capped,
-    conclude,
-    differentiate,
-    new_statistics,
-    observe,
+    check_target,
+    checked_settings,
     wide_dtype,
 )
-
-REDUCTIONS = ("mean", "sum", "none")
 
 
 class CrossEntropy(NamedTuple):
@@ -106,48 +101,6 @@ def losses_of(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Loss, max logit and arg-max, of arguments that were checked."""
     return _CrossEntropy.apply(logits, target, class_weights, settings)
-
-
-def checked_settings(
-    op: str,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-    reduction: str,
-    with_max: bool,
-    with_argmax: bool,
-) -> LossSettings:
-    """The settings of the op called ``op``.
-
-    Raises:
-        KernelError: for one that makes no sense.
-    """
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise KernelError(f"{op}: label_smoothing is {label_smoothing}; expected a number from 0 to 1.")
-    if not z_loss >= 0.0:
-        raise KernelError(f"{op}: z_loss is {z_loss}; expected a number of at least 0.")
-    if softcap is not None and not 0.0 < softcap < float("inf"):
-        raise KernelError(f"{op}: softcap is {softcap}; expected None or a number above 0.")
-    if reduction not in REDUCTIONS:
-        raise KernelError(f"{op}: unknown reduction {reduction!r}; expected one of {', '.join(REDUCTIONS)}.")
-    numbers = int(ignore_index), float(label_smoothing), float(z_loss), float(softcap or 0.0)
-    return LossSettings(*numbers, reduction, with_max, with_argmax)
-
-
-def check_target(
-    op: str, target: Tensor, class_weights: Tensor | None, shape: torch.Size, vocabulary: int, device: torch.device
-) -> None:
-    """Refuse a target that is not int64 of ``shape`` on ``device``, and weights that are not one for each class."""
-    if target.dtype is not torch.int64 or target.shape != shape or target.device != device:
-        raise KernelError(
-            f"{op}: target is {target.dtype} of shape {tuple(target.shape)} on {target.device}; "
-            f"expected torch.int64 of shape {tuple(shape)} on {device}."
-        )
-    if class_weights is not None and class_weights.shape != (vocabulary,):
-        raise KernelError(f"{op}: class_weights has shape {tuple(class_weights.shape)}; expected ({vocabulary},).")
-    if class_weights is not None and class_weights.requires_grad:
-        raise KernelError(f"{op}: class_weights requires a gradient, and gets none; expected it detached.")
 
 
 def with_extras(

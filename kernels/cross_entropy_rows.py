@@ -7,13 +7,14 @@ and writes its gradient, if need be over the logits. No block depends on another
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from recompute.kernels import launch
 from recompute.kernels.launch import jit, tl
+from recompute.kernels.loss_settings import LossSettings, Targets, wide_dtype
 
 
 @jit
@@ -188,64 +189,6 @@ def _launch_settings(width: int) -> dict[str, int]:
     return NARROW_SETTINGS if width <= WIDE else WIDE_SETTINGS
 
 
-class LossSettings(NamedTuple):
-    """How a loss is computed."""
-
-    ignore_index: int
-    label_smoothing: float
-    z_loss: float
-    softcap: float
-    """0 for none."""
-    reduction: str
-    with_max: bool
-    """Whether the highest logit of each token is returned, too."""
-    with_argmax: bool
-    """Whether its index is."""
-
-
-LOSS_SCHEMA = (
-    "int ignore_index, float label_smoothing, float z_loss, float softcap, str reduction, bool with_max,"
-    " bool with_argmax"
-)
-"""``LossSettings`` as a registered op takes them: one argument a field."""
-
-
-class Targets(NamedTuple):
-    """The rows' classes, and what a loss makes of them."""
-
-    labels: Tensor
-    """(M,), contiguous."""
-    class_weights: Tensor | None
-    """(V,), contiguous, of the dtype that sums have."""
-    vocabulary: int
-    settings: LossSettings
-
-    @classmethod
-    def of(cls, target: Tensor, class_weights: Tensor | None, logits: Tensor, vocabulary: int, flat: Any) -> Targets:
-        """As the kernels read them. ``logits``: a tensor of their dtype; ``flat``: the fields of the settings."""
-        if class_weights is not None:
-            class_weights = launch.dense(class_weights.to(wide_dtype(logits)))
-        return cls(launch.dense(target.reshape(-1)), class_weights, vocabulary, LossSettings(*flat))
-
-    def weight_sum(self) -> Tensor | None:
-        """The sum of the class weights, for label smoothing."""
-        return (
-            self.class_weights.sum() if self.class_weights is not None and self.settings.label_smoothing > 0 else None
-        )
-
-    def are_in_bounds(self) -> Tensor:
-        """Which of them are classes, or ignored."""
-        in_range = (self.labels >= 0) & (self.labels < self.vocabulary)
-        return in_range | (self.labels == self.settings.ignore_index)
-
-    def weights(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Which targets count, and their classes' weights: nan where there is no such class."""
-        labels, weights = self.labels, self.class_weights
-        in_range = (labels >= 0) & (labels < self.vocabulary)
-        found = torch.ones_like(like) if weights is None else weights[labels.where(in_range, 0)]
-        return labels != self.settings.ignore_index, torch.where(in_range, found, torch.nan)
-
-
 class Statistics(NamedTuple):
     """What ``observe`` has found: (blocks, M) for each block of columns of each row, and (M,) for each row's target."""
 
@@ -352,11 +295,6 @@ def differentiate(
         *(settings.label_smoothing, settings.z_loss, settings.softcap, settings.softcap > 0),
         **_launch_settings(width),
     )
-
-
-def wide_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype that ``launch.widen`` gives."""
-    return torch.float64 if tensor.dtype is torch.float64 else torch.float32
 
 
 def capped(logits: Tensor, settings: LossSettings) -> Tensor:

@@ -22,10 +22,10 @@ COMPILE = """
 import sys, torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from recompute.kernels import activation, blockwise_8bit, norm_kernels
+from recompute.kernels import activation, blockwise_8bit, norm_kernels, norm_tiles
 
 capability, shared = int(sys.argv[1]), int(sys.argv[2])
-norm_kernels._shared_memory = lambda device: shared
+norm_tiles._shared_memory = lambda device: shared
 device = torch.device("cpu")
 
 OPTIONS = "num_warps", "num_stages", "enable_fp_fusion"
@@ -47,13 +47,13 @@ def fits(kernel, arguments, constants):
 X, F = "*bf16", "*fp32"
 for hidden in (64, 128, 1024, 4096, 5120, 16384, 65536):
     for mean in (None, F):
-        tiles = norm_kernels._tiles(False, hidden, 6, device, mean is not None)
+        tiles = norm_tiles.tiles_of(False, hidden, 6, device, mean is not None)
         dots, shifts = F if tiles.wide else None, mean if tiles.wide else None
         fits(norm_kernels._backward_kernel, [X, X, X, mean, F, dots, shifts, X, X, F, mean, *["i32"] * 5],
              {"CASTING": "llama" if mean is None else "layer_norm", "ROWS": tiles.rows, **tiles.constants})
 for hidden in (128, 5120, 65536):
     for kind, nbytes in ((X, 2), (F, 4)):
-        tiles = norm_kernels._tiles(True, hidden, 4 * nbytes, device)
+        tiles = norm_tiles.tiles_of(True, hidden, 4 * nbytes, device)
         kernel = norm_kernels._wide_forward_kernel if tiles.wide else norm_kernels._forward_kernel
         rows = {} if tiles.wide else {"ROWS": tiles.rows}
         fits(kernel, [kind, kind, kind, None, kind, kind, None, F, *["i32"] * 5, "fp32"],
