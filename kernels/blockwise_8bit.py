@@ -33,6 +33,7 @@ down instead, and still within the bound.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -260,11 +261,13 @@ def _listed(dtypes: Any) -> str:
 
 
 def _quantize(
-    x: Tensor, block: int, format: str | None = None, with_error: bool = False
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    x: Tensor, block: int, format: str | None, with_error: bool
+) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
     if not launch.uses_triton(x):
-        return quantize_blockwise_reference(x, block, format, with_error)
-    codes, scales, error = _quantize_outputs(x, block, format, with_error)
+        yield quantize_blockwise_reference(x, block, format, with_error)
+        return
+    codes, scales, error = results = _allocated(x, block, format, with_error)
+    yield results
     if error is not None:
         error.zero_()
     if codes.stride() != x.stride():  # not dense
@@ -272,17 +275,17 @@ def _quantize(
     constants = {"TOP": _largest_exponent(x.dtype), "BLOCK": block, "BLOCKS": QUANTIZE_TILE // block}
     programs = -(-x.numel() // QUANTIZE_TILE)
     launch.run(_quantize_kernel, programs, x, codes, scales, error, x.numel(), **constants, **QUANTIZE_SETTINGS)
-    return codes, scales, error
 
 
-def _dequantize(codes: Tensor, scales: Tensor, dtype: torch.dtype, block: int) -> Tensor:
+def _dequantize(codes: Tensor, scales: Tensor, dtype: torch.dtype, block: int) -> Iterator[Tensor]:
     if not launch.uses_triton(scales):
-        return dequantize_blockwise_reference(codes, scales, dtype, block)
-    y = _dequantize_outputs(codes, scales, dtype, block)
+        yield dequantize_blockwise_reference(codes, scales, dtype, block)
+        return
+    y = torch.empty_like(codes, dtype=dtype)
+    yield y
     blocks = max(DEQUANTIZE_TILE // block, 1)
     programs, constants = -(-y.numel() // (blocks * block)), {"BLOCK": block, "BLOCKS": blocks}
     launch.run(_dequantize_kernel, programs, codes, scales, y, y.numel(), **constants, **DEQUANTIZE_SETTINGS)
-    return y
 
 
 def _largest_exponent(dtype: torch.dtype) -> int:
@@ -295,7 +298,7 @@ def quantize_blockwise_reference(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """``quantize_blockwise`` in plain PyTorch, with the same bits; the last is the error, if it is asked for."""
     x = x.detach()
-    codes, scales, error = _quantize_outputs(x, block, format, with_error)
+    codes, scales, error = _allocated(x, block, format, with_error)
     if codes.stride() != x.stride():  # not dense
         x = x.clone()
     v = _blocks(x, block).float()
@@ -323,7 +326,7 @@ def quantize_blockwise_reference(
 
 def dequantize_blockwise_reference(codes: Tensor, scales: Tensor, dtype: torch.dtype, block: int = BLOCK) -> Tensor:
     """``dequantize_blockwise`` in plain PyTorch, with the same bits."""
-    y = _dequantize_outputs(codes, scales, dtype, block)
+    y = torch.empty_like(codes, dtype=dtype)
     values = _decoded(_blocks(codes, block), scales[:, None], dtype)
     _in_memory_order(y).copy_(values.flatten()[: y.numel()])
     return y
@@ -347,26 +350,17 @@ def _blocks(x: Tensor, block: int) -> Tensor:
     return x.view(-1, block)
 
 
-def _quantize_outputs(
-    x: Tensor, block: int, format: str | None = None, with_error: bool = False
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def _allocated(x: Tensor, block: int, format: str | None, with_error: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     codes = torch.empty_like(x, dtype=FORMATS[format or native_format(x.device)], requires_grad=False)
     scales = x.new_empty((-(-x.numel() // block),), dtype=torch.float32)
     return codes, scales, x.new_empty((), dtype=torch.float32) if with_error else None
 
 
-def _dequantize_outputs(codes: Tensor, scales: Tensor, dtype: torch.dtype, block: int) -> Tensor:
-    return torch.empty_like(codes, dtype=dtype)
-
-
 quantize_op = launch.register(
-    "quantize_blockwise(Tensor x, int block, str? format=None, bool with_error=False)"
+    "quantize_blockwise(Tensor x, int block, str? format, bool with_error)"
     " -> (Tensor codes, Tensor scales, Tensor? error)",
     _quantize,
-    _quantize_outputs,
 )
 dequantize_op = launch.register(
-    "dequantize_blockwise(Tensor codes, Tensor scales, ScalarType dtype, int block) -> Tensor y",
-    _dequantize,
-    _dequantize_outputs,
+    "dequantize_blockwise(Tensor codes, Tensor scales, ScalarType dtype, int block) -> Tensor y", _dequantize
 )

@@ -25,20 +25,15 @@ from torch.nn import functional as F
 
 from recompute.errors import KernelError
 from recompute.kernels import launch
-from recompute.kernels.cross_entropy_rows import (
+from recompute.kernels.cross_entropy_rows import Losses, capped, conclude, differentiate, new_statistics, observe
+from recompute.kernels.loss_settings import (
     LOSS_SCHEMA,
-    Losses,
     LossSettings,
-    capped,
-    conclude,
-    dense_weights,
-    differentiate,
-    new_statistics,
-    observe,
+    Targets,
+    check_target,
+    checked_settings,
     wide_dtype,
 )
-
-REDUCTIONS = ("mean", "sum", "none")
 
 
 class CrossEntropy(NamedTuple):
@@ -108,48 +103,6 @@ def losses_of(
     return _CrossEntropy.apply(logits, target, class_weights, settings)
 
 
-def checked_settings(
-    op: str,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-    reduction: str,
-    with_max: bool,
-    with_argmax: bool,
-) -> LossSettings:
-    """The settings of the op called ``op``.
-
-    Raises:
-        KernelError: for one that makes no sense.
-    """
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise KernelError(f"{op}: label_smoothing is {label_smoothing}; expected a number from 0 to 1.")
-    if not z_loss >= 0.0:
-        raise KernelError(f"{op}: z_loss is {z_loss}; expected a number of at least 0.")
-    if softcap is not None and not 0.0 < softcap < float("inf"):
-        raise KernelError(f"{op}: softcap is {softcap}; expected None or a number above 0.")
-    if reduction not in REDUCTIONS:
-        raise KernelError(f"{op}: unknown reduction {reduction!r}; expected one of {', '.join(REDUCTIONS)}.")
-    numbers = int(ignore_index), float(label_smoothing), float(z_loss), float(softcap or 0.0)
-    return LossSettings(*numbers, reduction, with_max, with_argmax)
-
-
-def check_target(
-    op: str, target: Tensor, class_weights: Tensor | None, shape: torch.Size, vocabulary: int, device: torch.device
-) -> None:
-    """Refuse a target that is not int64 of ``shape`` on ``device``, and weights that are not one for each class."""
-    if target.dtype is not torch.int64 or target.shape != shape or target.device != device:
-        raise KernelError(
-            f"{op}: target is {target.dtype} of shape {tuple(target.shape)} on {target.device}; "
-            f"expected torch.int64 of shape {tuple(shape)} on {device}."
-        )
-    if class_weights is not None and class_weights.shape != (vocabulary,):
-        raise KernelError(f"{op}: class_weights has shape {tuple(class_weights.shape)}; expected ({vocabulary},).")
-    if class_weights is not None and class_weights.requires_grad:
-        raise KernelError(f"{op}: class_weights requires a gradient, and gets none; expected it detached.")
-
-
 def with_extras(
     loss: Tensor,
     max_logit: Tensor | None,
@@ -197,13 +150,11 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _forward(logits: Tensor, target: Tensor, class_weights: Tensor | None, *flat: Any) -> tuple[Tensor | None, ...]:
-    settings = LossSettings(*flat)
-    rows, labels = launch.dense(logits).view(-1, logits.shape[-1]), launch.dense(target.reshape(-1))
-    class_weights = dense_weights(class_weights, logits)
-    statistics = new_statistics(rows, len(rows), 1, settings)
-    observe(statistics, 0, 0, rows, labels, class_weights, settings)
-    losses = conclude(statistics, labels, class_weights, rows.shape[1], settings)
-    return reduced(losses, target.shape, settings.reduction)
+    rows = launch.dense(logits).view(-1, logits.shape[-1])
+    targets = Targets.of(target, class_weights, logits, rows.shape[1], flat)
+    statistics = new_statistics(rows, len(rows), 1, targets.settings)
+    observe(statistics, 0, 0, rows, targets)
+    return reduced(conclude(statistics, targets), target.shape, targets.settings.reduction)
 
 
 def _backward(
@@ -215,12 +166,9 @@ def _backward(
     total: Tensor | None,
     *flat: Any,
 ) -> Tensor:
-    rows, labels = launch.dense(logits).view(-1, logits.shape[-1]), launch.dense(target.reshape(-1))
-    class_weights = dense_weights(class_weights, logits)
-    dlogits = torch.empty_like(rows)
-    dlosses = row_gradients(dloss, total, len(rows))
-    vocabulary, settings = rows.shape[1], LossSettings(*flat)
-    differentiate(rows, dlogits, 0, labels, class_weights, normalizers, dlosses, vocabulary, settings)
+    rows = launch.dense(logits).view(-1, logits.shape[-1])
+    targets, dlogits = Targets.of(target, class_weights, logits, rows.shape[1], flat), torch.empty_like(rows)
+    differentiate(rows, dlogits, 0, targets, normalizers, row_gradients(dloss, total, len(rows)))
     return dlogits.view(logits.shape)
 
 
@@ -257,12 +205,6 @@ def cross_entropy_reference(
     return loss.sum() / total.sum() if settings.reduction == "mean" else loss.sum()
 
 
-def _forward_outputs(
-    logits: Tensor, target: Tensor, class_weights: Tensor | None, *flat: Any
-) -> tuple[Tensor | None, ...]:
-    return loss_outputs(logits, target, LossSettings(*flat))
-
-
 def loss_outputs(like: Tensor, target: Tensor, settings: LossSettings) -> tuple[Tensor | None, ...]:
     """Room for what ``reduced`` returns."""
     dtype = wide_dtype(like)
@@ -273,19 +215,15 @@ def loss_outputs(like: Tensor, target: Tensor, settings: LossSettings) -> tuple[
     return loss, like.new_empty((target.numel(), 2), dtype=dtype), total, max_logit, argmax
 
 
-def _backward_outputs(dloss: Tensor, logits: Tensor, *_: Any) -> Tensor:
-    return logits.new_empty(logits.shape)
-
-
 _forward_op = launch.register(
     f"cross_entropy_forward(Tensor logits, Tensor target, Tensor? class_weights, {LOSS_SCHEMA})"
     " -> (Tensor loss, Tensor normalizers, Tensor? total, Tensor? max_logit, Tensor? argmax)",
     _forward,
-    _forward_outputs,
+    lambda logits, target, _, *flat: loss_outputs(logits, target, LossSettings(*flat)),
 )
 _backward_op = launch.register(
     "cross_entropy_backward(Tensor dloss, Tensor logits, Tensor target, Tensor? class_weights, Tensor normalizers,"
     f" Tensor? total, {LOSS_SCHEMA}) -> Tensor dlogits",
     _backward,
-    _backward_outputs,
+    lambda dloss, logits, *_: logits.new_empty(logits.shape),
 )

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from recompute.kernels import launch
 from recompute.kernels.launch import jit, tl
+from recompute.kernels.loss_settings import LossSettings, Targets, wide_dtype
 
 
 @jit
@@ -29,23 +30,10 @@ def _tanh(x):
 
 @jit
 def _statistics_kernel(
-    logits,
-    target,
-    class_weights,
-    maxima,
-    sums,
-    weighted_sums,
-    indices,
-    target_logits,
-    width,
-    stride,
-    first,
-    slot,
-    softcap,
-    SOFTCAP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    logits, target, class_weights, maxima, sums, weighted_sums, indices, target_logits,
+    width, stride, first, slot, softcap,
+    SOFTCAP: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """Program r reads row r of the columns from ``first`` on; ``slot`` is where in its outputs those of row 0 go.
 
     Every lane keeps the statistics of its own columns, with one exponential for each. At the end they are combined.
@@ -91,29 +79,11 @@ def _statistics_kernel(
 
 @jit
 def _loss_kernel(
-    target,
-    class_weights,
-    class_weight_sum,
-    maxima,
-    sums,
-    weighted_sums,
-    indices,
-    target_logits,
-    loss,
-    normalizers,
-    weights,
-    max_logit,
-    argmax,
-    in_bounds,
-    M,
-    slots,
-    slot_stride,
-    vocabulary,
-    ignore_index,
-    label_smoothing,
-    z_loss,
+    target, class_weights, class_weight_sum, maxima, sums, weighted_sums, indices, target_logits,
+    loss, normalizers, weights, max_logit, argmax, in_bounds,
+    M, slots, slot_stride, vocabulary, ignore_index, label_smoothing, z_loss,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """Every lane computes the loss of one row, from the statistics of the row's blocks."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = rows < M
@@ -157,25 +127,10 @@ def _loss_kernel(
 
 @jit
 def _gradient_kernel(
-    logits,
-    dlogits,
-    target,
-    class_weights,
-    class_weight_sum,
-    normalizers,
-    dloss,
-    width,
-    stride,
-    first,
-    vocabulary,
-    ignore_index,
-    label_smoothing,
-    z_loss,
-    softcap,
-    SOFTCAP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    logits, dlogits, target, class_weights, class_weight_sum, normalizers, dloss,
+    width, stride, first, vocabulary, ignore_index, label_smoothing, z_loss, softcap,
+    SOFTCAP: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """Program r writes row r of the columns from ``first`` on; ``dlogits`` may be ``logits``."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
@@ -234,28 +189,6 @@ def _launch_settings(width: int) -> dict[str, int]:
     return NARROW_SETTINGS if width <= WIDE else WIDE_SETTINGS
 
 
-class LossSettings(NamedTuple):
-    """How a loss is computed."""
-
-    ignore_index: int
-    label_smoothing: float
-    z_loss: float
-    softcap: float
-    """0 for none."""
-    reduction: str
-    with_max: bool
-    """Whether the highest logit of each token is returned, too."""
-    with_argmax: bool
-    """Whether its index is."""
-
-
-LOSS_SCHEMA = (
-    "int ignore_index, float label_smoothing, float z_loss, float softcap, str reduction, bool with_max,"
-    " bool with_argmax"
-)
-"""``LossSettings`` as a registered op takes them: one argument a field."""
-
-
 class Statistics(NamedTuple):
     """What ``observe`` has found: (blocks, M) for each block of columns of each row, and (M,) for each row's target."""
 
@@ -291,120 +224,77 @@ def new_statistics(logits: Tensor, tokens: int, blocks: int, settings: LossSetti
     return Statistics(table[0], table[1], table[2] if smoothing else None, indices, target_logits)
 
 
-def observe(
-    statistics: Statistics,
-    block: int,
-    first: int,
-    logits: Tensor,
-    target: Tensor,
-    class_weights: Tensor | None,
-    settings: LossSettings,
-) -> None:
+def observe(statistics: Statistics, block: int, first: int, logits: Tensor, targets: Targets) -> None:
     """Read the logits of block number ``block``, whose first column is column ``first``, into ``statistics``."""
     if not launch.uses_triton(logits):
-        _observe_reference(statistics, block, first, logits, target, class_weights, settings)
+        _observe_reference(statistics, block, first, logits, targets)
         return
-    tokens, width = logits.shape
+    (tokens, width), softcap = logits.shape, targets.settings.softcap
     launch.run(
         _statistics_kernel,
         tokens,
-        *(logits, target, class_weights, *statistics),
-        *(width, logits.stride(0), first, block * statistics.maxima.stride(0)),
-        *(settings.softcap, settings.softcap > 0),
+        *(logits, targets.labels, targets.class_weights, *statistics),
+        *(width, logits.stride(0), first, block * statistics.maxima.stride(0), softcap, softcap > 0),
         **_launch_settings(width),
     )
 
 
-def conclude(
-    statistics: Statistics,
-    target: Tensor,
-    class_weights: Tensor | None,
-    vocabulary: int,
-    settings: LossSettings,
-) -> Losses:
+def conclude(statistics: Statistics, targets: Targets) -> Losses:
     """The loss of every row whose blocks were all observed.
 
     Raises ``IndexError`` on the CPU for a target that is neither a class nor ignored, as PyTorch does; on CUDA, where
     nothing waits for the device, an assertion there fails.
     """
     blocks, tokens = statistics.maxima.shape
+    labels, class_weights, vocabulary, settings = targets
     new = statistics.target_logits.new_empty
     losses = Losses(
         *(new(tokens), new(tokens, 2), new(tokens), new(tokens) if settings.with_max else None),
         new(tokens, dtype=torch.int64) if settings.with_argmax else None,
     )
     if not launch.uses_triton(losses.loss):
-        _refuse_unless(_are_in_bounds(target, vocabulary, settings).all(), target, vocabulary, settings)
-        return _conclude_reference(statistics, target, class_weights, vocabulary, settings)
-    in_bounds = target.new_ones(())
+        _refuse_unless(targets.are_in_bounds().all(), targets)
+        return _conclude_reference(statistics, targets)
+    in_bounds = labels.new_ones(())
     launch.run(
         _loss_kernel,
         -(-tokens // LOSS_SETTINGS["BLOCK"]),
-        *(target, class_weights, _weight_sum_for(class_weights, settings), *statistics, *losses, in_bounds),
+        *(labels, class_weights, targets.weight_sum(), *statistics, *losses, in_bounds),
         *(tokens, blocks, statistics.maxima.stride(0), vocabulary),
         *(settings.ignore_index, settings.label_smoothing, settings.z_loss),
         **LOSS_SETTINGS,
     )
-    _refuse_unless(in_bounds, target, vocabulary, settings)
+    _refuse_unless(in_bounds, targets)
     return losses
 
 
-def _are_in_bounds(target: Tensor, vocabulary: int, settings: LossSettings) -> Tensor:
-    """Which targets are classes, or ignored."""
-    return ((target >= 0) & (target < vocabulary)) | (target == settings.ignore_index)
-
-
-def _refuse_unless(in_bounds: Tensor, target: Tensor, vocabulary: int, settings: LossSettings) -> None:
+def _refuse_unless(in_bounds: Tensor, targets: Targets) -> None:
     """Raise for a target that is no class, where ``in_bounds``, 0-dimensional, is 0."""
     if type(in_bounds) is not Tensor:  # a fake tensor, which has no value
         return
     if in_bounds.device.type != "cpu":
         torch._assert_async(in_bounds, "cross_entropy: a target is out of bounds: neither a class nor ignore_index")
     elif not in_bounds:
-        wrong = target[~_are_in_bounds(target, vocabulary, settings)][0].item()
+        wrong = targets.labels[~targets.are_in_bounds()][0].item()
         raise IndexError(f"Target {wrong} is out of bounds.")
 
 
 def differentiate(
-    logits: Tensor,
-    dlogits: Tensor,
-    first: int,
-    target: Tensor,
-    class_weights: Tensor | None,
-    normalizers: Tensor,
-    dloss: Tensor,
-    vocabulary: int,
-    settings: LossSettings,
+    logits: Tensor, dlogits: Tensor, first: int, targets: Targets, normalizers: Tensor, dloss: Tensor
 ) -> None:
     """Write the gradient of a block of the logits into ``dlogits``, of the same strides: it may be ``logits``."""
     if not launch.uses_triton(logits):
-        _differentiate_reference(
-            logits, dlogits, first, target, class_weights, normalizers, dloss, vocabulary, settings
-        )
+        _differentiate_reference(logits, dlogits, first, targets, normalizers, dloss)
         return
-    tokens, width = logits.shape
+    (tokens, width), settings = logits.shape, targets.settings
     launch.run(
         _gradient_kernel,
         tokens,
-        *(logits, dlogits, target, class_weights, _weight_sum_for(class_weights, settings), normalizers, dloss),
-        *(width, logits.stride(0), first, vocabulary, settings.ignore_index),
+        *(logits, dlogits, targets.labels, targets.class_weights, targets.weight_sum(), normalizers, dloss),
+        *(width, logits.stride(0), first, targets.vocabulary, settings.ignore_index),
         *(settings.label_smoothing, settings.z_loss, settings.softcap, settings.softcap > 0),
         **_launch_settings(width),
     )
-
-
-def _weight_sum_for(class_weights: Tensor | None, settings: LossSettings) -> Tensor | None:
-    return class_weights.sum() if class_weights is not None and settings.label_smoothing > 0 else None
-
-
-def dense_weights(class_weights: Tensor | None, logits: Tensor) -> Tensor | None:
-    """Class weights as the kernels read them."""
-    return None if class_weights is None else launch.dense(class_weights.to(wide_dtype(logits)))
-
-
-def wide_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype that ``launch.widen`` gives."""
-    return torch.float64 if tensor.dtype is torch.float64 else torch.float32
 
 
 def capped(logits: Tensor, settings: LossSettings) -> Tensor:
@@ -413,16 +303,8 @@ def capped(logits: Tensor, settings: LossSettings) -> Tensor:
     return settings.softcap * torch.tanh(logits / settings.softcap) if settings.softcap > 0 else logits
 
 
-def _observe_reference(
-    statistics: Statistics,
-    block: int,
-    first: int,
-    logits: Tensor,
-    target: Tensor,
-    class_weights: Tensor | None,
-    settings: LossSettings,
-) -> None:
-    s, width = capped(logits, settings), logits.shape[1]
+def _observe_reference(statistics: Statistics, block: int, first: int, logits: Tensor, targets: Targets) -> None:
+    s, width, class_weights = capped(logits, targets.settings), logits.shape[1], targets.class_weights
     maxima = s.amax(1).clamp_min(torch.finfo(s.dtype).min)  # finite: of -inf - -inf comes nan
     statistics.maxima[block] = maxima
     statistics.sums[block] = torch.exp(s - maxima[:, None]).sum(1)
@@ -431,23 +313,18 @@ def _observe_reference(
         statistics.weighted_sums[block] = weighted.sum(1)
     if statistics.indices is not None:
         statistics.indices[block] = s.argmax(1) + first
-    columns = target - first
+    columns = targets.labels - first
     here = (columns >= 0) & (columns < width)
     found = s.gather(1, columns.clamp(0, width - 1)[:, None])[:, 0]
     statistics.target_logits.copy_(torch.where(here, found, statistics.target_logits))
 
 
-def _conclude_reference(
-    statistics: Statistics,
-    target: Tensor,
-    class_weights: Tensor | None,
-    vocabulary: int,
-    settings: LossSettings,
-) -> Losses:
+def _conclude_reference(statistics: Statistics, targets: Targets) -> Losses:
+    _, class_weights, vocabulary, settings = targets
     highest, blocks = statistics.maxima.max(0)
     sums = (statistics.sums * torch.exp(statistics.maxima - highest)).sum(0)
     lse = highest + sums.log()
-    counts, weights = _target_weights(target, class_weights, vocabulary, settings, lse)
+    counts, weights = targets.weights(lse)
     loss = (1.0 - settings.label_smoothing) * weights * (lse - statistics.target_logits)
     loss += settings.z_loss * lse.square()
     if statistics.weighted_sums is not None:
@@ -463,40 +340,24 @@ def _conclude_reference(
 
 
 def _differentiate_reference(
-    logits: Tensor,
-    dlogits: Tensor,
-    first: int,
-    target: Tensor,
-    class_weights: Tensor | None,
-    normalizers: Tensor,
-    dloss: Tensor,
-    vocabulary: int,
-    settings: LossSettings,
+    logits: Tensor, dlogits: Tensor, first: int, targets: Targets, normalizers: Tensor, dloss: Tensor
 ) -> None:
+    labels, class_weights, vocabulary, settings = targets
     width, s = logits.shape[1], launch.widen(logits)
     if settings.softcap > 0:
         tanh = torch.tanh(s / settings.softcap)
         s = settings.softcap * tanh
     maxima, sums = normalizers[:, :1], normalizers[:, 1:]
-    counts, weights = _target_weights(target, class_weights, vocabulary, settings, dloss)
+    counts, weights = targets.weights(dloss)
     columns = torch.arange(first, first + width, device=logits.device)
     share = settings.label_smoothing / vocabulary
     total = vocabulary if class_weights is None else class_weights.sum()
     hot = ((1.0 - settings.label_smoothing) * weights)[:, None]
     a = hot + share * total + 2.0 * settings.z_loss * (maxima + sums.log())
     ds = a / sums * torch.exp(s - maxima)
-    ds -= hot * (columns == target[:, None])
+    ds -= hot * (columns == labels[:, None])
     ds -= share if class_weights is None else share * class_weights[first : first + width]
     ds *= dloss[:, None]
     if settings.softcap > 0:
         ds *= 1.0 - tanh.square()
     dlogits.copy_(torch.where(counts[:, None], ds, 0.0))
-
-
-def _target_weights(
-    target: Tensor, class_weights: Tensor | None, vocabulary: int, settings: LossSettings, like: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Which targets count, and their classes' weights: nan where there is no such class."""
-    in_range = (target >= 0) & (target < vocabulary)
-    weights = torch.ones_like(like) if class_weights is None else class_weights[target.where(in_range, 0)]
-    return target != settings.ignore_index, torch.where(in_range, weights, torch.nan)

@@ -125,8 +125,9 @@ def _tell_settings(device: torch.device) -> None:
 
 
 # Triton looks a compiled kernel up for every launch, which takes longer than the launch itself. Which one it finds
-# depends only on what ``_specialized`` returns, so we keep it. How to launch it is internal to Triton: tried with 3.6.
-_RELAUNCHES = triton is not None and triton.__version__.startswith("3.6.") and torch.version.hip is None
+# depends only on what ``_specialized`` returns, so we keep it. How to launch it is internal to Triton, and the same in
+# these versions.
+_RELAUNCHES = triton is not None and triton.__version__[:4] in ("3.6.", "3.7.", "3.8.") and torch.version.hip is None
 _compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
 
 
@@ -190,7 +191,9 @@ IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {}
 """The function that each registered op runs: called directly to skip the dispatcher, or to see what it allocates."""
 
 
-def register(schema: str, implementation: Callable[..., Any], outputs: Callable[..., Any]) -> Callable[..., Any]:
+def register(
+    schema: str, implementation: Callable[..., Any], outputs: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
     """Register the op ``recompute::schema`` and return a function that calls it.
 
     That function goes through the dispatcher only where somebody is to see the op: a compiler, a mode (as a tape is), a
@@ -200,18 +203,32 @@ def register(schema: str, implementation: Callable[..., Any], outputs: Callable[
 
     Args:
         schema: flat, as the dispatcher knows tensors, numbers and strings. An op with settings takes one argument a
-            field.
-        implementation: called with the arguments that the schema lists, by position. What it allocates and launches
-            may depend on the layouts of the tensors and on the other arguments alone: a plan repeats it without asking.
-        outputs: called with the same arguments; allocates the results without computing them.
+            field. No argument has a default: modes are not given one that is equal to it.
+        implementation: called with the arguments that the schema lists, by position. It yields the results as soon as
+            they are allocated, and then launches what writes them. For tensors without values it is left at the yield,
+            where no size may have decided on anything but sizes: a compiler's sizes are symbols. What it allocates and
+            launches may depend on the layouts of the tensors and on the other arguments alone: a plan repeats it
+            without asking.
+        outputs: for an implementation that returns what ops of PyTorch give it, and yields nothing: allocates the
+            results of the same arguments.
     """
+
+    def run_to_the_end(*arguments: Any) -> Any:
+        steps = implementation(*arguments)
+        results = next(steps)
+        for _ in steps:
+            raise AssertionError(f"{name} yields its results twice")
+        return results
+
     name = schema.partition("(")[0]
+    run = run_to_the_end if outputs is None else implementation
+    allocate = outputs or (lambda *arguments: next(implementation(*arguments)))
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    plans = PlansByLayout(implementation)
+    plans = PlansByLayout(run)
     _LIBRARY.impl(name, plans.run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"recompute::{name}", outputs, lib=_LIBRARY)
+    torch.library.register_fake(f"recompute::{name}", allocate, lib=_LIBRARY)
     overload = getattr(torch.ops.recompute, name).default
-    IMPLEMENTATIONS[overload] = implementation
+    IMPLEMENTATIONS[overload] = run
     PLANS[overload], by_layouts = plans, plans.by_layouts
 
     def op(*arguments: Any) -> Any:

@@ -35,8 +35,6 @@ from recompute.errors import KernelError
 from recompute.kernels import launch
 from recompute.kernels.cross_entropy import (
     CrossEntropy,
-    check_target,
-    checked_settings,
     cross_entropy_reference,
     loss_outputs,
     losses_of,
@@ -44,121 +42,17 @@ from recompute.kernels.cross_entropy import (
     row_gradients,
     with_extras,
 )
-from recompute.kernels.cross_entropy_rows import (
+from recompute.kernels.cross_entropy_rows import conclude, differentiate, new_statistics, observe
+from recompute.kernels.linears import autocast_dtype, cast, cast_if_made, check_dtypes, in_dtypes_of, without_autocast
+from recompute.kernels.logit_blocks import WIDTH, BlockPlan, Blocks, plan_blocks
+from recompute.kernels.loss_settings import (
     LOSS_SCHEMA,
     LossSettings,
-    conclude,
-    dense_weights,
-    differentiate,
-    new_statistics,
-    observe,
+    Targets,
+    check_target,
+    checked_settings,
     wide_dtype,
 )
-from recompute.kernels.linears import autocast_dtype, cast, cast_if_made, check_dtypes, in_dtypes_of, without_autocast
-
-WIDTH = 8448
-"""Columns of a block: 64 · 132, which makes matrix products whole waves of tiles on an H200, of 132 multiprocessors."""
-
-WIDTH_STEP = 256
-"""The widths of narrower blocks are multiples of this, which is the width of a matrix product's tile."""
-
-
-class _BlockPlan(NamedTuple):
-    """How the logits are cut into blocks of columns, and where each block is held from forward to backward."""
-
-    width: int
-    """Columns of each block; the last may have fewer."""
-    stride: int
-    """Elements from one row of a block to the next."""
-    blocks: int
-    in_gradient: int
-    """How many blocks, from the first one on, are held in the memory of the weight's gradient."""
-    beside: int
-    """How many of the next blocks are held in memory of their own. Backward makes the others again."""
-
-
-def _plan(
-    tokens: int, vocabulary: int, hidden: int, itemsize: int, logits_bytes: int, hold: bool, trains_weight: bool
-) -> _BlockPlan:
-    """Cut the logits into blocks, so that ``logits_bytes`` hold at least one.
-
-    Args:
-        logits_bytes: memory for logits. If it is less than the narrowest block takes, that much is used.
-        hold: whether forward is to hold logits for backward.
-        trains_weight: whether the weight has a gradient, in whose memory some can be held.
-    """
-    column_nbytes = max(tokens, 1) * itemsize
-    columns = logits_bytes // column_nbytes
-    stride = -(-vocabulary // 64) * 64  # rows that begin at multiples of 128 bytes, of an odd vocabulary too
-    if columns >= stride or vocabulary <= WIDTH_STEP or tokens == 0:
-        return _BlockPlan(vocabulary, stride, 1, 0, int(hold))
-    width = min(max(columns // WIDTH_STEP, 1) * WIDTH_STEP, WIDTH)
-    blocks = -(-vocabulary // width)
-    in_gradient = beside = 0
-    if hold and trains_weight:
-        # Block i of n is at `room - (n - i) * size`, and must not be reached by the gradients of blocks 0 to i: both
-        # sides are linear in i, so that the first and the last block decide.
-        room, size, rows = _aligned(vocabulary * hidden), tokens * width, width * hidden
-        in_gradient = max(0, min((room - rows) // size, (room - size) // rows, blocks))
-    if hold:
-        fit = max(columns // width, 1)
-        # Memory for one block is left for making the others again, unless all are held.
-        beside = blocks - in_gradient if in_gradient + fit >= blocks else fit - 1
-    return _BlockPlan(width, width, blocks, in_gradient, beside)
-
-
-def _aligned(elements: int) -> int:
-    return elements // 64 * 64
-
-
-class _Blocks:
-    """The blocks of a plan's logits: where each is, and the matrix product that makes it."""
-
-    def __init__(
-        self,
-        plan: _BlockPlan,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        dweight: Tensor | None,
-        kept: Tensor | None,
-    ):
-        self.plan, self.hidden, self.weight, self.bias = plan, hidden, weight, bias
-        self.vocabulary = weight.shape[0]
-        self.size = hidden.shape[0] * plan.stride
-        self.dweight = None if dweight is None else dweight.view(-1)[: _aligned(dweight.numel())]
-        self.kept = kept
-        self.spare = hidden.new_empty(self.size) if self.held < plan.blocks else None
-
-    @property
-    def held(self) -> int:
-        return self.plan.in_gradient + self.plan.beside
-
-    def columns(self, block: int) -> slice:
-        first = block * self.plan.width
-        return slice(first, min(first + self.plan.width, self.vocabulary))
-
-    def place(self, block: int) -> Tensor:
-        """The memory of a block: (tokens, columns)."""
-        memory: Tensor | None
-        if block < self.plan.in_gradient:
-            memory, index = self.dweight, block - self.plan.in_gradient
-        elif block < self.held:
-            memory, index = self.kept, block - self.held
-        else:
-            memory, index = self.spare, -1
-        assert memory is not None, "a block is held nowhere that the plan does not name"
-        start = memory.numel() + index * self.size
-        columns = self.columns(block)
-        return memory[start : start + self.size].view(-1, self.plan.stride)[:, : columns.stop - columns.start]
-
-    def make(self, block: int) -> Tensor:
-        """The logits of a block, in its place."""
-        columns, logits = self.columns(block), self.place(block)
-        weight = self.weight[columns].t()
-        if self.bias is None:
-            return torch.mm(self.hidden, weight, out=logits)
-        return torch.addmm(self.bias[columns], self.hidden, weight, out=logits)
 
 
 def linear_cross_entropy(
@@ -264,7 +158,7 @@ def held_nbytes(hidden: Tensor, weight: Tensor, logits_bytes: float | None = Non
     """
     tokens, itemsize = hidden.numel() // hidden.shape[-1], hidden.dtype.itemsize
     logits_nbytes = _logits_nbytes(logits_bytes, tokens, len(weight), itemsize)
-    plan = _plan(tokens, len(weight), weight.shape[1], itemsize, logits_nbytes, True, weight.requires_grad)
+    plan = plan_blocks(tokens, len(weight), weight.shape[1], itemsize, logits_nbytes, True, weight.requires_grad)
     elements = plan.beside * tokens * plan.stride + (weight.numel() if plan.in_gradient else 0)
     return elements * itemsize + 2 * tokens * wide_dtype(hidden).itemsize
 
@@ -322,7 +216,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 class _Inputs(NamedTuple):
-    """The tensors that the op is given."""
+    """The tensors that the ops are given."""
 
     hidden: Tensor
     weight: Tensor
@@ -330,101 +224,72 @@ class _Inputs(NamedTuple):
     target: Tensor
     class_weights: Tensor | None
 
-    def rows(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Hidden states (M, H), targets (M,) and class weights, as the kernels read them."""
+    def rows(self, flat: Sequence[Any]) -> tuple[Tensor, Targets]:
+        """Hidden states (M, H), and targets as the kernels read them. ``flat``: the fields of the settings."""
         hidden = self.hidden.reshape(-1, self.hidden.shape[-1])
-        return hidden, launch.dense(self.target.reshape(-1)), dense_weights(self.class_weights, hidden)
+        return hidden, Targets.of(self.target, self.class_weights, hidden, self.weight.shape[0], flat)
 
-    def plan(self, logits_bytes: int, hold: bool, trains_weight: bool) -> _BlockPlan:
+    def plan(self, logits_bytes: int, hold: bool, trains_weight: bool) -> BlockPlan:
         (vocabulary, hidden), itemsize = self.weight.shape, self.hidden.dtype.itemsize
-        return _plan(self.target.numel(), vocabulary, hidden, itemsize, logits_bytes, hold, trains_weight)
+        return plan_blocks(self.target.numel(), vocabulary, hidden, itemsize, logits_bytes, hold, trains_weight)
 
-
-class _ForwardCall(NamedTuple):
-    """The arguments of the forward op, put together from flat ones."""
-
-    inputs: _Inputs
-    settings: LossSettings
-    plan: _BlockPlan
-
-    @classmethod
-    def of(cls, arguments: Sequence[Any]) -> _ForwardCall:
-        inputs = _Inputs(*arguments[:5])
-        logits_bytes, hold, trains_weight = arguments[-3:]
-        return cls(inputs, LossSettings(*arguments[5:-3]), inputs.plan(logits_bytes, hold, trains_weight))
-
-    def held_outputs(self) -> tuple[Tensor | None, Tensor | None]:
+    def held(self, plan: BlockPlan) -> tuple[Tensor | None, Tensor | None]:
         """Memory for the logits that are held until backward: that of the weight's gradient, and more beside it."""
-        (hidden, weight, *_), plan = self.inputs, self.plan
-        dweight = weight.new_empty(weight.shape) if plan.in_gradient > 0 else None
-        kept = hidden.new_empty(plan.beside * self.inputs.target.numel() * plan.stride) if plan.beside > 0 else None
-        return dweight, kept
+        dweight = self.weight.new_empty(self.weight.shape) if plan.in_gradient > 0 else None
+        size = plan.beside * self.target.numel() * plan.stride
+        return dweight, self.hidden.new_empty(size) if plan.beside > 0 else None
 
 
 def _forward(*arguments: Any) -> tuple[Tensor | None, ...]:
-    inputs, settings, plan = call = _ForwardCall.of(arguments)
-    rows, labels, class_weights = inputs.rows()
-    dweight, kept = call.held_outputs()
-    blocks = _Blocks(plan, rows, inputs.weight, inputs.bias, dweight, kept)
-    statistics = new_statistics(rows, rows.shape[0], plan.blocks, settings)
+    inputs, flat, memory = _Inputs(*arguments[:5]), arguments[5:-3], arguments[-3:]
+    plan, (rows, targets) = inputs.plan(*memory), inputs.rows(flat)
+    dweight, kept = inputs.held(plan)
+    blocks = Blocks(plan, rows, inputs.weight, inputs.bias, dweight, kept)
+    statistics = new_statistics(rows, rows.shape[0], plan.blocks, targets.settings)
     for block in range(plan.blocks):
-        observe(statistics, block, blocks.columns(block).start, blocks.make(block), labels, class_weights, settings)
-    losses = conclude(statistics, labels, class_weights, blocks.vocabulary, settings)
-    return *reduced(losses, inputs.target.shape, settings.reduction), dweight, kept
+        observe(statistics, block, blocks.columns(block).start, blocks.make(block), targets)
+    losses = conclude(statistics, targets)
+    return *reduced(losses, inputs.target.shape, targets.settings.reduction), dweight, kept
 
 
-class _BackwardCall(NamedTuple):
-    """The arguments of the backward ops, put together from flat ones."""
-
-    dloss: Tensor
-    inputs: _Inputs
-    normalizers: Tensor
-    total: Tensor | None
-    settings: LossSettings
-    logits_bytes: int
-    needed: tuple[bool, bool, bool]
-    """Whether hidden, weight and bias need a gradient."""
-
-    @classmethod
-    def of(cls, arguments: Sequence[Any]) -> _BackwardCall:
-        dloss, inputs, (normalizers, total) = arguments[0], _Inputs(*arguments[1:6]), arguments[6:8]
-        logits_bytes, *needed = arguments[-4:]
-        settings = LossSettings(*arguments[8:-4])
-        return cls(dloss, inputs, normalizers, total, settings, logits_bytes, tuple(needed))
+def _forward_outputs(*arguments: Any) -> tuple[Tensor | None, ...]:
+    inputs, flat, memory = _Inputs(*arguments[:5]), arguments[5:-3], arguments[-3:]
+    return *loss_outputs(inputs.hidden, inputs.target, LossSettings(*flat)), *inputs.held(inputs.plan(*memory))
 
 
 def _backward(*arguments: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    call = _BackwardCall.of(arguments)
-    weight = call.inputs.weight
-    dweight = weight.new_empty(weight.shape) if call.needed[1] else None
-    dhidden, dbias = _gradients(call, dweight, None, holds=False)
+    weight, needs_weight = arguments[2], arguments[-2]
+    dweight = weight.new_empty(weight.shape) if needs_weight else None
+    dhidden, dbias = _gradients(dweight, None, *arguments, holds=False)
     return dhidden, dweight, dbias
 
 
-def _backward_held(dweight: Tensor | None, kept: Tensor | None, *arguments: Any) -> tuple[Tensor | None, Tensor | None]:
-    return _gradients(_BackwardCall.of(arguments), dweight, kept, holds=True)
+def _backward_outputs(*arguments: Any) -> tuple[Tensor | None, ...]:
+    pairs = zip(arguments[1:4], arguments[-3:], strict=True)
+    return tuple(None if like is None or not needed else like.new_empty(like.shape) for like, needed in pairs)
 
 
 def _gradients(
-    call: _BackwardCall, dweight: Tensor | None, kept: Tensor | None, *, holds: bool
+    dweight: Tensor | None, kept: Tensor | None, dloss: Tensor, *arguments: Any, holds: bool = True
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of hidden and bias. That of weight is written to ``dweight``.
 
     holds: whether forward has left logits in ``dweight`` and ``kept``, which are written over.
     """
-    dloss, inputs, normalizers, total, settings, logits_bytes, (needs_hidden, needs_weight, needs_bias) = call
+    inputs, (normalizers, total), flat = _Inputs(*arguments[:5]), arguments[5:7], arguments[7:-4]
+    logits_bytes, needs_hidden, needs_weight, needs_bias = arguments[-4:]
     hidden, weight, bias, *_ = inputs
-    rows, labels, class_weights = inputs.rows()
+    rows, targets = inputs.rows(flat)
     plan = inputs.plan(logits_bytes, holds, dweight is not None)
-    blocks = _Blocks(plan, rows, weight, bias, dweight, kept)
-    dlosses, vocabulary = row_gradients(dloss, total, rows.shape[0]), blocks.vocabulary
+    blocks = Blocks(plan, rows, weight, bias, dweight, kept)
+    dlosses = row_gradients(dloss, total, rows.shape[0])
     sum_dtype = wide_dtype(hidden) if plan.blocks > 1 else hidden.dtype
     dhidden = rows.new_zeros(rows.shape, dtype=sum_dtype) if needs_hidden else None
     dbias = bias.new_empty(bias.shape) if needs_bias and bias is not None else None
     for block in range(plan.blocks):
         columns = blocks.columns(block)
         tile = blocks.place(block) if block < blocks.held else blocks.make(block)
-        differentiate(tile, tile, columns.start, labels, class_weights, normalizers, dlosses, vocabulary, settings)
+        differentiate(tile, tile, columns.start, targets, normalizers, dlosses)
         if dhidden is not None:
             _add_product(dhidden, tile, weight[columns])
         if dbias is not None:
@@ -457,21 +322,6 @@ def linear_cross_entropy_reference(
     return cross_entropy_reference(F.linear(hidden, weight, bias), target, class_weights, settings)
 
 
-def _forward_outputs(*arguments: Any) -> tuple[Tensor | None, ...]:
-    call = _ForwardCall.of(arguments)
-    return *loss_outputs(call.inputs.hidden, call.inputs.target, call.settings), *call.held_outputs()
-
-
-def _backward_outputs(*arguments: Any) -> tuple[Tensor | None, ...]:
-    call = _BackwardCall.of(arguments)
-    inputs = zip(call.inputs[:3], call.needed, strict=True)
-    return tuple(None if like is None or not needed else like.new_empty(like.shape) for like, needed in inputs)
-
-
-def _backward_held_outputs(dweight: Tensor | None, kept: Tensor | None, *arguments: Any) -> tuple[Tensor | None, ...]:
-    return _backward_outputs(*arguments)[::2]
-
-
 _INPUTS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weights"
 _FOR_BACKWARD = (
     f"Tensor dloss, {_INPUTS}, Tensor normalizers, Tensor? total, {LOSS_SCHEMA}, SymInt logits_bytes,"
@@ -492,6 +342,6 @@ _backward_op = launch.register(
 _backward_held_op = launch.register(
     f"linear_cross_entropy_backward_held(Tensor(a!)? dweight, Tensor(b!)? kept, {_FOR_BACKWARD})"
     " -> (Tensor? dhidden, Tensor? dbias)",
-    _backward_held,
-    _backward_held_outputs,
+    _gradients,
+    lambda dweight, kept, *arguments: _backward_outputs(*arguments)[::2],
 )

@@ -11,46 +11,25 @@ that is taken of a whole row, in blocks of columns.
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from recompute.kernels import launch
 from recompute.kernels.launch import jit, tl
+from recompute.kernels.norm_tiles import tiles_of
 
 
 @jit
 def _forward_kernel(
-    x,
-    residual,
-    weight,
-    bias,
-    h,
-    y,
-    mean,
-    rstd,
-    M,
-    H,
-    inner,
-    outer_stride,
-    inner_stride,
-    eps,
-    other_weight,
-    other_bias,
-    other_y,
-    CASTING: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    x, residual, weight, bias, h, y, mean, rstd,
+    M, H, inner, outer_stride, inner_stride, eps,
+    CASTING: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """Rows as wide as BLOCK_H: program p of P takes the tiles p, p + P, p + 2P, … of them.
 
-    h is what is normalized: x itself, or if there is a residual, the tensor that x + residual is written to. If other_y
-    is given, it is what another norm gives of the same rows.
+    h is what is normalized: x itself, or if there is a residual, the tensor that x + residual is written to.
     """
     columns = tl.arange(0, BLOCK_H)[None, :]
     if mean is None:
@@ -84,34 +63,14 @@ def _forward_kernel(
             gain = _gain(weight, columns, H, CASTING)
         normalized = _rounded(values * r[:, None], h.dtype.element_ty, CASTING)
         tl.store(y + offsets, _scaled(normalized, gain, bias, columns, H).to(y.dtype.element_ty), mask=mask)
-        if other_y is not None:
-            scaled = _scaled(normalized, _gain(other_weight, columns, H, CASTING), other_bias, columns, H)
-            tl.store(other_y + offsets, scaled.to(other_y.dtype.element_ty), mask=mask)
 
 
 @jit
 def _wide_forward_kernel(
-    x,
-    residual,
-    weight,
-    bias,
-    h,
-    y,
-    mean,
-    rstd,
-    M,
-    H,
-    inner,
-    outer_stride,
-    inner_stride,
-    eps,
-    other_weight,
-    other_bias,
-    other_y,
-    CASTING: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    x, residual, weight, bias, h, y, mean, rstd,
+    M, H, inner, outer_stride, inner_stride, eps,
+    CASTING: tl.constexpr, BLOCK_H: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """Rows of any width, one a program, in two passes over its columns, or three for a LayerNorm.
 
     All but the first find them in L2.
@@ -159,55 +118,26 @@ def _wide_forward_kernel(
         normalized = _rounded(values * r, h.dtype.element_ty, CASTING)
         scaled = _scaled(normalized, _gain(weight, columns, H, CASTING), bias, columns, H)
         tl.store(y + offset + columns, scaled.to(y.dtype.element_ty), mask=mask)
-        if other_y is not None:
-            scaled = _scaled(normalized, _gain(other_weight, columns, H, CASTING), other_bias, columns, H)
-            tl.store(other_y + offset + columns, scaled.to(other_y.dtype.element_ty), mask=mask)
 
 
 @jit
 def _backward_kernel(
-    dy,
-    x,
-    weight,
-    mean,
-    rstd,
-    dots,
-    shifts,
-    dresidual,
-    dx,
-    y,
-    weight_parts,
-    bias_parts,
-    M,
-    H,
-    inner,
-    outer_stride,
-    inner_stride,
-    other_dy,
-    other_weight,
-    other_weight_parts,
-    other_bias_parts,
-    CASTING: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    dy, x, weight, mean, rstd, dots, shifts, dresidual, dx, weight_parts, bias_parts,
+    M, H, inner, outer_stride, inner_stride,
+    CASTING: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """Program p of P takes the tiles p, p + P, p + 2P, … of rows, and sums their dy · h and dy in registers.
 
     A tile has BLOCK_H columns: the whole row, or one of several blocks, with P programs each. If there are several,
-    ``dots`` and ``shifts`` are given, which _dots_kernel has computed. If other_dy is given, it is the gradient of what
-    another norm gives of the same rows.
+    ``dots`` and ``shifts`` are given, which _dots_kernel has computed.
     """
     blocks = tl.cdiv(H, BLOCK_H)
     program = tl.program_id(0) // blocks
     columns = (tl.program_id(0) % blocks * BLOCK_H + tl.arange(0, BLOCK_H))[None, :]
     if STAGES > 1:
         gain = _gain(weight, columns, H, CASTING)
-        other_gain = _gain(other_weight, columns, H, CASTING)
     sums = tl.zeros((ROWS, BLOCK_H), tl.float32)
     bias_sums = tl.zeros((ROWS, BLOCK_H), tl.float32)
-    other_sums = tl.zeros((ROWS, BLOCK_H), tl.float32)
-    other_bias_sums = tl.zeros((ROWS, BLOCK_H), tl.float32)
     for tile in tl.range(program, tl.cdiv(M, ROWS), tl.num_programs(0) // blocks, num_stages=STAGES):
         rows = tile * ROWS + tl.arange(0, ROWS)
         mask = (rows < M)[:, None] & (columns < H)
@@ -220,24 +150,13 @@ def _backward_kernel(
         h *= r
         if STAGES == 1:  # the widest rows: in registers for all tiles it would leave too few
             gain = _gain(weight, columns, H, CASTING)
-            other_gain = _gain(other_weight, columns, H, CASTING)
-        if y is not None:
-            tl.store(y + offsets, (_rounded(h, x.dtype.element_ty, CASTING) * gain).to(y.dtype.element_ty), mask=mask)
         g = tl.load(dy + offsets, mask=mask, other=0.0).to(tl.float32)
         if weight_parts is not None:
             sums += g * h
         if bias_parts is not None:
             bias_sums += g
-        if other_dy is not None:
-            other_g = tl.load(other_dy + offsets, mask=mask, other=0.0).to(tl.float32)
-            if other_weight_parts is not None:
-                other_sums += other_g * h
-            if other_bias_parts is not None:
-                other_bias_sums += other_g
         if dx is not None:
             g *= gain
-            if other_dy is not None:
-                g += other_g * other_gain
             dot = tl.sum(g * h, axis=1) / H if dots is None else tl.load(dots + rows, mask=rows < M, other=0.0)
             if mean is not None:
                 shift = tl.sum(g, axis=1) / H if shifts is None else tl.load(shifts + rows, mask=rows < M, other=0.0)
@@ -252,33 +171,13 @@ def _backward_kernel(
     if bias_parts is not None:
         total = tl.sum(bias_sums, axis=0)[None, :]
         tl.store(bias_parts + program.to(tl.int64) * H + columns, total, mask=columns < H)
-    if other_weight_parts is not None:
-        total = tl.sum(other_sums, axis=0)[None, :]
-        tl.store(other_weight_parts + program.to(tl.int64) * H + columns, total, mask=columns < H)
-    if other_bias_parts is not None:
-        total = tl.sum(other_bias_sums, axis=0)[None, :]
-        tl.store(other_bias_parts + program.to(tl.int64) * H + columns, total, mask=columns < H)
 
 
 @jit
 def _dots_kernel(
-    dy,
-    x,
-    weight,
-    mean,
-    rstd,
-    dots,
-    shifts,
-    H,
-    inner,
-    outer_stride,
-    inner_stride,
-    other_dy,
-    other_weight,
-    CASTING: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    dy, x, weight, mean, rstd, dots, shifts, H, inner, outer_stride, inner_stride,
+    CASTING: tl.constexpr, BLOCK_H: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """Of rows of any width, one a program: mean(dy · gain · h, over H), and for a LayerNorm mean(dy · gain, over H)."""
     row = tl.program_id(0)
     offset = row.to(tl.int64) * H
@@ -296,9 +195,6 @@ def _dots_kernel(
         h *= r
         g = tl.load(dy + offset + columns, mask=mask, other=0.0).to(tl.float32)
         g *= _gain(weight, columns, H, CASTING)
-        if other_dy is not None:
-            other_g = tl.load(other_dy + offset + columns, mask=mask, other=0.0).to(tl.float32)
-            g += other_g * _gain(other_weight, columns, H, CASTING)
         sums += g * h
         if shifts is not None:
             shift_sums += g
@@ -367,106 +263,7 @@ def _rounded(normalized, DTYPE: tl.constexpr, CASTING: tl.constexpr):
     return normalized.to(DTYPE).to(tl.float32) if CASTING == "llama" else normalized
 
 
-class TileSettings(NamedTuple):
-    """How a kernel is launched for rows up to some width."""
-
-    rows: int
-    """How many rows make a tile, which a program computes at once."""
-    warps: int
-    """How many warps a program has."""
-    stages: int
-    """Depth of the pipeline: one tile is computed while ``stages - 1`` are loaded, if shared memory has room."""
-    programs: int
-    """How many programs each multiprocessor runs, each of which takes tile after tile; 0: one program for each tile."""
-
-
-WIDE = -1
-WIDE_BLOCK = 8192
-"""Columns of a tile of rows that are wider than the widest of the table."""
-
-# Measured on an H200 in bfloat16, for rows at most so wide.
-FORWARD = {
-    64: TileSettings(64, 4, 1, 0),
-    128: TileSettings(16, 2, 1, 0),
-    256: TileSettings(8, 2, 1, 0),
-    512: TileSettings(4, 4, 1, 0),
-    1024: TileSettings(2, 4, 1, 0),
-    2048: TileSettings(1, 4, 1, 0),
-    4096: TileSettings(1, 4, 1, 0),
-    6144: TileSettings(1, 4, 1, 0),
-    8192: TileSettings(1, 8, 1, 0),
-    16384: TileSettings(1, 8, 1, 0),
-    32768: TileSettings(1, 16, 1, 0),
-    WIDE: TileSettings(1, 4, 3, 0),
-}
-BACKWARD = {
-    64: TileSettings(32, 4, 3, 3),
-    128: TileSettings(64, 8, 3, 1),
-    256: TileSettings(8, 4, 3, 3),
-    512: TileSettings(4, 4, 4, 2),
-    1024: TileSettings(2, 4, 4, 2),
-    2048: TileSettings(1, 4, 4, 2),
-    4096: TileSettings(2, 8, 3, 1),
-    6144: TileSettings(1, 8, 4, 1),
-    8192: TileSettings(1, 8, 3, 1),
-    16384: TileSettings(1, 16, 1, 1),
-    WIDE: TileSettings(1, 8, 3, 1),
-}
-# Not measured. With the sums of a bias's gradient the settings above spill no register on a Hopper GPU (ptxas 13.4) but
-# at 16384 columns, 368 bytes a thread. So such rows are wide ones.
-LAYER_NORM_BACKWARD = {width: settings for width, settings in BACKWARD.items() if width != 16384}
-# Nor were these. A program that sums for two norms has twice as many sums in registers, of half as many elements.
-TWIN_BACKWARD = {width: settings for width, settings in LAYER_NORM_BACKWARD.items() if width <= 4096} | {
-    4096: TileSettings(1, 8, 3, 1)
-}
 SUM = {"ROWS": 512, "COLUMNS": 16, "num_warps": 8}
-
-
-class _Tiles(NamedTuple):
-    """``TileSettings`` for one width of rows on one device."""
-
-    wide: bool
-    rows: int
-    columns: int
-    resident: int
-    """The most programs that there may be; 0: as many as there are tiles."""
-    constants: dict[str, int]
-
-    def programs(self, M: int, H: int) -> tuple[int, int]:
-        """How many programs there are for each block of columns, and in all."""
-        tiles, blocks = -(-M // self.rows), -(-H // self.columns)
-        each = min(tiles, max(1, self.resident // blocks)) if self.resident else tiles
-        return each, each * blocks
-
-
-@functools.cache
-def _tiles(
-    is_forward: bool,
-    hidden: int,
-    nbytes: int,
-    device: torch.device,
-    is_layer_norm: bool = False,
-    is_twin: bool = False,
-) -> _Tiles:
-    """How to launch a kernel that loads ``nbytes`` for each of the ``hidden`` columns of a row."""
-    of_layer_norm = TWIN_BACKWARD if is_twin else LAYER_NORM_BACKWARD
-    table = FORWARD if is_forward else of_layer_norm if is_layer_norm else BACKWARD
-    width = next((width for width in table if hidden <= width), WIDE)
-    rows, warps, stages, programs = table[width]
-    wide = WIDE_BLOCK // 2 if is_twin else WIDE_BLOCK
-    columns = wide if width == WIDE else max(64, 1 << max(hidden - 1, 0).bit_length())
-    room = _shared_memory(device) // max(programs, 1) - 4096  # beside the tiles: a few numbers a row, what CUDA takes
-    # One stage needs no buffer but registers. In loops over columns Triton may give each stage one.
-    buffers = room // (rows * columns * nbytes)
-    stages = min(stages, max(1, buffers) if width == WIDE else 1 + buffers)
-    constants = {"BLOCK_H": columns, "STAGES": stages, "num_warps": warps}
-    return _Tiles(width == WIDE, rows, columns, programs * launch.multiprocessors(device), constants)
-
-
-@functools.cache
-def _shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that each multiprocessor has."""
-    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor if device.type == "cuda" else 2**20
 
 
 def launch_forward(
@@ -474,32 +271,29 @@ def launch_forward(
     residual: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
-    h: Tensor | None,
+    h: Tensor,
     y: Tensor,
     mean: Tensor | None,
     rstd: Tensor,
     eps: float | None,
     casting: str,
-    other: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
 ) -> None:
-    """Write y and rstd, for a LayerNorm mean, and if there is a residual, x + residual to h.
+    """Write y and rstd, for a LayerNorm mean, and if there is a residual, x + residual to h, which else is x.
 
     mean: None for an RMSNorm.
     eps: if None, mean and rstd are read and not written.
-    other: of another norm of the same rows weight and bias, and its output, which is written; None: there is none.
 
-    x may have any strides, and weight, bias, mean and rstd any alignment. All others are dense.
+    x may have any strides, and residual, weight and bias any alignment. All others are dense.
     """
     hidden, M = x.shape[-1], rstd.numel()
     if hidden == 0:
         return
-    x, *strides = _rows(x)
-    weight = None if weight is None else launch.dense(weight)
-    bias = None if bias is None else launch.dense(bias)
-    nbytes = sum(each.element_size() for each in (x, residual, weight, bias) if each is not None)
-    tiles = _tiles(True, hidden, nbytes, x.device)
-    of_norm = (x, residual, weight, bias, x if h is None else h, y, mean, rstd)
-    arguments = (*of_norm, M, hidden, *strides, eps, *_dense(other))
+    residual, weight, bias = map(_dense, (residual, weight, bias))
+    x_rows, *strides = _rows(x)
+    h = x_rows if residual is None else h
+    nbytes = sum(each.element_size() for each in (x_rows, residual, weight, bias) if each is not None)
+    tiles = tiles_of(True, hidden, nbytes, x.device)
+    arguments = (x_rows, residual, weight, bias, h, y, mean, rstd, M, hidden, *strides, eps)
     if tiles.wide:
         launch.run(_wide_forward_kernel, M, *arguments, CASTING=casting, **tiles.constants)
     else:
@@ -517,60 +311,40 @@ def launch_backward(
     dx: Tensor | None,
     dweight: Tensor | None,
     dbias: Tensor | None,
-    y: Tensor | None,
     casting: str,
-    other: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None] = (None, None, None, None),
 ) -> None:
-    """Write those of dx, dweight, dbias and y that are not None. dx is the norm's gradient + dresidual, rounded once.
+    """Write those of dx, dweight and dbias that are not None. dx is the norm's gradient + dresidual, rounded once.
 
     mean: None for an RMSNorm.
-    y: for an RMSNorm alone.
-    other: of another LayerNorm of the same rows dy and weight, and dweight and dbias, which are written, too. dx is
-        then the gradient of both norms + dresidual.
 
-    x may have any strides, and the inputs any alignment. dx, dweight, dbias and y are dense.
+    x may have any strides, and the inputs any alignment. dx, dweight and dbias are dense.
     """
     hidden, M = x.shape[-1], rstd.numel()
     if hidden == 0:
         return
     x, *strides = _rows(x)
     dy, rstd = launch.dense(dy), launch.dense(rstd)
-    mean = None if mean is None else launch.dense(mean)
-    weight = None if weight is None else launch.dense(weight)
-    dresidual = None if dresidual is None else launch.dense(dresidual)
-    other_dy, other_weight = _dense(other[:2])
-    other_dweight, other_dbias = other[2:]
-    nbytes = sum(each.element_size() for each in (x, dy, other_dy, dresidual) if each is not None)
-    tiles = _tiles(False, hidden, nbytes, x.device, mean is not None, other_dy is not None)
+    mean, weight, dresidual = map(_dense, (mean, weight, dresidual))
+    nbytes = sum(each.element_size() for each in (x, dy, dresidual) if each is not None)
+    tiles = tiles_of(False, hidden, nbytes, x.device, mean is not None)
     dots = shifts = None
     if tiles.wide and dx is not None:
         dots, shifts = torch.empty_like(rstd), None if mean is None else torch.empty_like(rstd)
-        arguments = (dy, x, weight, mean, rstd, dots, shifts, hidden, *strides, other_dy, other_weight)
+        arguments = (dy, x, weight, mean, rstd, dots, shifts, hidden, *strides)
         launch.run(_dots_kernel, M, *arguments, CASTING=casting, **tiles.constants)
     each, programs = tiles.programs(max(M, 1), hidden)  # at least one program: without rows it writes a sum of zeros
-    totals = (dweight, dbias, other_dweight, other_dbias)
+    totals = (dweight, dbias)
     parts = [None if total is None else rstd.new_empty(each, hidden) for total in totals]
-    of_norm = (dy, x, weight, mean, rstd, dots, shifts, dresidual, dx, y, *parts[:2])
-    arguments = (*of_norm, M, hidden, *strides, other_dy, other_weight, *parts[2:])
-    launch.run(_backward_kernel, programs, *arguments, CASTING=casting, ROWS=tiles.rows, **tiles.constants)
+    given = (dy, x, weight, mean, rstd, dots, shifts, dresidual, dx, *parts, M, hidden, *strides)
+    launch.run(_backward_kernel, programs, *given, CASTING=casting, ROWS=tiles.rows, **tiles.constants)
     sums = [pair for pair in zip(totals, parts, strict=True) if pair[0] is not None]
-    for pairs in (sums[:2], sums[2:]):
-        if pairs:
-            _launch_sum(*itertools.chain(*pairs))
+    if sums:
+        pairs = [*itertools.chain(*sums), None, None][:4]
+        launch.run(_sum_kernel, -(-hidden // SUM["COLUMNS"]), *pairs, each, hidden, **SUM)
 
 
-def _dense(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    return [None if tensor is None else launch.dense(tensor) for tensor in tensors]
-
-
-def _launch_sum(
-    total: Tensor | None, parts: Tensor | None, other_total: Tensor | None = None, other_parts: Tensor | None = None
-) -> None:
-    """Write to ``total``, (H,), the sum of the rows of ``parts``, (P, H), of float32; and so for the others, if any."""
-    assert parts is not None
-    count, hidden = parts.shape
-    sums = (total, parts, other_total, other_parts)
-    launch.run(_sum_kernel, -(-hidden // SUM["COLUMNS"]), *sums, count, hidden, **SUM)
+def _dense(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else launch.dense(tensor)
 
 
 def _rows(x: Tensor) -> tuple[Tensor, int, int, int]:

@@ -18,6 +18,7 @@ It needs cos and sin alone. One launch reads q and k in place, by their strides,
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -31,38 +32,13 @@ from recompute.kernels.launch import jit, tl
 
 @jit
 def _kernel(
-    cos,
-    sin,
-    q,
-    k,
-    q_rot,
-    k_rot,
-    S,
-    angle_batch,
-    angle_token,
-    q_batch,
-    q_token,
-    q_head,
-    k_batch,
-    k_token,
-    k_head,
-    q_rot_batch,
-    q_rot_token,
-    q_rot_head,
-    k_rot_batch,
-    k_rot_token,
-    k_rot_head,
-    Q_HEADS: tl.constexpr,
-    K_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    REST: tl.constexpr,
-    BACKWARD: tl.constexpr,
-    TOKENS: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
+    cos, sin, q, k, q_rot, k_rot, S, angle_batch, angle_token,
+    q_batch, q_token, q_head, k_batch, k_token, k_head,
+    q_rot_batch, q_rot_token, q_rot_head, k_rot_batch, k_rot_token, k_rot_head,
+    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, BACKWARD: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
-):
+):  # fmt: skip
     """All heads of TOKENS tokens, for which cos and sin are read once."""
     tiles = tl.cdiv(S, TOKENS)
     batch = (tl.program_id(0) // tiles).to(tl.int64)
@@ -270,13 +246,14 @@ class _Rope(torch.autograd.Function):
 
 def _rope(
     q: Tensor | None, k: Tensor | None, cos: Tensor, sin: Tensor, heads_dim: int, dtype: torch.dtype, backward: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    q_rot, k_rot = _outputs(q, k, cos, sin, heads_dim, dtype, backward)
+) -> Iterator[tuple[Tensor | None, Tensor | None]]:
+    q_rot, k_rot = (None if x is None else _output(x, dtype) for x in (q, k))
+    yield q_rot, k_rot
     if not launch.uses_triton(q, k, cos, sin):
         for x, y in ((q, q_rot), (k, k_rot)):
             if x is not None and y is not None:
                 y.copy_(_rotated(x, cos.unsqueeze(heads_dim), sin.unsqueeze(heads_dim), backward))
-        return q_rot, k_rot
+        return
     q, k = _readable(q), _readable(k)
     if cos.stride() != sin.stride() or cos.stride(2) != 1:
         cos, sin = cos.contiguous(), sin.contiguous()
@@ -297,7 +274,6 @@ def _rope(
         BACKWARD=backward,
         **settings,
     )
-    return q_rot, k_rot
 
 
 def _readable(x: Tensor | None) -> Tensor | None:
@@ -336,12 +312,6 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> Tensor:
     return torch.cat([x1 * c1 - x2 * s1, x2 * c2 + x1 * s2, rest], -1)
 
 
-def _outputs(
-    q: Tensor | None, k: Tensor | None, cos: Tensor, sin: Tensor, heads_dim: int, dtype: torch.dtype, backward: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    return None if q is None else _output(q, dtype), None if k is None else _output(k, dtype)
-
-
 def _output(x: Tensor, dtype: torch.dtype) -> Tensor:
     y = torch.empty_like(x, dtype=dtype)  # dense, with the dimensions in the order that they have in memory
     return y if y.stride(3) == 1 else x.new_empty(x.shape, dtype=dtype)
@@ -351,5 +321,4 @@ _rope_op = launch.register(
     "rope(Tensor? q, Tensor? k, Tensor cos, Tensor sin, int heads_dim, ScalarType dtype, bool backward)"
     " -> (Tensor? q_rot, Tensor? k_rot)",
     _rope,
-    _outputs,
 )

@@ -36,7 +36,7 @@ from recompute import counters
 from recompute.counters import resolve_device
 from recompute.diagnostics.comparing_runs import relative_error, same_bits
 from recompute.kernels import launch
-from recompute.kernels.rms_norm import rms_norm_backward, rms_norm_forward
+from recompute.kernels.norm_ops import OPS
 
 sys.path.append(str(HERE))
 from kernel_benchmark.timing import Clock
@@ -87,7 +87,7 @@ def _products(dy, x, rstd, rows, columns, M, H):
 
 
 def two_stages(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> Tensor:
-    _, dweight, _ = rms_norm_backward(dy, x, weight, rstd, "llama", False, True)
+    _, dweight, _ = OPS["llama"].backward(dy, x, weight, None, None, rstd, "llama", False, True, False, None)
     assert dweight is not None
     return dweight
 
@@ -139,7 +139,7 @@ def inputs(tokens: int, width: int, dtype: torch.dtype, device: torch.device, se
     generator = torch.Generator(device).manual_seed(seed)
     dy, x = torch.randn(2, tokens, width, device=device, generator=generator).to(dtype)
     weight = torch.ones(width, device=device, dtype=dtype)
-    return dy, x, weight, rms_norm_forward(x, weight, EPS, "llama")[1]
+    return dy, x, weight, OPS["llama"].forward(x, None, weight, None, EPS, "llama")[-1]
 
 
 def measure(way: str, tokens: int, width: int, dtype: torch.dtype, clock: Clock) -> Measured:

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from recompute.compiled.runner import Forward
 from recompute.engine.reachable_objects import base_of
+from recompute.kernels.activation import GATE_ACTIVATIONS
 from recompute.kernels.linears import autocasts
-from recompute.kernels.swiglu import ACTIVATIONS as GATE_ACTIVATIONS
 from recompute.substitution.formulas import INPUT, Conditions, Formula, add, formula_of, mul, takes_one_argument
 from recompute.substitution.kernel_runner import PLAIN_TENSORS, KernelRunner, is_hooked, only_argument
 from recompute.substitution.settings import ANY_SETTINGS, Settings

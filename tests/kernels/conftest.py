@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from recompute.kernels import launch
-from recompute.kernels import norm_kernels as kernels
+from recompute.kernels import launch, norm_tiles
 
 
 @pytest.fixture(autouse=True)
@@ -22,12 +21,12 @@ def plans_of_this_test() -> None:
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Tiles of whole rows, or blocks of the columns of rows that are taken for wide ones."""
     if request.param == "columns":
-        for name, programs in (("FORWARD", 0), ("BACKWARD", 1), ("LAYER_NORM_BACKWARD", 1), ("TWIN_BACKWARD", 1)):
-            monkeypatch.setattr(kernels, name, {kernels.WIDE: kernels.TileSettings(2, 4, 3, programs)})
-        monkeypatch.setattr(kernels, "WIDE_BLOCK", 128)
-    kernels._tiles.cache_clear()
+        for name, programs in (("FORWARD", 0), ("BACKWARD", 1), ("LAYER_NORM_BACKWARD", 1)):
+            monkeypatch.setattr(norm_tiles, name, {norm_tiles.WIDE: norm_tiles.TileSettings(2, 4, 3, programs)})
+        monkeypatch.setattr(norm_tiles, "WIDE_BLOCK", 128)
+    norm_tiles.tiles_of.cache_clear()
     yield request.param
-    kernels._tiles.cache_clear()
+    norm_tiles.tiles_of.cache_clear()
 
 
 @pytest.fixture(params=[1, 8])

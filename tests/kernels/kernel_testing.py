@@ -1,7 +1,9 @@
-"""What the tests of all ops have in common: dtypes, inputs, errors against float64, and bits."""
+"""What the tests of all ops have in common: dtypes, inputs, runs, errors against float64, and who sees which op."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -9,15 +11,25 @@ import pytest
 import torch
 from tiers import slow
 from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from recompute.kernels import launch
 
 FLOAT32_ROUNDING = 2**-24
+INTERPRETERS_ROUNDING = 2**-23
+"""NumPy adds rows one after the other, where the kernels that it interprets add them in a tree."""
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+CAN_INTERPRET = not torch.cuda.is_available() and find_spec("triton") is not None
+IGNORED = -100
+CAPPED: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 5.0}
 
 each_device_of_compiled_code = pytest.mark.parametrize(
     "device",
     [
         "reference",
-        *([] if torch.cuda.is_available() or find_spec("triton") is None else slow("interpreter")),
+        *(slow("interpreter") if CAN_INTERPRET else []),
         pytest.param("cuda", marks=pytest.mark.gpu),
     ],
     indirect=True,
@@ -25,6 +37,22 @@ each_device_of_compiled_code = pytest.mark.parametrize(
 """A compiler sees the same ops whatever runs in them: the interpreter is slow here, but for one op's test."""
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+
+EAGER_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu": F.relu,
+    "relu2": lambda x: torch.square(F.relu(x)),
+}
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda t: t.mT.contiguous().mT,
+    "every second column": lambda t: t.repeat_interleave(2, -1)[..., ::2],
+    "unaligned": lambda t: torch.cat([t.flatten()[:1], t.flatten()])[1:].view(t.shape),
+    "expanded": lambda t: t[..., :1, :].expand(t.shape),
+    "expanded scalar": lambda t: t.flatten()[0].expand(t.shape),
+}
 
 
 def make(*shape: int, seed: int = 0, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Tensor:
@@ -37,3 +65,118 @@ def relative_error(value: Tensor, exact: Tensor) -> float:
 
 def same_bits(left: Any, right: Any) -> bool:
     return all(torch.equal(a, b) and a.dtype is b.dtype for a, b in zip(left, right, strict=True))
+
+
+def doubled(inputs: Sequence[Any]) -> list[Any]:
+    return [None if each is None else each.detach().double().requires_grad_(each.requires_grad) for each in inputs]
+
+
+def listed(output: Any) -> list[Tensor]:
+    return [output] if isinstance(output, Tensor) else list(output)
+
+
+def like(outputs: Sequence[Tensor], seed: int = 50) -> list[Tensor]:
+    """Gradients for outputs."""
+    return [make(*each.shape, seed=seed + index).to(each) for index, each in enumerate(outputs)]
+
+
+def run(function: Callable[..., Any], inputs: Sequence[Any], dtype: torch.dtype | None = None) -> list[Tensor]:
+    """The outputs, and the gradients of all inputs that are trained, for gradients that have ``dtype``'s precision."""
+    outputs = listed(function(*inputs))
+    given = [each.to(dtype or each.dtype).to(each) for each in like(outputs)]
+    trained = [each for each in inputs if each is not None and each.requires_grad]
+    return [*(each.detach() for each in outputs), *torch.autograd.grad(outputs, trained, given)]
+
+
+def assert_as_good_as(op: Callable[..., Any], eager: Callable[..., Any], inputs: Sequence[Any], kind: str = "norm"):
+    """Outputs and gradients of ``op`` are as near to float64's as those of ``eager`` are.
+
+    The error of n elements is a sample. Of matrix products, which sum in other orders, the ratio of two samples strays
+    from the true one by about 1 / sqrt(n).
+    """
+    found, peers = run(op, inputs), run(eager, inputs)
+    exact = run(eager, doubled(inputs), found[0].dtype)
+    x = inputs[0]
+    is_interpreted = launch.uses_triton(x) and not x.is_cuda
+    is_one_sample = x.is_cuda and x.shape[:-1].numel() == 1  # all of a row errs with its rstd
+    is_norm = kind == "norm" and (is_interpreted or is_one_sample)
+    slack = INTERPRETERS_ROUNDING if is_norm else FLOAT32_ROUNDING
+    for index, (value, peer, truth) in enumerate(zip(found, peers, exact, strict=True)):
+        assert (value.dtype, value.shape) == (peer.dtype, truth.shape)
+        factor = 1.05 + (3 / max(value.numel(), 1) ** 0.5 if kind == "mlp" else 0.0)
+        assert relative_error(value, truth) <= factor * relative_error(peer, truth) + slack, f"value {index}"
+
+
+def eager_cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    class_weights: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int = IGNORED,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """As in Hugging Face's models, in float32 (or float64) from the logits on."""
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    weights = None if class_weights is None else class_weights.to(logits.dtype)
+    options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    loss = F.cross_entropy(logits, target, weights, reduction=reduction, **options)
+    counts = target != ignore_index
+    squares = z_loss * logits.logsumexp(-1).square() * counts
+    if reduction == "none":
+        return loss + squares
+    divisor: Any = 1
+    if reduction == "mean":
+        divisor = counts.sum() if weights is None else (weights[target.clamp_min(0)] * counts).sum()
+    return loss + squares.sum() / divisor
+
+
+def flops(function: Callable[..., Any], inputs: Sequence[Tensor | None]) -> tuple[int, int]:
+    """Of forward and of backward."""
+    with FlopCounterMode(display=False) as forward:
+        outputs = listed(function(*inputs))
+    with FlopCounterMode(display=False) as backward:
+        torch.autograd.backward([output.sum() for output in outputs if output.requires_grad])
+    return forward.get_total_flops(), backward.get_total_flops()
+
+
+class Work(TorchDispatchMode):
+    """Counts matrix products and our own ops; of the latter it keeps arguments, as they were, and results too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.calls: list[tuple[Any, tuple[Any, ...], Any]] = []
+        self.others: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = function(*args, **(kwargs or {}))
+        if function._opname in {"mm", "addmm", "bmm", "matmul"} or function.namespace == "recompute":
+            self.counts[function._opname] += 1
+        if function.namespace == "recompute":
+            self.calls.append((function, args, results))
+        else:
+            self.others.append(str(function))
+        return results
+
+    def results_of(self, name: str) -> Any:
+        (results,) = (results for called, _, results in self.calls if called._opname == name)
+        return results
+
+    def arguments_of(self, name: str) -> tuple[Any, ...]:
+        (arguments,) = (arguments for called, arguments, _ in self.calls if called._opname == name)
+        return arguments
+
+
+class NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> None:
+        return None

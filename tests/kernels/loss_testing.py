@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import torch
-from kernel_testing import FLOAT32_ROUNDING, make, relative_error
+from kernel_testing import (
+    CAN_INTERPRET,
+    FLOAT32_ROUNDING,
+    IGNORED,
+    doubled,
+    eager_cross_entropy,
+    make,
+    relative_error,
+)
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -14,9 +21,8 @@ from recompute.kernels.cross_entropy import CrossEntropy
 from recompute.kernels.linear_cross_entropy import linear_cross_entropy
 
 M, H, V = 12, 24, 600
-IGNORED = -100
 
-INTERPRETED = [] if torch.cuda.is_available() or importlib.util.find_spec("triton") is None else ["interpreter"]
+INTERPRETED = ["interpreter"] if CAN_INTERPRET else []
 """What stands for the way of a device that interprets kernels, where it is one."""
 
 
@@ -30,35 +36,9 @@ def make_inputs(
     return [tensor.to(device, dtype).requires_grad_() for tensor in made], target.to(device)
 
 
-def eager(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None = None,
-    *,
-    softcap: float | None = None,
-    z_loss: float = 0.0,
-    class_weights: Tensor | None = None,
-    reduction: str = "mean",
-    ignore_index: int = IGNORED,
-    label_smoothing: float = 0.0,
-) -> Tensor:
+def eager(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, **options: Any) -> Tensor:
     """As in Hugging Face's models, in float32 (or float64) from the logits on."""
-    logits = F.linear(hidden, weight, bias)
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    weights = None if class_weights is None else class_weights.to(logits.dtype)
-    options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
-    loss = F.cross_entropy(logits, target, weights, reduction=reduction, **options)
-    counts = target != ignore_index
-    squares = z_loss * logits.logsumexp(-1).square() * counts
-    if reduction == "none":
-        return loss + squares
-    divisor: Any = 1
-    if reduction == "mean":
-        divisor = counts.sum() if weights is None else (weights[target.clamp_min(0)] * counts).sum()
-    return loss + squares.sum() / divisor
+    return eager_cross_entropy(F.linear(hidden, weight, bias), target, **options)
 
 
 def run(
@@ -70,10 +50,6 @@ def run(
     loss = loss.loss if isinstance(loss, CrossEntropy) else loss
     gradient = make(*loss.shape, seed=9).to(loss) * scale
     return [loss.detach(), *torch.autograd.grad(loss, inputs if bias else inputs[:2], gradient)]
-
-
-def doubled(inputs: list[Tensor]) -> list[Tensor]:
-    return [tensor.detach().double().requires_grad_() for tensor in inputs]
 
 
 def assert_as_good_as_eager(inputs: list[Tensor], target: Tensor, ours: Any = linear_cross_entropy, **options: Any):

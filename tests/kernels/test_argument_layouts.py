@@ -12,8 +12,6 @@ from torch import Tensor
 from recompute.errors import KernelError
 from recompute.kernels import argument_layouts
 from recompute.kernels.argument_layouts import once_by_layouts
-from recompute.kernels.gated_mlp import gated_mlp
-from recompute.kernels.mlp import mlp
 
 
 def spied() -> tuple[Callable[..., Any], list[tuple[Any, ...]]]:
@@ -92,20 +90,3 @@ def test_layouts_that_never_come_again_are_forgotten(monkeypatch: pytest.MonkeyP
     assert len(calls) == 5
     decided(torch.zeros(0))
     assert len(calls) == 6
-
-
-X, WEIGHT, NARROW = torch.ones(2, 4), torch.ones(4, 4), torch.ones(4, 4, dtype=torch.bfloat16)
-MIXED: dict[str, Callable[[], Any]] = {
-    "gated_mlp": lambda: gated_mlp(X, WEIGHT, NARROW, WEIGHT),
-    "mlp": lambda: mlp(X, WEIGHT, NARROW),
-}
-
-
-@pytest.mark.parametrize("op", MIXED)
-def test_what_autocast_allows_is_refused_without_it(op: str) -> None:
-    call = MIXED[op]
-    for _ in range(2):
-        with torch.autocast("cpu", torch.bfloat16):
-            call()
-        with pytest.raises(KernelError, match=f"^{op}: expected one dtype, found .*bfloat16"):
-            call()

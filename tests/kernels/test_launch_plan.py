@@ -15,18 +15,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from recompute.kernels import (
     activation,
-    add_rms_norm,
     launch,
     launch_plan,
-    rms_norm,
+    norm_ops,
     rope,
-    swiglu,
 )
 from recompute.kernels.launch import IMPLEMENTATIONS, Launch
 from recompute.kernels.launch_plan import CALLS_BEFORE_PLAN, MAX_ATTEMPTS, PlannedCall, PlansByLayout
 
 M, H = 6, 16
-assert all((activation, add_rms_norm, rms_norm, rope, swiglu)), "they register their ops"
+assert all((activation, norm_ops, rope)), "they register their ops"
 
 
 def made(*shape: int, seed: int = 0) -> Tensor:
@@ -38,31 +36,33 @@ def heads(count: int, seed: int) -> Tensor:
 
 
 CALLS: dict[str, Callable[[int], tuple[Any, ...]]] = {
-    "rms_norm_forward": lambda s: (made(1, M, H, seed=s), made(H, seed=s), 1e-6, "llama"),
-    "rms_norm_forward of heads": lambda s: (heads(4, s), made(8, seed=s), 1e-6, "llama"),
+    "rms_norm_forward": lambda s: (made(M, H, seed=s), None, made(H, seed=s), None, 1e-6, "llama"),
+    "rms_norm_forward of heads": lambda s: (heads(4, s), None, made(8, seed=s), None, 1e-6, "llama"),
+    "rms_norm_forward of a sum": lambda s: (made(M, H, seed=s), made(M, H, seed=s + 1), None, None, 1e-6, "none"),
+    "layer_norm_forward": lambda s: (made(M, H, seed=s), None, made(H, seed=s), made(H), 1e-6, "layer_norm"),
     "rms_norm_backward of heads": lambda s: (
-        *(heads(4, s), heads(4, s + 1), made(8, seed=s), made(1, M, 4, seed=s).transpose(1, 2)),
-        *("llama", True, True, heads(4, s + 2), True),
+        *(heads(4, s), heads(4, s + 1), made(8, seed=s), None, None, made(1, M, 4, seed=s).transpose(1, 2)),
+        *("llama", True, True, False, heads(4, s + 2)),
     ),
-    "rms_norm_regenerate": lambda s: (made(M, H, seed=s), made(H, seed=s), made(M, seed=s), "gemma"),
+    "rms_norm_regenerate": lambda s: (made(M, H, seed=s), made(H, seed=s), None, None, made(M, seed=s), "gemma"),
     "rms_norm_backward": lambda s: (
-        *(made(M, H, seed=s), made(M, H, seed=s + 1), made(H, seed=s), made(M, seed=s)),
-        *("llama", True, True, made(M, H, seed=s + 2), True),
+        *(made(M, H, seed=s), made(M, H, seed=s + 1), made(H, seed=s), None, None, made(M, seed=s)),
+        *("llama", True, True, False, made(M, H, seed=s + 2)),
     ),
-    "add_rms_norm_forward": lambda s: (made(M, H, seed=s), made(M, H, seed=s + 1), None, 1e-6, "none"),
     "rope": lambda s: (
-        heads(4, s),
-        heads(2, s + 1),
-        made(1, M, 8, seed=s),
-        made(1, M, 8, seed=s),
-        1,
-        torch.float32,
-        False,
+        *(heads(4, s), heads(2, s + 1), made(1, M, 8, seed=s), made(1, M, 8, seed=s)),
+        *(1, torch.float32, False),
     ),
     "glu_forward": lambda s: (made(M, H, seed=s), made(M, H, seed=s + 1), "gelu"),
-    "glu_backward": lambda s: (made(M, H, seed=s), made(M, 2 * H, seed=s + 1), None, "silu", True, True, True),
-    "activation_forward": lambda s: (made(M, H, seed=s), "relu2"),
-    "activation_backward": lambda s: (made(M, H, seed=s), made(M, H, seed=s + 1), None, "gelu"),
+    "glu_backward": lambda s: (
+        *(made(M, H, seed=s), made(M, 2 * H, seed=s + 1), None, None, None),
+        *(128, "silu", True, True, True),
+    ),
+    "activation_forward": lambda s: (made(M, H, seed=s), None, "relu2"),
+    "activation_backward": lambda s: (
+        *(made(M, H, seed=s), made(M, H, seed=s + 1), None, None, None),
+        *(128, "gelu", True, False, False),
+    ),
 }
 
 
@@ -106,8 +106,8 @@ def test_a_planned_call_gives_the_bits_and_layouts_of_the_op(name: str, device: 
 
 
 IN_PLACE = {
-    swiglu.glu_backward_: ("glu_backward_", (0, 1, 2, 3, 4)),
-    activation.activation_backward_: ("activation_backward_", (0, 1, None, 2)),
+    activation.GLU.backward_: ("glu_backward_", (0, 1, None, 2, None, 3, 4)),
+    activation.ACTIVATION.backward_: ("activation_backward_", (0, 1, None, None, None, 2, None)),
 }
 """Of each op its name, and for each argument the seed of its values; None where it is given no tensor."""
 
@@ -120,8 +120,8 @@ def test_in_place_it_writes_where_the_op_writes(name: str, given: tuple[int | No
         ours, theirs = (
             [None if each is None else made(M, H, seed=seed + each).to(device) for each in given] for _ in "ab"
         )
-        assert call(*ours, "silu") is None
-        function(*theirs, "silu")
+        assert call(*ours, 128, "silu") is None
+        function(*theirs, 128, "silu")
         assert same_bits(tensors(tuple(ours)), tensors(tuple(theirs)))
     assert call.is_planned == launch.uses_triton(made(1).to(device))
 
@@ -294,13 +294,14 @@ def test_what_cannot_be_planned_holds_no_memory_for_it() -> None:
     assert freed == [(True, True)]
 
 
+RMS = norm_ops.OPS["llama"]
 EAGER = {
-    "rms_norm_forward": rms_norm.rms_norm_forward,
-    "rms_norm_forward of heads": rms_norm.rms_norm_forward,
-    "rms_norm_backward": rms_norm.rms_norm_backward,
+    "rms_norm_forward": RMS.forward,
+    "rms_norm_forward of heads": RMS.forward,
+    "rms_norm_backward": RMS.backward,
     "rope": rope._rope_op,
-    "glu_backward": swiglu.glu_backward,
-    "activation_backward": activation.activation_backward,
+    "glu_backward": activation.GLU.backward,
+    "activation_backward": activation.ACTIVATION.backward,
 }
 
 
@@ -342,21 +343,21 @@ def test_an_eager_op_in_place_is_planned(
         ours, theirs = (
             [None if each is None else made(M, H, seed=seed + each).to(device) for each in given] for _ in "ab"
         )
-        assert op(*ours, "silu") is None
-        implementation(name)(*theirs, "silu")
+        assert op(*ours, 128, "silu") is None
+        implementation(name)(*theirs, 128, "silu")
         assert same_bits(tensors(tuple(ours)), tensors(tuple(theirs)))
     assert spy.calls == CALLS_BEFORE_PLAN + (0 if launch.uses_triton(made(1).to(device)) else 2)
 
 
 OTHERS: dict[str, Callable[[Tensor, Tensor], tuple[Any, ...]]] = {
-    "eps": lambda x, w: (x, w, 0.5, "llama"),
-    "casting": lambda x, w: (x, w, 1e-6, "gemma"),
-    "no weight": lambda x, w: (x, None, 1e-6, "llama"),
-    "shape": lambda x, w: (x[:2], w, 1e-6, "llama"),
-    "strides": lambda x, w: (x.t().contiguous().t(), w, 1e-6, "llama"),
-    "dtype": lambda x, w: (x.half(), w, 1e-6, "llama"),
-    "dtype of the weight": lambda x, w: (x, w.bfloat16(), 1e-6, "llama"),
-    "alignment": lambda x, w: (torch.cat([x.new_zeros(1), x.flatten()])[1:].view_as(x), w, 1e-6, "llama"),
+    "eps": lambda x, w: (x, None, w, None, 0.5, "llama"),
+    "casting": lambda x, w: (x, None, w, None, 1e-6, "gemma"),
+    "no weight": lambda x, w: (x, None, None, None, 1e-6, "llama"),
+    "shape": lambda x, w: (x[:2], None, w, None, 1e-6, "llama"),
+    "strides": lambda x, w: (x.t().contiguous().t(), None, w, None, 1e-6, "llama"),
+    "dtype": lambda x, w: (x.half(), None, w, None, 1e-6, "llama"),
+    "dtype of the weight": lambda x, w: (x, None, w.bfloat16(), None, 1e-6, "llama"),
+    "alignment": lambda x, w: (torch.cat([x.new_zeros(1), x.flatten()])[1:].view_as(x), None, w, None, 1e-6, "llama"),
 }
 
 
@@ -366,10 +367,10 @@ def test_a_plan_is_for_its_layouts_alone(
 ) -> None:
     x, weight = (each.to(device) for each in (made(M, H), made(H)))
     for _ in range(CALLS_BEFORE_PLAN):
-        rms_norm.rms_norm_forward(x, weight, 1e-6, "llama")
+        RMS.forward(x, None, weight, None, 1e-6, "llama")
     spy = spied("rms_norm_forward", monkeypatch)
     arguments = OTHERS[other](x, weight)
-    found, expected = rms_norm.rms_norm_forward(*arguments), implementation("rms_norm_forward")(*arguments)
+    found, expected = tensors(RMS.forward(*arguments)), tensors(implementation("rms_norm_forward")(*arguments))
     assert same_bits(found, expected)
     assert [each.stride() for each in found] == [each.stride() for each in expected]
     is_in_the_plan = other == "alignment" and launch.uses_triton(x)  # the plan itself runs the implementation there
@@ -378,7 +379,7 @@ def test_a_plan_is_for_its_layouts_alone(
 
 def test_on_the_cpu_an_eager_op_runs_its_implementation() -> None:
     for _ in range(CALLS_BEFORE_PLAN + 1):
-        rms_norm.rms_norm_forward(made(M, H), made(H), 1e-6, "llama")
+        RMS.forward(made(M, H), None, made(H), None, 1e-6, "llama")
     plans = launch.PLANS[overload("rms_norm_forward")]
     assert [*plans.by_layouts.values()] == [implementation("rms_norm_forward")]
     assert plans._calls == {}

@@ -22,10 +22,10 @@ COMPILE = """
 import sys, torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from recompute.kernels import activation, blockwise_8bit, norm_kernels, swiglu_from_codes
+from recompute.kernels import activation, blockwise_8bit, norm_kernels, norm_tiles
 
 capability, shared = int(sys.argv[1]), int(sys.argv[2])
-norm_kernels._shared_memory = lambda device: shared
+norm_tiles._shared_memory = lambda device: shared
 device = torch.device("cpu")
 
 OPTIONS = "num_warps", "num_stages", "enable_fp_fusion"
@@ -47,37 +47,37 @@ def fits(kernel, arguments, constants):
 X, F = "*bf16", "*fp32"
 for hidden in (64, 128, 1024, 4096, 5120, 16384, 65536):
     for mean in (None, F):
-        tiles = norm_kernels._tiles(False, hidden, 6, device, mean is not None)
+        tiles = norm_tiles.tiles_of(False, hidden, 6, device, mean is not None)
         dots, shifts = F if tiles.wide else None, mean if tiles.wide else None
-        y = X if mean is None else None
-        no_other = [None] * 4
-        fits(norm_kernels._backward_kernel, [X, X, X, mean, F, dots, shifts, X, X, y, F, mean, *["i32"] * 5, *no_other],
-             {"CASTING": "llama" if mean is None else "none", "ROWS": tiles.rows, **tiles.constants})
-    tiles = norm_kernels._tiles(False, hidden, 8, device, True, True)
-    dots = F if tiles.wide else None
-    fits(norm_kernels._backward_kernel, [X, X, X, F, F, dots, dots, X, X, None, F, F, *["i32"] * 5, X, X, F, F],
-         {"CASTING": "none", "ROWS": tiles.rows, **tiles.constants})
+        fits(norm_kernels._backward_kernel, [X, X, X, mean, F, dots, shifts, X, X, F, mean, *["i32"] * 5],
+             {"CASTING": "llama" if mean is None else "layer_norm", "ROWS": tiles.rows, **tiles.constants})
 for hidden in (128, 5120, 65536):
     for kind, nbytes in ((X, 2), (F, 4)):
-        tiles = norm_kernels._tiles(True, hidden, 4 * nbytes, device)
+        tiles = norm_tiles.tiles_of(True, hidden, 4 * nbytes, device)
         kernel = norm_kernels._wide_forward_kernel if tiles.wide else norm_kernels._forward_kernel
         rows = {} if tiles.wide else {"ROWS": tiles.rows}
-        fits(kernel, [kind, kind, kind, None, kind, kind, None, F, *["i32"] * 5, "fp32", None, None, None],
+        fits(kernel, [kind, kind, kind, None, kind, kind, None, F, *["i32"] * 5, "fp32"],
              {"CASTING": "llama", **rows, **tiles.constants})
-        fits(kernel, [kind, kind, kind, kind, kind, kind, F, F, *["i32"] * 5, "fp32", None, None, None],
-             {"CASTING": "none", **rows, **tiles.constants})
+        fits(kernel, [kind, kind, kind, kind, kind, kind, F, F, *["i32"] * 5, "fp32"],
+             {"CASTING": "layer_norm", **rows, **tiles.constants})
 CODES, BLOCKS = "*fp8e4nv" if capability >= 89 else "*i8", {"BLOCK": 128, "BLOCKS": 32}
 fits(blockwise_8bit._quantize_kernel, [X, CODES, F, F, "i64"],
      {"TOP": 254, **BLOCKS, **blockwise_8bit.QUANTIZE_SETTINGS})
 fits(blockwise_8bit._dequantize_kernel, [CODES, F, X, "i64"], {**BLOCKS, **blockwise_8bit.DEQUANTIZE_SETTINGS})
-fits(swiglu_from_codes._kernel, [X, CODES, F, CODES, F, X, X, X, "i64", "i32"],
-     {"ACTIVATION": "silu", "PACKED": False, **BLOCKS, **swiglu_from_codes.SETTINGS})
-ELEMENTS = {"BLOCK": activation.TILE, **activation.SETTINGS}
+I, ROWS = "i32", {"PACKED": False, "BLOCK": activation.TILE, "BLOCKS": 1, **activation.SETTINGS}
+def backward(gate, scales, up, numbers, constants):
+    dup, up_scales = (None, None) if up is None else (X, scales)
+    fits(activation._backward_kernel, [X, gate, scales, up, up_scales, X, dup, X, *numbers], constants)
+for packed in (False, True):
+    backward(CODES, F, CODES, ["i64", I, I, I, I],
+             {"ACTIVATION": "silu", "PACKED": packed, **BLOCKS, **activation.SETTINGS})
 for name in activation.ACTIVATIONS:
-    fits(activation._forward_kernel, [X, X, "i32"], {"ACTIVATION": name, **ELEMENTS})
-    fits(activation._backward_kernel, [X, X, X, X, "i32"], {"ACTIVATION": name, **ELEMENTS})
-    fits(activation._backward_from_codes_kernel, [X, CODES, F, X, None, "i32"],
-         {"ACTIVATION": name, **BLOCKS, **activation.SETTINGS})
+    forward = {"ACTIVATION": name, "BLOCK": activation.TILE, **activation.SETTINGS}
+    fits(activation._forward_kernel, [X, None, X, I, I, I, I], dict(forward))
+    fits(activation._forward_kernel, [X, X, X, I, I, I, I], dict(forward))
+    backward(X, None, None, [I] * 5, {"ACTIVATION": name, **ROWS})
+    backward(X, None, X, [I] * 5, {"ACTIVATION": name, **ROWS})
+    backward(CODES, F, None, [I] * 5, {"ACTIVATION": name, "PACKED": False, **BLOCKS, **activation.SETTINGS})
 """
 
 
@@ -106,4 +106,4 @@ def test_settings_fit_the_gpu_on_which_they_were_measured_and_others(name: str):
     command = [sys.executable, "-c", COMPILE, *map(str, GPUS[name])]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.count("_kernel") == 56
+    assert result.stdout.count("_kernel") == 60

@@ -4,44 +4,22 @@ from __future__ import annotations
 
 import gc
 import itertools
-import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from kernel_testing import (
-    FLOAT32_ROUNDING,
-    each_device_of_compiled_code,
-    each_dtype,
-    relative_error,
-    same_bits,
-)
+from cases import eager_rope as eager
+from kernel_testing import FLOAT32_ROUNDING, Work, each_dtype, relative_error, same_bits
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from recompute.engine.saved_tensors import RegionStatistics
 from recompute.engine.scopes import RecipeScope
-from recompute.errors import KernelError
 from recompute.kernels import launch
 from recompute.kernels.rms_norm import rms_norm
-from recompute.kernels.rope import rope, rope_reference
-
-
-def eager(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """As Hugging Face's models have it, in the form that takes angles for the first columns alone."""
-    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    rotated = cos.shape[-1]
-
-    def rotate(x: Tensor) -> Tensor:
-        x, rest = x[..., :rotated], x[..., rotated:]
-        half = torch.cat((-x[..., rotated // 2 :], x[..., : rotated // 2]), -1)
-        y = x * cos + half * sin
-        return torch.cat((y, rest), -1) if rest.shape[-1] else y
-
-    return rotate(q), rotate(k)
+from recompute.kernels.rope import rope
 
 
 def make(
@@ -184,26 +162,9 @@ def test_mixed_dtypes_promote(
     assert [g.dtype for g in torch.autograd.grad(outputs, (q, k), outputs)] == [states] * 2
 
 
-class SeenOps(TorchDispatchMode):
-    """The calls of our ops: name, arguments and results."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[Any, Any, Any]] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        results = function(*args, **(kwargs or {}))
-        if function.namespace == "recompute":
-            self.calls.append((function, args, results))
-        return results
-
-
-def test_one_op_and_one_launch_each_way(device: str, monkeypatch: pytest.MonkeyPatch):
-    launched = []
-    plain = launch.run
-    monkeypatch.setattr(launch, "run", lambda *args, **settings: launched.append(args) or plain(*args, **settings))
+def test_one_op_and_one_launch_each_way(device: str, launched: list[Any]):
     inputs = make(device)
-    with SeenOps() as seen:
+    with Work() as seen:
         outputs = rope(*inputs)
         directions = like(outputs)
         torch.autograd.grad(outputs, inputs[:2], directions)
@@ -219,7 +180,7 @@ def test_what_is_frozen_costs_nothing(trained: tuple[bool, bool], device: str):
     expected = run(rope, inputs)
     chosen = [x.detach().requires_grad_(train) for x, train in zip(inputs, trained, strict=False)]
     outputs = rope(*chosen, *inputs[2:])
-    with SeenOps() as seen:
+    with Work() as seen:
         torch.autograd.backward(outputs, like(outputs))
     ((_, arguments, _),) = seen.calls
     assert [argument is not None for argument in arguments[:2]] == list(trained)
@@ -227,32 +188,12 @@ def test_what_is_frozen_costs_nothing(trained: tuple[bool, bool], device: str):
         assert torch.equal(x.grad, gradient) if train else x.grad is None
 
 
-@pytest.mark.parametrize("used", [0, 1])
-def test_an_output_that_nobody_uses_gives_no_gradient(used: int, device: str):
+def test_only_angles_are_saved(device: str):
     inputs = make(device)
-    expected = run(rope, inputs)
-    output = rope(*inputs)[used]
-    gradients = torch.autograd.grad(output, inputs[:2], like(expected[:2])[used], allow_unused=True)
-    assert torch.equal(gradients[used], expected[2 + used])
-    assert gradients[1 - used] is None
-
-
-@each_dtype
-def test_only_angles_are_saved_and_nothing_is_written_to(dtype: torch.dtype, device: str):
-    inputs = make(device, dtype)
     packed: list[Tensor] = []
     with saved_tensors_hooks(lambda tensor: packed.append(tensor) or tensor, lambda tensor: tensor):
-        outputs = rope(*inputs)
+        rope(*inputs)
     assert [tensor.data_ptr() for tensor in packed] == [angle.data_ptr() for angle in inputs[2:]]
-    directions = like(outputs)
-    watched = [*inputs, *outputs, *directions]
-    before = [(tensor.detach().clone(), tensor._version) for tensor in watched]
-    first = torch.autograd.grad(outputs, inputs[:2], directions, retain_graph=True)
-    second = torch.autograd.grad(outputs, inputs[:2], directions, retain_graph=True)
-    assert same_bits(first, second)
-    for tensor, (value, version) in zip(watched, before, strict=True):
-        assert torch.equal(tensor, value)
-        assert tensor._version == version
 
 
 @pytest.mark.parametrize("of_angles", [False, True])
@@ -286,23 +227,9 @@ def test_angles_that_are_trained_get_their_gradients(device: str):
     inputs[2:] = [angle.requires_grad_() for angle in inputs[2:]]
     for value, expected in zip(run(rope, inputs), run(eager, inputs), strict=True):
         torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-5)
-    with torch.no_grad(), SeenOps() as seen:
+    with torch.no_grad(), Work() as seen:
         rope(*inputs)
     assert len(seen.calls) == 1
-
-
-def test_one_tensor_as_queries_and_keys(device: str):
-    q, _, cos, sin = make(device)
-    expected = run(rope, [q, q.detach().requires_grad_(), cos, sin])
-    outputs = rope(q, q, cos, sin)
-    (gradient,) = torch.autograd.grad(outputs, q, like(outputs))
-    assert torch.equal(gradient, expected[2] + expected[3])
-
-
-def test_the_reference_gives_the_same(device: str):
-    inputs = make(device, rotated=12)
-    for value, expected in zip(run(rope, inputs), run(rope_reference, inputs), strict=True):
-        torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_inf_and_nan_stay_where_eager_has_them(device: str):
@@ -314,7 +241,7 @@ def test_inf_and_nan_stay_where_eager_has_them(device: str):
 
 
 def test_ops_pass_opcheck(device: str):
-    with SeenOps() as seen:
+    with Work() as seen:
         for unsqueeze_dim, layout in itertools.product((1, 2), ("transposed", "columns not adjacent", "overlapping")):
             q, k, cos, sin = make(device, torch.bfloat16, unsqueeze_dim=unsqueeze_dim)
             q, k = (LAYOUTS[layout](x.detach()).requires_grad_() for x in (q, k))
@@ -324,39 +251,6 @@ def test_ops_pass_opcheck(device: str):
     for op, arguments, _ in seen.calls:
         arguments = [a.detach() if isinstance(a, Tensor) else a for a in arguments]
         torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
-
-
-@each_device_of_compiled_code
-def test_compiled_results_are_the_eager_ones(device: str):
-    inputs = make(device, torch.bfloat16)
-
-    def block(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        q, k = rope(q, k, cos, sin)
-        return q * 2, k + 1
-
-    torch.compiler.reset()
-    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
-    assert same_bits(run(compiled, inputs), run(block, inputs))
-
-
-@each_dtype
-def test_meta_tensors_give_shapes_and_dtypes(dtype: torch.dtype):
-    inputs = make("cpu", dtype)
-    metas = [tensor.detach().to("meta").requires_grad_(tensor.requires_grad) for tensor in inputs]
-    directions = [torch.empty_like(x) for x in metas[:2]]
-    for meta, real in zip(run(rope, metas, directions=directions), run(rope, inputs), strict=True):
-        assert meta.is_meta
-        assert (meta.shape, meta.dtype, meta.stride()) == (real.shape, real.dtype, real.stride())
-
-
-def test_without_gradients_nothing_is_saved(device: str):
-    inputs = make(device)
-    expected = rope(*inputs)
-    for mode in (torch.no_grad, torch.inference_mode):
-        with mode():
-            outputs = rope(*inputs)
-        assert all(output.grad_fn is None for output in outputs)
-        assert same_bits(outputs, expected)
 
 
 @each_dtype
@@ -402,29 +296,3 @@ def test_more_than_2_to_the_31_elements(layout: str):
     assert torch.equal(q_rot[:, :, last], expected[0])
     assert torch.equal(k_rot[:, :, last], expected[1])
     assert not q_rot[:, :, :-9].any()
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"unsqueeze_dim": 3}, "unsqueeze_dim is 3; expected that of the heads, 1 or 2"),
-        ({"k": torch.ones(2, 2, 5, 16, dtype=torch.bfloat16)}, "q is torch.float32 and k torch.bfloat16"),
-        ({"q": torch.ones(2, 4, 5, 16, dtype=torch.int32)}, "q is torch.int32"),
-        ({"q": torch.ones(2, 4, 5, 16, device="meta")}, "q is on meta and k on cpu"),
-        ({"q": torch.ones(4, 5, 16)}, "expected q and k of shape (B, heads, S, D)"),
-        ({"k": torch.ones(2, 2, 4, 16)}, "k (2, 2, 4, 16)"),
-        ({"k": torch.ones(2, 2, 5, 8)}, "k (2, 2, 5, 8)"),
-        ({"k": torch.ones(1, 2, 5, 16)}, "k (1, 2, 5, 16)"),
-        ({"sin": torch.ones(1, 5, 8)}, "sin (1, 5, 8)"),
-        ({"cos": torch.ones(3, 5, 16), "sin": torch.ones(3, 5, 16)}, "cos (3, 5, 16)"),
-        ({"cos": torch.ones(1, 1, 16), "sin": torch.ones(1, 1, 16)}, "cos (1, 1, 16)"),
-        ({"cos": torch.ones(1, 5, 18), "sin": torch.ones(1, 5, 18)}, "even R of at most D"),
-        ({"cos": torch.ones(1, 5, 15), "sin": torch.ones(1, 5, 15)}, "even R of at most D"),
-        ({"cos": torch.ones(1, 5, 0), "sin": torch.ones(1, 5, 0)}, "even R of at most D"),
-        ({"cos": torch.ones(5, 16), "sin": torch.ones(5, 16)}, "cos (5, 16)"),
-    ],
-)
-def test_wrong_arguments_are_refused(change: dict[str, Any], message: str):
-    arguments = dict(zip(("q", "k", "cos", "sin"), make("cpu"), strict=True))
-    with pytest.raises(KernelError, match=re.escape(message)):
-        rope(**{**arguments, **change})

@@ -9,7 +9,7 @@ from functools import partial
 from importlib import import_module
 
 import torch
-from kernel_benchmark.ways import EPS, OURS, WAYS, Function, Load, Tensors
+from kernel_benchmark.ways import OURS, WAYS, Function, Load, Tensors
 from torch import Generator, Tensor
 from torch._functorch import config as functorch_config
 
@@ -77,29 +77,10 @@ def backward_with(load: Load, regenerate: Prepare) -> Prepare:
     return prepare
 
 
-def norm_of_sum(load: Load) -> Prepare:
-    """The norm alone of what an add + norm has saved."""
-    return lambda inputs: forward(load)(((inputs[0] + inputs[1]).detach().requires_grad_(), inputs[2]))
-
-
 def swiglu_backward_with_product(inputs: Tensors) -> Callable[[], Tensors]:
-    run = import_module("recompute.kernels.swiglu").glu_backward
+    run = import_module("recompute.kernels.activation").GLU.backward
     gate, up = (tensor.detach() for tensor in inputs)
-    return partial(run, *draw_gradients((gate,)), gate, up, "silu", True, True, True)
-
-
-def rms_norm_backward_with_output(inputs: Tensors) -> Callable[[], Tensors]:
-    ops = import_module("recompute.kernels.rms_norm")
-    x, residual, weight = (tensor.detach() for tensor in inputs)
-    h = x + residual
-    dy, dh = draw_gradients((h, h))
-    _, rstd = ops.rms_norm_forward(h, weight, EPS, "llama")
-
-    def call() -> Tensors:
-        dx, dweight, y = ops.rms_norm_backward(dy, h, weight, rstd, "llama", True, True, dh, True)
-        return dx, dx, dweight, y
-
-    return call
+    return partial(run, *draw_gradients((gate,)), gate, None, up, None, 0, "silu", True, True, True)
 
 
 def as_tuple(results: Tensor | Sequence[Tensor]) -> Tensors:
@@ -211,9 +192,6 @@ def each(direction: Callable[[Load], Prepare], name: str) -> dict[str, Prepare]:
 
 
 SWIGLU_AGAIN = {way: backward_with(load, forward(load)) for way, load in WAYS["swiglu"].items()}
-NORM_AGAIN = {
-    way: backward_with(load, norm_of_sum(WAYS["rms_norm"][way])) for way, load in WAYS["add_rms_norm"].items()
-}
 
 BENCHMARKS = {
     "rms_norm": Benchmark(
@@ -235,12 +213,6 @@ BENCHMARKS = {
                 ("dx", "dresidual", "dweight"),
                 each(backward, "add_rms_norm"),
                 elements=times(4),
-            ),
-            Measure(
-                "backward, and y again",
-                ("dx", "dresidual", "dweight", "y"),
-                {**NORM_AGAIN, OURS: rms_norm_backward_with_output},
-                elements=times(5),
             ),
         ),
         sizes=((16384, 4096), (8192, 8192)),

@@ -145,7 +145,7 @@ WAYS: dict[str, dict[str, Load]] = {
         QUACK: op("quack", "rmsnorm", eps=EPS),
     },
     "add_rms_norm": {
-        OURS: op("recompute.kernels.add_rms_norm", "add_rms_norm", EPS, "llama"),
+        OURS: op("recompute.kernels.rms_norm", "add_rms_norm", EPS, "llama"),
         EAGER: formula(add_rms_norm),
         FUSED: formula(add_rms_norm, norm=formula(aten_rms_norm)),
         COMPILED: compiled(add_rms_norm),
@@ -159,7 +159,7 @@ WAYS: dict[str, dict[str, Load]] = {
         LIGER: LIGER_LAYER_NORM,
     },
     "add_layer_norm": {
-        OURS: op("recompute.kernels.add_layer_norm", "add_layer_norm", EPS),
+        OURS: op("recompute.kernels.layer_norm", "add_layer_norm", EPS),
         EAGER: formula(add_layer_norm),
         COMPILED: compiled(add_layer_norm),
         LIGER: formula(add_layer_norm, norm=LIGER_LAYER_NORM),

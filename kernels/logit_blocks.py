@@ -1,0 +1,115 @@
+"""How logits are cut into blocks of columns, where each block is held, and the matrix product that makes it.
+
+Blocks may be held in the memory of the weight's gradient, as ``linear_cross_entropy`` describes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+WIDTH = 8448
+"""Columns of a block: 64 · 132, which makes matrix products whole waves of tiles on an H200, of 132 multiprocessors."""
+
+WIDTH_STEP = 256
+"""The widths of narrower blocks are multiples of this, which is the width of a matrix product's tile."""
+
+
+class BlockPlan(NamedTuple):
+    """How the logits are cut into blocks of columns, and where each block is held from forward to backward."""
+
+    width: int
+    """Columns of each block; the last may have fewer."""
+    stride: int
+    """Elements from one row of a block to the next."""
+    blocks: int
+    in_gradient: int
+    """How many blocks, from the first one on, are held in the memory of the weight's gradient."""
+    beside: int
+    """How many of the next blocks are held in memory of their own. Backward makes the others again."""
+
+
+def plan_blocks(
+    tokens: int, vocabulary: int, hidden: int, itemsize: int, logits_bytes: int, hold: bool, trains_weight: bool
+) -> BlockPlan:
+    """Cut the logits into blocks, so that ``logits_bytes`` hold at least one.
+
+    Args:
+        logits_bytes: memory for logits. If it is less than the narrowest block takes, that much is used.
+        hold: whether forward is to hold logits for backward.
+        trains_weight: whether the weight has a gradient, in whose memory some can be held.
+    """
+    column_nbytes = max(tokens, 1) * itemsize
+    columns = logits_bytes // column_nbytes
+    stride = -(-vocabulary // 64) * 64  # rows that begin at multiples of 128 bytes, of an odd vocabulary too
+    if columns >= stride or vocabulary <= WIDTH_STEP or tokens == 0:
+        return BlockPlan(vocabulary, stride, 1, 0, int(hold))
+    width = min(max(columns // WIDTH_STEP, 1) * WIDTH_STEP, WIDTH)
+    blocks = -(-vocabulary // width)
+    in_gradient = beside = 0
+    if hold and trains_weight:
+        # Block i of n is at `room - (n - i) * size`, and must not be reached by the gradients of blocks 0 to i: both
+        # sides are linear in i, so that the first and the last block decide.
+        room, size, rows = _aligned(vocabulary * hidden), tokens * width, width * hidden
+        in_gradient = max(0, min((room - rows) // size, (room - size) // rows, blocks))
+    if hold:
+        fit = max(columns // width, 1)
+        # Memory for one block is left for making the others again, unless all are held.
+        beside = blocks - in_gradient if in_gradient + fit >= blocks else fit - 1
+    return BlockPlan(width, width, blocks, in_gradient, beside)
+
+
+def _aligned(elements: int) -> int:
+    return elements // 64 * 64
+
+
+class Blocks:
+    """The blocks of a plan's logits: where each is, and the matrix product that makes it."""
+
+    def __init__(
+        self,
+        plan: BlockPlan,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        dweight: Tensor | None,
+        kept: Tensor | None,
+    ):
+        self.plan, self.hidden, self.weight, self.bias = plan, hidden, weight, bias
+        self.vocabulary = weight.shape[0]
+        self.size = hidden.shape[0] * plan.stride
+        self.dweight = None if dweight is None else dweight.view(-1)[: _aligned(dweight.numel())]
+        self.kept = kept
+        self.spare = hidden.new_empty(self.size) if self.held < plan.blocks else None
+
+    @property
+    def held(self) -> int:
+        return self.plan.in_gradient + self.plan.beside
+
+    def columns(self, block: int) -> slice:
+        first = block * self.plan.width
+        return slice(first, min(first + self.plan.width, self.vocabulary))
+
+    def place(self, block: int) -> Tensor:
+        """The memory of a block: (tokens, columns)."""
+        memory: Tensor | None
+        if block < self.plan.in_gradient:
+            memory, index = self.dweight, block - self.plan.in_gradient
+        elif block < self.held:
+            memory, index = self.kept, block - self.held
+        else:
+            memory, index = self.spare, -1
+        assert memory is not None, "a block is held nowhere that the plan does not name"
+        start = memory.numel() + index * self.size
+        columns = self.columns(block)
+        return memory[start : start + self.size].view(-1, self.plan.stride)[:, : columns.stop - columns.start]
+
+    def make(self, block: int) -> Tensor:
+        """The logits of a block, in its place."""
+        columns, logits = self.columns(block), self.place(block)
+        weight = self.weight[columns].t()
+        if self.bias is None:
+            return torch.mm(self.hidden, weight, out=logits)
+        return torch.addmm(self.bias[columns], self.hidden, weight, out=logits)

@@ -1,0 +1,118 @@
+"""What a loss is told: its settings, and the classes of its rows."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from recompute.errors import KernelError
+from recompute.kernels import launch
+
+REDUCTIONS = ("mean", "sum", "none")
+
+
+class LossSettings(NamedTuple):
+    """How a loss is computed."""
+
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    softcap: float
+    """0 for none."""
+    reduction: str
+    with_max: bool
+    """Whether the highest logit of each token is returned, too."""
+    with_argmax: bool
+    """Whether its index is."""
+
+
+LOSS_SCHEMA = (
+    "int ignore_index, float label_smoothing, float z_loss, float softcap, str reduction, bool with_max,"
+    " bool with_argmax"
+)
+"""``LossSettings`` as a registered op takes them: one argument a field."""
+
+
+def checked_settings(
+    op: str,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+    reduction: str,
+    with_max: bool,
+    with_argmax: bool,
+) -> LossSettings:
+    """The settings of the op called ``op``.
+
+    Raises:
+        KernelError: for one that makes no sense.
+    """
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise KernelError(f"{op}: label_smoothing is {label_smoothing}; expected a number from 0 to 1.")
+    if not z_loss >= 0.0:
+        raise KernelError(f"{op}: z_loss is {z_loss}; expected a number of at least 0.")
+    if softcap is not None and not 0.0 < softcap < float("inf"):
+        raise KernelError(f"{op}: softcap is {softcap}; expected None or a number above 0.")
+    if reduction not in REDUCTIONS:
+        raise KernelError(f"{op}: unknown reduction {reduction!r}; expected one of {', '.join(REDUCTIONS)}.")
+    numbers = int(ignore_index), float(label_smoothing), float(z_loss), float(softcap or 0.0)
+    return LossSettings(*numbers, reduction, with_max, with_argmax)
+
+
+def check_target(
+    op: str, target: Tensor, class_weights: Tensor | None, shape: torch.Size, vocabulary: int, device: torch.device
+) -> None:
+    """Refuse a target that is not int64 of ``shape`` on ``device``, and weights that are not one for each class."""
+    if target.dtype is not torch.int64 or target.shape != shape or target.device != device:
+        raise KernelError(
+            f"{op}: target is {target.dtype} of shape {tuple(target.shape)} on {target.device}; "
+            f"expected torch.int64 of shape {tuple(shape)} on {device}."
+        )
+    if class_weights is not None and class_weights.shape != (vocabulary,):
+        raise KernelError(f"{op}: class_weights has shape {tuple(class_weights.shape)}; expected ({vocabulary},).")
+    if class_weights is not None and class_weights.requires_grad:
+        raise KernelError(f"{op}: class_weights requires a gradient, and gets none; expected it detached.")
+
+
+class Targets(NamedTuple):
+    """The rows' classes, and what a loss makes of them."""
+
+    labels: Tensor
+    """(M,), contiguous."""
+    class_weights: Tensor | None
+    """(V,), contiguous, of the dtype that sums have."""
+    vocabulary: int
+    settings: LossSettings
+
+    @classmethod
+    def of(cls, target: Tensor, class_weights: Tensor | None, logits: Tensor, vocabulary: int, flat: Any) -> Targets:
+        """As the kernels read them. ``logits``: a tensor of their dtype; ``flat``: the fields of the settings."""
+        if class_weights is not None:
+            class_weights = launch.dense(class_weights.to(wide_dtype(logits)))
+        return cls(launch.dense(target.reshape(-1)), class_weights, vocabulary, LossSettings(*flat))
+
+    def weight_sum(self) -> Tensor | None:
+        """The sum of the class weights, for label smoothing."""
+        return (
+            self.class_weights.sum() if self.class_weights is not None and self.settings.label_smoothing > 0 else None
+        )
+
+    def are_in_bounds(self) -> Tensor:
+        """Which of them are classes, or ignored."""
+        in_range = (self.labels >= 0) & (self.labels < self.vocabulary)
+        return in_range | (self.labels == self.settings.ignore_index)
+
+    def weights(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Which targets count, and their classes' weights: nan where there is no such class."""
+        labels, weights = self.labels, self.class_weights
+        in_range = (labels >= 0) & (labels < self.vocabulary)
+        found = torch.ones_like(like) if weights is None else weights[labels.where(in_range, 0)]
+        return labels != self.settings.ignore_index, torch.where(in_range, found, torch.nan)
+
+
+def wide_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype that ``launch.widen`` gives."""
+    return torch.float64 if tensor.dtype is torch.float64 else torch.float32

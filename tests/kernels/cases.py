@@ -1,0 +1,311 @@
+"""One table of what every op of recompute.kernels is: a row for each op and each form that it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from kernel_testing import CAPPED, EAGER_ACTIVATIONS, eager_cross_entropy, make
+from tiers import by_default
+from torch import Tensor
+from torch.nn import functional as F
+
+from recompute.kernels.cross_entropy import cross_entropy
+from recompute.kernels.gated_mlp import gated_mlp
+from recompute.kernels.layer_norm import add_layer_norm, layer_norm
+from recompute.kernels.linear_cross_entropy import linear_cross_entropy
+from recompute.kernels.mlp import mlp
+from recompute.kernels.rms_norm import add_rms_norm, rms_norm
+from recompute.kernels.rope import rope
+from recompute.kernels.swiglu import geglu, swiglu
+
+M, H, I, V = 10, 257, 80, 300  # noqa: E741
+EPS = 1e-6
+Shapes = Callable[[int, int], tuple[tuple[int, ...], ...]]
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    op: Callable[..., Any]
+    """Of tensors that all may be trained. It returns one tensor, or several."""
+    eager: Callable[..., Any]
+    shapes: Shapes
+    """Those of the op's tensors, for M rows of H columns."""
+    saved: Callable[[int, int], int]
+    """How many elements of the dtype of the inputs are saved, for M and H."""
+    saved_float32: int = 0
+    """How many float32 are saved for each row."""
+    saves_a_sum: bool = False
+    """In the place of the inputs that are added."""
+    kind: str = "norm"
+    outputs: int = 1
+
+    @property
+    def has_linears(self) -> bool:
+        """Whether there are matrix products in it. Those ops record no recipe: it would run the products again."""
+        return self.kind in ("mlp", "tiles", "head")
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def eager_rms_norm(casting: str) -> Callable[..., Tensor]:
+    """As Hugging Face's Llama and Gemma, and PyTorch, have it."""
+
+    def llama(x: Tensor, weight: Tensor | None = None) -> Tensor:
+        h = x.to(torch.promote_types(x.dtype, torch.float32))
+        h = (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype)
+        return h if weight is None else weight * h
+
+    def gemma(x: Tensor, weight: Tensor) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        h = x.to(wide) * torch.rsqrt(x.to(wide).pow(2).mean(-1, keepdim=True) + EPS)
+        return (h * (1.0 + weight.to(wide))).type_as(x)
+
+    def none(x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], weight, EPS)
+
+    return {"llama": llama, "gemma": gemma, "none": none}[casting]
+
+
+def eager_layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], weight, bias, 1e-5)
+
+
+def with_stream(norm: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+    return lambda x, residual, *parameters: (norm(x + residual, *parameters), x + residual)
+
+
+def with_itself(norm: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+    return lambda x, *parameters: (norm(x, *parameters), x.view_as(x))
+
+
+def norm_shapes(parameters: int, rows: int = 1) -> Shapes:
+    return lambda M, H: (*[(M, H)] * rows, *[(H,)] * parameters)
+
+
+_RMS = Case("rms_norm-llama", rms_norm, eager_rms_norm("llama"), norm_shapes(1), lambda M, H: M * H + H, 1)
+_LAYER = Case("layer_norm", layer_norm, eager_layer_norm, norm_shapes(2), lambda M, H: M * H + 2 * H, 2)
+NORMS = [
+    _RMS,
+    *(
+        replace(_RMS, name=f"rms_norm-{each}", op=partial(rms_norm, casting=each), eager=eager_rms_norm(each))
+        for each in ("gemma", "none")
+    ),
+    replace(_RMS, name="rms_norm-without-weight", shapes=norm_shapes(0), saved=lambda M, H: M * H),
+    replace(
+        _RMS, name="add_rms_norm", op=add_rms_norm, eager=with_stream(eager_rms_norm("llama")),
+        shapes=norm_shapes(1, 2), saves_a_sum=True, outputs=2,
+    ),
+    *(
+        replace(
+            _RMS, name=f"add_rms_norm-{each}", op=partial(add_rms_norm, casting=each),
+            eager=with_stream(eager_rms_norm(each)), shapes=norm_shapes(1, 2), saves_a_sum=True, outputs=2,
+        )
+        for each in ("gemma", "none")
+    ),
+    replace(
+        _RMS, name="add_rms_norm-without-residual", op=lambda x, *weight: add_rms_norm(x, None, *weight),
+        eager=with_itself(eager_rms_norm("llama")), outputs=2,
+    ),
+    _LAYER,
+    replace(_LAYER, name="layer_norm-without-bias", shapes=norm_shapes(1), saved=lambda M, H: M * H + H),
+    replace(
+        _LAYER, name="layer_norm-without-weight", op=lambda x, bias: layer_norm(x, None, bias),
+        eager=lambda x, bias: eager_layer_norm(x, None, bias), shapes=norm_shapes(1), saved=lambda M, H: M * H + H,
+    ),
+    replace(_LAYER, name="layer_norm-without-both", shapes=norm_shapes(0), saved=lambda M, H: M * H),
+    replace(
+        _LAYER, name="add_layer_norm", op=add_layer_norm, eager=with_stream(eager_layer_norm),
+        shapes=norm_shapes(2, 2), saves_a_sum=True, outputs=2,
+    ),
+    replace(
+        _LAYER, name="add_layer_norm-without-residual", op=lambda x, *rest: add_layer_norm(x, None, *rest),
+        eager=with_itself(eager_layer_norm), outputs=2,
+    ),
+]  # fmt: skip
+
+
+def eager_glu(activation: str) -> Callable[..., Tensor]:
+    def glu(gate: Tensor, up: Tensor | None = None) -> Tensor:
+        gate, up = gate.chunk(2, -1) if up is None else (gate, up)
+        return EAGER_ACTIVATIONS[activation](gate) * up
+
+    return glu
+
+
+_GLU = Case("swiglu", swiglu, eager_glu("silu"), lambda M, H: ((M, H), (M, H)), lambda M, H: 2 * M * H, kind="product")
+_EXACT = partial(geglu, approximate="none")
+PRODUCTS = [
+    _GLU,
+    replace(_GLU, name="geglu", op=geglu, eager=eager_glu("gelu_tanh")),
+    replace(_GLU, name="geglu-exact", op=_EXACT, eager=eager_glu("gelu")),
+]
+PRODUCTS += [replace(each, name=f"{each}-packed", shapes=lambda M, H: ((M, 2 * H),)) for each in PRODUCTS]
+
+MLP_NAMES = {
+    "gated": ("gate_weight", "up_weight", "down_weight", "gate_bias", "up_bias", "down_bias"),
+    "packed": ("gate_weight", "down_weight", "gate_bias", "down_bias"),
+    "ungated": ("up_weight", "down_weight", "up_bias", "down_bias"),
+}
+
+
+def mlp_case(name: str, form: str, activation: str, biases: bool = False, **options: Any) -> Case:
+    names = MLP_NAMES[form]
+    widths = {each: (2 * I if form == "packed" else I) for each in names if each.startswith(("gate", "up"))}
+
+    def shapes(M: int, H: int) -> tuple[tuple[int, ...], ...]:
+        weights = [(widths[each], H) if each in widths else (H, I) for each in names if "weight" in each]
+        return ((M, H), *weights, *((weight[0],) for weight in weights if biases))
+
+    def op(x: Tensor, *parameters: Tensor) -> Tensor:
+        given = dict(zip(names, parameters, strict=False))
+        if form == "packed":
+            given["up_weight"] = None  # type: ignore[assignment]
+        return (mlp if form == "ungated" else gated_mlp)(x, **given, activation=activation, **options)
+
+    def eager(x: Tensor, *parameters: Tensor) -> Tensor:
+        given: dict[str, Any] = dict.fromkeys(MLP_NAMES["gated"]) | dict(zip(names, parameters, strict=False))
+        first = "up" if form == "ungated" else "gate"
+        gate = F.linear(x, given[f"{first}_weight"], given[f"{first}_bias"])
+        if form == "ungated":
+            product = EAGER_ACTIVATIONS[activation](gate)
+        else:
+            up = () if form == "packed" else (F.linear(x, given["up_weight"], given["up_bias"]),)
+            product = eager_glu(activation)(gate, *up)
+        return F.linear(product, given["down_weight"], given["down_bias"])
+
+    def saved(M: int, H: int) -> int:
+        inner = 0 if "tile" in options else I if form == "ungated" else 2 * I
+        return sum(torch.Size(shape).numel() for shape in shapes(M, H)) + M * inner
+
+    return Case(name, op, eager, shapes, saved, kind="tiles" if "tile" in options else "mlp")
+
+
+MLPS = [
+    mlp_case("gated_mlp", "gated", "silu"),
+    mlp_case("gated_mlp-biases", "gated", "gelu_tanh", biases=True),
+    mlp_case("gated_mlp-packed", "packed", "gelu"),
+    mlp_case("gated_mlp-packed-biases", "packed", "silu", biases=True),
+    mlp_case("mlp", "ungated", "gelu", biases=True),
+    *(mlp_case(f"mlp-{each}", "ungated", each) for each in EAGER_ACTIVATIONS if each != "gelu"),
+]
+TILES = [
+    mlp_case("gated_mlp-tiles", "gated", "silu", biases=True, tile=4),
+    mlp_case("mlp-tiles", "ungated", "gelu_tanh", biases=True, tile=4),
+]
+"""They round at each tile what others round once."""
+
+
+def angles(x: Tensor, rotated: int) -> list[Tensor]:
+    """Cos and sin whose halves are not equal, for x: (…, S, D)."""
+    positions, columns = (torch.arange(size, device=x.device) for size in (x.shape[-2], rotated))
+    angle = (positions[:, None] + 0.3) * (columns + 0.7)
+    return [angle.cos()[None].to(x.dtype), angle.sin()[None].to(x.dtype)]
+
+
+def eager_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    """As Hugging Face's models have it, in the form that takes angles for the first columns alone."""
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    rotated = cos.shape[-1]
+
+    def rotate(x: Tensor) -> Tensor:
+        x, rest = x[..., :rotated], x[..., rotated:]
+        half = torch.cat((-x[..., rotated // 2 :], x[..., : rotated // 2]), -1)
+        y = x * cos + half * sin
+        return torch.cat((y, rest), -1) if rest.shape[-1] else y
+
+    return rotate(q), rotate(k)
+
+
+def rope_case(name: str, rest: int) -> Case:
+    def of(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda q, k: function(q, k, *angles(q, q.shape[-1] - rest))
+
+    def shapes(M: int, H: int) -> tuple[tuple[int, ...], ...]:
+        return (2, 4, M, width(H)), (2, 1, M, width(H))
+
+    def saved(M: int, H: int) -> int:
+        return 2 * M * (width(H) - rest)
+
+    def width(H: int) -> int:
+        return max(H // 8 * 2, 4)
+
+    return Case(name, of(rope), of(eager_rope), shapes, saved, kind="rope", outputs=2)
+
+
+ROPES = [rope_case("rope", 0), rope_case("rope-of-some-columns", 2)]
+
+
+def target_of(logits: Tensor, classes: int) -> Tensor:
+    target = torch.arange(logits.shape[:-1].numel(), device=logits.device) * 7 % classes
+    target[::5] = -100
+    return target.view(logits.shape[:-1])
+
+
+def loss_case(name: str, **options: Any) -> Case:
+    eager = {key: value for key, value in options.items() if key not in ("logits_bytes", "hold_logits")}
+    if name.startswith("cross"):
+        return Case(
+            name,
+            lambda logits: cross_entropy(logits, target_of(logits, logits.shape[-1]), **options),
+            lambda logits: eager_cross_entropy(logits, target_of(logits, logits.shape[-1]), **eager),
+            lambda M, H: ((M, H),),
+            lambda M, H: M * H,
+            kind="loss",
+        )
+    return Case(
+        name,
+        lambda x, weight, bias: linear_cross_entropy(x, weight, target_of(x, len(weight)), bias, **options),
+        lambda x, weight, bias: eager_cross_entropy(F.linear(x, weight, bias), target_of(x, len(weight)), **eager),
+        lambda M, H: ((M, H), (V, H), (V,)),
+        lambda M, H: M * H + V * H + V,
+        kind="head",
+    )
+
+
+LOSSES = [
+    loss_case("cross_entropy"),
+    loss_case("cross_entropy-options", **CAPPED),
+    loss_case("linear_cross_entropy", logits_bytes=0, hold_logits=False),
+    loss_case("linear_cross_entropy-held", logits_bytes=3 * 256 * M * 4),
+    loss_case("linear_cross_entropy-options", logits_bytes=0, **CAPPED),
+]
+
+CASES = [*NORMS, *PRODUCTS, *MLPS, *TILES, *ROPES, *LOSSES]
+_EACH_OP = (
+    *("rms_norm-llama", "add_rms_norm", "add_rms_norm-without-residual"),
+    *("layer_norm", "add_layer_norm", "swiglu", "swiglu-packed", "geglu", "gated_mlp", "gated_mlp-packed-biases"),
+    *("gated_mlp-tiles", "mlp", "rope-of-some-columns", "cross_entropy-options", "linear_cross_entropy"),
+)
+"""Each op and form once; the others differ in a convention or an argument."""
+_KINDS = ("rms_norm-llama", "add_layer_norm", "swiglu-packed", "gated_mlp", "mlp", "rope", "cross_entropy")
+
+
+def each_case(*cases: Case, default: tuple[str, ...] = _EACH_OP) -> Any:
+    """Over these cases, or all: those of the default tier, and the others, which are slow."""
+    named = {str(case): case for case in cases or CASES}
+    return pytest.mark.parametrize("case", by_default(named, *(name for name in default if name in named)))
+
+
+each_kind = each_case(default=_KINDS)
+each_norm = pytest.mark.parametrize("case", NORMS, ids=str)
+HEADS = [case for case in LOSSES if case.has_linears]
+each_linear = each_case(*MLPS, *TILES, *HEADS)
+"""Ops with matrix products in them."""
+
+
+def inputs_of(
+    case: Case, device: str = "cpu", dtype: torch.dtype = torch.float32, rows: int = M, columns: int = H
+) -> list[Tensor]:
+    """The op's tensors, all trained. Weights of Linears are as small as those of models."""
+    made = []
+    for seed, shape in enumerate(case.shapes(rows, columns)):
+        is_weight = case.has_linears and seed and len(shape) == 2
+        made.append(make(*shape, seed=seed).mul(shape[-1] ** -0.5 if is_weight else 1.0))
+    return [tensor.to(device, dtype).requires_grad_() for tensor in made]

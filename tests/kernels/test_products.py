@@ -1,0 +1,358 @@
+"""Activations, and SwiGLU and GEGLU: what backward makes on request, of values and of codes, and extreme values."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+from cases import PRODUCTS, Case, each_case, eager_glu
+from hypothesis import given
+from hypothesis import strategies as st
+from kernel_testing import DTYPES, EAGER_ACTIVATIONS, LAYOUTS, doubled, each_dtype, make, run, same_bits
+from torch import Tensor
+
+from recompute.kernels import activation as module
+from recompute.kernels import launch
+from recompute.kernels import swiglu as swiglu_module
+from recompute.kernels.activation import ACTIVATION, ACTIVATIONS, GATE_ACTIVATIONS, GLU
+from recompute.kernels.blockwise_8bit import FORMATS, dequantize_blockwise, quantize_blockwise
+from recompute.kernels.swiglu import glu_backward_from_codes, swiglu
+
+BLOCK = 32
+each_activation = pytest.mark.parametrize("activation", GATE_ACTIVATIONS)
+each_product = each_case(*PRODUCTS, default=tuple(map(str, PRODUCTS)))
+packed_or_not = pytest.mark.parametrize("packed", [False, True])
+Gradients = tuple[Tensor | None, ...]
+
+
+def backward(dproduct: Tensor, gate: Tensor, up: Tensor | None, activation: str, *needs: bool) -> Gradients:
+    return GLU.backward(dproduct, gate, None, up, None, 0, activation, *needs)
+
+
+def backward_(dproduct: Tensor, gate: Tensor, up: Tensor | None, dgate: Any, dup: Any, activation: str) -> None:
+    GLU.backward_(dproduct, gate, None, up, None, dgate, dup, 0, activation)
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    for value, truth in zip(found, expected, strict=True):
+        assert value is None is truth or (value.dtype is truth.dtype and torch.equal(value, truth))
+
+
+@each_dtype
+@each_activation
+@pytest.mark.parametrize("columns", [256, 257])
+def test_backward_regenerates_the_products_own_bits(columns: int, activation: str, dtype: torch.dtype, device: str):
+    packed = 4 * make(5, 2 * columns, device=device, dtype=dtype)
+    dproduct = make(5, columns, device=device, dtype=dtype, seed=2)
+    halves = packed.chunk(2, -1)
+    forms = {
+        "halves": halves,
+        "apart": tuple(half.contiguous() for half in halves),
+        "unaligned": tuple(map(LAYOUTS["unaligned"], halves)),
+        "packed": (packed, None),
+    }
+    product = GLU.forward(*forms["apart"], activation)
+    assert product.shape == (5, columns)
+    expected = backward(dproduct, *forms["apart"], activation, True, True, True)
+    assert torch.equal(expected[2], product)
+    for name, (gate, up) in forms.items():
+        assert torch.equal(GLU.forward(gate, up, activation), product), name
+        dgate, dup, again = backward(dproduct, gate, up, activation, True, True, True)
+        assert torch.equal(again, product), name
+        overwritten = dproduct.clone()
+        given = torch.full_like(dgate, torch.nan), None if dup is None else torch.full_like(dup, torch.nan)
+        backward_(overwritten, gate, up, *given, activation)
+        assert torch.equal(overwritten, product), name
+        for gradients in ((dgate, dup), given):
+            assert all(gradient is None or gradient.is_contiguous() for gradient in gradients)
+            found = gradients if up is not None else gradients[0].chunk(2, -1)
+            assert all(map(torch.equal, found, expected[:2])), name
+
+
+@pytest.mark.parametrize("needed", list(itertools.product((False, True), repeat=3)), ids=str)
+def test_only_what_is_asked_for_is_made(needed: tuple[bool, ...], device: str):
+    gate, up, dproduct = (make(3, 65, device=device, seed=seed) for seed in range(3))
+    everything = backward(dproduct, gate, up, "gelu", True, True, True)
+    wanted = [value if need else None for value, need in zip(everything, needed, strict=True)]
+    assert_same(backward(dproduct, gate, up, "gelu", *needed), wanted)
+    given = [torch.full_like(gate, torch.nan) if need else None for need in needed[:2]]
+    backward_(overwritten := dproduct.clone(), gate, up, *given, "gelu")
+    assert_same((*given, overwritten), (*wanted[:2], everything[2]))
+    for packed in (False, True):
+        dproduct, codes = codes_of(packed, device=device)
+        everything = glu_backward_from_codes(dproduct, *codes, "gelu", True, True, True, BLOCK)
+        wanted = [value if need else None for value, need in zip(everything, needed, strict=True)]
+        assert_same(glu_backward_from_codes(dproduct, *codes, "gelu", *needed, BLOCK), wanted)
+
+
+@pytest.mark.parametrize("trained", [(True, False), (False, True)])
+def test_a_frozen_half_costs_nothing_in_backward(
+    trained: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch, device: str
+):
+    asked = []
+    spy = GLU._replace(backward=lambda *a: asked.append(a[-3:]) or GLU.backward(*a))
+    monkeypatch.setattr(swiglu_module, "GLU", spy)
+    gate, up = (make(4, 6, seed=seed).to(device).requires_grad_(train) for seed, train in enumerate(trained))
+    swiglu(gate, up).sum().backward()
+    assert asked == [(*trained, False)]
+
+
+def test_halves_are_read_where_they_are():
+    t = make(2, 3, 40)
+    for leading in (t, t[:, 1:2], t[1:], t[:1].expand(2, 3, 40)[:, 0]):
+        gate, up = leading.chunk(2, -1)
+        columns, gate_rows, gate_stride, up_rows, up_stride = module._rows(gate, up)
+        assert columns == 20
+        assert (gate_rows.data_ptr(), up_rows.data_ptr()) == (gate.data_ptr(), up.data_ptr())
+        rows = range(gate.numel() // columns)
+        for found, stride, half in ((gate_rows, gate_stride, gate), (up_rows, up_stride, up)):
+            addressed = torch.stack([found.as_strided((20,), (1,), found.storage_offset() + r * stride) for r in rows])
+            assert torch.equal(addressed, half.reshape(-1, 20))
+
+
+STRIDES: dict[str, Callable[[], Tensor]] = {
+    "columns": lambda: make(2, 6).t(),
+    "windows": lambda: make(40).unfold(0, 8, 4),
+    "every second row": lambda: make(6, 8)[::2],
+    "every second column": lambda: make(4, 6, 16)[..., ::2],
+    "leading dimensions changed": lambda: make(4, 6, 8).transpose(0, 1),
+    "none at all": lambda: make(0),
+    "no rows": lambda: make(3, 0, 2),
+    **{f"of {numel}": lambda numel=numel: make(numel) for numel in (2, 14, 2046, 2048, 2050)},
+}
+
+
+@pytest.mark.parametrize("name", STRIDES)
+@packed_or_not
+def test_any_shape_and_strides(packed: bool, name: str, device: str):
+    given = STRIDES[name]().to(device)
+    inputs = [each.detach().requires_grad_() for each in ([given] if packed else given.chunk(2, -1))]
+    if not packed and inputs[0].shape != inputs[-1].shape:
+        return
+    inputs = inputs if len(inputs) > 1 or packed else [*inputs, inputs[0].detach().requires_grad_()]
+    plain = [each.detach().contiguous().requires_grad_() for each in inputs]
+    found = run(swiglu, inputs)
+    assert found[0].is_contiguous()
+    assert same_bits(found, run(swiglu, plain))
+    for value, truth in zip(found, run(eager_glu("silu"), doubled(inputs), torch.float32), strict=True):
+        assert value.shape == truth.shape
+        assert (value - truth).norm() <= 4 * 2**-24 * truth.norm()
+
+
+EXTREMES = [0.0, -0.0, 1e-30, 60.0, -60.0, 88.0, -88.0, -104.0, 1e4, -1e4, math.inf, -math.inf, math.nan]
+
+
+@each_activation
+def test_extreme_values_are_eagers(activation: str, device: str):
+    values = [value for value in EXTREMES if activation != "gelu" or value != math.inf]  # nan in PyTorch on some CPUs
+    gate = torch.tensor(values, device=device).requires_grad_()
+    inputs = [gate, torch.full_like(gate, 2.0).requires_grad_()]
+    op = next(case.op for case in PRODUCTS if case.name == NAMES[activation])
+    # exp's argument is rounded, so its result is off by up to |gate| roundings; and a device may flush to zero what is
+    # below float32's normal numbers.
+    bounds = {"rtol": 104 * 2**-24, "atol": 104 * 2**-126, "equal_nan": True}
+    for value, truth in zip(run(op, inputs), run(eager_glu(activation), inputs), strict=True):
+        torch.testing.assert_close(value, truth, **bounds)
+
+
+NAMES = {"silu": "swiglu", "gelu": "geglu-exact", "gelu_tanh": "geglu"}
+
+
+@pytest.mark.parametrize("activation", ["relu", "relu2"])
+def test_no_value_is_too_large_for_a_rectifier(activation: str, device: str) -> None:
+    """Infinite values that it cuts off leave no NaN behind, and NaN stays what it is."""
+    x = torch.tensor(EXTREMES, device=device, requires_grad=True)
+    expected = EAGER_ACTIVATIONS[activation](x)
+    dactive = torch.full_like(x, math.inf)
+    (gradient,) = torch.autograd.grad(expected, x, dactive)
+    active = ACTIVATION.forward(x.detach(), None, activation)
+    assert torch.equal(active.nan_to_num(7.0), expected.detach().nan_to_num(7.0))
+    if activation == "relu":  # eager's relu2 multiplies infinite by zero before it cuts off
+        found = ACTIVATION.backward(dactive, x.detach(), None, None, None, 0, activation, True, False, False)[0]
+        assert torch.equal(found.nan_to_num(7.0), gradient.nan_to_num(7.0))
+
+
+@each_activation
+def test_no_digits_are_lost_where_the_activation_saturates(activation: str, device: str):
+    gate = torch.linspace(-9, 9, 181, device=device).requires_grad_()
+    inputs = [gate, torch.ones_like(gate).requires_grad_()]
+    op = next(case.op for case in PRODUCTS if case.name == NAMES[activation])
+
+    def gradients(function: Callable[..., Tensor], inputs: list[Tensor]) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(function(*inputs).sum(), inputs)
+
+    eager = eager_glu(activation)
+    results = gradients(op, inputs), gradients(eager, inputs), gradients(eager, doubled(inputs))
+    for value, peer, truth in zip(*results, strict=True):
+        assert (value - truth).abs().max() <= max(4 * 2**-24 * truth.abs().max(), (peer - truth).abs().max())
+
+
+@pytest.mark.parametrize(
+    "dtypes",
+    [(torch.bfloat16, torch.float32), (torch.float16, torch.bfloat16), (torch.float32, torch.float64)],
+    ids=str,
+)
+def test_mixed_dtypes_promote(dtypes: tuple[torch.dtype, torch.dtype], device: str):
+    inputs = [make(5, 6, device=device, dtype=each, seed=n).requires_grad_() for n, each in enumerate(dtypes)]
+    product, *gradients = run(swiglu, inputs)
+    assert product.dtype is torch.promote_types(*dtypes)
+    assert [each.dtype for each in gradients] == [*dtypes]
+    assert [each.dtype for each in backward(product, *inputs, "silu", True, True, True)] == [*dtypes, product.dtype]
+
+
+@pytest.mark.gpu
+@packed_or_not
+def test_more_than_2_to_the_31_elements(packed: bool):
+    shape = (2**20 + 1, 2**11) if packed else (2**31 + 5,)
+    inputs = [torch.empty(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2 - packed)]
+    for seed, tensor in enumerate(inputs):
+        tensor[-1:] = make(*tensor[-1:].shape, seed=seed)
+    product = swiglu(*inputs)
+    last = [tensor[-1:].clone() for tensor in inputs]
+    assert torch.equal(product[-1:], swiglu(*last))
+    gate, up = inputs if not packed else (inputs[0], None)
+    gate_end, up_end = last if not packed else (last[0], None)
+    found = backward(product, gate, up, "silu", True, True, True)
+    expected = backward(product[-1:], gate_end, up_end, "silu", True, True, True)
+    assert_same([None if value is None else value[-1:] for value in found], expected)
+
+
+def encoded(*values: Tensor, format: str = "fp8") -> list[Tensor | None]:
+    """The codes and scales of gate and up, or of packed ones and no more."""
+    found = [each for value in values for each in quantize_blockwise(value, BLOCK, format)]
+    return [*found, *[None] * (4 - len(found))]
+
+
+def codes_of(
+    packed: bool, columns: int = 96, dtype: torch.dtype = torch.bfloat16, device: str = "cpu", format: str = "fp8"
+) -> tuple[Tensor, list[Tensor | None]]:
+    """dproduct, and codes and scales of gate and up."""
+    gate, up = (3 * make(5, columns, seed=seed) for seed in range(2))
+    values = [torch.cat([gate, up], -1)] if packed else [gate, up]
+    dproduct = make(5, columns, seed=2, device=device, dtype=dtype)
+    return dproduct, encoded(*(value.to(device, dtype) for value in values), format=format)
+
+
+def decoded_first(dproduct: Tensor, codes: list[Tensor | None], activation: str) -> Gradients:
+    gate, up = (
+        None if each is None else dequantize_blockwise(each, scales, dproduct.dtype, BLOCK)
+        for each, scales in (codes[:2], codes[2:])
+    )
+    return backward(dproduct, gate, up, activation, True, True, True)
+
+
+@hypothesis.settings(suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
+@given(
+    packed=st.booleans(),
+    columns=st.sampled_from([96, 48, 50, 1]),
+    activation=st.sampled_from(GATE_ACTIVATIONS),
+    format=st.sampled_from([*FORMATS]),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_codes_give_the_bits_of_what_they_stand_for(
+    packed: bool, columns: int, activation: str, format: str, dtype: torch.dtype, device: str
+):
+    dproduct, codes = codes_of(packed, columns, dtype, device, format)
+    expected = decoded_first(dproduct, codes, activation)
+    assert_same(glu_backward_from_codes(dproduct, *codes, activation, True, True, True, BLOCK), expected)
+    given = [None if value is None else torch.full_like(value, torch.nan) for value in expected[:2]]
+    GLU.backward_(overwritten := dproduct.clone(), *codes, *given, BLOCK, activation)
+    assert_same((*given, overwritten), expected)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_codes_of_what_is_not_gated_give_the_bits_of_what_they_stand_for(activation: str, device: str):
+    dactive, x = (make(5, 50, seed=seed, device=device, dtype=torch.bfloat16) for seed in range(2))
+    codes, scales = quantize_blockwise(x, BLOCK)
+    y = dequantize_blockwise(codes, scales, x.dtype, BLOCK)
+    needs = (True, False, True)
+    expected = ACTIVATION.backward(dactive, y, None, None, None, 0, activation, *needs)
+    assert torch.equal(expected[2], ACTIVATION.forward(y, None, activation))
+    assert_same(ACTIVATION.backward(dactive, codes, scales, None, None, BLOCK, activation, *needs), expected)
+
+
+@packed_or_not
+def test_gradients_from_codes_are_near_those_of_what_was_compressed(packed: bool, device: str):
+    gate, up = (make(64, 96, seed=seed, device=device).requires_grad_() for seed in range(2))
+    values = [torch.cat([gate, up], -1)] if packed else [gate, up]
+    dproduct = make(64, 96, seed=2, device=device)
+    expected = torch.autograd.grad(swiglu(*values), (gate, up), dproduct)
+    for format, bound in (("fp8", 0.04), ("int8", 0.01)):
+        dgate, dup, _ = glu_backward_from_codes(dproduct, *encoded(*values, format=format), "silu", block=BLOCK)
+        found = (dgate, dup) if dup is not None else dgate.chunk(2, -1)
+        for value, truth in zip(found, expected, strict=True):
+            assert (value - truth).norm() <= bound * truth.norm()
+
+
+@pytest.mark.parametrize(
+    ("packed", "columns", "launches"), [(False, 96, 1), (False, 50, 1), (True, 96, 1), (True, 50, 2)]
+)
+def test_one_launch_where_blocks_are_not_cut(
+    packed: bool, columns: int, launches: int, device: str, launched: list[Any]
+):
+    dproduct, codes = codes_of(packed, columns, device=device)
+    launched.clear()
+    glu_backward_from_codes(dproduct, *codes, "silu", block=BLOCK)
+    assert len(launched) == (launches if launch.uses_triton(dproduct) else 0)
+
+
+@pytest.mark.parametrize("change", [lambda x: x.transpose(0, 1), lambda x: x.mT])
+@packed_or_not
+def test_codes_and_gradients_of_any_dense_strides(change: Callable[[Tensor], Tensor], packed: bool, device: str):
+    values = [change(make(2, 8, 64, seed=seed, device=device)) for seed in range(2 - packed)]
+    codes = encoded(*values)
+    dproduct = make(*swiglu(*values).shape, seed=2, device=device)
+    expected = decoded_first(dproduct, codes, "silu")
+    for strided in (dproduct, torch.stack([dproduct, dproduct], -1)[..., 0], dproduct.mT.contiguous().mT):
+        found = glu_backward_from_codes(strided, *codes, "silu", True, True, True, BLOCK)
+        assert_same(found, expected)
+        assert all(value is None or value.is_contiguous() for value in found)
+    empty = torch.empty(0, 32, device=device)
+    found = glu_backward_from_codes(empty, *encoded(empty, empty), "silu", True, True, True, BLOCK)
+    assert [value.shape for value in found] == [(0, 32)] * 3
+
+
+@packed_or_not
+@pytest.mark.parametrize("format", [None, *FORMATS])
+def test_ops_pass_opcheck(format: str | None, packed: bool, device: str):
+    """None: of values, and not of codes."""
+    # The check of schemas multiplies every argument, which torch's CPU does not do with fp8.
+    utilities = ("test_faketensor",) if format == "fp8" else ("test_schema", "test_faketensor")
+    dproduct, codes = codes_of(packed, device=device, format=format or "fp8")
+    if format is None:
+        codes = [make(5, 192 if packed else 96, device=device), None, None if packed else make(5, 96), None]
+        codes = [None if each is None else each.to(dproduct) for each in codes]
+    arguments = (dproduct, *codes, BLOCK, "silu", True, True, True)
+    torch.library.opcheck(torch.ops.recompute.glu_backward.default, arguments, test_utils=utilities)
+    given = [None if each is None else torch.zeros_like(each, dtype=dproduct.dtype) for each in codes[::2]]
+    in_place = torch.ops.recompute.glu_backward_.default
+    torch.library.opcheck(in_place, (dproduct, *codes, *given, BLOCK, "silu"), test_utils=utilities)
+
+
+@pytest.mark.gpu
+@packed_or_not
+def test_more_than_2_to_the_31_codes(packed: bool):
+    shape = (2**20 + 1, 2**12) if packed else (2**20 + 1, 2**11)
+    values = [torch.zeros(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2 - packed)]
+    for seed, value in enumerate(values):
+        value[-1:] = make(1, shape[1], seed=seed)
+    codes = encoded(*values)
+    last = encoded(*(value[-1:].clone() for value in values))
+    del values
+    dproduct = torch.zeros(2**20 + 1, 2**11, device="cuda", dtype=torch.bfloat16)
+    dproduct[-1:] = make(1, 2**11, seed=2)
+    found = glu_backward_from_codes(dproduct, *codes, "silu", True, True, True, BLOCK)
+    expected = glu_backward_from_codes(dproduct[-1:].clone(), *last, "silu", True, True, True, BLOCK)
+    assert_same([None if value is None else value[-1:] for value in found], expected)
+
+
+@each_product
+def test_halves_give_the_bits_of_the_packed_form(case: Case, device: str):
+    if "packed" not in case.name:
+        packed = make(7, 514, device=device)
+        assert torch.equal(case.op(packed), case.op(*packed.chunk(2, -1)))
