@@ -125,9 +125,8 @@ def _tell_settings(device: torch.device) -> None:
 
 
 # Triton looks a compiled kernel up for every launch, which takes longer than the launch itself. Which one it finds
-# depends only on what ``_specialized`` returns, so we keep it. How to launch it is internal to Triton, and the same in
-# these versions.
-_RELAUNCHES = triton is not None and triton.__version__[:4] in ("3.6.", "3.7.", "3.8.") and torch.version.hip is None
+# depends only on what ``_specialized`` returns, so we keep it. How to launch it is internal to Triton: tried with 3.6.
+_RELAUNCHES = triton is not None and triton.__version__.startswith("3.6.") and torch.version.hip is None
 _compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
 
 
