@@ -82,12 +82,7 @@ every_tape = pytest.mark.parametrize(
     "rules", by_default({name: RULES_OF_SETTINGS[name] for name in TAPES}, "recompute")
 )
 every_policy_of_a_stack = pytest.mark.parametrize(
-    "rules",
-    by_default(
-        {**RULES_OF_SETTINGS, "parts": RECOMPUTE, "both": BOTH},
-        "recompute",
-        "both",
-    ),
+    "rules", by_default({**RULES_OF_SETTINGS, "parts": RECOMPUTE, "both": BOTH}, "recompute", "both")
 )
 """Whole layers under one setting each; their parts; and a layer beside parts of the others."""
 

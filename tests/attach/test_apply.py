@@ -13,17 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tiers import by_default, slow
-from tiny import (
-    TinyDecoderLayer,
-    TinyRMSNorm,
-    assert_same,
-    decoder,
-    rule,
-    rules,
-    snapshot,
-    token_ids,
-    train,
-)
+from tiny import TinyDecoderLayer, TinyRMSNorm, assert_same, decoder, rule, rules, snapshot, token_ids, train
 from torch import Tensor, nn
 
 import recompute
@@ -208,8 +198,7 @@ def with_own_forward() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("culprit", "error"),
-    [(with_own_forward, UnsupportedError), (RefusesSubclasses, None), (RefusesAnotherClass, None)],
+    ("culprit", "error"), [(with_own_forward, UnsupportedError), (RefusesSubclasses, None), (RefusesAnotherClass, None)]
 )
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_half_applied_never(culprit: Callable[[], nn.Module], error: type[Exception] | None, place: int) -> None:

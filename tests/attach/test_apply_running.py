@@ -249,52 +249,6 @@ def test_a_policy_applied_in_eval_mode_knows_nothing_of_training(cls: type[nn.Mo
     assert_same(gradients(module.train(), x), gradients(plain, x))
 
 
-GENERATOR = torch.Generator()
-
-
-class Noisy(nn.Module):
-    """Draws from a generator that is to be found in one place or another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator: torch.Generator | None = None
-        self.inside: list[torch.Generator] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x.tanh() * self.noise(x)).exp()
-
-    def noise(self, x: Tensor) -> Tensor:
-        (generator,) = self.inside or [self.generator or GENERATOR]
-        return torch.rand(x.shape, generator=generator)
-
-
-@pytest.mark.parametrize("action", ["checkpoint", "recompute"])
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("place", ["default", "global", "attribute", "list"])
-def test_what_is_drawn_is_drawn_again(place: str, when: str, action: str) -> None:
-    def put() -> None:
-        if place == "attribute":
-            module.generator = torch.Generator()
-        elif place == "list":
-            module.inside = [torch.Generator()]
-        elif place == "default":
-            module.inside = [torch.default_generator]
-
-    outcomes = []
-    for policy in (rules(), rules(rule("Noisy", action))):
-        module = Noisy()
-        if when == "before":
-            put()
-        recompute.apply(module, policy)
-        if when == "after":
-            put()
-        for generator in (GENERATOR, module.generator, *module.inside):
-            if generator is not None:
-                generator.manual_seed(0)
-        outcomes.append(gradients(module, torch.linspace(-1, 1, 12)))
-    assert_same(*outcomes)
-
-
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     model.eval()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
+import os
 from collections.abc import Callable, Iterator
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from engine_testing import loss_of
 from tiers import slow
 from torch import Tensor, nn
 
+import recompute
 from recompute.compiled import captured_graph, captured_region
 
 
@@ -182,26 +184,6 @@ def test_adapters_that_take_turns_are_captured_in_each_layer(of_second: str, act
         assert count == 2 or step < 12
 
 
-@dataclasses.dataclass
-class Batch:
-    x: Tensor
-    scale: float
-
-
-def test_tensors_in_an_object_of_the_users() -> None:
-    def forward(self: Any, batch: Batch) -> Tensor:
-        return F.gelu(self.linear(batch.x)) * batch.scale
-
-    def step(module: nn.Module) -> list[Any]:
-        x = fresh(given)
-        loss_of(module.inside(Batch(x, 0.5))).backward()
-        return [x.grad]
-
-    given = tokens()
-    twins = Twins(Around(body(forward, linear=nn.Linear(SIZE, SIZE)))).settle(step)
-    assert twins.runs_code(step) == 1
-
-
 def test_an_output_whose_graph_reaches_no_input() -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         y = F.gelu(self.linear(x))
@@ -308,3 +290,23 @@ def test_an_error_of_the_code_itself_while_it_is_watched_comes_as_without_a_poli
             one(tokens())
     twins.under.inside.other = twins.plain.inside.other = torch.eye(SIZE)
     twins.settle(step)
+
+
+def linear() -> nn.Module:
+    return nn.Linear(SIZE, SIZE)
+
+
+def counts_if_not_compiled(self: Any, x: Tensor) -> Tensor:
+    if not torch.compiler.is_compiling():
+        self.seen.append(1)
+    return F.gelu(self.lin(x))
+
+
+@pytest.mark.parametrize("package", [torch, recompute], ids=["torch", "recompute"])
+def test_code_in_a_folder_beside_torch_or_this_package_is_a_users(package: Any) -> None:
+    """The ops that torch and this package choose by the question are compared. What other code does is not."""
+    folder = os.path.dirname(package.__file__)  # site-packages/torch, beside site-packages/torchvision
+    code = counts_if_not_compiled.__code__.replace(co_filename=f"{folder}vision/model.py")
+    twins = Twins(Around(body(FunctionType(code, globals()), lin=linear(), seen=[])))
+    twins.settle(train(tokens()), captured=False)
+    assert "whether it is compiled" in twins.why_not

@@ -547,10 +547,6 @@ def test_a_weight_that_regions_share(x: Tensor) -> None:
     Twins(CaptureCache(), rule("inside.*")).settle(train(x))
 
 
-def test_a_weight_that_is_used_several_times_in_one(x: Tensor) -> None:
-    captured_twins(body(lambda self, x: self.a(F.gelu(self.a(x)) + self.a(x * 2)), a=nn.Linear(SIZE, SIZE)), x)
-
-
 def test_an_error_in_forward_leaves_all_in_order(x: Tensor) -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         y = F.gelu(self.lin(x))

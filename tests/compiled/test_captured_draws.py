@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-import pytest
 import torch
 import torch.nn.functional as F
-from capture_testing import ROWS, SIZE, Around, Twins, body, captured_twins, fresh, tokens, train
+from capture_testing import ROWS, SIZE, body, captured_twins, fresh, tokens
 from engine_testing import loss_of
 from torch import Tensor, nn
 
@@ -26,14 +23,6 @@ DRAWS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "gumbel": lambda self, x: F.gumbel_softmax(self.lin(x)),
     "a distribution": lambda self, x: torch.distributions.Normal(self.lin(x), 1.0).rsample(),
 }
-
-
-@pytest.mark.parametrize("forward", DRAWS.values(), ids=DRAWS)
-def test_it_draws_as_plain_pytorch_does(forward: Callable[..., Any]) -> None:
-    x = tokens()
-    twins = captured_twins(body(forward, lin=nn.Linear(SIZE, SIZE), dropout=nn.Dropout(0.5)), x)
-    for seed in range(2):
-        assert twins.runs_code(train(x, seed=seed)) == 1
 
 
 def test_what_is_drawn_between_forward_and_backward_changes_nothing() -> None:
@@ -81,34 +70,3 @@ def test_a_call_by_the_tape_in_between() -> None:
         return found
 
     assert twins.runs_code(step) == 2
-
-
-def by_a_generator(self: Any, x: Tensor) -> Tensor:
-    return self.lin(x) * torch.rand(SIZE, generator=self.generator)
-
-
-def by_python(self: Any, x: Tensor) -> Tensor:
-    return self.lin(x) * random.random()
-
-
-def by_numpy(self: Any, x: Tensor) -> Tensor:
-    return self.lin(x) * float(np.random.rand())
-
-
-@pytest.mark.parametrize("forward", [by_a_generator, by_python, by_numpy])
-def test_other_generators_stay_on_the_tape(forward: Callable[..., Any]) -> None:
-    x = tokens()
-    twins = Twins(Around(body(forward, lin=nn.Linear(SIZE, SIZE))))
-    twins.both(lambda m: setattr(m.inside, "generator", torch.Generator().manual_seed(1)))
-
-    def step(module: nn.Module) -> dict[str, Any]:
-        random.seed(3)
-        np.random.seed(3)
-        found = train(x)(module)
-        after = [random.random(), np.random.rand(), module.inside.generator.initial_seed()]
-        return found | {f"after {index}": value for index, value in enumerate(after)}
-
-    for _ in range(10):
-        twins.step(step)
-    assert not twins.is_captured
-    assert twins.why_not

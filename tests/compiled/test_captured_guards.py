@@ -430,26 +430,6 @@ def test_without_gradients(twins: Twins, step: Step, mode: Callable[[], Abstract
     assert twins.runs_code(step) == 1
 
 
-def grow(self: Any, x: Tensor) -> Tensor:
-    self.seen.append(1.0)
-    return self.lin(x) * len(self.seen)
-
-
-def count(self: Any, x: Tensor) -> Tensor:
-    self.count += 1
-    return F.gelu(self.lin(x)) * self.count
-
-
-@pytest.mark.parametrize("forward", [grow, count])
-def test_python_state_that_every_call_changes(forward: Callable[..., Any], step: Step) -> None:
-    twins = Twins(Around(body(forward, lin=nn.Linear(SIZE, SIZE), seen=[], count=0)), rule())
-    for _ in range(50):
-        twins.step(step)
-    assert (twins.under.inside.seen, twins.under.inside.count) == (twins.plain.inside.seen, twins.plain.inside.count)
-    assert twins.runs_code(step) == 0
-    assert twins.why_not
-
-
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from capture_testing import SIZE, Around, Step, Twins, body, captured_twins, fresh, observed, rule, tokens, train
+from capture_testing import SIZE, Around, Step, Twins, captured_twins, fresh, observed, rule, tokens, train
 from engine_testing import assert_same, loss_of
 from torch import Tensor, nn
 from torch.autograd import forward_ad, grad
@@ -20,7 +20,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-import recompute
 from recompute.engine.bit_comparison import verifying
 
 
@@ -204,82 +203,6 @@ def test_rules_inside_of_it(x: Tensor, inner: dict[str, Any]) -> None:
     for _ in range(10):
         twins.step(train(x))
     assert twins.handle.stats().dropped_nbytes > 0
-
-
-def kept(self: Any, x: Tensor) -> Tensor:
-    return F.gelu(recompute.keep(F.gelu(self.lin(x))))
-
-
-def with_a_checkpoint(self: Any, x: Tensor) -> Tensor:
-    return checkpoint(lambda z: F.gelu(self.lin(z)), x, use_reentrant=False)
-
-
-def mapped(self: Any, x: Tensor) -> Tensor:
-    return F.gelu(torch.vmap(self.lin)(x))
-
-
-def differentiated(self: Any, x: Tensor) -> Tensor:
-    z = x.detach().requires_grad_()
-    (gradient,) = grad(self.lin(z).sum(), z)
-    return self.lin(x) * gradient
-
-
-def hooked(self: Any, x: Tensor) -> Tensor:
-    y = self.lin(x)
-    y.register_hook(lambda gradient: gradient * 2)
-    return F.gelu(y)
-
-
-class Doubling(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return gradient * x
-
-
-def with_a_function(self: Any, x: Tensor) -> Tensor:
-    return F.gelu(Doubling.apply(self.lin(x)))
-
-
-def without_gradients(self: Any, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        size = self.lin(x).abs().amax()
-    return F.gelu(self.lin(x) / size)
-
-
-def under_autocast(self: Any, x: Tensor) -> Tensor:
-    with torch.autocast("cpu", torch.bfloat16):
-        y = self.lin(x)
-    return F.gelu(y.float())
-
-
-def on_complex_numbers(self: Any, x: Tensor) -> Tensor:
-    """As rotary embeddings do it: backward reads conjugates, which torch does not compute before they are read."""
-    pairs = torch.view_as_complex(self.lin(x).view(-1, SIZE // 2, 2))
-    turned = pairs * torch.polar(torch.ones(SIZE // 2), torch.arange(SIZE / 2))
-    return torch.view_as_real(turned * turned.conj() + pairs.conj()).flatten(1)
-
-
-INSIDE = {each.__name__: each for each in (kept, with_a_checkpoint, mapped, differentiated, hooked, with_a_function)}
-CAPTURED = {each.__name__: each for each in (without_gradients, under_autocast, on_complex_numbers)}
-
-
-@pytest.mark.parametrize("forward", INSIDE.values(), ids=INSIDE)
-def test_what_code_cannot_do_inside_of_it(x: Tensor, forward: Callable[..., Any]) -> None:
-    twins = Twins(Around(body(forward, lin=nn.Linear(SIZE, SIZE))))
-    for _ in range(10):
-        twins.step(train(x))
-    assert twins.is_captured or twins.why_not
-
-
-@pytest.mark.parametrize("forward", CAPTURED.values(), ids=CAPTURED)
-def test_what_code_can_do_inside_of_it(x: Tensor, forward: Callable[..., Any]) -> None:
-    captured_twins(body(forward, lin=nn.Linear(SIZE, SIZE)), x)
 
 
 def test_threads_that_run_one_region_from_the_start(x: Tensor) -> None:

@@ -101,10 +101,7 @@ NEIGHBOURS = {  # of which one gives to the next what comes back
 
 @pytest.mark.parametrize(
     "policy",
-    by_default(
-        {**{name: POLICIES[name] for name in ("hooks", "checkpoint but attention")}, **NEIGHBOURS},
-        "hooks",
-    ),
+    by_default({**{name: POLICIES[name] for name in ("hooks", "checkpoint but attention")}, **NEIGHBOURS}, "hooks"),
 )
 def test_no_more_is_held_than_in_eager_code_and_no_more_gemms_run_again(policy: dict[str, Any]) -> None:
     found = []
@@ -253,10 +250,7 @@ class Experts(nn.Module):
 
 @pytest.mark.parametrize(
     "device",
-    [
-        pytest.param("cpu", marks=[WITH_COMPILER, pytest.mark.slow]),
-        pytest.param("cuda", marks=pytest.mark.gpu),
-    ],
+    [pytest.param("cpu", marks=[WITH_COMPILER, pytest.mark.slow]), pytest.param("cuda", marks=pytest.mark.gpu)],
 )
 @pytest.mark.parametrize("action", ["checkpoint", "recompute"])
 def test_what_runs_again_reaches_a_grouped_gemm_in_the_layout_that_it_needs(action: str, device: str) -> None:
@@ -490,9 +484,7 @@ NESTED = {
 
 
 @pytest.mark.parametrize("nested", by_default(NESTED, "gemms again around"))
-def test_rules_inside_of_rules_mean_what_they_mean_in_eager_code(
-    nested: tuple[dict[str, Any], dict[str, Any]],
-) -> None:
+def test_rules_inside_of_rules_mean_what_they_mean_in_eager_code(nested: tuple[dict[str, Any], dict[str, Any]]) -> None:
     around, inside = nested
     policy = rules(
         rule("TinyMLP", **HOOKS, **inside), rule(LAYER, **(around if "action" in around else HOOKS | around))

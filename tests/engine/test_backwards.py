@@ -14,9 +14,7 @@ from engine_testing import (
     RULES_OF_SETTINGS,
     SETTINGS,
     TOKENS,
-    Attention,
     Holder,
-    Layer,
     RMSNorm,
     Setting,
     Stack,
@@ -39,29 +37,6 @@ from torch import Tensor, nn
 import recompute
 
 # Saved tensors that are read twice
-
-
-class Twice(torch.autograd.Function):
-    """Reads what it saved, an input, an intermediate and its own result, again and again."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        result = x.exp()
-        ctx.save_for_backward(x, x.sin(), result)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        x, _, result = ctx.saved_tensors
-        again, sine, _ = ctx.saved_tensors
-        assert torch.equal(x, again)
-        return grad * x * sine * result * ctx.saved_tensors[0] * ctx.saved_tensors[1]
-
-
-@every_rule
-def test_a_custom_function_may_read_its_saved_tensors_twice(rules: dict[str, Any]) -> None:
-    model = holding(lambda self, x: Twice.apply(self.norm(x).cos()).sin(), norm=RMSNorm())
-    assert_step_as_without(model, rules, tokens(), backwards=3)
 
 
 @every_rule
@@ -133,57 +108,6 @@ def test_graphs_of_several_paths_through_one_region_alive_at_once(rules: dict[st
         return [torch.autograd.grad(losses[i], [x, *model.parameters()]) for i in (3, 0, 4, 2, 1)]
 
     assert_as_without(holding(forward, norm=RMSNorm()), rules, run)
-
-
-# Inner no_grad and detach
-
-WITHOUT_GRAD: dict[str, Callable[[Any, Tensor], Tensor]] = {
-    "no_grad": lambda self, x: x.exp() * _scale(self, x),
-    "detach": lambda self, x: (self.norm(x).detach() + x).exp().sin(),
-    "straight through": lambda self, x: (x + (self.norm(x).round() - x).detach()).exp().sin(),
-    "detached and required anew": lambda self, x: _slope(self.norm(x)) * x.exp(),
-    "grad inside of no_grad": lambda self, x: x.exp() * _slope_without_grad(self, x),
-    "all but the end": lambda self, x: (self.norm(x.detach()).detach() * x).sin(),
-}
-
-
-@torch.no_grad()
-def _scale(self: Any, x: Tensor) -> Tensor:
-    return self.norm(x).abs().amax(-1, keepdim=True)
-
-
-def _slope(x: Tensor) -> Tensor:
-    leaf = x.detach().requires_grad_()
-    return torch.autograd.grad(leaf.sin().exp().sum(), leaf)[0]
-
-
-@torch.no_grad()
-def _slope_without_grad(self: Any, x: Tensor) -> Tensor:
-    with torch.enable_grad():
-        return _slope(self.norm(x))
-
-
-@every_rule
-@pytest.mark.parametrize("kind", WITHOUT_GRAD)
-def test_inner_no_grad_and_detach(rules: dict[str, Any], kind: str) -> None:
-    assert_step_as_without(holding(WITHOUT_GRAD[kind], norm=RMSNorm()), rules, tokens())
-
-
-@every_rule
-def test_what_requires_gradients_is_what_does_without_the_policy(rules: dict[str, Any]) -> None:
-    def forward(self: Any, x: Tensor) -> tuple[Tensor, ...]:
-        y = self.norm(x).exp()
-        with torch.no_grad():
-            z = y.sin()
-        return y, y.detach(), z, (y > 1).float(), z * self.norm.weight
-
-    x = tokens()
-    assert_as_without(
-        holding(forward, norm=RMSNorm()),
-        rules,
-        lambda model: [result.requires_grad for result in model(x)],
-        drops=False,
-    )
 
 
 # Inputs that require no gradient
@@ -386,17 +310,6 @@ def test_a_gradient_penalty(rules: dict[str, Any]) -> None:
     assert_as_without(model, rules, run)
 
 
-@every_rule
-def test_inner_autograd_grad(rules: dict[str, Any]) -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        with torch.enable_grad():
-            y = self.norm(x).exp()
-            (slope,) = torch.autograd.grad(y.sin().sum(), x, create_graph=True)
-        return y * slope.sin()
-
-    assert_step_as_without(holding(forward, norm=RMSNorm()), rules, tokens())
-
-
 @every_policy_of_a_stack
 def test_backward_inside_a_hook_of_a_backward(rules: dict[str, Any]) -> None:
     x = tokens()
@@ -459,21 +372,6 @@ def test_decorated_functions_in_decorated_functions(setting: Setting) -> None:
         return [bits(grad) for grad in (first, *torch.autograd.grad(first.pow(2).sum(), [x, norm.weight]))]
 
     assert grads(build(decorate)) == grads(build(lambda function: function))
-
-
-@every_rule
-def test_one_module_in_recursion(rules: dict[str, Any]) -> None:
-    class Recursive(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention, self.norm = Attention(), RMSNorm()
-
-        def forward(self, x: Tensor, depth: int = 2) -> Tensor:
-            x = self.attention(self.norm(x)).sin()
-            return x if depth == 0 else self(x, depth - 1) + self(x * 2, depth=depth - 1)
-
-    assert_step_as_without(Holder(Recursive()), rules, tokens())
-    assert_step_as_without(Holder(Layer()), rules, tokens())
 
 
 def test_a_module_called_in_two_graphs_that_share_an_input_region() -> None:

@@ -34,7 +34,6 @@ from engine_testing import (
     tokens,
     weak,
 )
-from tiers import slow
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
@@ -48,19 +47,6 @@ NESTED = policy(("layers.*", "checkpoint"), ("**.norm*", "recompute"), ("**.mlp"
 
 
 # Hooks on saved tensors
-
-
-@both_actions
-def test_saved_tensor_hooks_of_the_user_inside_a_region(action: str) -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        y = self.norm(x)
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 2, lambda t: t / 2):
-            y = y.exp().sin()
-        return y.cos()
-
-    assert_as_plain(
-        holding(forward, norm=RMSNorm()), policy(("inside", action), ("inside.norm", "recompute")), tokens()
-    )
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -299,30 +285,6 @@ def test_derivatives_in_forward_mode_are_those_without_a_policy(rules: dict[str,
         assert [bits(value) for value in derive(model, x)] == expected
 
 
-INSIDE_OF_A_REGION: dict[str, Callable[[Any, Tensor], Tensor]] = {
-    "vmap": lambda self, x: torch.func.vmap(lambda row: self.norm(row).sin())(x.exp()),
-    "vmap that drops out": lambda self, x: torch.func.vmap(lambda row: F.dropout(row, 0.5), randomness="different")(x),
-    "jvp": lambda self, x: torch.func.jvp(lambda y: self.norm(y).sin(), (x.exp(),), (x.cos(),))[1].exp(),
-    "a gradient": lambda self, x: torch.autograd.grad(self.norm(x).sin().sum(), x, create_graph=True)[0].exp(),
-    "a dual level": lambda self, x: _tangent(self.norm, x).exp(),
-}
-
-
-def _tangent(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    with forward_ad.dual_level():
-        return forward_ad.unpack_dual(function(forward_ad.make_dual(x.exp(), x.cos())).sin()).tangent.clone()
-
-
-@pytest.mark.parametrize("inner", [None, *slow("checkpoint"), "recompute"])
-@pytest.mark.parametrize("setting", ["checkpoint", "recompute", *slow("checkpoint that keeps")])
-@pytest.mark.parametrize("kind", INSIDE_OF_A_REGION)
-def test_derivatives_inside_of_a_region_are_those_without_a_policy(kind: str, setting: str, inner: str | None) -> None:
-    rules = policy(("**.norm", inner))["rules"] if inner else []
-    rule = {"action": "checkpoint", "keep": ["attention"]} if "keeps" in setting else policy(("", setting))["rules"][0]
-    model = holding(lambda self, x: INSIDE_OF_A_REGION[kind](self, x.sin()).cos(), norm=RMSNorm())
-    assert_as_plain(model, {"rules": [*rules, {**rule, "match": "inside"}]}, tokens())
-
-
 @both_actions
 def test_a_model_on_fake_tensors(action: str) -> None:
     with FakeTensorMode():
@@ -336,28 +298,6 @@ def test_a_model_on_fake_tensors(action: str) -> None:
 
 
 # Decorated functions
-
-
-def test_a_decorated_function_is_a_region_with_what_its_closure_holds() -> None:
-    weight, norm = nn.Parameter(torch.rand(HIDDEN)), nn.BatchNorm1d(HIDDEN)
-    generator = torch.Generator()
-
-    def plain(x: Tensor, *, scale: float = 2.0) -> Tensor:
-        mask = torch.rand(x.shape, generator=generator)
-        return (F.dropout(norm(x * weight), 0.5) * mask).exp().sin() * scale
-
-    decorated = recompute.recompute(plain)
-    x, wanted = tokens(), [weight, *norm.parameters()]
-
-    def run(function: Callable[..., Tensor]) -> list[Any]:
-        torch.manual_seed(1)
-        generator.manual_seed(1)
-        norm.reset_running_stats()
-        grads = torch.autograd.grad(function(x, scale=3.0).sum(), [x, *wanted])
-        state = [*norm.buffers(), torch.get_rng_state(), generator.get_state()]
-        return [bits(value) for value in (*grads, *state)]
-
-    assert run(decorated) == run(plain)
 
 
 def test_a_decorated_function_refuses_weights_of_its_closure_updated_before_backward() -> None:
@@ -447,11 +387,7 @@ class Borrower(nn.Module):
         return torch.sigmoid(self.owner[0](x)) * self.owner[0].bias
 
 
-MAKERS = {
-    "stateful": Stateful,
-    "outside": Outside,
-    "borrower": lambda: Borrower(nn.Linear(HIDDEN, HIDDEN)),
-}
+MAKERS = {"stateful": Stateful, "outside": Outside, "borrower": lambda: Borrower(nn.Linear(HIDDEN, HIDDEN))}
 
 
 @both_actions
@@ -519,21 +455,3 @@ def test_higher_order_operators_and_compiled_code_run_in_a_region() -> None:
 
 
 # One module several times
-
-
-def test_regions_in_recursion_siblings_and_a_shared_instance() -> None:
-    class Recursive(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.norm = nn.Linear(HIDDEN, HIDDEN), RMSNorm()
-
-        def forward(self, x: Tensor, depth: int = 2) -> Tensor:
-            x = self.linear(self.norm(x)).sin()
-            return x if depth == 0 else self(x, depth - 1) + self(x * 2, depth=depth - 1)
-
-    model = holding(lambda self, x: self.shared(self.shared(x).exp()), shared=Recursive())
-    for rules in (
-        policy(("inside.shared", "checkpoint")),
-        policy(("inside", "checkpoint"), ("inside.shared.norm", "recompute")),
-    ):
-        assert_as_plain(model, rules, tokens())

@@ -1,11 +1,11 @@
 """The eleven invariants of ``recompute/engine/README.md``: of each, the shortest tests. The other files hold more.
 
-1. Exact: test_random_models, test_ops, test_autocast, test_backwards, test_modes, test_arguments, test_views.
+1. Exact: test_bodies, test_random_models, test_ops, test_autocast, test_backwards, test_modes, test_views.
 2. Never written: test_offloading.
 3. Storages held weakly: test_recipe.
 4. What is not regenerable is kept: test_failures, test_exposed, test_ops_review, test_keep.
 5. Versions: test_mutation, test_buffers, test_module_state.
-6. Random state: test_rng, test_draws, test_reach.
+6. Random state: test_bodies, test_rng.
 7. and 8. What is held, and when it dies: test_memory.
 9. Composition: test_composition, test_experts, test_faults.
 10. Cost: test_memory, test_regenerated_once.
@@ -159,31 +159,6 @@ def test_4_a_region_that_overwrites_its_input_is_kept_and_says_so() -> None:
     assert stats.kept_nbytes == ROW_NBYTES  # sigmoid's result; relu's is in the memory of the input, which lives anyway
 
 
-def test_4_a_region_that_writes_into_a_tensor_of_its_cache_argument_is_kept() -> None:
-    class Cache:
-        def __init__(self) -> None:
-            self.rows = torch.ones(TOKENS, HIDDEN)
-
-    def forward(self: Any, x: Tensor, cache: Cache) -> Tensor:
-        y = (x * cache.rows.clone()).exp()
-        cache.rows.mul_(3.0)
-        return y.sin()
-
-    model, x = policed(holding(forward)), tokens()
-    with pytest.warns(PolicyWarning, match="a tensor in an argument, a Cache"):
-        result = model(x, Cache())
-    (found,) = torch.autograd.grad(result.sum(), x)
-    (expected,) = torch.autograd.grad(x.exp().sin().sum(), x)
-    assert bits(found) == bits(expected)
-
-
-def test_4_a_sparse_tensor_that_autograd_saves_is_kept() -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        return torch.sparse.mm((x.detach() > 0).float().to_sparse(), x.exp())
-
-    assert_as_plain(holding(forward), policy(("inside", "checkpoint")), tokens(HIDDEN, HIDDEN))
-
-
 # 5. Versions are checked
 
 
@@ -218,7 +193,7 @@ def test_5_a_parameter_that_autograd_saved_outside_of_regions_is_checked_too() -
         loss.backward()
 
 
-# 6. Random state: in test_rng.py, test_draws.py and test_reach.py
+# 6. Random state: in test_bodies.py and test_rng.py
 
 
 # 7. What lives anyway is neither copied nor counted
