@@ -136,6 +136,7 @@ assert sys.modules["recompute"] is None
 """
 
 
+@pytest.mark.slow
 def test_what_is_saved_loads_where_this_package_is_not_installed(tmp_path: Path) -> None:
     model = decoder()
     recompute.apply(model, "hook")

@@ -168,7 +168,7 @@ def activate(model: nn.Module, name: str) -> None:
 
 
 @pytest.mark.parametrize("action", ["recompute", *slow("checkpoint")])
-@pytest.mark.parametrize("of_second", ["ab", "b"])
+@pytest.mark.parametrize("of_second", [*slow("ab"), "b"])
 def test_adapters_that_take_turns_are_captured_in_each_layer(of_second: str, action: str) -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         return x + self.second(F.gelu(self.first(self.norm(x))))

@@ -1,16 +1,15 @@
-"""Backwards of every kind: several through one graph or parts of it, of gradients, in hooks, with frozen parts."""
+"""Runs of every kind: several backwards of one graph or parts of it, of gradients, in hooks, with frozen parts."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from engine_testing import (
-    BOTH,
     HIDDEN,
-    RECOMPUTE,
     RULES_OF_SETTINGS,
     SETTINGS,
     TOKENS,
@@ -28,89 +27,188 @@ from engine_testing import (
     holding,
     loss_of,
     module_of,
-    policy,
+    replica_of,
     tokens,
 )
 from tiers import by_default, slow
 from torch import Tensor, nn
+from torch.autograd import grad
 
 import recompute
 
-# Saved tensors that are read twice
+# Of a stack of layers
 
 
-@every_rule
-def test_saved_tensors_may_be_looked_at_outside_of_backward_and_again_inside_of_it(rules: dict[str, Any]) -> None:
-    x = tokens()
-
-    def run(model: nn.Module) -> Any:
-        result = model(x)
-        looks = [result.grad_fn._saved_self.clone() for _ in range(2)]
-        return looks, torch.autograd.grad(result.sum(), x), result.detach()
-
-    assert_as_without(holding(lambda self, x: x.cos().exp().sin()), rules, run)
+def twice_differentiable(count: int = 3, p: float = 0.25) -> nn.Module:
+    """A stack without what torch differentiates but once: the CPU's fused attention."""
+    model = Stack(count, p)
+    for layer in model.layers:
+        layer.attention = layer.attention.q
+    return model
 
 
-# Several backwards
+class Run(NamedTuple):
+    run: Callable[[Any, Tensor], Any]
+    make: Callable[[], nn.Module] = Stack
 
 
-@every_policy_of_a_stack
-def test_disjoint_backwards_of_one_graph_and_subsets_of_gradients(rules: dict[str, Any]) -> None:
-    x = tokens()
-
-    def run(model: Any) -> Any:
-        result = model(x)
-        some = torch.autograd.grad(result[:2].sum(), [model.layers[1].mlp.up_proj.weight], retain_graph=True)
-        torch.rand(2)
-        other = torch.autograd.grad(result[2:].sum(), [x, model.norm.weight], retain_graph=True)
-        each = [torch.autograd.grad(result.sum(), one, retain_graph=True) for one in model.parameters()]
-        return some, other, each, torch.autograd.grad(result.sum(), list(model.parameters()))
-
-    assert_as_without(Stack(), rules, run)
+def of_parts(model: Any, x: Tensor) -> Any:
+    """Disjoint backwards of one graph, and subsets of gradients."""
+    result = model(x)
+    some = grad(result[:2].sum(), [model.layers[1].mlp.up_proj.weight], retain_graph=True)
+    torch.rand(2)
+    other = grad(result[2:].sum(), [x, model.norm.weight], retain_graph=True)
+    each = [grad(result.sum(), one, retain_graph=True) for one in model.parameters()]
+    return some, other, each, grad(result.sum(), list(model.parameters()))
 
 
-@every_rule
-def test_two_results_of_one_region_run_backward_one_after_the_other(rules: dict[str, Any]) -> None:
-    """They share nothing that a first backward, which retains no graph, would free."""
-    model = holding(lambda self, x, y: (self.a(x).exp().sin(), self.b(y).exp().cos()), a=RMSNorm(), b=RMSNorm())
-    x, y = tokens(), tokens()
-
-    def run(model: Any) -> Any:
-        one, other = model(x, y)
-        second = torch.autograd.grad(other.sum(), [y, model.inside.b.weight])
-        return second, torch.autograd.grad(one.sum(), [x, model.inside.a.weight])
-
-    assert_as_without(model, rules, run)
-
-
-@every_policy_of_a_stack
-def test_graphs_of_several_shapes_alive_at_once_run_backward_in_any_order(rules: dict[str, Any]) -> None:
+def of_several_shapes(model: Any, x: Tensor) -> Any:
+    """Several graphs are alive at once and run backward in any order."""
     inputs = [tokens(rows, HIDDEN) for rows in (TOKENS, 3, TOKENS, 1, TOKENS, TOKENS)]
-
-    def run(model: Any) -> Any:
-        losses = [loss_of(model(x)) for x in inputs]
-        return [torch.autograd.grad(losses[i], [inputs[i], *model.parameters()]) for i in (2, 0, 5, 3, 1, 4)]
-
-    assert_as_without(Stack(), rules, run)
+    losses = [loss_of(model(x)) for x in inputs]
+    return [grad(losses[i], [inputs[i], *model.parameters()]) for i in (2, 0, 5, 3, 1, 4)]
 
 
-@every_rule
-def test_graphs_of_several_paths_through_one_region_alive_at_once(rules: dict[str, Any]) -> None:
-    def forward(self: Any, x: Tensor, path: int) -> Tensor:
-        x = self.norm(x)
-        x = x.exp() if path == 0 else x.sin().exp() if path == 1 else x.cos() * x.exp()
-        return x.tanh() if path else x.sigmoid()
+def while_streams_move(model: Any, x: Tensor) -> Any:
+    losses = [loss_of(model(x)) for _ in range(2)]
+    found: list[Any] = [torch.rand(2)]
+    for loss in reversed(losses):
+        for wanted in (x, model.layers[0].norm1.weight, model.layers[2].mlp.up_proj.weight):
+            found += [grad(loss, wanted, retain_graph=True), torch.rand(2)]
+    return found
 
+
+def update_in_a_hook(model: Any, x: Tensor) -> Any:
+    """Weights change while backward goes on: what needs them must have been regenerated by then."""
+
+    def update(leaf: Tensor) -> None:
+        leaf.add_(leaf.grad, alpha=-0.1)
+        leaf.grad = None
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(update)
+    for _ in range(3):
+        loss_of(model(x.detach())).backward()
+    return list(model.parameters())
+
+
+def gradient_penalty(model: Any, x: Tensor) -> Any:
+    loss = loss_of(model(x))
+    (slope,) = grad(loss, x, create_graph=True)
+    return grad(loss + slope.pow(2).sum(), list(model.parameters()))
+
+
+def backward_in_a_hook(model: Any, x: Tensor) -> Any:
+    inner: list[Any] = []
+    given = x.detach().requires_grad_()
+    hidden = given * 1.0
+
+    def run_backward(gradient: Tensor) -> None:
+        with torch.enable_grad():
+            inner.extend(grad(loss_of(model(x * 2.0)), [x, *model.parameters()]))
+
+    hidden.register_hook(run_backward)
+    return grad(loss_of(model(hidden)), [given, *model.parameters()]), inner
+
+
+def backward_in_its_own_hook(model: Any, x: Tensor) -> Any:
+    inner: list[Any] = []
+    middle = model.layers[0](x)
+    loss, wanted = loss_of(model.layers[1](middle)), [x, *model.parameters()]
+
+    def run_backward(gradient: Tensor) -> None:
+        if not inner:
+            inner.append(None)
+            inner.extend(grad(loss, wanted, retain_graph=True, allow_unused=True))
+
+    middle.register_hook(run_backward)
+    return grad(loss, wanted, retain_graph=True, allow_unused=True), inner
+
+
+def two_graphs_that_share_a_region(model: Any, x: Tensor) -> Any:
+    hidden = model.layers[0](x)
+    one, two = model.layers[1](hidden), model.layers[1](hidden * 2)
+    return grad(two.sum(), x, retain_graph=True), grad(one.sum(), x)
+
+
+def in_another_thread(model: Any, x: Tensor) -> Any:
+    loss, found = loss_of(model(x)), []
+    thread = threading.Thread(target=lambda: found.extend(grad(loss, [x, *model.parameters()])))
+    thread.start()
+    thread.join()
+    return found
+
+
+def by_replicas(model: Any, x: Tensor) -> Any:
+    """As data parallel makes them; they give the parameters their gradients."""
+    inputs, results = [x.detach(), x.detach().cos()], [None, None]
+    replicas = [replica_of(model) for _ in inputs]
+
+    def forward(index: int) -> None:
+        results[index] = loss_of(replicas[index](inputs[index]))  # type: ignore[call-overload]
+
+    threads = [threading.Thread(target=forward, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return grad(sum(results), list(model.parameters()))  # type: ignore[arg-type]
+
+
+def laid_out_in_one_storage(model: Any, x: Tensor) -> Any:
+    """As by ZeRO: each parameter has its own count of versions, whatever the others'."""
+    parameters = list(model.parameters())
+    flat, offset = torch.cat([each.detach().reshape(-1) for each in parameters]), 0
+    for number, parameter in enumerate(parameters):
+        parameter.data = flat[offset : offset + parameter.numel()].view_as(parameter)
+        offset += parameter.numel()
+        with torch.no_grad():
+            for _ in range(number):
+                parameter.add_(0.001)
+    return [grad(loss_of(model(x)), parameters) for _ in range(2)]
+
+
+def eval_before_backward(model: Any, x: Tensor) -> Any:
+    loss = loss_of(model.train()(x))
+    model.eval()
+    found = grad(loss, [x, *model.parameters()])
+    assert not any(module.training for module in model.modules())
+    return found
+
+
+def over_micro_batches(model: Any, x: Tensor) -> Any:
+    optimizer, found = torch.optim.Adam(model.parameters(), lr=0.01), []
+    for _ in range(2):
+        for _ in range(2):
+            loss_of(model(tokens(grad=False))).backward()
+        found += [parameter.grad.clone() for parameter in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+RUNS: dict[str, Run] = {
+    "of parts": Run(of_parts),
+    "of several shapes": Run(of_several_shapes),
+    "while streams move": Run(while_streams_move, lambda: Stack(p=0.5)),
+    "an update in a hook": Run(update_in_a_hook),
+    "a gradient penalty": Run(gradient_penalty, twice_differentiable),
+    "backward in a hook": Run(backward_in_a_hook, lambda: Stack(count=2)),
+    "backward in its own hook": Run(backward_in_its_own_hook, lambda: Stack(count=2)),
+    "two graphs that share a region": Run(two_graphs_that_share_a_region, lambda: Stack(count=2, p=0.0)),
+    "in another thread": Run(in_another_thread),
+    "by replicas": Run(by_replicas, lambda: Stack(p=0.0)),
+    "laid out in one storage": Run(laid_out_in_one_storage),
+    "eval before backward": Run(eval_before_backward, lambda: Stack(p=0.5)),
+    "over micro-batches": Run(over_micro_batches),
+}
+
+
+@every_policy_of_a_stack
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+def test_a_run_of_a_stack_gives_what_it_gives_without_a_policy(run: Run, rules: dict[str, Any]) -> None:
     x = tokens()
-
-    def run(model: Any) -> Any:
-        losses = [model(x, path).sum() for path in (0, 1, 2, 1, 0)]
-        return [torch.autograd.grad(losses[i], [x, *model.parameters()]) for i in (3, 0, 4, 2, 1)]
-
-    assert_as_without(holding(forward, norm=RMSNorm()), rules, run)
-
-
-# Inputs that require no gradient
+    assert_as_without(run.make(), rules, lambda model: run.run(model, x))
 
 
 FROZEN = {
@@ -124,13 +222,13 @@ FROZEN = {
 
 @every_policy_of_a_stack
 @pytest.mark.parametrize("frozen", FROZEN)
-@pytest.mark.parametrize("grad", [False, True])
-def test_parameters_and_inputs_that_require_no_gradient(rules: dict[str, Any], frozen: str, grad: bool) -> None:
-    model = Stack()
+@pytest.mark.parametrize("takes", [False, True])
+def test_parameters_and_inputs_that_require_no_gradient(rules: dict[str, Any], frozen: str, takes: bool) -> None:
+    model = Stack(count=3)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not any(part in name for part in FROZEN[frozen]))
-    is_trained = grad or frozen != "all but the last bias"  # or else no layer saves anything
-    assert_step_as_without(model, rules, tokens(grad=grad), drops=is_trained)
+    is_trained = takes or frozen != "all but the last bias"  # or else no layer saves anything
+    assert_step_as_without(model, rules, tokens(grad=takes), drops=is_trained)
 
 
 @pytest.mark.parametrize("rules", by_default(RULES_OF_SETTINGS, "recompute"))
@@ -140,14 +238,68 @@ def test_what_is_frozen_may_change_from_step_to_step(rules: dict[str, Any]) -> N
         for frozen in ("", "mlp", "", "norm", "layers", "norm", ""):
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_(not frozen or frozen not in name)
-            for grad in (False, True):
-                x = tokens(grad=grad)
+            for takes in (False, True):
+                x = tokens(grad=takes)
                 loss_of(model(x)).backward()
                 found += [x.grad, *(parameter.grad for parameter in model.parameters())]
                 model.zero_grad()
         return found
 
-    assert_as_without(Stack(count=2), rules, run)
+    assert_as_without(Stack(count=1), rules, run)
+
+
+@every_rule
+def test_where_nothing_requires_gradients_nothing_comes_to(rules: dict[str, Any]) -> None:
+    model, x = Stack(p=0.0).requires_grad_(False), tokens(grad=False)
+    expected = bits(model(x))
+    recompute.apply(model, rules)
+    result = model(x)
+    assert not result.requires_grad
+    assert bits(result) == expected
+
+
+# Of one region
+
+
+@every_rule
+def test_saved_tensors_may_be_looked_at_outside_of_backward_and_again_inside_of_it(rules: dict[str, Any]) -> None:
+    x = tokens()
+
+    def run(model: nn.Module) -> Any:
+        result = model(x)
+        looks = [result.grad_fn._saved_self.clone() for _ in range(2)]
+        return looks, grad(result.sum(), x), result.detach()
+
+    assert_as_without(holding(lambda self, x: x.cos().exp().sin()), rules, run)
+
+
+@every_rule
+def test_two_results_of_one_region_run_backward_one_after_the_other(rules: dict[str, Any]) -> None:
+    """They share nothing that a first backward, which retains no graph, would free."""
+    model = holding(lambda self, x, y: (self.a(x).exp().sin(), self.b(y).exp().cos()), a=RMSNorm(), b=RMSNorm())
+    x, y = tokens(), tokens()
+
+    def run(model: Any) -> Any:
+        one, other = model(x, y)
+        return grad(other.sum(), [y, model.inside.b.weight]), grad(one.sum(), [x, model.inside.a.weight])
+
+    assert_as_without(model, rules, run)
+
+
+@every_rule
+def test_graphs_of_several_paths_through_one_region_alive_at_once(rules: dict[str, Any]) -> None:
+    def forward(self: Any, x: Tensor, path: int) -> Tensor:
+        x = self.norm(x)
+        x = x.exp() if path == 0 else x.sin().exp() if path == 1 else x.cos() * x.exp()
+        return x.tanh() if path else x.sigmoid()
+
+    x = tokens()
+
+    def run(model: Any) -> Any:
+        losses = [model(x, path).sum() for path in (0, 1, 2, 1, 0)]
+        return [grad(losses[i], [x, *model.parameters()]) for i in (3, 0, 4, 2, 1)]
+
+    assert_as_without(holding(forward, norm=RMSNorm()), rules, run)
 
 
 @every_rule
@@ -156,19 +308,6 @@ def test_a_region_of_integers_or_of_no_arguments(rules: dict[str, Any]) -> None:
     assert_step_as_without(embedding, rules, torch.tensor([[1, 2, 2], [0, 4, 1]]))
     learned = holding(lambda self: self.norm(self.start.exp()).sin(), start=nn.Parameter(tokens()), norm=RMSNorm())
     assert_step_as_without(learned, rules)
-
-
-@every_rule
-def test_where_nothing_requires_gradients_nothing_comes_to(rules: dict[str, Any]) -> None:
-    model = Stack().requires_grad_(False)
-    x = tokens(grad=False)
-    expected = bits(model.eval()(x))
-    recompute.apply(model.train(), rules)
-    for layer in model.layers:
-        layer.dropout.p = 0.0
-    result = model(x)
-    assert not result.requires_grad
-    assert bits(result) == expected
 
 
 # Hooks fire once
@@ -198,7 +337,7 @@ def test_hooks_of_a_parameter_used_inside_and_outside_fire_once_a_backward(
         fired: list[Any] = []
         weight = model.norm.weight
         removable = [
-            weight.register_hook(lambda grad: fired.append(("gradient", bits(grad)))),
+            weight.register_hook(lambda gradient: fired.append(("gradient", bits(gradient)))),
             weight.register_post_accumulate_grad_hook(lambda leaf: fired.append(("accumulated", bits(leaf.grad)))),
         ]
         loss = model(x).sum()
@@ -213,35 +352,16 @@ def test_hooks_of_a_parameter_used_inside_and_outside_fire_once_a_backward(
 
 
 @every_rule
-def test_an_optimizer_step_in_a_post_accumulate_hook(rules: dict[str, Any]) -> None:
-    """Weights change while backward goes on: what needs them must have been regenerated by then."""
-    x = tokens(grad=False)
-
-    def run(model: Any) -> Any:
-        def update(leaf: Tensor) -> None:
-            leaf.add_(leaf.grad, alpha=-0.1)
-            leaf.grad = None
-
-        for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(update)
-        for _ in range(3):
-            loss_of(model(x)).backward()
-        return list(model.parameters())
-
-    assert_as_without(Stack(), rules, run)
-
-
-@every_rule
 def test_hooks_on_tensors_and_modules_inside_of_a_region_fire_once(rules: dict[str, Any]) -> None:
     seen: list[Any] = []
 
     def forward(self: Any, x: Tensor) -> Tensor:
         y = self.norm(x)
-        y.register_hook(lambda grad: seen.append(("tensor", bits(grad))))
+        y.register_hook(lambda gradient: seen.append(("tensor", bits(gradient))))
         return self.linear(y).sin()
 
     def note(module: nn.Module, *grads: Any) -> None:
-        seen.append((type(module).__name__, [bits(grad) for (grad,) in grads]))
+        seen.append((type(module).__name__, [bits(gradient) for (gradient,) in grads]))
 
     model, x = holding(forward, norm=RMSNorm(), linear=nn.Linear(HIDDEN, HIDDEN)), tokens()
     for module in model.modules():
@@ -284,70 +404,12 @@ def test_nested_regions_and_siblings_to_third_order_gradients(outer: Setting, in
     def run(model: nn.Module) -> Any:
         value, found = model(x).pow(2).sum(), []
         for _ in range(order):
-            (first, *others) = torch.autograd.grad(value, [x, *model.parameters()], create_graph=True)
+            (first, *others) = grad(value, [x, *model.parameters()], create_graph=True)
             found += [first, *others]
-            value = first.pow(2).sum() + sum(grad.sum() for grad in others)
+            value = first.pow(2).sum() + sum(each.sum() for each in others)
         return found
 
     assert_as_without(_nest(), rules, run)
-
-
-@every_policy_of_a_stack
-def test_a_gradient_penalty(rules: dict[str, Any]) -> None:
-    model, x = Stack(p=0.25), tokens()
-    for layer in model.layers:
-        layer.attention = layer.attention.q  # the CPU's fused attention has no second derivative
-
-    def run(model: nn.Module) -> Any:
-        loss = loss_of(model(x))
-        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
-        (loss + slope.pow(2).sum()).backward()
-        grads = [parameter.grad for parameter in model.parameters()]
-        model.zero_grad()
-        x.grad = None
-        return grads
-
-    assert_as_without(model, rules, run)
-
-
-@every_policy_of_a_stack
-def test_backward_inside_a_hook_of_a_backward(rules: dict[str, Any]) -> None:
-    x = tokens()
-
-    def run(model: nn.Module) -> Any:
-        inner: list[Any] = []
-        given = x.detach().requires_grad_()
-        hidden = given * 1.0
-
-        def run_backward(grad: Tensor) -> None:
-            with torch.enable_grad():
-                inner.extend(torch.autograd.grad(loss_of(model(x * 2.0)), [x, *model.parameters()]))
-
-        hidden.register_hook(run_backward)
-        return torch.autograd.grad(loss_of(model(hidden)), [given, *model.parameters()]), inner
-
-    assert_as_without(Stack(count=2), rules, run)
-
-
-@every_rule
-def test_backward_of_the_same_graph_inside_a_hook_of_its_own_backward(rules: dict[str, Any]) -> None:
-    x = tokens()
-
-    def run(model: nn.Module) -> Any:
-        inner: list[Any] = []
-        middle = model.layers[0](x)
-        loss = loss_of(model.layers[1](middle))
-
-        def run_backward(grad: Tensor) -> None:
-            if not inner:
-                inner.append(None)
-                inner.extend(torch.autograd.grad(loss, [x, *model.parameters()], retain_graph=True, allow_unused=True))
-
-        middle.register_hook(run_backward)
-        outer = torch.autograd.grad(loss, [x, *model.parameters()], retain_graph=True, allow_unused=True)
-        return outer, inner
-
-    assert_as_without(Stack(count=2), rules, run)
 
 
 @every_setting
@@ -368,37 +430,7 @@ def test_decorated_functions_in_decorated_functions(setting: Setting) -> None:
         return decorate(outer)
 
     def grads(function: Callable[[Tensor], Tensor]) -> list[Any]:
-        (first,) = torch.autograd.grad(function(x).sum(), x, create_graph=True)
-        return [bits(grad) for grad in (first, *torch.autograd.grad(first.pow(2).sum(), [x, norm.weight]))]
+        (first,) = grad(function(x).sum(), x, create_graph=True)
+        return [bits(each) for each in (first, *grad(first.pow(2).sum(), [x, norm.weight]))]
 
     assert grads(build(decorate)) == grads(build(lambda function: function))
-
-
-def test_a_module_called_in_two_graphs_that_share_an_input_region() -> None:
-    model, x = Stack(count=2, p=0.0), tokens()
-    recompute.apply(model, policy(("layers.*", "checkpoint")))
-    hidden = model.layers[0](x)
-    one, two = model.layers[1](hidden), model.layers[1](hidden * 2)
-    found = torch.autograd.grad(two.sum(), x, retain_graph=True), torch.autograd.grad(one.sum(), x)
-    plain = Stack(count=2, p=0.0)
-    plain.load_state_dict(model.state_dict())
-    hidden = plain.layers[0](x)
-    one, two = plain.layers[1](hidden), plain.layers[1](hidden * 2)
-    expected = torch.autograd.grad(two.sum(), x, retain_graph=True), torch.autograd.grad(one.sum(), x)
-    assert [bits(grad) for (grad,) in found] == [bits(grad) for (grad,) in expected]
-
-
-@pytest.mark.parametrize("rules", by_default({**RULES_OF_SETTINGS, "parts": RECOMPUTE, "both": BOTH}, "both"))
-def test_gradients_accumulate_over_micro_batches_and_steps(rules: dict[str, Any]) -> None:
-    def run(model: nn.Module) -> Any:
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        found = []
-        for _ in range(3):
-            for _ in range(2):
-                loss_of(model(tokens(grad=False))).backward()
-            found += [parameter.grad.clone() for parameter in model.parameters()]
-            optimizer.step()
-            optimizer.zero_grad()
-        return found
-
-    assert_as_without(Stack(), rules, run)

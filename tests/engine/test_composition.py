@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -19,18 +18,15 @@ from engine_testing import (
     RMSNorm,
     Stack,
     assert_as_plain,
-    assert_as_without,
     assert_same,
     bits,
     both_actions,
     every_policy,
-    every_policy_of_a_stack,
     holding,
     loss_of,
     no_garbage_collection,
     outcome,
     policy,
-    replica_of,
     tokens,
     weak,
 )
@@ -73,49 +69,6 @@ def test_torch_checkpoint_in_the_middle_of_a_region(reentrant: bool) -> None:
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
 def test_anomaly_detection_finds_nothing_wrong(rules: dict[str, Any]) -> None:
     assert_as_plain(Stack(), rules, tokens(), around=torch.autograd.detect_anomaly)
-
-
-# Threads and replicas
-
-
-@every_policy
-def test_backward_on_another_thread(rules: dict[str, Any]) -> None:
-    model, x = Stack(), tokens()
-
-    def grads() -> list[Any]:
-        torch.manual_seed(1)
-        loss, found = loss_of(model(x)), []
-        wanted = [x, *model.parameters()]
-        thread = threading.Thread(target=lambda: found.extend(torch.autograd.grad(loss, wanted)))
-        thread.start()
-        thread.join()
-        return [bits(grad) for grad in found]
-
-    expected = grads()
-    recompute.apply(model, rules)
-    assert grads() == expected
-
-
-@every_policy_of_a_stack
-def test_replicas_as_data_parallel_makes_them_give_the_parameters_their_gradients(rules: dict[str, Any]) -> None:
-    inputs = [tokens(), tokens()]
-
-    def run(model: nn.Module) -> Any:
-        replicas = [replica_of(model) for _ in inputs]
-        results: list[Any] = [None, None]
-
-        def forward(index: int) -> None:
-            results[index] = loss_of(replicas[index](inputs[index]))
-
-        threads = [threading.Thread(target=forward, args=(index,)) for index in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        sum(results).backward()
-        return [parameter.grad for parameter in model.parameters()]
-
-    assert_as_without(Stack(p=0.0), rules, run)
 
 
 # Functional transforms

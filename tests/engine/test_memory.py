@@ -141,7 +141,7 @@ def test_memory_does_not_grow_over_100_steps(rules: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("rules", by_default({**RULES_OF_SETTINGS, "both": BOTH}, "both"))
 def test_objects_do_not_grow_over_100_steps(rules: dict[str, Any]) -> None:
-    model, x = Stack(count=2), tokens()
+    model, x = Stack(count=1), tokens()
     handle = recompute.apply(model, rules)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     objects = []

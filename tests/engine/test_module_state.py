@@ -17,10 +17,8 @@ from engine_testing import (
     Holder,
     Stack,
     assert_as_plain,
-    assert_as_without,
     bits,
     both_actions,
-    every_rule,
     governing,
     holding,
     loss_of,
@@ -365,27 +363,6 @@ def test_moving_a_model_by_swapping_its_parameters_works_after_a_step(action: st
         torch.__future__.set_swap_module_params_on_conversion(False)
     (found,) = torch.autograd.grad(model(x.double()).sum(), x)
     assert found.dtype is torch.float32
-
-
-@every_rule
-def test_parameters_laid_out_in_one_storage(rules: dict[str, Any]) -> None:
-    """As by ZeRO: each has its own count of versions, whatever the others'."""
-
-    def run(model: Any) -> Any:
-        parameters = list(model.parameters())
-        flat = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
-        offset = 0
-        for number, parameter in enumerate(parameters):
-            parameter.data = flat[offset : offset + parameter.numel()].view_as(parameter)
-            offset += parameter.numel()
-            with torch.no_grad():
-                for _ in range(number):
-                    parameter.add_(0.001)
-        for _ in range(2):
-            loss_of(model(tokens(grad=False))).backward()
-        return [parameter.grad for parameter in parameters]
-
-    assert_as_without(Stack(), rules, run)
 
 
 class NormsByHand(nn.Module):
