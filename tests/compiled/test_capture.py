@@ -19,12 +19,11 @@ from capture_testing import (
     Twins,
     body,
     captured_twins,
-    fresh,
     rule,
+    stepping,
     tokens,
     train,
 )
-from engine_testing import loss_of
 from tiers import slow
 from torch import Tensor, nn
 
@@ -133,12 +132,7 @@ def test_two_kinds_of_calls_that_take_turns_are_both_captured(
         y = F.gelu(self.linear(self.norm(x)))
         return y.masked_fill(y > 1, 0.5) if is_masked else y * torch.sigmoid(y)
 
-    def step(module: nn.Module) -> list[Any]:
-        x = fresh(given)
-        loss_of([call(module, x, False), call(module, x, True)]).backward()
-        return [x.grad]
-
-    given = tokens()
+    step = stepping(tokens(), lambda module, x: [call(module, x, False), call(module, x, True)])
     inside = body(forward, norm=nn.LayerNorm(SIZE), linear=nn.Linear(SIZE, SIZE))
     twins = Twins(Around(inside), {"rules": [{"match": "inside", "action": action}]})
     for _ in range(8):

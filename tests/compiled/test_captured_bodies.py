@@ -10,7 +10,9 @@ RULES = {"recompute": {"action": "recompute", "via": "hook"}, "checkpoint": {"ac
 
 
 @pytest.mark.filterwarnings("ignore::recompute.errors.PolicyWarning")
-@pytest.mark.parametrize("name", [name for name, body in BODIES.items() if body.captured is not None and body.ways != ("checkpoint",)])
+@pytest.mark.parametrize(
+    "name", [name for name, body in BODIES.items() if body.captured is not None and body.ways != ("checkpoint",)]
+)
 def test_a_body_runs_as_captured_code_or_says_why_not(name: str) -> None:
     assert_as_plain(BODIES[name], RULES["recompute"], UNTIL_CAPTURED)
 

@@ -19,12 +19,11 @@ from capture_testing import (
     Twins,
     body,
     captured_twins,
-    fresh,
     rule,
+    stepping,
     tokens,
     train,
 )
-from engine_testing import loss_of
 from tiers import by_default, slow
 from torch import Tensor, nn
 from torch.nn.modules import module as all_modules
@@ -276,15 +275,8 @@ def test_another_dtype(twins: Twins, step: Step) -> None:
 def sliced(offset: int) -> Step:
     """A step on a part of a larger tensor."""
     torch.manual_seed(5)
-    whole = torch.randn(3 * ROWS, SIZE)
-
-    def step(module: nn.Module) -> list[Any]:
-        given = fresh(whole.requires_grad_())
-        y = module(given[offset : offset + ROWS])
-        loss_of(y).backward()
-        return [y, given.grad]
-
-    return step
+    whole = torch.randn(3 * ROWS, SIZE, requires_grad=True)
+    return stepping(whole, lambda module, x: module(x[offset : offset + ROWS]))
 
 
 PLACES: dict[str, tuple[Callable[..., Any], bool]] = {
@@ -306,23 +298,11 @@ def test_an_input_that_starts_elsewhere_in_its_storage(forward: Callable[..., An
     assert twins.runs_code(sliced(0)) == 1
 
 
-def aliasing(second: Callable[[Tensor], Tensor]) -> Step:
-    x = tokens()
-
-    def step(module: nn.Module) -> list[Any]:
-        given = fresh(x)
-        y = module(given, second(given))
-        loss_of(y).backward()
-        return [y, given.grad]
-
-    return step
-
-
 def test_inputs_that_share_memory_and_did_not_before() -> None:
     two = body(lambda self, x, y: self.lin(x) * torch.sigmoid(y) + x, lin=nn.Linear(SIZE, SIZE))
     twins = Twins(Around(two)).settle(train(tokens(), tokens()))
     for second in (lambda x: x, lambda x: x.view_as(x), lambda x: x.detach(), lambda x: x.flip(0)):
-        twins.step(aliasing(second))
+        twins.step(stepping(tokens(), lambda module, x: module(x, second(x))))  # noqa: B023
 
 
 @contextmanager
@@ -354,24 +334,13 @@ SETTINGS = {"default dtype": doubles, "determinism": deterministic, "autocast": 
 def test_a_setting_around_forward_or_backward_alone_or_both(setting: Callable[[], AbstractContextManager[Any]]) -> None:
     x = tokens()
 
-    def under(*, forward: bool, backward: bool) -> Step:
-        def step(module: nn.Module) -> list[Any]:
-            given = fresh(x)
-            with setting() if forward else nullcontext():
-                y = module(given)
-            with setting() if backward else nullcontext():
-                loss_of(y).backward()
-            return [y, given.grad]
-
-        return step
-
     def forward(self: Any, x: Tensor) -> Tensor:
         return F.gelu(self.lin(x)) * torch.ones(SIZE) * torch.tensor(0.1)
 
-    twins = Twins(Around(body(forward, lin=nn.Linear(SIZE, SIZE)))).settle(under(forward=False, backward=False))
-    assert twins.runs_code(under(forward=True, backward=False)) == 0
-    assert twins.runs_code(under(forward=False, backward=True)) == 1
-    assert twins.runs_code(under(forward=True, backward=True)) == 0
+    twins = Twins(Around(body(forward, lin=nn.Linear(SIZE, SIZE)))).settle(stepping(x))
+    assert twins.runs_code(stepping(x, forward=setting)) == 0
+    assert twins.runs_code(stepping(x, backward=setting)) == 1
+    assert twins.runs_code(stepping(x, forward=setting, backward=setting)) == 0
 
 
 @pytest.mark.parametrize("setting", [nullcontext, *SETTINGS.values()], ids=["none", *SETTINGS])
@@ -383,15 +352,8 @@ def test_an_output_that_others_saved_comes_back_under_the_settings_of_forward(
     twins = captured_twins(Norm(), x)
     monkeypatch.setattr(Numerics, "replayed", lambda settings: put.append(settings) or replayed(settings))
 
-    def step(module: nn.Module) -> list[Any]:
-        given = fresh(x)
-        y = module(given)
-        with setting():
-            loss_of(y).backward()
-        return [y, given.grad]
-
     before = twins.handle.stats()
-    assert twins.runs_code(step) == 1
+    assert twins.runs_code(stepping(x, backward=setting)) == 1
     assert (twins.handle.stats() - before).regenerations
     assert bool(put) is (setting is not nullcontext)
 

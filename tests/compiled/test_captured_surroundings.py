@@ -6,13 +6,12 @@ import copy
 import pickle
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from capture_testing import SIZE, Around, Step, Twins, captured_twins, fresh, observed, rule, tokens, train
+from capture_testing import SIZE, Around, Twins, captured_twins, fresh, observed, rule, stepping, tokens, train
 from engine_testing import assert_same, loss_of
 from torch import Tensor, nn
 from torch.autograd import forward_ad, grad
@@ -69,44 +68,27 @@ def anomaly() -> Any:
     return torch.autograd.detect_anomaly(check_nan=False)
 
 
-def step_under(x: Tensor, forward: Callable[[], Any] = nullcontext, backward: Callable[[], Any] = nullcontext) -> Step:
-    def step(module: nn.Module) -> list[Any]:
-        given = fresh(x)
-        torch.manual_seed(0)
-        with forward():
-            y = module(given)
-        with backward():
-            loss_of(y).backward()
-        return [y, given.grad]
-
-    return step
-
-
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 @pytest.mark.parametrize("around", [PlusOne, Doubled, on_cpu, own_hooks, anomaly])
 def test_code_does_not_run_where_others_change_what_forward_does(twins: Twins, x: Tensor, around: Any) -> None:
-    assert twins.runs_code(step_under(x, around)) == 0
-    assert twins.runs_code(step_under(x)) == 1
+    assert twins.runs_code(stepping(x, forward=around)) == 0
+    assert twins.runs_code(stepping(x)) == 1
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 @pytest.mark.parametrize("around", [PlusOne, Doubled, on_cpu, own_hooks, anomaly])
 def test_others_around_backward_alone(twins: Twins, x: Tensor, around: Any) -> None:
-    assert twins.runs_code(step_under(x, backward=around)) == 1
+    assert twins.runs_code(stepping(x, backward=around)) == 1
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_a_checkpoint_around_it(twins: Twins, x: Tensor, use_reentrant: bool) -> None:
-    def step(module: nn.Module) -> list[Any]:
-        given = fresh(x)
-        torch.manual_seed(0)
-        y = checkpoint(
-            module.inside, checkpoint(module, given, use_reentrant=use_reentrant), use_reentrant=use_reentrant
+    def call(module: nn.Module, x: Tensor) -> Any:
+        return checkpoint(
+            module.inside, checkpoint(module, x, use_reentrant=use_reentrant), use_reentrant=use_reentrant
         )
-        loss_of(y).backward()
-        return [y, given.grad]
 
-    twins.step(step)
+    twins.step(stepping(x, call))
 
 
 def by_functional_call(m: nn.Module, x: Tensor) -> list[Any]:
@@ -143,8 +125,8 @@ def test_functional_transforms(twins: Twins, x: Tensor, transform: Callable[...,
 
 
 def test_verifying_watches_the_tape(twins: Twins, x: Tensor) -> None:
-    assert twins.runs_code(step_under(x, verifying)) == 0
-    assert twins.runs_code(step_under(x)) == 1
+    assert twins.runs_code(stepping(x, forward=verifying)) == 0
+    assert twins.runs_code(stepping(x)) == 1
 
 
 def test_copies(twins: Twins, x: Tensor) -> None:

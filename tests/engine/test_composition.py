@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,19 +12,15 @@ from engine_testing import (
     INSIDE,
     POLICIES,
     TOKENS,
-    Holder,
-    Layer,
     RMSNorm,
     Stack,
     assert_as_plain,
-    assert_same,
     bits,
     both_actions,
     every_policy,
     holding,
     loss_of,
     no_garbage_collection,
-    outcome,
     policy,
     tokens,
     weak,
@@ -280,89 +275,6 @@ def test_a_decorated_function_drops_what_it_saves_and_dies_with_its_graph() -> N
         assert engine_objects() == {}
 
 
-def test_a_decorated_class_and_its_instances_train_as_without() -> None:
-    class Plain(Layer):
-        pass
-
-    class Decorated(Layer):
-        pass
-
-    plain = Plain()
-    under = recompute.recompute(Decorated)()
-    under.load_state_dict(plain.state_dict())
-    x = tokens()
-    assert_same(outcome(under, x, backwards=2), outcome(plain, x, backwards=2))
-
-
-# Putting a policy on
-
-
-class Stateful(nn.Module):
-    """Its forward leaves traces on the module, as counters, caches and auxiliary losses do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-        self.seen: list[Any] = []
-        self.last: Any = None
-        self.register_buffer("average", torch.ones(()))
-        self.table = {"a": 1}
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        self.seen.append(x)
-        self.last = x
-        self.average = 0.5 * self.average + x.mean()
-        self.table["b"] = 2
-        return torch.sigmoid(x) * self.average
-
-
-OUTSIDE = torch.ones(HIDDEN)
-SOURCE = torch.Generator()
-
-
-class Outside(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.sigmoid(x) * OUTSIDE + torch.rand(HIDDEN, generator=SOURCE)
-
-
-CALLS: list[Any] = []
-
-
-class Borrower(nn.Module):
-    """Uses a parameter and a module that are not its own, as tied weights are."""
-
-    def __init__(self, owner: nn.Linear):
-        super().__init__()
-        self.owner = [owner]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.sigmoid(self.owner[0](x)) * self.owner[0].bias
-
-
-MAKERS = {"stateful": Stateful, "outside": Outside, "borrower": lambda: Borrower(nn.Linear(HIDDEN, HIDDEN))}
-
-
-@both_actions
-@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_putting_a_policy_on_runs_no_forward_and_changes_no_attribute(
-    make: Callable[[], nn.Module], action: str
-) -> None:
-    model = Holder(make())
-    before, state = list(vars(model.inside)), list(model.state_dict())
-    CALLS.clear()
-    handle = recompute.apply(model, policy(("inside", action)))
-    assert CALLS == []
-    model(tokens())
-    handle.remove()
-    assert list(vars(model.inside)) == before
-    assert list(model.state_dict()) == state
-    if isinstance(model.inside, Stateful):
-        assert (model.inside.calls, len(model.inside.seen)) == (1, 1)
-        assert isinstance(model.inside.last, Tensor)
-        assert isinstance(model.inside.average, Tensor)
-
-
 # Regions that cannot drop, inside of regions that can
 
 
@@ -371,14 +283,6 @@ class Attend(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return (x @ x.t()).softmax(-1) @ x
-
-
-@pytest.mark.filterwarnings("ignore::recompute.errors.PolicyWarning")
-def test_a_region_found_out_to_be_costly_while_a_checkpointed_one_around_it_runs() -> None:
-    model = holding(lambda self, x: self.attend(self.attend(x).sin()).cos(), attend=Attend())
-    rules = policy(("inside.attend", "recompute"), ("inside", "checkpoint"))
-    for _ in range(2):
-        assert_as_plain(model, rules, tokens())
 
 
 @pytest.mark.filterwarnings("ignore::recompute.errors.PolicyWarning")
