@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from engine_testing import HIDDEN, TOKENS, Tracker, bits, leaves, loss_of, module_of, needs_grad
+from engine_testing import HIDDEN, TOKENS, RMSNorm, Tracker, bits, leaves, loss_of, module_of, needs_grad
 from torch import Tensor, nn
 
 import recompute
@@ -64,17 +64,6 @@ class Body(NamedTuple):
     """The only ways in which the claim is made, if not in all."""
 
 
-class Norm(nn.Module):
-    """RMSNorm as Llama writes it."""
-
-    def __init__(self, size: int = HIDDEN):
-        super().__init__()
-        self.weight = nn.Parameter(1 + torch.rand(size))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
-
-
 class Model(nn.Module):
     """A body between others, which save what it is given and what it gives."""
 
@@ -82,7 +71,7 @@ class Model(nn.Module):
         """``rule``: the body is a decorated function under it, and the module is in its closure."""
         super().__init__()
         torch.manual_seed(0)
-        self.before, self.norm = nn.Linear(HIDDEN, HIDDEN), Norm()
+        self.before, self.norm = nn.Linear(HIDDEN, HIDDEN), RMSNorm()
         parts = body.parts()
         buffers = parts.pop("buffers", {})
         self.inside = module_of(body.forward, **parts)

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from corpus import Body, Norm
-from engine_testing import HIDDEN, TOKENS
+from corpus import Body
+from engine_testing import HIDDEN, TOKENS, RMSNorm
 from torch import Tensor, nn
 from torch.nested import nested_tensor
 from torch.nn.utils.rnn import pack_padded_sequence
@@ -237,7 +237,7 @@ def kind(number: int, make: Callable[[Tensor], Any], use: Callable[[Any], Any]) 
     def given(x: Tensor) -> Any:
         return {"value": make(x), "x": x, "offset": 1.0} if number % 2 else (x, make(x))
 
-    return Body(forward, lambda: {"norm": Norm()}, given)
+    return Body(forward, lambda: {"norm": RMSNorm()}, given)
 
 
 def same_twice(self: Any, x: Tensor, first: list[float], second: list[float]) -> Tensor:
@@ -321,7 +321,7 @@ MAY_BE_CAPTURED = ("nested", "twice the same", "views of two", "expanded", "deta
 
 
 def giving(function: Callable[[Tensor], Any], captured: bool | None) -> Body:
-    return Body(lambda self, x: function(self.norm(x).cos()), lambda: {"norm": Norm()}, captured=captured)
+    return Body(lambda self, x: function(self.norm(x).cos()), lambda: {"norm": RMSNorm()}, captured=captured)
 
 
 RESULTS: dict[str, Body] = {

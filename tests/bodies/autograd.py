@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from corpus import Body, Norm, nothing
-from engine_testing import HIDDEN
+from corpus import Body, nothing
+from engine_testing import HIDDEN, RMSNorm
 from torch import Tensor, nn
 from torch.autograd import Function, forward_ad
 from torch.autograd.function import once_differentiable
@@ -22,7 +22,7 @@ RAN: list[str] = []
 
 def parts() -> dict[str, Any]:
     return {
-        "norm": Norm(),
+        "norm": RMSNorm(),
         "linear": nn.Linear(HIDDEN, HIDDEN),
         "weight": nn.Parameter(torch.rand(HIDDEN)),
         "frozen": nn.Parameter(torch.rand(HIDDEN), requires_grad=False),

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from corpus import Body, Norm
-from engine_testing import HIDDEN, TOKENS
+from corpus import Body
+from engine_testing import HIDDEN, TOKENS, RMSNorm
 from torch import Tensor, nn
 
 
@@ -17,7 +17,7 @@ def linear() -> dict[str, Any]:
 
 
 def norm() -> dict[str, Any]:
-    return {"norm": Norm()}
+    return {"norm": RMSNorm()}
 
 
 def both() -> dict[str, Any]:

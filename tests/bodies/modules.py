@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from corpus import Body, Norm
-from engine_testing import HIDDEN, TOKENS, module_of
+from corpus import Body
+from engine_testing import HIDDEN, TOKENS, RMSNorm, module_of
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
@@ -376,13 +376,13 @@ MODULES: dict[str, Body] = {
     "a sparse buffer of rows": adjacency(torch.sparse_csr),
     "eval before backward": Body(
         lambda self, x: F.dropout(self.norm(x), 0.5, self.training).exp().sin(),
-        lambda: {"norm": Norm()},
+        lambda: {"norm": RMSNorm()},
         start=lambda module: module.train(),
         between=lambda module, *_: module.eval(),
     ),
     "one module in recursion": Body(
         lambda self, x: self.shared(self.shared(x).exp()).sin(),
-        lambda: {"shared": module_of(recursive, linear=nn.Linear(HIDDEN, HIDDEN), norm=Norm())},
+        lambda: {"shared": module_of(recursive, linear=nn.Linear(HIDDEN, HIDDEN), norm=RMSNorm())},
     ),
 }
 

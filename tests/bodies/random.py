@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from corpus import OWN_LEGACY, OWN_NUMPY, OWN_PYTHON, OWN_TORCH, TRACKER, Body, Norm
-from engine_testing import HIDDEN, holding
+from corpus import OWN_LEGACY, OWN_NUMPY, OWN_PYTHON, OWN_TORCH, TRACKER, Body
+from engine_testing import HIDDEN, RMSNorm, holding
 from numpy.random import rand as numpy_by_name
 from torch import Tensor, nn
 
@@ -85,7 +85,7 @@ OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
 def drawing(function: Callable[[Tensor], Tensor], captured: bool | None = None) -> Body:
     return Body(
         lambda self, x: self.linear(function(self.norm(x).sin()).exp().sin()),
-        lambda: {"norm": Norm(), "linear": nn.Linear(HIDDEN, HIDDEN)},
+        lambda: {"norm": RMSNorm(), "linear": nn.Linear(HIDDEN, HIDDEN)},
         captured=captured,
         drops=function is not attention,
     )
@@ -149,7 +149,7 @@ def filled_late(name: str, last: bool) -> Body:
         x = LATE[name](self, self.norm(x))
         return x if last else x.sin()
 
-    return Body(forward, lambda: {"norm": Norm(), "act": nn.RReLU(), "batch": nn.BatchNorm1d(HIDDEN)})
+    return Body(forward, lambda: {"norm": RMSNorm(), "act": nn.RReLU(), "batch": nn.BatchNorm1d(HIDDEN)})
 
 
 def in_some_runs(self: Any, x: Tensor) -> Tensor:

@@ -17,7 +17,6 @@ from engine_testing import (
     assert_as_plain,
     bits,
     both_actions,
-    every_policy,
     holding,
     loss_of,
     no_garbage_collection,
@@ -27,7 +26,6 @@ from engine_testing import (
 )
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import recompute
@@ -60,48 +58,7 @@ def test_torch_checkpoint_in_the_middle_of_a_region(reentrant: bool) -> None:
     assert grads() == expected
 
 
-@every_policy
-@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
-def test_anomaly_detection_finds_nothing_wrong(rules: dict[str, Any]) -> None:
-    assert_as_plain(Stack(), rules, tokens(), around=torch.autograd.detect_anomaly)
-
-
 # Functional transforms
-
-
-@every_policy
-def test_functional_gradients_of_a_module_under_a_policy(rules: dict[str, Any]) -> None:
-    model, x = Stack(count=1, p=0.0), tokens()
-    model.layers[0].attention = model.layers[0].attention.q
-    parameters = dict(model.named_parameters())
-
-    def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
-        return torch.func.functional_call(model, parameters, (x,)).sin().sum()
-
-    def found() -> list[Any]:
-        detached = {name: value.detach() for name, value in parameters.items()}
-        grads = torch.func.grad(loss)(detached, x.detach())
-        per_sample = torch.func.vmap(torch.func.grad(loss), (None, 0))(detached, torch.stack([x.detach()] * 2))
-        _, tangent = torch.func.jvp(lambda x: loss(detached, x), (x.detach(),), (torch.ones_like(x),))
-        return [bits(value) for value in (*grads.values(), *per_sample.values(), tangent)]
-
-    expected = found()
-    handle = recompute.apply(model, rules)
-    assert found() == expected
-    assert handle.stats().frames == 0
-
-
-@every_policy
-def test_vmap_over_a_module_that_trains(rules: dict[str, Any]) -> None:
-    model, x = Stack(count=1, p=0.0), tokens(2, TOKENS, HIDDEN)
-
-    def grads() -> list[Any]:
-        loss = torch.func.vmap(model)(x).sum()
-        return [bits(grad) for grad in torch.autograd.grad(loss, [x, *model.parameters()])]
-
-    expected = grads()
-    recompute.apply(model, rules)
-    assert grads() == expected
 
 
 @pytest.mark.parametrize("rules", [*POLICIES.values(), NESTED], ids=[*POLICIES, "nested"])
@@ -180,57 +137,6 @@ def test_functional_gradients_in_a_kept_part_of_a_region_leave_the_rest_to_the_r
 
 
 # Forward mode
-
-
-def directional(model: nn.Module, x: Tensor) -> list[Tensor]:
-    """Of an argument that is dual, and backward through that, inside and outside of the level."""
-    with forward_ad.dual_level():
-        output = forward_ad.unpack_dual(model(forward_ad.make_dual(x, x.cos())))
-        assert output.tangent is not None
-        total = output.primal.sum() + output.tangent.sum()
-        inside = torch.autograd.grad(total, [x, *model.parameters()], retain_graph=True)
-    return [output.tangent.clone(), *inside]
-
-
-def directional_in_parameters(model: nn.Module, x: Tensor) -> list[Tensor]:
-    with forward_ad.dual_level():
-        named = {name: forward_ad.make_dual(value, value.cos()) for name, value in model.named_parameters()}
-        output = forward_ad.unpack_dual(torch.func.functional_call(model, named, (x,)))
-        assert output.tangent is not None
-        return [output.primal.clone(), output.tangent.clone()]
-
-
-def directional_inside(model: nn.Module, x: Tensor) -> list[Tensor]:
-    """With a region before the level, run again in it."""
-    result = model(x)
-    with forward_ad.dual_level():
-        tangent = forward_ad.unpack_dual(model(forward_ad.make_dual(x, x.cos()))).tangent
-        return [tangent.clone(), *torch.autograd.grad(result.sum(), [x, *model.parameters()])]
-
-
-def hessian_product(model: nn.Module, x: Tensor) -> list[Tensor]:
-    value, product = torch.autograd.functional.hvp(lambda x: model(x).sin().sum(), x, x.cos())
-    return [value, product]
-
-
-def jacobian(model: nn.Module, x: Tensor) -> list[Tensor]:
-    both = [torch.func.jacfwd(model)(x[:2]), torch.func.jacrev(model)(x[:2])]
-    return [*both, torch.autograd.functional.jacobian(model, x[:2], vectorize=True)]
-
-
-FORWARD_MODE = [directional, directional_in_parameters, directional_inside, hessian_product, jacobian]
-
-
-@pytest.mark.parametrize("derive", FORWARD_MODE, ids=lambda derive: derive.__name__)
-@every_policy
-def test_derivatives_in_forward_mode_are_those_without_a_policy(rules: dict[str, Any], derive: Any) -> None:
-    model, x = Stack(count=1, p=0.0), tokens()
-    layer = model.layers[0]
-    layer.attention, layer.mlp.act_fn = layer.attention.q, nn.Tanh()  # torch differentiates attention and SiLU but once
-    expected = [bits(value) for value in derive(model, x)]
-    recompute.apply(model, rules)
-    for _ in range(2):
-        assert [bits(value) for value in derive(model, x)] == expected
 
 
 @both_actions

@@ -286,52 +286,6 @@ def test_9_the_users_own_saved_tensor_hooks_hold_all_that_is_held(rules: dict[st
     loss_of(result).backward()
 
 
-class Checkpointed(nn.Module):
-    """Runs what is inside under torch's checkpoint."""
-
-    def __init__(self, inside: nn.Module, reentrant: bool):
-        super().__init__()
-        self.inside, self.reentrant = inside, reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.inside, x, use_reentrant=self.reentrant)
-
-
-@every_policy
-def test_9_inside_torch_checkpoint(rules: dict[str, Any]) -> None:
-    inside = {"rules": [{**rule, "match": f"inside.{rule['match']}"} for rule in rules["rules"]]}
-    assert_as_plain(Checkpointed(Stack(), reentrant=False), inside, tokens())
-
-
-@every_policy
-def test_9_inside_reentrant_torch_checkpoint(rules: dict[str, Any]) -> None:
-    def grads(model: nn.Module) -> list[Any]:
-        torch.manual_seed(3)
-        loss_of(model(x)).backward()
-        return [bits(parameter.grad) for parameter in model.parameters()]
-
-    x = tokens()
-    model = Checkpointed(Stack(), reentrant=True)
-    expected = grads(model)
-    model.zero_grad()
-    recompute.apply(model, {"rules": [{**rule, "match": f"inside.{rule['match']}"} for rule in rules["rules"]]})
-    assert grads(model) == expected
-
-
-@pytest.mark.parametrize("action", ["checkpoint", "recompute"])
-def test_9_around_torch_checkpoint(action: str) -> None:
-    class Around(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.layer = RMSNorm(), Checkpointed(Layer(), reentrant=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(self.norm(x)) + x.exp()
-
-    rules = {"checkpoint": policy(("inside", "checkpoint")), "recompute": policy(("inside.norm", "recompute"))}
-    assert_as_plain(_hold(Around()), rules[action], tokens())
-
-
 def _hold(inside: nn.Module) -> nn.Module:
     model = holding(lambda self, x: x)
     model.inside = inside
