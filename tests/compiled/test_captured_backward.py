@@ -28,7 +28,7 @@ from capture_testing import (
     train,
 )
 from engine_testing import leaves, loss_of
-from tiers import by_default
+from tiers import by_default, slow
 from torch import Tensor, nn
 from torch.autograd import grad
 
@@ -73,9 +73,6 @@ def running(run: Run, x: Tensor) -> Step:
         "transposed",
         "read_outside_too",
         "with_hooks",
-        "piled_up",
-        "in_another_thread",
-        "of_several_shapes",
         "update_in_a_hook",
     ),
 )
@@ -211,7 +208,7 @@ class Skip(nn.Module):
         return torch.cat([skip, found], self.dim).sigmoid()
 
 
-@pytest.mark.parametrize("action", ["recompute", "checkpoint"])
+@pytest.mark.parametrize("action", ["recompute", *slow("checkpoint")])
 @pytest.mark.parametrize("is_frozen", [False, True])
 @pytest.mark.parametrize(("block", "count", "dim"), [(Timed, 2, 1), (Timed, 1, 1), (Complex, 2, 0)])
 def test_each_region_runs_code_for_the_gradients_that_it_gets(
