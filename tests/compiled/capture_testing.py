@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from engine_testing import assert_same, leaves, loss_of
+from engine_testing import assert_same, leaves, loss_of, module_of
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -93,12 +93,8 @@ class Layers(nn.Module):
         return self.head(x)
 
 
-def body(forward: Callable[..., Any], **parts: Any) -> nn.Module:
-    """A module that runs ``forward(self, *args)``; ``parts`` become its attributes."""
-    module = type("Body", (nn.Module,), {"forward": forward})()
-    for name, part in parts.items():
-        setattr(module, name, part)
-    return module
+body = module_of
+"""A module that runs ``forward(self, *args)``; ``parts`` become its attributes."""
 
 
 def fresh(value: Any) -> Any:

@@ -11,7 +11,19 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from capture_testing import SIZE, Around, Twins, captured_twins, fresh, observed, rule, stepping, tokens, train
+from capture_testing import (
+    SIZE,
+    Around,
+    Twins,
+    body,
+    captured_twins,
+    fresh,
+    observed,
+    rule,
+    stepping,
+    tokens,
+    train,
+)
 from engine_testing import assert_same, loss_of
 from torch import Tensor, nn
 from torch.autograd import forward_ad, grad
@@ -208,3 +220,45 @@ def test_threads_that_run_one_region_from_the_start(x: Tensor) -> None:
     for thread in threads:
         thread.join()
     assert same == [True] * 100
+
+
+# Random numbers
+
+
+def drops_out(self: Any, x: Tensor) -> Tensor:
+    return self.lin(F.dropout(F.gelu(self.lin(x)), 0.3))
+
+
+def draws_between(module: nn.Module, x: Tensor) -> list[Any]:
+    first, second = module(x), module(x)
+    noise = torch.rand(5)
+    loss_of(first).backward()
+    after = torch.rand(5)
+    second.sum().backward()  # whose gradient is of another layout further in
+    return [first, second, noise, after]
+
+
+def runs_again(module: nn.Module, x: Tensor) -> list[Any]:
+    y = module.inside(x)
+    noise = torch.rand(5)
+    y.sum().backward()
+    return [y, noise, torch.rand(5)]
+
+
+def by_the_tape_in_between(module: nn.Module, x: Tensor) -> list[Any]:
+    found = [module(each) for each in (x, torch.cat([x, x[:1]]), x)]
+    for y in found:
+        loss_of(y).backward(retain_graph=True)
+    return found
+
+
+def test_draws_inside_come_back_and_those_outside_are_what_they_were(x: Tensor) -> None:
+    twins = captured_twins(body(drops_out, lin=nn.Linear(SIZE, SIZE)), x)
+    for run, count in ((draws_between, 2), (runs_again, 1), (runs_again, 1), (by_the_tape_in_between, 2)):
+
+        def step(module: nn.Module, run: Callable[..., list[Any]] = run) -> list[Any]:
+            torch.manual_seed(3)
+            given = fresh(x)
+            return [*run(module, given), given.grad]
+
+        assert twins.runs_code(step) == count
