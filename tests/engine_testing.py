@@ -82,12 +82,7 @@ every_tape = pytest.mark.parametrize(
     "rules", by_default({name: RULES_OF_SETTINGS[name] for name in TAPES}, "recompute")
 )
 every_policy_of_a_stack = pytest.mark.parametrize(
-    "rules",
-    by_default(
-        {**RULES_OF_SETTINGS, "parts": RECOMPUTE, "both": BOTH},
-        "recompute",
-        "both",
-    ),
+    "rules", by_default({**RULES_OF_SETTINGS, "parts": RECOMPUTE, "both": BOTH}, "recompute", "both")
 )
 """Whole layers under one setting each; their parts; and a layer beside parts of the others."""
 
@@ -123,16 +118,13 @@ class Holder(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """As in Llama. ``runs`` counts how often any has run."""
-
-    runs = 0
+    """As in Llama."""
 
     def __init__(self, size: int = HIDDEN):
         super().__init__()
         self.weight = nn.Parameter(1 + torch.rand(size))
 
     def forward(self, x: Tensor) -> Tensor:
-        RMSNorm.runs += 1
         wide = x.to(torch.float32)
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
         return self.weight * wide.to(x.dtype)

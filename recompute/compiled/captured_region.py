@@ -14,7 +14,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn.modules.module import _has_any_global_hook
-from torch.utils._pytree import tree_leaves
 
 from recompute.compiled.autocast_settings import autocast_in_force
 from recompute.compiled.captured_graph import (
@@ -345,7 +344,7 @@ class CapturedRegion:
         self._recordings += 1
         departed, self.recorded = self.departed, None
         numerics, autocast = Numerics(), autocast_in_force()
-        reached = walk_references((function, *modules_in(function, args), *tree_leaves((args, kwargs))))
+        reached = walk_references((function, *modules_in(function, args), args, kwargs))
         generators = RngState({id(value): value for value in reached if is_random_source(value)}.values())
         counting = {id(runner.statistics): runner.statistics for runner in runners_in(function, args)}
         before = [Counts.so_far(each) for each in counting.values()]

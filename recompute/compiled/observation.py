@@ -332,6 +332,8 @@ class Observation:
         if use is not None:
             self._see(gradient, use)
         elif (position := self._outputs.get((number, slot))) is not None:
+            if self._gradients[position] is not None:  # as when a hook runs backward of the graph that it is called by
+                raise NotCapturable("its backward runs again before it has ended")
             self._gradients[position] = buffer = self._recording.receive(gradient)
             if self._recording.buffers[buffer].root not in self._gradients:
                 raise NotCapturable("the gradient of an output shares memory with one of its tensors")

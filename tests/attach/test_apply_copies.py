@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from tiers import by_default, slow
-from tiny import TinyDecoderLayer, assert_same, decoder, rule, rules, train
+from tiny import TinyDecoderLayer, assert_same, decoder, next_token_loss, rule, rules, token_ids, train
 from torch import nn
 
 import recompute
@@ -48,11 +48,13 @@ def test_copies_are_of_the_model_without_the_policy(how: str, preset: str) -> No
     train(plain, steps=1)
     if preset == "kernel":  # within rounding only
         plain.load_state_dict(model.state_dict())
+    loss = next_token_loss(model, token_ids())  # whose graph is alive
     copied = COPIES[how](model)
     assert_clean(copied, plain)
     frames = handle.stats().frames
     assert_same(train(copied), train(plain))
     assert handle.stats().frames == frames
+    loss.backward()
     train(model, steps=1)
     assert handle.stats().frames > frames
     recompute.apply(copied, preset)
@@ -134,6 +136,7 @@ assert sys.modules["recompute"] is None
 """
 
 
+@pytest.mark.slow
 def test_what_is_saved_loads_where_this_package_is_not_installed(tmp_path: Path) -> None:
     model = decoder()
     recompute.apply(model, "hook")

@@ -140,7 +140,8 @@ def test_kernels_are_as_close_to_float64_as_eager_is(name: str) -> None:
     assert gradient_error(found, truth) <= 1.25 * gradient_error(without, truth)
 
 
-@pytest.mark.parametrize("name", by_default(list(CONFIGS), "llama"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
 def test_kernels_of_whole_layers_are_as_close_to_float64_as_eager_is(name: str) -> None:
     model, eager = make(name), make(name)
     exact = in_float64(eager)

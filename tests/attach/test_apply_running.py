@@ -30,7 +30,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import recompute
-from recompute.attach.explain import Stats
 from recompute.errors import PolicyWarning
 
 TAPES = ["hook", "elementwise", "auto"]
@@ -249,52 +248,6 @@ def test_a_policy_applied_in_eval_mode_knows_nothing_of_training(cls: type[nn.Mo
     assert_same(gradients(module.train(), x), gradients(plain, x))
 
 
-GENERATOR = torch.Generator()
-
-
-class Noisy(nn.Module):
-    """Draws from a generator that is to be found in one place or another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator: torch.Generator | None = None
-        self.inside: list[torch.Generator] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x.tanh() * self.noise(x)).exp()
-
-    def noise(self, x: Tensor) -> Tensor:
-        (generator,) = self.inside or [self.generator or GENERATOR]
-        return torch.rand(x.shape, generator=generator)
-
-
-@pytest.mark.parametrize("action", ["checkpoint", "recompute"])
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("place", ["default", "global", "attribute", "list"])
-def test_what_is_drawn_is_drawn_again(place: str, when: str, action: str) -> None:
-    def put() -> None:
-        if place == "attribute":
-            module.generator = torch.Generator()
-        elif place == "list":
-            module.inside = [torch.Generator()]
-        elif place == "default":
-            module.inside = [torch.default_generator]
-
-    outcomes = []
-    for policy in (rules(), rules(rule("Noisy", action))):
-        module = Noisy()
-        if when == "before":
-            put()
-        recompute.apply(module, policy)
-        if when == "after":
-            put()
-        for generator in (GENERATOR, module.generator, *module.inside):
-            if generator is not None:
-                generator.manual_seed(0)
-        outcomes.append(gradients(module, torch.linspace(-1, 1, 12)))
-    assert_same(*outcomes)
-
-
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     model.eval()
@@ -307,23 +260,6 @@ MODES: dict[str, Callable[[nn.Module], AbstractContextManager[Any]]] = {
     "no_grad": lambda _: torch.no_grad(),
     "inference_mode": lambda _: torch.inference_mode(),
 }
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("preset", by_default(EXACT, "full", "hook"))
-def test_where_nothing_is_trained_nothing_is_held(preset: str, mode: str) -> None:
-    model, plain = decoder(dropout=0.3), decoder(dropout=0.3)
-    handle = recompute.apply(model, preset)
-    outputs, counts = [], []
-    for each in (model, plain):
-        torch.manual_seed(0)
-        with MODES[mode](each), counted_ops() as ran:
-            outputs.append(each(token_ids()))
-        counts.append(ran)
-    assert torch.equal(*outputs)
-    assert counts[0] == counts[1]
-    assert handle.stats() == Stats()
-    assert_same(train(model), train(plain))  # and training goes on after it
 
 
 @pytest.mark.parametrize("mode", MODES)

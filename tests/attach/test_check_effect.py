@@ -176,10 +176,10 @@ def test_many_rules_take_time_in_proportion_and_one_warning(glob: str) -> None:
         return calls(lambda: messages.extend(warned(policy)))
 
     calls_for(10)  # what is done once
-    few, many = calls_for(1000), calls_for(4000)
+    few, many = calls_for(300), calls_for(1200)
     assert many < 5 * few
     assert len(messages) == 3
-    assert re.search(r"3,99\d more of the 4,001 rules govern no module$", messages[-1])
+    assert re.search(r"1,19\d more of the 1,201 rules govern no module$", messages[-1])
     assert messages[-1].count("governs no module") == 5
 
 

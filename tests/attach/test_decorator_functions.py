@@ -27,7 +27,6 @@ def inputs() -> Tensor:
 
 
 LINEAR = nn.Linear(HIDDEN, HIDDEN)
-GENERATOR = torch.Generator()
 SCALE = torch.full((HIDDEN,), 0.7)
 STORAGES: list[StorageWeakRef] = []
 NOTE_STORAGE = STORAGES.append
@@ -63,17 +62,6 @@ class Methods:
         return noted(x.tanh().exp()).square()
 
 
-class Noise(nn.Module):
-    """Draws from a generator of its own."""
-
-    def __init__(self, generator: torch.Generator) -> None:
-        super().__init__()
-        self.generator = generator
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * torch.rand(x.shape, generator=self.generator)
-
-
 def closing_over_a_module() -> tuple[Callable[[Tensor], Tensor], list[torch.Generator]]:
     linear = LINEAR
     return lambda x: noted(linear(x.tanh()).sin().exp()).square(), []
@@ -82,37 +70,6 @@ def closing_over_a_module() -> tuple[Callable[[Tensor], Tensor], list[torch.Gene
 def closing_over_a_tensor() -> tuple[Callable[[Tensor], Tensor], list[torch.Generator]]:
     scale = SCALE
     return lambda x: noted((x.tanh() * scale).exp()).square(), []
-
-
-def closing_over_a_generator() -> tuple[Callable[[Tensor], Tensor], list[torch.Generator]]:
-    generator = torch.Generator()
-    return lambda x: noted((x.tanh() * torch.rand(x.shape, generator=generator)).exp()).square(), [generator]
-
-
-def closing_over_a_module_with_a_generator() -> tuple[Callable[[Tensor], Tensor], list[torch.Generator]]:
-    noise = Noise(torch.Generator())
-    return lambda x: noted(noise(x.tanh()).exp()).square(), [noise.generator]
-
-
-def closing_over_a_container() -> tuple[Callable[[Tensor], Tensor], list[torch.Generator]]:
-    generators = [torch.Generator()]
-    return lambda x: noted((x.tanh() * torch.rand(x.shape, generator=generators[0])).exp()).square(), generators
-
-
-def calling_a_helper() -> tuple[Callable[[Tensor], Tensor], list[torch.Generator]]:
-    generator = torch.Generator()
-
-    def helper(x: Tensor) -> Tensor:
-        return x * torch.rand(x.shape, generator=generator)
-
-    return lambda x: noted(helper(x.tanh()).exp()).square(), [generator]
-
-
-def naming_a_global() -> tuple[Callable[[Tensor], Tensor], list[torch.Generator]]:
-    def named(x: Tensor) -> Tensor:
-        return noted((x.tanh() * torch.rand(x.shape, generator=GENERATOR)).exp()).square()
-
-    return named, [GENERATOR]
 
 
 METHODS = Methods()
@@ -130,11 +87,6 @@ FUNCTIONS: dict[str, Callable[[], tuple[Callable[..., Tensor], list[torch.Genera
         for make in (
             closing_over_a_module,
             closing_over_a_tensor,
-            closing_over_a_generator,
-            closing_over_a_module_with_a_generator,
-            closing_over_a_container,
-            calling_a_helper,
-            naming_a_global,
         )
     },
 }

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from engine_testing import assert_same, leaves, loss_of
+from engine_testing import assert_same, leaves, loss_of, module_of
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -92,12 +93,8 @@ class Layers(nn.Module):
         return self.head(x)
 
 
-def body(forward: Callable[..., Any], **parts: Any) -> nn.Module:
-    """A module that runs ``forward(self, *args)``; ``parts`` become its attributes."""
-    module = type("Body", (nn.Module,), {"forward": forward})()
-    for name, part in parts.items():
-        setattr(module, name, part)
-    return module
+body = module_of
+"""A module that runs ``forward(self, *args)``; ``parts`` become its attributes."""
 
 
 def fresh(value: Any) -> Any:
@@ -136,6 +133,27 @@ def train(*inputs: Any, seed: int = 0, **kwargs: Any) -> Step:
         found = {f"output {index}": leaf for index, leaf in enumerate(leaves(result))}
         both = tree_leaves((given, named))
         return found | {f"input {i}": leaf.grad for i, leaf in enumerate(both) if isinstance(leaf, Tensor)}
+
+    return step
+
+
+def stepping(
+    x: Tensor,
+    call: Callable[[nn.Module, Tensor], Any] = lambda module, x: module(x),
+    *,
+    forward: Callable[[], Any] = nullcontext,
+    backward: Callable[[], Any] = nullcontext,
+) -> Step:
+    """A step of ``call`` on a copy of ``x``, with these around its forward and its backward."""
+
+    def step(module: nn.Module) -> list[Any]:
+        given = fresh(x)
+        torch.manual_seed(0)
+        with forward():
+            y = call(module, given)
+        with backward():
+            loss_of(y).backward()
+        return [y, given.grad]
 
     return step
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
+import os
 from collections.abc import Callable, Iterator
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -18,15 +19,15 @@ from capture_testing import (
     Twins,
     body,
     captured_twins,
-    fresh,
     rule,
+    stepping,
     tokens,
     train,
 )
-from engine_testing import loss_of
 from tiers import slow
 from torch import Tensor, nn
 
+import recompute
 from recompute.compiled import captured_graph, captured_region
 
 
@@ -131,12 +132,7 @@ def test_two_kinds_of_calls_that_take_turns_are_both_captured(
         y = F.gelu(self.linear(self.norm(x)))
         return y.masked_fill(y > 1, 0.5) if is_masked else y * torch.sigmoid(y)
 
-    def step(module: nn.Module) -> list[Any]:
-        x = fresh(given)
-        loss_of([call(module, x, False), call(module, x, True)]).backward()
-        return [x.grad]
-
-    given = tokens()
+    step = stepping(tokens(), lambda module, x: [call(module, x, False), call(module, x, True)])
     inside = body(forward, norm=nn.LayerNorm(SIZE), linear=nn.Linear(SIZE, SIZE))
     twins = Twins(Around(inside), {"rules": [{"match": "inside", "action": action}]})
     for _ in range(8):
@@ -166,7 +162,7 @@ def activate(model: nn.Module, name: str) -> None:
 
 
 @pytest.mark.parametrize("action", ["recompute", *slow("checkpoint")])
-@pytest.mark.parametrize("of_second", ["ab", "b"])
+@pytest.mark.parametrize("of_second", [*slow("ab"), "b"])
 def test_adapters_that_take_turns_are_captured_in_each_layer(of_second: str, action: str) -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         return x + self.second(F.gelu(self.first(self.norm(x))))
@@ -180,26 +176,6 @@ def test_adapters_that_take_turns_are_captured_in_each_layer(of_second: str, act
         twins.both(lambda model, step=step: activate(model, "ab"[step % 2]))  # type: ignore[misc]
         count = twins.runs_code(train(tokens()))
         assert count == 2 or step < 12
-
-
-@dataclasses.dataclass
-class Batch:
-    x: Tensor
-    scale: float
-
-
-def test_tensors_in_an_object_of_the_users() -> None:
-    def forward(self: Any, batch: Batch) -> Tensor:
-        return F.gelu(self.linear(batch.x)) * batch.scale
-
-    def step(module: nn.Module) -> list[Any]:
-        x = fresh(given)
-        loss_of(module.inside(Batch(x, 0.5))).backward()
-        return [x.grad]
-
-    given = tokens()
-    twins = Twins(Around(body(forward, linear=nn.Linear(SIZE, SIZE)))).settle(step)
-    assert twins.runs_code(step) == 1
 
 
 def test_an_output_whose_graph_reaches_no_input() -> None:
@@ -308,3 +284,23 @@ def test_an_error_of_the_code_itself_while_it_is_watched_comes_as_without_a_poli
             one(tokens())
     twins.under.inside.other = twins.plain.inside.other = torch.eye(SIZE)
     twins.settle(step)
+
+
+def linear() -> nn.Module:
+    return nn.Linear(SIZE, SIZE)
+
+
+def counts_if_not_compiled(self: Any, x: Tensor) -> Tensor:
+    if not torch.compiler.is_compiling():
+        self.seen.append(1)
+    return F.gelu(self.lin(x))
+
+
+@pytest.mark.parametrize("package", [torch, recompute], ids=["torch", "recompute"])
+def test_code_in_a_folder_beside_torch_or_this_package_is_a_users(package: Any) -> None:
+    """The ops that torch and this package choose by the question are compared. What other code does is not."""
+    folder = os.path.dirname(package.__file__)  # site-packages/torch, beside site-packages/torchvision
+    code = counts_if_not_compiled.__code__.replace(co_filename=f"{folder}vision/model.py")
+    twins = Twins(Around(body(FunctionType(code, globals()), lin=linear(), seen=[])))
+    twins.settle(train(tokens()), captured=False)
+    assert "whether it is compiled" in twins.why_not

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import models
 import pytest
 import torch
 import torch.nn.functional as F
-from capture_testing import ROWS, SIZE, STEPS_TO_SETTLE, Around, Block, Norm, Step, Twins, body, fresh, tokens
+from capture_testing import ROWS, SIZE, STEPS_TO_SETTLE, Around, Block, Norm, Step, Twins, body, fresh, stepping, tokens
 from engine_testing import assert_same, loss_of
 from tiers import by_default, slow
 from torch import Tensor, nn
@@ -27,18 +29,9 @@ def under_autocast(
 ) -> Step:
     """A step whose forward runs under autocast; inside: and its backward, too."""
 
-    def step(module: nn.Module) -> list[Any]:
-        given = fresh(x)
-        with bfloat16(**options):
-            y = module(given) if forward is None else forward(module, given)
-            loss = loss_of(y)
-            if inside:
-                loss.backward()
-        if not inside:
-            loss.backward()
-        return [y, given.grad]
-
-    return step
+    around = functools.partial(bfloat16, **options)
+    call = forward or (lambda module, x: module(x))
+    return stepping(x, call, forward=around, backward=around if inside else nullcontext)
 
 
 def around(inside: nn.Module) -> nn.Module:
@@ -105,14 +98,7 @@ def test_backward_moves_into_autocast_and_out_of_it() -> None:
 
 def test_another_autocast_has_code_of_its_own() -> None:
     x = tokens()
-
-    def in_float16(module: nn.Module) -> list[Any]:
-        given = fresh(x)
-        with torch.autocast("cpu", torch.float16):
-            y = module(given)
-        loss_of(y).backward()
-        return [y, given.grad]
-
+    in_float16 = stepping(x, forward=functools.partial(torch.autocast, "cpu", torch.float16))
     twins = Twins(around(Block())).settle(under_autocast(x))
     twins.settle(in_float16)
     assert twins.runs_code(under_autocast(x)) == 1
@@ -185,15 +171,10 @@ def test_autocast_around_backward_alone_applies_inside_of_an_op() -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         return torch.tanh(self.both(x, x))
 
-    def step(module: nn.Module) -> list[Any]:
-        x = fresh(given)
-        loss = loss_of(module(x))
-        with bfloat16():
-            loss.backward()
-        return [x.grad]
-
-    given = tokens()
-    twins = Twins(Around(body(forward, both=nn.Bilinear(SIZE, SIZE, SIZE))))
+    twins, step = (
+        Twins(Around(body(forward, both=nn.Bilinear(SIZE, SIZE, SIZE)))),
+        stepping(tokens(), backward=bfloat16),
+    )
     for _ in range(STEPS_TO_SETTLE + 2):
         twins.step(step)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
+import engine_testing
 import pytest
 import torch
 import torch.nn.functional as F
+from bodies.runs import RUNS, Run
 from capture_testing import (
     NODE,
     ROWS,
@@ -26,8 +27,8 @@ from capture_testing import (
     tokens,
     train,
 )
-from engine_testing import loss_of
-from tiers import by_default
+from engine_testing import leaves, loss_of
+from tiers import by_default, slow
 from torch import Tensor, nn
 from torch.autograd import grad
 
@@ -52,161 +53,48 @@ def on(x: Tensor, backward: Backward) -> Step:
     return lambda module: backward(module, fresh(x))
 
 
-def several_times(m: nn.Module, x: Tensor) -> list[Any]:
-    loss = loss_of(m(x))
-    loss.backward(retain_graph=True)
-    loss.backward(retain_graph=True)
-    loss.backward()
-    return [x.grad]
+NEVER_AS_CODE = ("under_anomaly_detection", "functional", "vmapped", "by_replicas", "in torch's checkpoint")
+CAPTURED = {name: each for name, each in RUNS.items() if each.captured}
+LAYERS = {"rules": [{"match": "layers.*", "action": "recompute", "via": "hook"}]}
 
 
-def of_the_input_alone(m: nn.Module, x: Tensor) -> list[Any]:
-    return [*grad(loss_of(m(x)), x)]
+def running(run: Run, x: Tensor) -> Step:
+    return lambda module: (torch.manual_seed(3), leaves(run.run(module, fresh(x))))[1]
 
 
-def of_a_weight_alone(m: nn.Module, x: Tensor) -> list[Any]:
-    return [*grad(loss_of(m(x)), m.inside.up.weight)]
-
-
-def of_some_and_then_of_others(m: nn.Module, x: Tensor) -> list[Any]:
-    loss = loss_of(m(x))
-    return [*grad(loss, [m.inside.up.weight, x, m.inside.weight], retain_graph=True), *grad(loss, x)]
-
-
-def batched(m: nn.Module, x: Tensor) -> list[Any]:
-    gradients = torch.eye(ROWS * SIZE).reshape(-1, ROWS, SIZE)[:3]
-    return [*grad(m(x), [x, m.inside.up.weight], gradients, is_grads_batched=True)]
-
-
-def of_a_sum(m: nn.Module, x: Tensor) -> list[Any]:
-    m.inside(x).sum().backward()  # whose gradient is one number, expanded
-    return [x.grad]
-
-
-def transposed(m: nn.Module, x: Tensor) -> list[Any]:
-    m.inside(x).backward(torch.linspace(0, 1, x.numel()).reshape(SIZE, ROWS).t())
-    return [x.grad]
-
-
-def read_outside_too(m: nn.Module, x: Tensor) -> list[Any]:
-    z = x * 2
-    before, y, after = z.exp(), m.inside(z), z.cos()
-    (loss_of(after) * 3 + loss_of(before) / 7 + loss_of(y)).backward()
-    return [x.grad]
-
-
-def of_a_sum_read_outside_too(m: nn.Module, x: Tensor) -> list[Any]:
-    z = x * 2
-    before, y, after = z.exp(), m.inside(z), z.cos()
-    (loss_of(after) * 3 + loss_of(before) / 7 + y.sum()).backward()
-    return [x.grad]
-
-
-def with_hooks_on_outputs_and_inputs(m: nn.Module, x: Tensor) -> list[Any]:
-    x.register_hook(lambda gradient: gradient * 3)
-    z = x * 1
-    z.register_hook(lambda gradient: gradient + 1)
-    y = m.inside(z)
-    y.register_hook(lambda gradient: gradient * 2)
-    y.retain_grad()
-    loss_of(y).backward()
-    return [x.grad, y.grad]
-
-
-def with_hooks_on_weights(m: nn.Module, x: Tensor) -> list[Any]:
-    seen: list[int] = []
-    hooks = [
-        m.inside.weight.register_hook(lambda gradient: gradient * 2),
-        m.inside.weight.register_post_accumulate_grad_hook(lambda weight: seen.append(1)),
-    ]
-    loss_of(m(x)).backward()
-    for hook in hooks:
-        hook.remove()
-    return [x.grad, len(seen)]
-
-
-def piled_up(m: nn.Module, x: Tensor) -> list[Any]:
-    for factor in (1, 2, 3):
-        loss_of(m(x * factor)).backward()
-    return [x.grad]
-
-
-def twice_in_a_row(m: nn.Module, x: Tensor) -> list[Any]:
-    loss_of(m.inside(m.inside(x))).backward()
-    return [x.grad]
-
-
-def in_another_thread(m: nn.Module, x: Tensor) -> list[Any]:
-    loss = loss_of(m(x))
-    thread = threading.Thread(target=loss.backward)
-    thread.start()
-    thread.join()
-    return [x.grad]
-
-
-def in_any_order(m: nn.Module, x: Tensor) -> list[Any]:
-    m(x)  # and never back
-    losses = [loss_of(m(x * factor)) for factor in (1, 2, 3)]
-    for index in (1, 2, 0):
-        losses[index].backward()
-    return [x.grad]
-
-
-def jacobian(m: nn.Module, x: Tensor) -> list[Any]:
-    return [torch.autograd.functional.jacobian(m, x.detach())]
-
-
-BACKWARDS = {
-    each.__name__: each
-    for each in (
-        several_times,
-        of_the_input_alone,
-        of_a_weight_alone,
-        of_some_and_then_of_others,
-        batched,
-        of_a_sum,
-        transposed,
-        read_outside_too,
-        of_a_sum_read_outside_too,
-        with_hooks_on_outputs_and_inputs,
-        with_hooks_on_weights,
-        piled_up,
-        twice_in_a_row,
-        in_another_thread,
-        in_any_order,
-        jacobian,
-    )
-}
-
-
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
 @pytest.mark.parametrize(
-    "backward",
+    "run",
     by_default(
-        BACKWARDS,
+        CAPTURED,
         "several_times",
-        "of_some_and_then_of_others",
+        "of_parts",
         "batched",
         "transposed",
-        "of_a_sum_read_outside_too",
-        "with_hooks_on_outputs_and_inputs",
-        "piled_up",
-        "in_another_thread",
-        "in_any_order",
+        "read_outside_too",
+        "with_hooks",
+        "update_in_a_hook",
     ),
 )
-def test_backward_is_that_of_plain_pytorch(twins: Twins, x: Tensor, backward: Backward) -> None:
-    for _ in range(2):
-        assert twins.runs_code(on(x, backward)) > 0
+def test_a_run_of_captured_layers_is_that_of_plain_pytorch(run: Run) -> None:
+    x = stack_input()
+    twins = Twins(run.make(), LAYERS).settle(train(x))
+    runs = [twins.runs_code(running(run, x)) for _ in range(2)]
+    assert max(runs) > 0 or run in [RUNS[name] for name in NEVER_AS_CODE]
 
 
-@pytest.mark.parametrize(
-    "backward",
-    by_default(BACKWARDS, "several_times", "of_some_and_then_of_others", "with_hooks_on_weights", "jacobian"),
-)
-def test_backward_is_that_of_plain_pytorch_also_while_it_is_watched(x: Tensor, backward: Backward) -> None:
-    twins = Twins(Around(Block(), before=nn.Linear(SIZE, SIZE), after=nn.Linear(SIZE, SIZE)))
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@pytest.mark.parametrize("run", by_default(CAPTURED, "several_times", "of_parts", "with_hooks"))
+def test_so_is_one_that_is_captured_meanwhile(run: Run) -> None:
+    x = stack_input()
+    twins = Twins(run.make(), LAYERS)
     for _ in range(STEPS_TO_SETTLE):
-        twins.step(on(x, backward))
+        twins.step(running(run, x))
+
+
+def stack_input() -> Tensor:
+    torch.manual_seed(1)
+    return engine_testing.tokens()
 
 
 def test_the_output_comes_from_the_node_and_a_second_backward_is_refused(twins: Twins, x: Tensor) -> None:
@@ -268,6 +156,11 @@ def test_a_chain_of_regions_is_differentiated_twice(x: Tensor) -> None:
     torch.testing.assert_close(found[1], expected[1])
 
 
+def of_a_sum(m: nn.Module, x: Tensor) -> list[Any]:
+    m.inside(x).sum().backward()  # whose gradient is one number, expanded
+    return [x.grad]
+
+
 def test_a_region_whose_backward_often_differs_goes_back_to_the_tape(twins: Twins, x: Tensor) -> None:
     for step in range(40):
         twins.step(on(x, of_a_sum) if step % 2 else train(x))
@@ -315,7 +208,7 @@ class Skip(nn.Module):
         return torch.cat([skip, found], self.dim).sigmoid()
 
 
-@pytest.mark.parametrize("action", ["recompute", "checkpoint"])
+@pytest.mark.parametrize("action", ["recompute", *slow("checkpoint")])
 @pytest.mark.parametrize("is_frozen", [False, True])
 @pytest.mark.parametrize(("block", "count", "dim"), [(Timed, 2, 1), (Timed, 1, 1), (Complex, 2, 0)])
 def test_each_region_runs_code_for_the_gradients_that_it_gets(
@@ -545,10 +438,6 @@ def test_a_weight_that_regions_share(x: Tensor) -> None:
             return F.linear(self.inside[1](y) + y, weight)
 
     Twins(CaptureCache(), rule("inside.*")).settle(train(x))
-
-
-def test_a_weight_that_is_used_several_times_in_one(x: Tensor) -> None:
-    captured_twins(body(lambda self, x: self.a(F.gelu(self.a(x)) + self.a(x * 2)), a=nn.Linear(SIZE, SIZE)), x)
 
 
 def test_an_error_in_forward_leaves_all_in_order(x: Tensor) -> None:

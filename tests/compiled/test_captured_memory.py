@@ -183,10 +183,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "layers": (lambda: Layers(), rule("layers.*")),
     "gemms": (lambda: Layers(), rule("layers.*", rerun=["gemm"])),
     "price": (lambda: Layers(), rule("layers.*", price=1e3)),
-    "checkpoint": (
-        lambda: Layers(),
-        {"rules": [{"match": "layers.*", "action": "checkpoint", "keep": ["gemm"]}]},
-    ),
+    "checkpoint": (lambda: Layers(), {"rules": [{"match": "layers.*", "action": "checkpoint", "keep": ["gemm"]}]}),
     "norm": (lambda: Around(Norm(), after=linear()), rule()),
     "norms": (lambda: Layers(), rule(["**.norm*", "**.mlp"])),
 }

@@ -6,13 +6,24 @@ import copy
 import pickle
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from capture_testing import SIZE, Around, Step, Twins, body, captured_twins, fresh, observed, rule, tokens, train
+from capture_testing import (
+    SIZE,
+    Around,
+    Twins,
+    body,
+    captured_twins,
+    fresh,
+    observed,
+    rule,
+    stepping,
+    tokens,
+    train,
+)
 from engine_testing import assert_same, loss_of
 from torch import Tensor, nn
 from torch.autograd import forward_ad, grad
@@ -20,7 +31,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-import recompute
 from recompute.engine.bit_comparison import verifying
 
 
@@ -70,44 +80,27 @@ def anomaly() -> Any:
     return torch.autograd.detect_anomaly(check_nan=False)
 
 
-def step_under(x: Tensor, forward: Callable[[], Any] = nullcontext, backward: Callable[[], Any] = nullcontext) -> Step:
-    def step(module: nn.Module) -> list[Any]:
-        given = fresh(x)
-        torch.manual_seed(0)
-        with forward():
-            y = module(given)
-        with backward():
-            loss_of(y).backward()
-        return [y, given.grad]
-
-    return step
-
-
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 @pytest.mark.parametrize("around", [PlusOne, Doubled, on_cpu, own_hooks, anomaly])
 def test_code_does_not_run_where_others_change_what_forward_does(twins: Twins, x: Tensor, around: Any) -> None:
-    assert twins.runs_code(step_under(x, around)) == 0
-    assert twins.runs_code(step_under(x)) == 1
+    assert twins.runs_code(stepping(x, forward=around)) == 0
+    assert twins.runs_code(stepping(x)) == 1
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 @pytest.mark.parametrize("around", [PlusOne, Doubled, on_cpu, own_hooks, anomaly])
 def test_others_around_backward_alone(twins: Twins, x: Tensor, around: Any) -> None:
-    assert twins.runs_code(step_under(x, backward=around)) == 1
+    assert twins.runs_code(stepping(x, backward=around)) == 1
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_a_checkpoint_around_it(twins: Twins, x: Tensor, use_reentrant: bool) -> None:
-    def step(module: nn.Module) -> list[Any]:
-        given = fresh(x)
-        torch.manual_seed(0)
-        y = checkpoint(
-            module.inside, checkpoint(module, given, use_reentrant=use_reentrant), use_reentrant=use_reentrant
+    def call(module: nn.Module, x: Tensor) -> Any:
+        return checkpoint(
+            module.inside, checkpoint(module, x, use_reentrant=use_reentrant), use_reentrant=use_reentrant
         )
-        loss_of(y).backward()
-        return [y, given.grad]
 
-    twins.step(step)
+    twins.step(stepping(x, call))
 
 
 def by_functional_call(m: nn.Module, x: Tensor) -> list[Any]:
@@ -144,8 +137,8 @@ def test_functional_transforms(twins: Twins, x: Tensor, transform: Callable[...,
 
 
 def test_verifying_watches_the_tape(twins: Twins, x: Tensor) -> None:
-    assert twins.runs_code(step_under(x, verifying)) == 0
-    assert twins.runs_code(step_under(x)) == 1
+    assert twins.runs_code(stepping(x, forward=verifying)) == 0
+    assert twins.runs_code(stepping(x)) == 1
 
 
 def test_copies(twins: Twins, x: Tensor) -> None:
@@ -206,82 +199,6 @@ def test_rules_inside_of_it(x: Tensor, inner: dict[str, Any]) -> None:
     assert twins.handle.stats().dropped_nbytes > 0
 
 
-def kept(self: Any, x: Tensor) -> Tensor:
-    return F.gelu(recompute.keep(F.gelu(self.lin(x))))
-
-
-def with_a_checkpoint(self: Any, x: Tensor) -> Tensor:
-    return checkpoint(lambda z: F.gelu(self.lin(z)), x, use_reentrant=False)
-
-
-def mapped(self: Any, x: Tensor) -> Tensor:
-    return F.gelu(torch.vmap(self.lin)(x))
-
-
-def differentiated(self: Any, x: Tensor) -> Tensor:
-    z = x.detach().requires_grad_()
-    (gradient,) = grad(self.lin(z).sum(), z)
-    return self.lin(x) * gradient
-
-
-def hooked(self: Any, x: Tensor) -> Tensor:
-    y = self.lin(x)
-    y.register_hook(lambda gradient: gradient * 2)
-    return F.gelu(y)
-
-
-class Doubling(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return gradient * x
-
-
-def with_a_function(self: Any, x: Tensor) -> Tensor:
-    return F.gelu(Doubling.apply(self.lin(x)))
-
-
-def without_gradients(self: Any, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        size = self.lin(x).abs().amax()
-    return F.gelu(self.lin(x) / size)
-
-
-def under_autocast(self: Any, x: Tensor) -> Tensor:
-    with torch.autocast("cpu", torch.bfloat16):
-        y = self.lin(x)
-    return F.gelu(y.float())
-
-
-def on_complex_numbers(self: Any, x: Tensor) -> Tensor:
-    """As rotary embeddings do it: backward reads conjugates, which torch does not compute before they are read."""
-    pairs = torch.view_as_complex(self.lin(x).view(-1, SIZE // 2, 2))
-    turned = pairs * torch.polar(torch.ones(SIZE // 2), torch.arange(SIZE / 2))
-    return torch.view_as_real(turned * turned.conj() + pairs.conj()).flatten(1)
-
-
-INSIDE = {each.__name__: each for each in (kept, with_a_checkpoint, mapped, differentiated, hooked, with_a_function)}
-CAPTURED = {each.__name__: each for each in (without_gradients, under_autocast, on_complex_numbers)}
-
-
-@pytest.mark.parametrize("forward", INSIDE.values(), ids=INSIDE)
-def test_what_code_cannot_do_inside_of_it(x: Tensor, forward: Callable[..., Any]) -> None:
-    twins = Twins(Around(body(forward, lin=nn.Linear(SIZE, SIZE))))
-    for _ in range(10):
-        twins.step(train(x))
-    assert twins.is_captured or twins.why_not
-
-
-@pytest.mark.parametrize("forward", CAPTURED.values(), ids=CAPTURED)
-def test_what_code_can_do_inside_of_it(x: Tensor, forward: Callable[..., Any]) -> None:
-    captured_twins(body(forward, lin=nn.Linear(SIZE, SIZE)), x)
-
-
 def test_threads_that_run_one_region_from_the_start(x: Tensor) -> None:
     """While one of them traces, the others are not told that they are compiled."""
     twins = Twins(Around(Block()))
@@ -303,3 +220,45 @@ def test_threads_that_run_one_region_from_the_start(x: Tensor) -> None:
     for thread in threads:
         thread.join()
     assert same == [True] * 100
+
+
+# Random numbers
+
+
+def drops_out(self: Any, x: Tensor) -> Tensor:
+    return self.lin(F.dropout(F.gelu(self.lin(x)), 0.3))
+
+
+def draws_between(module: nn.Module, x: Tensor) -> list[Any]:
+    first, second = module(x), module(x)
+    noise = torch.rand(5)
+    loss_of(first).backward()
+    after = torch.rand(5)
+    second.sum().backward()  # whose gradient is of another layout further in
+    return [first, second, noise, after]
+
+
+def runs_again(module: nn.Module, x: Tensor) -> list[Any]:
+    y = module.inside(x)
+    noise = torch.rand(5)
+    y.sum().backward()
+    return [y, noise, torch.rand(5)]
+
+
+def by_the_tape_in_between(module: nn.Module, x: Tensor) -> list[Any]:
+    found = [module(each) for each in (x, torch.cat([x, x[:1]]), x)]
+    for y in found:
+        loss_of(y).backward(retain_graph=True)
+    return found
+
+
+def test_draws_inside_come_back_and_those_outside_are_what_they_were(x: Tensor) -> None:
+    twins = captured_twins(body(drops_out, lin=nn.Linear(SIZE, SIZE)), x)
+    for run, count in ((draws_between, 2), (runs_again, 1), (runs_again, 1), (by_the_tape_in_between, 2)):
+
+        def step(module: nn.Module, run: Callable[..., list[Any]] = run) -> list[Any]:
+            torch.manual_seed(3)
+            given = fresh(x)
+            return [*run(module, given), given.grad]
+
+        assert twins.runs_code(step) == count

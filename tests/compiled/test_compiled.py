@@ -101,16 +101,13 @@ NEIGHBOURS = {  # of which one gives to the next what comes back
 
 @pytest.mark.parametrize(
     "policy",
-    by_default(
-        {**{name: POLICIES[name] for name in ("hooks", "checkpoint but attention")}, **NEIGHBOURS},
-        "hooks",
-    ),
+    by_default({**{name: POLICIES[name] for name in ("hooks", "checkpoint but attention")}, **NEIGHBOURS}, "hooks"),
 )
 def test_no_more_is_held_than_in_eager_code_and_no_more_gemms_run_again(policy: dict[str, Any]) -> None:
     found = []
     for compiling in (compile_layers, whole_in_place, lambda model: model):
         torch.compiler.reset()
-        model = decoder()
+        model = decoder(layers=1)
         recompute.apply(model, policy)
         compiling(model)
         held_nbytes = held_in_a_step(model)
@@ -234,9 +231,9 @@ def test_dropout_draws_one_mask(backend: str, device: str, action: str) -> None:
 @pytest.mark.parametrize("dropout", [0.25, *slow(0.0)])
 def test_attentions_dropout_is_drawn_once(dropout: float) -> None:
     torch.manual_seed(0)
-    model, plain = decoder(dropout=dropout), compile_layers(decoder(dropout=dropout))
+    model, plain = decoder(layers=1, dropout=dropout), compile_layers(decoder(layers=1, dropout=dropout))
     recompute.apply(model, rules(rule(LAYER, "recompute")))
-    close(train(compile_layers(model)), train(plain))
+    close(train(compile_layers(model), steps=1), train(plain, steps=1))
 
 
 class Experts(nn.Module):
@@ -253,10 +250,7 @@ class Experts(nn.Module):
 
 @pytest.mark.parametrize(
     "device",
-    [
-        pytest.param("cpu", marks=[WITH_COMPILER, pytest.mark.slow]),
-        pytest.param("cuda", marks=pytest.mark.gpu),
-    ],
+    [pytest.param("cpu", marks=[WITH_COMPILER, pytest.mark.slow]), pytest.param("cuda", marks=pytest.mark.gpu)],
 )
 @pytest.mark.parametrize("action", ["checkpoint", "recompute"])
 def test_what_runs_again_reaches_a_grouped_gemm_in_the_layout_that_it_needs(action: str, device: str) -> None:
@@ -490,9 +484,7 @@ NESTED = {
 
 
 @pytest.mark.parametrize("nested", by_default(NESTED, "gemms again around"))
-def test_rules_inside_of_rules_mean_what_they_mean_in_eager_code(
-    nested: tuple[dict[str, Any], dict[str, Any]],
-) -> None:
+def test_rules_inside_of_rules_mean_what_they_mean_in_eager_code(nested: tuple[dict[str, Any], dict[str, Any]]) -> None:
     around, inside = nested
     policy = rules(
         rule("TinyMLP", **HOOKS, **inside), rule(LAYER, **(around if "action" in around else HOOKS | around))
@@ -534,8 +526,9 @@ def outcome(model: nn.Module, name: str, **options: Any) -> list[Any]:
     return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
 
 
-@pytest.mark.parametrize("preset", ["elementwise", *slow("full")])
-@pytest.mark.parametrize("name", ["llama", *slow("gemma2", "gpt2")])
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ["elementwise", "full"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
 def test_layers_of_hugging_face_compile_under_a_preset(name: str, preset: str) -> None:
     plain, model = models.make(name), models.make(name)
     recompute.apply(model, preset)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from engine_testing import (
-    Layer,
     Stack,
     assert_as_without,
     assert_step_as_without,
@@ -18,7 +17,7 @@ from engine_testing import (
     loss_of,
     tokens,
 )
-from torch import Tensor, nn
+from torch import nn
 
 
 @every_policy_of_a_stack
@@ -51,19 +50,6 @@ def test_what_ran_outside_of_autocast_regenerates_outside_of_it(rules: dict[str,
 
     assert_as_without(Stack(), rules, run)
     assert_as_without(holding(lambda self, x: torch.exp(x * 0.1).sin().cos().tanh()), rules, run)
-
-
-@every_rule
-def test_autocast_switched_on_and_off_inside_of_a_region(rules: dict[str, Any]) -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        x = self.first(x)
-        with torch.autocast("cpu", enabled=False):
-            x = self.second(x.float())
-        with torch.autocast("cpu", dtype=torch.float16):
-            return self.third(x).exp()
-
-    model = holding(forward, first=Layer(), second=Layer(), third=Layer())
-    assert_step_as_without(model, rules, tokens(), around=lambda: torch.autocast("cpu", dtype=torch.bfloat16))
 
 
 @every_rule

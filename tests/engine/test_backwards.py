@@ -1,4 +1,4 @@
-"""Backwards of every kind: several through one graph or parts of it, of gradients, in hooks, with frozen parts."""
+"""Runs of every kind: several backwards of one graph or parts of it, of gradients, in hooks, with frozen parts."""
 
 from __future__ import annotations
 
@@ -7,16 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from bodies.runs import RUNS, Run
 from engine_testing import (
-    BOTH,
     HIDDEN,
-    RECOMPUTE,
     RULES_OF_SETTINGS,
     SETTINGS,
-    TOKENS,
-    Attention,
     Holder,
-    Layer,
     RMSNorm,
     Setting,
     Stack,
@@ -30,163 +26,28 @@ from engine_testing import (
     holding,
     loss_of,
     module_of,
-    policy,
     tokens,
 )
 from tiers import by_default, slow
 from torch import Tensor, nn
+from torch.autograd import grad
 
 import recompute
 
-# Saved tensors that are read twice
+# Of a stack of layers
 
 
-class Twice(torch.autograd.Function):
-    """Reads what it saved, an input, an intermediate and its own result, again and again."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        result = x.exp()
-        ctx.save_for_backward(x, x.sin(), result)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        x, _, result = ctx.saved_tensors
-        again, sine, _ = ctx.saved_tensors
-        assert torch.equal(x, again)
-        return grad * x * sine * result * ctx.saved_tensors[0] * ctx.saved_tensors[1]
-
-
-@every_rule
-def test_a_custom_function_may_read_its_saved_tensors_twice(rules: dict[str, Any]) -> None:
-    model = holding(lambda self, x: Twice.apply(self.norm(x).cos()).sin(), norm=RMSNorm())
-    assert_step_as_without(model, rules, tokens(), backwards=3)
-
-
-@every_rule
-def test_saved_tensors_may_be_looked_at_outside_of_backward_and_again_inside_of_it(rules: dict[str, Any]) -> None:
-    x = tokens()
-
-    def run(model: nn.Module) -> Any:
-        result = model(x)
-        looks = [result.grad_fn._saved_self.clone() for _ in range(2)]
-        return looks, torch.autograd.grad(result.sum(), x), result.detach()
-
-    assert_as_without(holding(lambda self, x: x.cos().exp().sin()), rules, run)
-
-
-# Several backwards
-
-
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
 @every_policy_of_a_stack
-def test_disjoint_backwards_of_one_graph_and_subsets_of_gradients(rules: dict[str, Any]) -> None:
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+def test_a_run_of_a_stack_gives_what_it_gives_without_a_policy(run: Run, rules: dict[str, Any]) -> None:
     x = tokens()
 
-    def run(model: Any) -> Any:
-        result = model(x)
-        some = torch.autograd.grad(result[:2].sum(), [model.layers[1].mlp.up_proj.weight], retain_graph=True)
-        torch.rand(2)
-        other = torch.autograd.grad(result[2:].sum(), [x, model.norm.weight], retain_graph=True)
-        each = [torch.autograd.grad(result.sum(), one, retain_graph=True) for one in model.parameters()]
-        return some, other, each, torch.autograd.grad(result.sum(), list(model.parameters()))
+    def observe(model: nn.Module) -> Any:
+        model.zero_grad()
+        return run.run(model, x.detach().clone().requires_grad_())
 
-    assert_as_without(Stack(), rules, run)
-
-
-@every_rule
-def test_two_results_of_one_region_run_backward_one_after_the_other(rules: dict[str, Any]) -> None:
-    """They share nothing that a first backward, which retains no graph, would free."""
-    model = holding(lambda self, x, y: (self.a(x).exp().sin(), self.b(y).exp().cos()), a=RMSNorm(), b=RMSNorm())
-    x, y = tokens(), tokens()
-
-    def run(model: Any) -> Any:
-        one, other = model(x, y)
-        second = torch.autograd.grad(other.sum(), [y, model.inside.b.weight])
-        return second, torch.autograd.grad(one.sum(), [x, model.inside.a.weight])
-
-    assert_as_without(model, rules, run)
-
-
-@every_policy_of_a_stack
-def test_graphs_of_several_shapes_alive_at_once_run_backward_in_any_order(rules: dict[str, Any]) -> None:
-    inputs = [tokens(rows, HIDDEN) for rows in (TOKENS, 3, TOKENS, 1, TOKENS, TOKENS)]
-
-    def run(model: Any) -> Any:
-        losses = [loss_of(model(x)) for x in inputs]
-        return [torch.autograd.grad(losses[i], [inputs[i], *model.parameters()]) for i in (2, 0, 5, 3, 1, 4)]
-
-    assert_as_without(Stack(), rules, run)
-
-
-@every_rule
-def test_graphs_of_several_paths_through_one_region_alive_at_once(rules: dict[str, Any]) -> None:
-    def forward(self: Any, x: Tensor, path: int) -> Tensor:
-        x = self.norm(x)
-        x = x.exp() if path == 0 else x.sin().exp() if path == 1 else x.cos() * x.exp()
-        return x.tanh() if path else x.sigmoid()
-
-    x = tokens()
-
-    def run(model: Any) -> Any:
-        losses = [model(x, path).sum() for path in (0, 1, 2, 1, 0)]
-        return [torch.autograd.grad(losses[i], [x, *model.parameters()]) for i in (3, 0, 4, 2, 1)]
-
-    assert_as_without(holding(forward, norm=RMSNorm()), rules, run)
-
-
-# Inner no_grad and detach
-
-WITHOUT_GRAD: dict[str, Callable[[Any, Tensor], Tensor]] = {
-    "no_grad": lambda self, x: x.exp() * _scale(self, x),
-    "detach": lambda self, x: (self.norm(x).detach() + x).exp().sin(),
-    "straight through": lambda self, x: (x + (self.norm(x).round() - x).detach()).exp().sin(),
-    "detached and required anew": lambda self, x: _slope(self.norm(x)) * x.exp(),
-    "grad inside of no_grad": lambda self, x: x.exp() * _slope_without_grad(self, x),
-    "all but the end": lambda self, x: (self.norm(x.detach()).detach() * x).sin(),
-}
-
-
-@torch.no_grad()
-def _scale(self: Any, x: Tensor) -> Tensor:
-    return self.norm(x).abs().amax(-1, keepdim=True)
-
-
-def _slope(x: Tensor) -> Tensor:
-    leaf = x.detach().requires_grad_()
-    return torch.autograd.grad(leaf.sin().exp().sum(), leaf)[0]
-
-
-@torch.no_grad()
-def _slope_without_grad(self: Any, x: Tensor) -> Tensor:
-    with torch.enable_grad():
-        return _slope(self.norm(x))
-
-
-@every_rule
-@pytest.mark.parametrize("kind", WITHOUT_GRAD)
-def test_inner_no_grad_and_detach(rules: dict[str, Any], kind: str) -> None:
-    assert_step_as_without(holding(WITHOUT_GRAD[kind], norm=RMSNorm()), rules, tokens())
-
-
-@every_rule
-def test_what_requires_gradients_is_what_does_without_the_policy(rules: dict[str, Any]) -> None:
-    def forward(self: Any, x: Tensor) -> tuple[Tensor, ...]:
-        y = self.norm(x).exp()
-        with torch.no_grad():
-            z = y.sin()
-        return y, y.detach(), z, (y > 1).float(), z * self.norm.weight
-
-    x = tokens()
-    assert_as_without(
-        holding(forward, norm=RMSNorm()),
-        rules,
-        lambda model: [result.requires_grad for result in model(x)],
-        drops=False,
-    )
-
-
-# Inputs that require no gradient
+    assert_as_without(run.make(), rules, observe, drops=run.drops)
 
 
 FROZEN = {
@@ -200,13 +61,13 @@ FROZEN = {
 
 @every_policy_of_a_stack
 @pytest.mark.parametrize("frozen", FROZEN)
-@pytest.mark.parametrize("grad", [False, True])
-def test_parameters_and_inputs_that_require_no_gradient(rules: dict[str, Any], frozen: str, grad: bool) -> None:
-    model = Stack()
+@pytest.mark.parametrize("takes", [False, True])
+def test_parameters_and_inputs_that_require_no_gradient(rules: dict[str, Any], frozen: str, takes: bool) -> None:
+    model = Stack(count=3)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not any(part in name for part in FROZEN[frozen]))
-    is_trained = grad or frozen != "all but the last bias"  # or else no layer saves anything
-    assert_step_as_without(model, rules, tokens(grad=grad), drops=is_trained)
+    is_trained = takes or frozen != "all but the last bias"  # or else no layer saves anything
+    assert_step_as_without(model, rules, tokens(grad=takes), drops=is_trained)
 
 
 @pytest.mark.parametrize("rules", by_default(RULES_OF_SETTINGS, "recompute"))
@@ -216,14 +77,68 @@ def test_what_is_frozen_may_change_from_step_to_step(rules: dict[str, Any]) -> N
         for frozen in ("", "mlp", "", "norm", "layers", "norm", ""):
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_(not frozen or frozen not in name)
-            for grad in (False, True):
-                x = tokens(grad=grad)
+            for takes in (False, True):
+                x = tokens(grad=takes)
                 loss_of(model(x)).backward()
                 found += [x.grad, *(parameter.grad for parameter in model.parameters())]
                 model.zero_grad()
         return found
 
-    assert_as_without(Stack(count=2), rules, run)
+    assert_as_without(Stack(count=1), rules, run)
+
+
+@every_rule
+def test_where_nothing_requires_gradients_nothing_comes_to(rules: dict[str, Any]) -> None:
+    model, x = Stack(p=0.0).requires_grad_(False), tokens(grad=False)
+    expected = bits(model(x))
+    recompute.apply(model, rules)
+    result = model(x)
+    assert not result.requires_grad
+    assert bits(result) == expected
+
+
+# Of one region
+
+
+@every_rule
+def test_saved_tensors_may_be_looked_at_outside_of_backward_and_again_inside_of_it(rules: dict[str, Any]) -> None:
+    x = tokens()
+
+    def run(model: nn.Module) -> Any:
+        result = model(x)
+        looks = [result.grad_fn._saved_self.clone() for _ in range(2)]
+        return looks, grad(result.sum(), x), result.detach()
+
+    assert_as_without(holding(lambda self, x: x.cos().exp().sin()), rules, run)
+
+
+@every_rule
+def test_two_results_of_one_region_run_backward_one_after_the_other(rules: dict[str, Any]) -> None:
+    """They share nothing that a first backward, which retains no graph, would free."""
+    model = holding(lambda self, x, y: (self.a(x).exp().sin(), self.b(y).exp().cos()), a=RMSNorm(), b=RMSNorm())
+    x, y = tokens(), tokens()
+
+    def run(model: Any) -> Any:
+        one, other = model(x, y)
+        return grad(other.sum(), [y, model.inside.b.weight]), grad(one.sum(), [x, model.inside.a.weight])
+
+    assert_as_without(model, rules, run)
+
+
+@every_rule
+def test_graphs_of_several_paths_through_one_region_alive_at_once(rules: dict[str, Any]) -> None:
+    def forward(self: Any, x: Tensor, path: int) -> Tensor:
+        x = self.norm(x)
+        x = x.exp() if path == 0 else x.sin().exp() if path == 1 else x.cos() * x.exp()
+        return x.tanh() if path else x.sigmoid()
+
+    x = tokens()
+
+    def run(model: Any) -> Any:
+        losses = [model(x, path).sum() for path in (0, 1, 2, 1, 0)]
+        return [grad(losses[i], [x, *model.parameters()]) for i in (3, 0, 4, 2, 1)]
+
+    assert_as_without(holding(forward, norm=RMSNorm()), rules, run)
 
 
 @every_rule
@@ -232,19 +147,6 @@ def test_a_region_of_integers_or_of_no_arguments(rules: dict[str, Any]) -> None:
     assert_step_as_without(embedding, rules, torch.tensor([[1, 2, 2], [0, 4, 1]]))
     learned = holding(lambda self: self.norm(self.start.exp()).sin(), start=nn.Parameter(tokens()), norm=RMSNorm())
     assert_step_as_without(learned, rules)
-
-
-@every_rule
-def test_where_nothing_requires_gradients_nothing_comes_to(rules: dict[str, Any]) -> None:
-    model = Stack().requires_grad_(False)
-    x = tokens(grad=False)
-    expected = bits(model.eval()(x))
-    recompute.apply(model.train(), rules)
-    for layer in model.layers:
-        layer.dropout.p = 0.0
-    result = model(x)
-    assert not result.requires_grad
-    assert bits(result) == expected
 
 
 # Hooks fire once
@@ -274,7 +176,7 @@ def test_hooks_of_a_parameter_used_inside_and_outside_fire_once_a_backward(
         fired: list[Any] = []
         weight = model.norm.weight
         removable = [
-            weight.register_hook(lambda grad: fired.append(("gradient", bits(grad)))),
+            weight.register_hook(lambda gradient: fired.append(("gradient", bits(gradient)))),
             weight.register_post_accumulate_grad_hook(lambda leaf: fired.append(("accumulated", bits(leaf.grad)))),
         ]
         loss = model(x).sum()
@@ -289,35 +191,16 @@ def test_hooks_of_a_parameter_used_inside_and_outside_fire_once_a_backward(
 
 
 @every_rule
-def test_an_optimizer_step_in_a_post_accumulate_hook(rules: dict[str, Any]) -> None:
-    """Weights change while backward goes on: what needs them must have been regenerated by then."""
-    x = tokens(grad=False)
-
-    def run(model: Any) -> Any:
-        def update(leaf: Tensor) -> None:
-            leaf.add_(leaf.grad, alpha=-0.1)
-            leaf.grad = None
-
-        for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(update)
-        for _ in range(3):
-            loss_of(model(x)).backward()
-        return list(model.parameters())
-
-    assert_as_without(Stack(), rules, run)
-
-
-@every_rule
 def test_hooks_on_tensors_and_modules_inside_of_a_region_fire_once(rules: dict[str, Any]) -> None:
     seen: list[Any] = []
 
     def forward(self: Any, x: Tensor) -> Tensor:
         y = self.norm(x)
-        y.register_hook(lambda grad: seen.append(("tensor", bits(grad))))
+        y.register_hook(lambda gradient: seen.append(("tensor", bits(gradient))))
         return self.linear(y).sin()
 
     def note(module: nn.Module, *grads: Any) -> None:
-        seen.append((type(module).__name__, [bits(grad) for (grad,) in grads]))
+        seen.append((type(module).__name__, [bits(gradient) for (gradient,) in grads]))
 
     model, x = holding(forward, norm=RMSNorm(), linear=nn.Linear(HIDDEN, HIDDEN)), tokens()
     for module in model.modules():
@@ -360,81 +243,12 @@ def test_nested_regions_and_siblings_to_third_order_gradients(outer: Setting, in
     def run(model: nn.Module) -> Any:
         value, found = model(x).pow(2).sum(), []
         for _ in range(order):
-            (first, *others) = torch.autograd.grad(value, [x, *model.parameters()], create_graph=True)
+            (first, *others) = grad(value, [x, *model.parameters()], create_graph=True)
             found += [first, *others]
-            value = first.pow(2).sum() + sum(grad.sum() for grad in others)
+            value = first.pow(2).sum() + sum(each.sum() for each in others)
         return found
 
     assert_as_without(_nest(), rules, run)
-
-
-@every_policy_of_a_stack
-def test_a_gradient_penalty(rules: dict[str, Any]) -> None:
-    model, x = Stack(p=0.25), tokens()
-    for layer in model.layers:
-        layer.attention = layer.attention.q  # the CPU's fused attention has no second derivative
-
-    def run(model: nn.Module) -> Any:
-        loss = loss_of(model(x))
-        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
-        (loss + slope.pow(2).sum()).backward()
-        grads = [parameter.grad for parameter in model.parameters()]
-        model.zero_grad()
-        x.grad = None
-        return grads
-
-    assert_as_without(model, rules, run)
-
-
-@every_rule
-def test_inner_autograd_grad(rules: dict[str, Any]) -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        with torch.enable_grad():
-            y = self.norm(x).exp()
-            (slope,) = torch.autograd.grad(y.sin().sum(), x, create_graph=True)
-        return y * slope.sin()
-
-    assert_step_as_without(holding(forward, norm=RMSNorm()), rules, tokens())
-
-
-@every_policy_of_a_stack
-def test_backward_inside_a_hook_of_a_backward(rules: dict[str, Any]) -> None:
-    x = tokens()
-
-    def run(model: nn.Module) -> Any:
-        inner: list[Any] = []
-        given = x.detach().requires_grad_()
-        hidden = given * 1.0
-
-        def run_backward(grad: Tensor) -> None:
-            with torch.enable_grad():
-                inner.extend(torch.autograd.grad(loss_of(model(x * 2.0)), [x, *model.parameters()]))
-
-        hidden.register_hook(run_backward)
-        return torch.autograd.grad(loss_of(model(hidden)), [given, *model.parameters()]), inner
-
-    assert_as_without(Stack(count=2), rules, run)
-
-
-@every_rule
-def test_backward_of_the_same_graph_inside_a_hook_of_its_own_backward(rules: dict[str, Any]) -> None:
-    x = tokens()
-
-    def run(model: nn.Module) -> Any:
-        inner: list[Any] = []
-        middle = model.layers[0](x)
-        loss = loss_of(model.layers[1](middle))
-
-        def run_backward(grad: Tensor) -> None:
-            if not inner:
-                inner.append(None)
-                inner.extend(torch.autograd.grad(loss, [x, *model.parameters()], retain_graph=True, allow_unused=True))
-
-        middle.register_hook(run_backward)
-        outer = torch.autograd.grad(loss, [x, *model.parameters()], retain_graph=True, allow_unused=True)
-        return outer, inner
-
-    assert_as_without(Stack(count=2), rules, run)
 
 
 @every_setting
@@ -455,52 +269,7 @@ def test_decorated_functions_in_decorated_functions(setting: Setting) -> None:
         return decorate(outer)
 
     def grads(function: Callable[[Tensor], Tensor]) -> list[Any]:
-        (first,) = torch.autograd.grad(function(x).sum(), x, create_graph=True)
-        return [bits(grad) for grad in (first, *torch.autograd.grad(first.pow(2).sum(), [x, norm.weight]))]
+        (first,) = grad(function(x).sum(), x, create_graph=True)
+        return [bits(each) for each in (first, *grad(first.pow(2).sum(), [x, norm.weight]))]
 
     assert grads(build(decorate)) == grads(build(lambda function: function))
-
-
-@every_rule
-def test_one_module_in_recursion(rules: dict[str, Any]) -> None:
-    class Recursive(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention, self.norm = Attention(), RMSNorm()
-
-        def forward(self, x: Tensor, depth: int = 2) -> Tensor:
-            x = self.attention(self.norm(x)).sin()
-            return x if depth == 0 else self(x, depth - 1) + self(x * 2, depth=depth - 1)
-
-    assert_step_as_without(Holder(Recursive()), rules, tokens())
-    assert_step_as_without(Holder(Layer()), rules, tokens())
-
-
-def test_a_module_called_in_two_graphs_that_share_an_input_region() -> None:
-    model, x = Stack(count=2, p=0.0), tokens()
-    recompute.apply(model, policy(("layers.*", "checkpoint")))
-    hidden = model.layers[0](x)
-    one, two = model.layers[1](hidden), model.layers[1](hidden * 2)
-    found = torch.autograd.grad(two.sum(), x, retain_graph=True), torch.autograd.grad(one.sum(), x)
-    plain = Stack(count=2, p=0.0)
-    plain.load_state_dict(model.state_dict())
-    hidden = plain.layers[0](x)
-    one, two = plain.layers[1](hidden), plain.layers[1](hidden * 2)
-    expected = torch.autograd.grad(two.sum(), x, retain_graph=True), torch.autograd.grad(one.sum(), x)
-    assert [bits(grad) for (grad,) in found] == [bits(grad) for (grad,) in expected]
-
-
-@pytest.mark.parametrize("rules", by_default({**RULES_OF_SETTINGS, "parts": RECOMPUTE, "both": BOTH}, "both"))
-def test_gradients_accumulate_over_micro_batches_and_steps(rules: dict[str, Any]) -> None:
-    def run(model: nn.Module) -> Any:
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        found = []
-        for _ in range(3):
-            for _ in range(2):
-                loss_of(model(tokens(grad=False))).backward()
-            found += [parameter.grad.clone() for parameter in model.parameters()]
-            optimizer.step()
-            optimizer.zero_grad()
-        return found
-
-    assert_as_without(Stack(), rules, run)

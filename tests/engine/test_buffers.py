@@ -10,18 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from engine_testing import (
-    HIDDEN,
-    SETTINGS,
-    TAPES,
-    Census,
-    Setting,
-    bits,
-    governing,
-    holding,
-    module_of,
-    tokens,
-)
+from engine_testing import HIDDEN, SETTINGS, TAPES, Census, Setting, bits, governing, holding, module_of, tokens
 from tiers import by_default
 from torch import Tensor, nn
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,30 +12,20 @@ from engine_testing import (
     INSIDE,
     POLICIES,
     TOKENS,
-    Holder,
-    Layer,
     RMSNorm,
     Stack,
     assert_as_plain,
-    assert_as_without,
-    assert_same,
     bits,
     both_actions,
-    every_policy,
-    every_policy_of_a_stack,
     holding,
     loss_of,
     no_garbage_collection,
-    outcome,
     policy,
-    replica_of,
     tokens,
     weak,
 )
-from tiers import slow
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import recompute
@@ -48,19 +36,6 @@ NESTED = policy(("layers.*", "checkpoint"), ("**.norm*", "recompute"), ("**.mlp"
 
 
 # Hooks on saved tensors
-
-
-@both_actions
-def test_saved_tensor_hooks_of_the_user_inside_a_region(action: str) -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        y = self.norm(x)
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 2, lambda t: t / 2):
-            y = y.exp().sin()
-        return y.cos()
-
-    assert_as_plain(
-        holding(forward, norm=RMSNorm()), policy(("inside", action), ("inside.norm", "recompute")), tokens()
-    )
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -83,91 +58,7 @@ def test_torch_checkpoint_in_the_middle_of_a_region(reentrant: bool) -> None:
     assert grads() == expected
 
 
-@every_policy
-@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
-def test_anomaly_detection_finds_nothing_wrong(rules: dict[str, Any]) -> None:
-    assert_as_plain(Stack(), rules, tokens(), around=torch.autograd.detect_anomaly)
-
-
-# Threads and replicas
-
-
-@every_policy
-def test_backward_on_another_thread(rules: dict[str, Any]) -> None:
-    model, x = Stack(), tokens()
-
-    def grads() -> list[Any]:
-        torch.manual_seed(1)
-        loss, found = loss_of(model(x)), []
-        wanted = [x, *model.parameters()]
-        thread = threading.Thread(target=lambda: found.extend(torch.autograd.grad(loss, wanted)))
-        thread.start()
-        thread.join()
-        return [bits(grad) for grad in found]
-
-    expected = grads()
-    recompute.apply(model, rules)
-    assert grads() == expected
-
-
-@every_policy_of_a_stack
-def test_replicas_as_data_parallel_makes_them_give_the_parameters_their_gradients(rules: dict[str, Any]) -> None:
-    inputs = [tokens(), tokens()]
-
-    def run(model: nn.Module) -> Any:
-        replicas = [replica_of(model) for _ in inputs]
-        results: list[Any] = [None, None]
-
-        def forward(index: int) -> None:
-            results[index] = loss_of(replicas[index](inputs[index]))
-
-        threads = [threading.Thread(target=forward, args=(index,)) for index in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        sum(results).backward()
-        return [parameter.grad for parameter in model.parameters()]
-
-    assert_as_without(Stack(p=0.0), rules, run)
-
-
 # Functional transforms
-
-
-@every_policy
-def test_functional_gradients_of_a_module_under_a_policy(rules: dict[str, Any]) -> None:
-    model, x = Stack(count=1, p=0.0), tokens()
-    model.layers[0].attention = model.layers[0].attention.q
-    parameters = dict(model.named_parameters())
-
-    def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
-        return torch.func.functional_call(model, parameters, (x,)).sin().sum()
-
-    def found() -> list[Any]:
-        detached = {name: value.detach() for name, value in parameters.items()}
-        grads = torch.func.grad(loss)(detached, x.detach())
-        per_sample = torch.func.vmap(torch.func.grad(loss), (None, 0))(detached, torch.stack([x.detach()] * 2))
-        _, tangent = torch.func.jvp(lambda x: loss(detached, x), (x.detach(),), (torch.ones_like(x),))
-        return [bits(value) for value in (*grads.values(), *per_sample.values(), tangent)]
-
-    expected = found()
-    handle = recompute.apply(model, rules)
-    assert found() == expected
-    assert handle.stats().frames == 0
-
-
-@every_policy
-def test_vmap_over_a_module_that_trains(rules: dict[str, Any]) -> None:
-    model, x = Stack(count=1, p=0.0), tokens(2, TOKENS, HIDDEN)
-
-    def grads() -> list[Any]:
-        loss = torch.func.vmap(model)(x).sum()
-        return [bits(grad) for grad in torch.autograd.grad(loss, [x, *model.parameters()])]
-
-    expected = grads()
-    recompute.apply(model, rules)
-    assert grads() == expected
 
 
 @pytest.mark.parametrize("rules", [*POLICIES.values(), NESTED], ids=[*POLICIES, "nested"])
@@ -248,81 +139,6 @@ def test_functional_gradients_in_a_kept_part_of_a_region_leave_the_rest_to_the_r
 # Forward mode
 
 
-def directional(model: nn.Module, x: Tensor) -> list[Tensor]:
-    """Of an argument that is dual, and backward through that, inside and outside of the level."""
-    with forward_ad.dual_level():
-        output = forward_ad.unpack_dual(model(forward_ad.make_dual(x, x.cos())))
-        assert output.tangent is not None
-        total = output.primal.sum() + output.tangent.sum()
-        inside = torch.autograd.grad(total, [x, *model.parameters()], retain_graph=True)
-    return [output.tangent.clone(), *inside]
-
-
-def directional_in_parameters(model: nn.Module, x: Tensor) -> list[Tensor]:
-    with forward_ad.dual_level():
-        named = {name: forward_ad.make_dual(value, value.cos()) for name, value in model.named_parameters()}
-        output = forward_ad.unpack_dual(torch.func.functional_call(model, named, (x,)))
-        assert output.tangent is not None
-        return [output.primal.clone(), output.tangent.clone()]
-
-
-def directional_inside(model: nn.Module, x: Tensor) -> list[Tensor]:
-    """With a region before the level, run again in it."""
-    result = model(x)
-    with forward_ad.dual_level():
-        tangent = forward_ad.unpack_dual(model(forward_ad.make_dual(x, x.cos()))).tangent
-        return [tangent.clone(), *torch.autograd.grad(result.sum(), [x, *model.parameters()])]
-
-
-def hessian_product(model: nn.Module, x: Tensor) -> list[Tensor]:
-    value, product = torch.autograd.functional.hvp(lambda x: model(x).sin().sum(), x, x.cos())
-    return [value, product]
-
-
-def jacobian(model: nn.Module, x: Tensor) -> list[Tensor]:
-    both = [torch.func.jacfwd(model)(x[:2]), torch.func.jacrev(model)(x[:2])]
-    return [*both, torch.autograd.functional.jacobian(model, x[:2], vectorize=True)]
-
-
-FORWARD_MODE = [directional, directional_in_parameters, directional_inside, hessian_product, jacobian]
-
-
-@pytest.mark.parametrize("derive", FORWARD_MODE, ids=lambda derive: derive.__name__)
-@every_policy
-def test_derivatives_in_forward_mode_are_those_without_a_policy(rules: dict[str, Any], derive: Any) -> None:
-    model, x = Stack(count=1, p=0.0), tokens()
-    layer = model.layers[0]
-    layer.attention, layer.mlp.act_fn = layer.attention.q, nn.Tanh()  # torch differentiates attention and SiLU but once
-    expected = [bits(value) for value in derive(model, x)]
-    recompute.apply(model, rules)
-    for _ in range(2):
-        assert [bits(value) for value in derive(model, x)] == expected
-
-
-INSIDE_OF_A_REGION: dict[str, Callable[[Any, Tensor], Tensor]] = {
-    "vmap": lambda self, x: torch.func.vmap(lambda row: self.norm(row).sin())(x.exp()),
-    "vmap that drops out": lambda self, x: torch.func.vmap(lambda row: F.dropout(row, 0.5), randomness="different")(x),
-    "jvp": lambda self, x: torch.func.jvp(lambda y: self.norm(y).sin(), (x.exp(),), (x.cos(),))[1].exp(),
-    "a gradient": lambda self, x: torch.autograd.grad(self.norm(x).sin().sum(), x, create_graph=True)[0].exp(),
-    "a dual level": lambda self, x: _tangent(self.norm, x).exp(),
-}
-
-
-def _tangent(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    with forward_ad.dual_level():
-        return forward_ad.unpack_dual(function(forward_ad.make_dual(x.exp(), x.cos())).sin()).tangent.clone()
-
-
-@pytest.mark.parametrize("inner", [None, *slow("checkpoint"), "recompute"])
-@pytest.mark.parametrize("setting", ["checkpoint", "recompute", *slow("checkpoint that keeps")])
-@pytest.mark.parametrize("kind", INSIDE_OF_A_REGION)
-def test_derivatives_inside_of_a_region_are_those_without_a_policy(kind: str, setting: str, inner: str | None) -> None:
-    rules = policy(("**.norm", inner))["rules"] if inner else []
-    rule = {"action": "checkpoint", "keep": ["attention"]} if "keeps" in setting else policy(("", setting))["rules"][0]
-    model = holding(lambda self, x: INSIDE_OF_A_REGION[kind](self, x.sin()).cos(), norm=RMSNorm())
-    assert_as_plain(model, {"rules": [*rules, {**rule, "match": "inside"}]}, tokens())
-
-
 @both_actions
 def test_a_model_on_fake_tensors(action: str) -> None:
     with FakeTensorMode():
@@ -336,28 +152,6 @@ def test_a_model_on_fake_tensors(action: str) -> None:
 
 
 # Decorated functions
-
-
-def test_a_decorated_function_is_a_region_with_what_its_closure_holds() -> None:
-    weight, norm = nn.Parameter(torch.rand(HIDDEN)), nn.BatchNorm1d(HIDDEN)
-    generator = torch.Generator()
-
-    def plain(x: Tensor, *, scale: float = 2.0) -> Tensor:
-        mask = torch.rand(x.shape, generator=generator)
-        return (F.dropout(norm(x * weight), 0.5) * mask).exp().sin() * scale
-
-    decorated = recompute.recompute(plain)
-    x, wanted = tokens(), [weight, *norm.parameters()]
-
-    def run(function: Callable[..., Tensor]) -> list[Any]:
-        torch.manual_seed(1)
-        generator.manual_seed(1)
-        norm.reset_running_stats()
-        grads = torch.autograd.grad(function(x, scale=3.0).sum(), [x, *wanted])
-        state = [*norm.buffers(), torch.get_rng_state(), generator.get_state()]
-        return [bits(value) for value in (*grads, *state)]
-
-    assert run(decorated) == run(plain)
 
 
 def test_a_decorated_function_refuses_weights_of_its_closure_updated_before_backward() -> None:
@@ -387,93 +181,6 @@ def test_a_decorated_function_drops_what_it_saves_and_dies_with_its_graph() -> N
         assert engine_objects() == {}
 
 
-def test_a_decorated_class_and_its_instances_train_as_without() -> None:
-    class Plain(Layer):
-        pass
-
-    class Decorated(Layer):
-        pass
-
-    plain = Plain()
-    under = recompute.recompute(Decorated)()
-    under.load_state_dict(plain.state_dict())
-    x = tokens()
-    assert_same(outcome(under, x, backwards=2), outcome(plain, x, backwards=2))
-
-
-# Putting a policy on
-
-
-class Stateful(nn.Module):
-    """Its forward leaves traces on the module, as counters, caches and auxiliary losses do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-        self.seen: list[Any] = []
-        self.last: Any = None
-        self.register_buffer("average", torch.ones(()))
-        self.table = {"a": 1}
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        self.seen.append(x)
-        self.last = x
-        self.average = 0.5 * self.average + x.mean()
-        self.table["b"] = 2
-        return torch.sigmoid(x) * self.average
-
-
-OUTSIDE = torch.ones(HIDDEN)
-SOURCE = torch.Generator()
-
-
-class Outside(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.sigmoid(x) * OUTSIDE + torch.rand(HIDDEN, generator=SOURCE)
-
-
-CALLS: list[Any] = []
-
-
-class Borrower(nn.Module):
-    """Uses a parameter and a module that are not its own, as tied weights are."""
-
-    def __init__(self, owner: nn.Linear):
-        super().__init__()
-        self.owner = [owner]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.sigmoid(self.owner[0](x)) * self.owner[0].bias
-
-
-MAKERS = {
-    "stateful": Stateful,
-    "outside": Outside,
-    "borrower": lambda: Borrower(nn.Linear(HIDDEN, HIDDEN)),
-}
-
-
-@both_actions
-@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_putting_a_policy_on_runs_no_forward_and_changes_no_attribute(
-    make: Callable[[], nn.Module], action: str
-) -> None:
-    model = Holder(make())
-    before, state = list(vars(model.inside)), list(model.state_dict())
-    CALLS.clear()
-    handle = recompute.apply(model, policy(("inside", action)))
-    assert CALLS == []
-    model(tokens())
-    handle.remove()
-    assert list(vars(model.inside)) == before
-    assert list(model.state_dict()) == state
-    if isinstance(model.inside, Stateful):
-        assert (model.inside.calls, len(model.inside.seen)) == (1, 1)
-        assert isinstance(model.inside.last, Tensor)
-        assert isinstance(model.inside.average, Tensor)
-
-
 # Regions that cannot drop, inside of regions that can
 
 
@@ -482,14 +189,6 @@ class Attend(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return (x @ x.t()).softmax(-1) @ x
-
-
-@pytest.mark.filterwarnings("ignore::recompute.errors.PolicyWarning")
-def test_a_region_found_out_to_be_costly_while_a_checkpointed_one_around_it_runs() -> None:
-    model = holding(lambda self, x: self.attend(self.attend(x).sin()).cos(), attend=Attend())
-    rules = policy(("inside.attend", "recompute"), ("inside", "checkpoint"))
-    for _ in range(2):
-        assert_as_plain(model, rules, tokens())
 
 
 @pytest.mark.filterwarnings("ignore::recompute.errors.PolicyWarning")
@@ -519,21 +218,3 @@ def test_higher_order_operators_and_compiled_code_run_in_a_region() -> None:
 
 
 # One module several times
-
-
-def test_regions_in_recursion_siblings_and_a_shared_instance() -> None:
-    class Recursive(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.norm = nn.Linear(HIDDEN, HIDDEN), RMSNorm()
-
-        def forward(self, x: Tensor, depth: int = 2) -> Tensor:
-            x = self.linear(self.norm(x)).sin()
-            return x if depth == 0 else self(x, depth - 1) + self(x * 2, depth=depth - 1)
-
-    model = holding(lambda self, x: self.shared(self.shared(x).exp()), shared=Recursive())
-    for rules in (
-        policy(("inside.shared", "checkpoint")),
-        policy(("inside", "checkpoint"), ("inside.shared.norm", "recompute")),
-    ):
-        assert_as_plain(model, rules, tokens())

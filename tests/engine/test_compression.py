@@ -346,7 +346,7 @@ def test_verify_reports_errors_and_refuses_those_beyond_the_tolerance(monkeypatc
 
 
 FAMILIES_OF_PAGES = ["llama", "gpt2", "gemma2", "gemma3", "phi3", "mixtral", "bert", "vit", "whisper", "t5"]
-FAMILIES = by_default(["llama", "gpt2", "gemma2", "phi3", "mixtral", "bert", "vit", "whisper", "t5"], "llama", "gpt2")
+FAMILIES = by_default(["llama", "gpt2", "gemma2", "phi3", "mixtral", "bert", "vit", "whisper", "t5"], "llama")
 
 
 @pytest.mark.parametrize("action", ["compress", "recompute"])
@@ -360,7 +360,7 @@ def test_models_of_transformers_stay_within_the_tolerance(family: str, action: s
 
 
 @pytest.mark.parametrize("dtype", by_default(["float32", "bfloat16"], "float32"))
-@pytest.mark.parametrize("family", by_default([*FAMILIES_OF_PAGES], "llama", "gemma2"))
+@pytest.mark.parametrize("family", by_default([*FAMILIES_OF_PAGES], "llama"))
 def test_gradients_are_off_by_what_the_pages_say(family: str, dtype: str) -> None:
     kind = getattr(torch, dtype)
     model, batch = make(family, kind).train(), batch_of(family, length=32, size=8)

@@ -360,9 +360,7 @@ def test_an_exception_in_a_users_hook_between_two_regions(rules: dict[str, Any],
 
 
 @every_rule
-def test_an_exception_while_forward_runs_leaves_nothing_behind_and_the_next_step_works(
-    rules: dict[str, Any],
-) -> None:
+def test_an_exception_while_forward_runs_leaves_nothing_behind_and_the_next_step_works(rules: dict[str, Any]) -> None:
     model, x = Stack(count=2), tokens()
 
     def run(model: nn.Module) -> Any:

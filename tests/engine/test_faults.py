@@ -10,11 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from engine_testing import (
-    Boom,
-    assert_same,
-    tokens,
-)
+from engine_testing import Boom, assert_same, tokens
 from tiers import by_default
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from engine_testing import (
     INSIDE,
     SETTINGS,
@@ -55,15 +54,6 @@ def test_a_kept_module_inside_a_checkpointed_one_keeps_what_it_saves() -> None:
     assert not references[0].expired()
     result.sum().backward()
     assert_as_plain(model, {"rules": "none"}, tokens())
-
-
-def test_keep_passes_gradients_to_an_inner_autograd_grad() -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        y = recompute.keep(x.exp())
-        (slope,) = torch.autograd.grad(y.sin().sum(), x, create_graph=True)
-        return slope.cos()
-
-    assert_as_plain(holding(forward), INSIDE, tokens())
 
 
 def test_keep_returns_the_tensor_itself_outside_of_regions_and_takes_nothing_else() -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from engine_testing import bits, both_actions, holding, policed, tokens
+from tiers import one_in, slow
 from torch import Tensor, nn
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
@@ -101,7 +102,7 @@ def steps(model: Callable[..., Any]) -> list[Any]:
 
 
 @both_actions
-@pytest.mark.parametrize("name", NOISE)
+@pytest.mark.parametrize("name", one_in(2, list(NOISE)))
 def test_what_an_op_draws_it_draws_again(name: str, action: str) -> None:
     model = holding(lambda self, x: (NOISE[name](x.sigmoid()).exp() * x).tanh())
     expected = steps(model)
@@ -163,7 +164,7 @@ class Layer(nn.Module):
 COMPILED = {"a draw": NOISE["torch"], "an effect": EFFECTS["registered"]}
 
 
-@both_actions
+@pytest.mark.parametrize("action", ["recompute", *slow("checkpoint")])
 @pytest.mark.parametrize("op", COMPILED)
 def test_in_compiled_code_no_op_of_a_library_runs_again(op: str, action: str) -> None:
     """Nobody sees there what it draws."""

@@ -318,16 +318,7 @@ def _newer_precision() -> AbstractContextManager[None]:
     return torch.backends.flags(fp32_precision="tf32")  # as an attribute it cannot be set where OpInfo was imported
 
 
-SETTINGS = [
-    _doubles,
-    _flushing,
-    _medium,
-    _threads,
-    _deterministic,
-    _no_mkldnn,
-    _plain_attention,
-    _newer_precision,
-]
+SETTINGS = [_doubles, _flushing, _medium, _threads, _deterministic, _no_mkldnn, _plain_attention, _newer_precision]
 every_setting = pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.__name__[1:])
 
 
@@ -419,12 +410,7 @@ def unwarned() -> Iterator[None]:
         "full",
         "auto",
         "kernel",
-        {
-            "rules": [
-                {"match": "**.mlp", "action": "keep"},
-                {"match": "layers.*", "action": "recompute", "via": "hook"},
-            ]
-        },
+        {"rules": [{"match": "**.mlp", "action": "keep"}, {"match": "layers.*", "action": "recompute", "via": "hook"}]},
     ],
     ids=["elementwise", "hook", "full", "auto", "kernel", "keep"],
 )

@@ -15,14 +15,10 @@ from engine_testing import (
     POLICIES,
     TOKENS,
     Holder,
-    RMSNorm,
     Stack,
     assert_as_plain,
-    assert_as_without,
     bits,
     both_actions,
-    every_policy,
-    every_rule,
     governing,
     holding,
     loss_of,
@@ -31,7 +27,6 @@ from engine_testing import (
     tokens,
     weak,
 )
-from tiers import one_in, slow
 from tiny import counted_ops
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
@@ -40,65 +35,6 @@ import recompute
 from recompute.errors import MutationError, RegenerationError, UnsupportedError
 
 # Statistics and flags
-
-
-def test_batch_and_instance_norm_statistics_and_gradients_are_those_of_plain_training() -> None:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = nn.Conv1d(4, 4, 3, padding=1)
-            self.batch = nn.BatchNorm1d(4)
-            self.instance = nn.InstanceNorm1d(4, affine=True, track_running_stats=True)
-            self.average = nn.BatchNorm1d(4, momentum=None)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.average(self.instance(self.batch(self.conv(x)).relu()).exp())
-
-    def train(model: nn.Module) -> list[Any]:
-        torch.manual_seed(6)
-        found = []
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(3):
-            losses = [loss_of(model(torch.randn(3, 4, 5))) for _ in range(2)]
-            for loss in reversed(losses):
-                loss.backward()
-            found += [bits(parameter.grad) for parameter in model.parameters()]
-            found += [bits(buffer) for buffer in model.buffers()]
-            optimizer.step()
-            optimizer.zero_grad()
-        return found
-
-    plain, under = Stacked(Block), Stacked(Block)
-    under.load_state_dict(plain.state_dict())
-    handle = recompute.apply(under, policy(("blocks.*", "checkpoint")))
-    assert train(under) == train(plain)
-    assert handle.stats().dropped_tensors > 0
-
-
-class Stacked(nn.Module):
-    def __init__(self, block: Callable[[], nn.Module]):
-        super().__init__()
-        self.blocks = nn.ModuleList(block() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def test_statistics_that_are_updated_in_some_runs_only_are_updated_once() -> None:
-    def forward(self: Any, x: Tensor, updates: bool) -> Tensor:
-        return (self.norm(x) if updates else x).exp()
-
-    def train(model: nn.Module) -> list[Any]:
-        torch.manual_seed(6)
-        for updates in (False, True, False, True):
-            loss_of(model(torch.randn(2, 4, 5, requires_grad=True), updates)).backward()
-        return [bits(buffer) for buffer in model.buffers()]
-
-    make = lambda: holding(forward, norm=nn.InstanceNorm1d(4, track_running_stats=True))  # noqa: E731
-    expected = train(make())
-    assert train(policed(make())) == expected
 
 
 def between(model: nn.Module, x: Tensor, other: Callable[[], Any]) -> list[Any]:
@@ -161,104 +97,6 @@ def test_small_buffers_that_nobody_changes_are_copied_once_for_all_runs() -> Non
         for _ in range(3):
             model(x).sum().backward()
     assert counts["aten.clone"] == 1
-
-
-def test_batch_norm_that_runs_in_some_forwards_only_counts_each_once() -> None:
-    """Its kernel changes the statistics without a new version; that of the count of batches tells."""
-
-    def run(model: nn.Module) -> list[Any]:
-        found = []
-        for updates in (False, True, False, True, True):
-            x = torch.linspace(-1, 1, 24).reshape(6, 4).requires_grad_()
-            losses = [model(x, updates).sum(), model(x.cos(), not updates).sum()]
-            found += [grad for loss in losses for grad in torch.autograd.grad(loss, x)]
-        return [bits(value) for value in (*found, *model.buffers())]
-
-    make = lambda: holding(lambda self, x, updates: (self.norm(x) if updates else x).exp(), norm=nn.BatchNorm1d(4))  # noqa: E731
-    assert run(policed(make())) == run(make())
-
-
-NORMALIZED: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "spectral norm, by a hook": lambda linear: torch.nn.utils.spectral_norm(linear, n_power_iterations=2),
-    "weight norm, by a hook": torch.nn.utils.weight_norm,
-    "spectral norm": parametrizations.spectral_norm,
-    "weight norm": parametrizations.weight_norm,
-    "orthogonal": parametrizations.orthogonal,
-}
-
-
-class Normalized(nn.Module):
-    def __init__(self, normalize: Callable[[nn.Module], nn.Module]) -> None:
-        super().__init__()
-        self.first = normalize(nn.Linear(HIDDEN, HIDDEN))
-        self.rest = nn.Sequential(nn.Tanh(), normalize(nn.Linear(HIDDEN, HIDDEN)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.rest(self.first(x).exp())
-
-
-@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated:FutureWarning")
-@pytest.mark.parametrize("match", ["inside", *slow(["**.first", "**.rest"], "**", "**.first")], ids=str)
-@pytest.mark.parametrize("setting", ["recompute", *slow("checkpoint", "nested")])
-@pytest.mark.parametrize("kind", one_in(2, list(NORMALIZED)))
-def test_normalized_weights_train_as_without_wherever_the_rule_is(kind: str, setting: str, match: Any) -> None:
-    """Hooks, or parametrizations, make their weights anew for each run, and change buffers by that."""
-
-    def train(rules: dict[str, Any] | None) -> list[Any]:
-        torch.manual_seed(0)
-        model = holding(lambda self, x: self.part(x).sin(), part=Normalized(NORMALIZED[kind]))
-        if rules is not None:
-            recompute.apply(model, rules)
-        optimizer, x, found = torch.optim.SGD(model.parameters(), lr=0.1), tokens(), []
-        for _ in range(3):
-            losses = [model(x).sum(), model(x.cos()).sum()]
-            with torch.no_grad():
-                model(x)
-            for loss in reversed(losses):
-                loss.backward()
-            found += [parameter.grad.clone() for parameter in model.parameters()]
-            optimizer.step()
-            optimizer.zero_grad()
-        return [bits(value) for value in (*found, *model.buffers())]
-
-    actions = {"checkpoint": ["checkpoint"], "recompute": ["recompute"], "nested": ["recompute", "checkpoint"]}[setting]
-    rules = [{"match": match, "action": actions[0], **({"via": "hook"} if actions[0] == "recompute" else {})}]
-    if setting == "nested":
-        rules.append({"match": "inside.part", "action": "checkpoint"})
-    assert train({"rules": rules}) == train(None)
-
-
-def test_a_buffer_that_forward_replaces_is_the_old_one_again_when_the_region_runs_again() -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        self.average = 0.5 * self.average + x.detach().mean()
-        return (x * self.average).exp()
-
-    model = holding(forward)
-    model.inside.register_buffer("average", torch.ones(()))
-    assert_as_plain(model, INSIDE, tokens())
-
-
-def test_spectral_norm_iterates_once_a_step() -> None:
-    linear = torch.nn.utils.parametrizations.spectral_norm(nn.Linear(HIDDEN, HIDDEN))
-    assert_as_plain(holding(lambda self, x: self.linear(x).sin(), linear=linear), INSIDE, tokens())
-
-
-@every_policy
-def test_eval_between_forward_and_backward_changes_nothing(rules: dict[str, Any]) -> None:
-    model, x = Stack(p=0.5), tokens()
-
-    def grads() -> list[Any]:
-        torch.manual_seed(0)
-        model.train()
-        loss = loss_of(model(x))
-        model.eval()
-        found = torch.autograd.grad(loss, [x, *model.parameters()])
-        assert not any(module.training for module in model.modules())
-        return [bits(grad) for grad in found]
-
-    expected = grads()
-    recompute.apply(model, rules)
-    assert grads() == expected
 
 
 @pytest.mark.parametrize(
@@ -329,68 +167,6 @@ def test_a_parameter_replaced_before_backward_is_refused_or_does_what_eager_does
     except MutationError:
         return
     assert found == expected
-
-
-def late_change(target: Tensor) -> None:
-    with torch.no_grad():
-        target.add_(1.0)
-
-
-@pytest.mark.parametrize(
-    "where", ["attribute", "list of modules", "parameter argument", "module argument", "closure", "default"]
-)
-def test_a_tensor_that_the_region_reaches_in_any_way_is_checked_for_updates(where: str) -> None:
-    """Plain eager runs these, as autograd saves none of the tensors that change; so right or refused will do."""
-    weight = nn.Parameter(torch.rand(HIDDEN))
-    plain = torch.rand(HIDDEN)
-    linear = nn.Linear(HIDDEN, HIDDEN)
-    others: tuple[Any, ...] = ()
-    if where == "attribute":
-        model, changed = holding(lambda self, x: (x + self.plain).exp().sin(), plain=plain), plain
-    elif where == "list of modules":
-        model, changed = holding(lambda self, x: self.unseen[0](x).exp().sin(), unseen=[linear]), linear.bias
-    elif where == "parameter argument":
-        model, changed, others = holding(lambda self, x, w: (x + w).exp().sin()), weight, (weight,)
-    elif where == "module argument":
-        model, changed, others = holding(lambda self, x, m: m(x).exp().sin()), linear.bias, (linear,)
-    elif where == "closure":
-        model, changed = holding(lambda self, x: (x + plain).exp().sin()), plain
-    else:
-        model, changed = holding(lambda self, x, w=plain: (x + w).exp().sin()), plain
-    x = tokens()
-    (expected,) = torch.autograd.grad(model(x, *others).sum(), x)
-    policed(model)
-    result = model(x, *others)
-    late_change(changed)
-    try:
-        (found,) = torch.autograd.grad(result.sum(), x)
-    except MutationError:
-        return
-    assert bits(found) == bits(expected)
-
-
-# Parameters
-
-
-@both_actions
-def test_inner_no_grad_and_detach(action: str) -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            scale = self.norm(x).mean()
-        y = self.norm(x) * scale + x.detach().exp()
-        with torch.no_grad(), torch.enable_grad():
-            return y.exp().detach() * y.sin()
-
-    assert_as_plain(
-        holding(forward, norm=RMSNorm()), policy(("inside", action), ("inside.norm", "recompute")), tokens()
-    )
-
-
-def test_rrelu_whose_noise_is_filled_after_it_was_saved() -> None:
-    model = holding(lambda self, x: F.rrelu(x * 1.0, training=True))
-    stats = assert_as_plain(model, INSIDE, tokens())
-    assert stats.regenerations == 2
-    assert_as_plain(holding(lambda self, x: self.act(self.act(x)).sin(), act=nn.RReLU()), INSIDE, tokens())
 
 
 # Parameters that come and go
@@ -587,27 +363,6 @@ def test_moving_a_model_by_swapping_its_parameters_works_after_a_step(action: st
         torch.__future__.set_swap_module_params_on_conversion(False)
     (found,) = torch.autograd.grad(model(x.double()).sum(), x)
     assert found.dtype is torch.float32
-
-
-@every_rule
-def test_parameters_laid_out_in_one_storage(rules: dict[str, Any]) -> None:
-    """As by ZeRO: each has its own count of versions, whatever the others'."""
-
-    def run(model: Any) -> Any:
-        parameters = list(model.parameters())
-        flat = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
-        offset = 0
-        for number, parameter in enumerate(parameters):
-            parameter.data = flat[offset : offset + parameter.numel()].view_as(parameter)
-            offset += parameter.numel()
-            with torch.no_grad():
-                for _ in range(number):
-                    parameter.add_(0.001)
-        for _ in range(2):
-            loss_of(model(tokens(grad=False))).backward()
-        return [parameter.grad for parameter in parameters]
-
-    assert_as_without(Stack(), rules, run)
 
 
 class NormsByHand(nn.Module):

@@ -15,10 +15,14 @@ from typing import Any
 
 import pytest
 import torch
+from bodies import BODIES
+from bodies.runs import RUNS, Run
+from corpus import FEW_STEPS, assert_as_plain, assert_function_as_plain
 from engine_testing import (
     VIEWS,
     Boom,
     Stack,
+    assert_as_without,
     assert_same,
     assert_step_as_without,
     bits,
@@ -28,6 +32,7 @@ from engine_testing import (
     tokens,
     weak,
 )
+from tiers import by_default, slow
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -90,9 +95,23 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 # Exact
 
 
+EXACT = ["several_times", "of_parts", "of_several_shapes", "gradient_penalty", "while_streams_move"]
+SOME = ["draw: rrelu, last", "view: conjugate", "view: bytes", "argument: double", "change: in a chain"]
+BODIES_TO_OFFLOAD = [name for name, body in BODIES.items() if not body.ways and not body.may_refuse][::10]
+
+
 @every_way
-def test_a_step_is_bitwise_that_of_plain_pytorch(way: dict[str, Any]) -> None:
-    assert_step_as_without(Stack(), rules(**way), tokens(), drops=way["action"] != "offload")
+@pytest.mark.parametrize("name", [*SOME, *slow(*BODIES_TO_OFFLOAD)])
+def test_a_body_does_what_it_does_in_plain_pytorch(name: str, way: dict[str, Any]) -> None:
+    """Also noise that an op draws into what autograd has saved, which torch's own ``save_on_cpu`` copies too soon."""
+    assert_as_plain(BODIES[name]._replace(drops=False), {"min_bytes": 0, **way}, FEW_STEPS)
+
+
+@every_way
+@pytest.mark.parametrize("run", by_default({name: RUNS[name] for name in EXACT}, "several_times", "of_several_shapes"))
+def test_a_run_of_a_stack_is_bitwise_that_of_plain_pytorch(run: Run, way: dict[str, Any]) -> None:
+    x = tokens()
+    assert_as_without(run.make(), rules(**way), lambda model: run.run(model, x.detach().requires_grad_()), drops=False)
 
 
 @every_way
@@ -145,82 +164,10 @@ def test_a_storage_is_copied_once_and_its_views_come_back_as_they_were(
     assert [which for which, _ in copies].count("out") == 1
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64, torch.bool], ids=str)
-def test_every_dtype_comes_back(dtype: torch.dtype) -> None:
-    values = torch.randn(7, 5, generator=torch.Generator().manual_seed(0)).to(dtype)
-    found = []
-
-    class Keep(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            ctx.save_for_backward(values.clone())
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:
-            found.append(ctx.saved_tensors[0])
-            return gradient
-
-    model = holding(lambda self, x: Keep.apply(x))
-    recompute.apply(model, rules("inside"))
-    model(tokens()).sum().backward()
-    assert torch.equal(found[0], values)
-    assert found[0].dtype is dtype
-
-
 @pytest.mark.parametrize("way", [WAYS["offload"], WAYS["recompute"], WAYS["checkpoint"]], ids=str)
 def test_what_a_decorated_function_holds_is_offloaded(way: dict[str, Any], copies: list[tuple[str, int]]) -> None:
-    def product(x: Tensor, y: Tensor) -> Tensor:
-        return (x * y).exp().sin()
-
-    decorated = recompute.recompute(policy={"rules": [{"type": "product", "min_bytes": 0, **way}]})(product)
-
-    def run(function: Callable[[Tensor, Tensor], Tensor]) -> list[Any]:
-        x, y = batch() * 1.0, batch() * 2.0
-        return [bits(gradient) for gradient in torch.autograd.grad(function(function(x, y), y).sum(), [x, y])]
-
-    assert run(decorated) == run(product)
+    assert_function_as_plain(BODIES["change: a costly result after its use"], {"min_bytes": 0, **way})
     assert copies
-
-
-def test_noise_that_an_op_draws_into_what_autograd_has_saved_comes_back() -> None:
-    """torch's own ``save_on_cpu`` copies it too soon."""
-    model = Layers()
-    for layer in model.layers:
-        layer[1] = nn.RReLU()
-    assert_step_as_without(model, rules(), batch(), drops=False)
-
-
-def test_second_backwards_and_partial_ones_find_what_they_need() -> None:
-    model, x = Layers(), batch()
-    plain = copy.deepcopy(model)
-    recompute.apply(model, rules())
-
-    def run(model: nn.Module) -> Any:
-        loss = loss_of(model(x))
-        weights = [layer[0].weight for layer in model.layers]  # type: ignore[union-attr, index]
-        one = torch.autograd.grad(loss, weights[-1:], retain_graph=True)
-        every = torch.autograd.grad(loss, [x, *weights], retain_graph=True)
-        again = torch.autograd.grad(loss, [x, *weights], create_graph=True)
-        twice = torch.autograd.grad(again[0].square().sum(), weights)
-        return [bits(gradient) for gradient in (*one, *every, *again, *twice)]
-
-    assert run(model) == run(plain)
-
-
-def test_forwards_may_pile_up_before_their_backwards_in_any_order() -> None:
-    model = Layers()
-    plain = copy.deepcopy(model)
-    recompute.apply(model, rules())
-
-    def run(model: nn.Module) -> list[Any]:
-        model.zero_grad()
-        losses = [loss_of(model(batch(rows))) for rows in (4, 8, 16)]
-        for index in (1, 0, 2):
-            losses[index].backward()
-        return [bits(parameter.grad) for parameter in model.parameters()]
-
-    assert run(model) == run(plain)
 
 
 # Memory

@@ -287,10 +287,7 @@ class TestLibraries:
         assert {
             facts(torch.ops.recompute.rms_norm_forward.default),
             facts(torch.ops.recompute.glu_forward.default),
-        } == {
-            ops.OpFacts("recompute.rms_norm_forward", Kind.PURE),
-            ops.OpFacts("recompute.glu_forward", Kind.PURE),
-        }
+        } == {ops.OpFacts("recompute.rms_norm_forward", Kind.PURE), ops.OpFacts("recompute.glu_forward", Kind.PURE)}
 
     def test_collectives_are_opaque_and_those_of_c10d_write_without_saying_so(self) -> None:
         c10d, functional = torch.ops.c10d, torch.ops._c10d_functional

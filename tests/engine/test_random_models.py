@@ -239,12 +239,7 @@ THEMES: dict[str, list[str]] = {
 # Derandomized: a test draws the same cases each time, so that one that fails in one place fails in all others, until
 # it is edited. The blob that a failure prints makes the case again even then (@reproduce_failure). What is decided for
 # one case is there for the next, as it is for the layers of a model: a failure may take all cases to come again.
-reproducibly = settings(
-    derandomize=True,
-    database=None,
-    print_blob=True,
-    suppress_health_check=list(HealthCheck),
-)
+reproducibly = settings(derandomize=True, database=None, print_blob=True, suppress_health_check=list(HealthCheck))
 
 
 any_module = given(

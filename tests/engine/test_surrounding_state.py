@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from engine_testing import HIDDEN, bits, governing, tokens
+from tiers import one_in
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
@@ -100,7 +101,7 @@ def gradients(model: nn.Module, x: Tensor, steps: tuple[float, ...]) -> list[Any
 
 
 @pytest.mark.parametrize("capture", [False, True], ids=["not captured", "captured"])
-@pytest.mark.parametrize("place", READS)
+@pytest.mark.parametrize("place", one_in(2, list(READS)))
 def test_a_region_that_runs_again_reads_what_forward_read(place: str, capture: bool) -> None:
     plain, x = Around(Reader(READS[place])), tokens()
     governed = copy.deepcopy(plain)

@@ -1,0 +1,400 @@
+"""What goes into a region and what comes out of it: any object, and objects with a state of their own."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import logging
+import threading
+from collections import OrderedDict, UserDict, defaultdict, deque
+from collections.abc import Callable
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from corpus import Body
+from engine_testing import HIDDEN, TOKENS, RMSNorm
+from torch import Tensor, nn
+from torch.nested import nested_tensor
+from torch.nn.utils.rnn import pack_padded_sequence
+
+
+class Color(enum.Enum):
+    RED = 1
+
+
+class Pair(NamedTuple):
+    left: Tensor
+    right: Tensor | None
+
+
+@dataclasses.dataclass
+class Batch:
+    hidden: Tensor
+    mask: Tensor | None = None
+    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    scale: Tensor
+    nested: tuple[Batch, ...] = ()
+
+
+class Checked(Pair):
+    """A named tuple that looks at what it is given, as ``PackedSequence`` does."""
+
+    def __new__(cls, left: Tensor, right: Tensor) -> Checked:
+        assert left.shape == right.shape
+        return super().__new__(cls, left, right)
+
+
+class Labelled(tuple):  # type: ignore[type-arg]
+    """A tuple with an attribute and a constructor of its own."""
+
+    label: Tensor
+
+    def __new__(cls, first: Tensor, *, label: Tensor) -> Labelled:
+        made = super().__new__(cls, (first, first * 2))
+        made.label = label
+        return made
+
+
+@dataclasses.dataclass
+class Derived:
+    """Derives a field from another in its constructor, and has one without a value."""
+
+    hidden: Tensor
+    total: Tensor = dataclasses.field(init=False)
+    unset: Tensor = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        assert isinstance(self.hidden, Tensor)
+        self.total = self.hidden * 3
+
+
+@dataclasses.dataclass
+class Guarded:
+    """Takes no values but tensors, and refuses to be copied."""
+
+    hidden: Tensor
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        assert isinstance(value, Tensor)
+        object.__setattr__(self, name, value)
+
+    def __copy__(self) -> Guarded:
+        raise RuntimeError("there is but one")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slotted:
+    hidden: Tensor
+
+
+class Unpicklable:
+    """An object that refuses to be copied."""
+
+    def __init__(self, scale: Tensor):
+        self.scale = scale
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeError("this belongs to its process")
+
+
+class Registered:
+    """A container that pytrees know, which looks at what it is made of."""
+
+    def __init__(self, *items: Tensor):
+        assert len({item.shape for item in items}) == 1
+        self.items = items
+
+
+torch.utils._pytree.register_pytree_node(
+    Registered, lambda made: (list(made.items), None), lambda items, _: Registered(*items)
+)
+
+
+class Like:
+    """No tensor, but torch's functions take it."""
+
+    def __init__(self, tensor: Tensor):
+        self.tensor = tensor
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*[arg.tensor if isinstance(arg, Like) else arg for arg in args], **(kwargs or {}))
+
+
+class Tagged(Tensor):
+    """A tensor with an attribute, which takes part in no dispatch: only its type says what it is."""
+
+    tag: float
+
+    @staticmethod
+    def of(tensor: Tensor, tag: float) -> Tagged:
+        made = tensor.as_subclass(Tagged)
+        made.tag = tag
+        return made
+
+
+class Connected:
+    """What cannot be copied, or must not be."""
+
+    def __init__(self) -> None:
+        self.log, self.lock, self.local = logging.getLogger("recompute.tests"), threading.Lock(), threading.local()
+        self.stream = SimpleNamespace(close=threading.Event())
+        self.scale = 2.0
+
+
+class Node:
+    """A tree whose nodes know their parent."""
+
+    def __init__(self, parent: Node | None, children: int):
+        self.parent = parent
+        self.children = [Node(self, 0) for _ in range(children)]
+        self.scale = 2.0
+
+
+def endless(x: Tensor) -> list[Any]:
+    made: list[Any] = [x * 2]
+    made.append(made)
+    return made
+
+
+def double(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def packed(x: Tensor) -> Any:
+    return pack_padded_sequence((x * 2)[:, None], [TOKENS])
+
+
+KINDS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Any]]] = {
+    "tensor": (lambda x: x * 3, lambda v: v.sin()),
+    "tuple": (lambda x: (x, (x * 2, None)), lambda v: v[0] * v[1][0]),
+    "list": (lambda x: [x, [x * 2]], lambda v: v[0] * v[1][0]),
+    "dict": (lambda x: {"a": x, "b": {"c": x * 2}}, lambda v: v["a"] * v["b"]["c"]),
+    "ordered dict": (lambda x: OrderedDict(a=x, b=x * 2), lambda v: v["a"] * v["b"]),
+    "default dict": (lambda x: defaultdict(list, a=[x]), lambda v: v["a"][0].sin()),
+    "deque": (lambda x: deque([x, x * 2]), lambda v: v[0] * v[1]),
+    "named tuple": (lambda x: Pair(x, None), lambda v: v.left.sin()),
+    "dataclass": (lambda x: Batch(x, extra={"w": x * 2}), lambda v: v.hidden * v.extra["w"]),
+    "frozen dataclass": (lambda x: Frozen(x, (Batch(x * 2),)), lambda v: v.scale * v.nested[0].hidden),
+    "checked named tuple": (lambda x: Checked(x, x * 2), lambda v: v.left * v.right),
+    "tuple with an attribute": (lambda x: Labelled(x, label=x * 2), lambda v: v[0] * v[1] * v.label),
+    "packed sequence": (packed, lambda v: v.data.sin()),
+    "result of an op": (lambda x: (x * 2).max(0), lambda v: v.values * v.indices),
+    "dataclass that derives a field": (lambda x: Derived(x * 2), lambda v: v.hidden * v.total),
+    "dataclass that guards its fields": (lambda x: Guarded(x * 2), lambda v: v.hidden.sin()),
+    "dataclass in slots": (lambda x: Slotted(x * 2), lambda v: v.hidden.sin()),
+    "registered container": (lambda x: Registered(x * 2, x * 3), lambda v: v.items[0] * v.items[1]),
+    "object that cannot be copied": (lambda x: Unpicklable(x * 2), lambda v: v.scale.sin()),
+    "object of parts that cannot be": (lambda x: Connected(), lambda v: v.scale),
+    "user dict": (lambda x: UserDict(a=x * 2), lambda v: v["a"].sin()),
+    "namespace": (lambda x: SimpleNamespace(a=x * 2), lambda v: v.a.sin()),
+    "mapping proxy": (lambda x: MappingProxyType({"a": x * 2}), lambda v: v["a"].sin()),
+    "like a tensor": (lambda x: Like(x * 2), lambda v: torch.mul(v, 2.0)),
+    "subclass of tensor": (lambda x: Tagged.of(torch.ones(HIDDEN), 3.0), lambda v: (v * v.tag).as_subclass(Tensor)),
+    "list within itself": (endless, lambda v: v[1][1][0].sin()),
+    "nested": (lambda x: nested_tensor([x[:2].detach(), x[2:].detach()]), lambda v: v.unbind()[0].sum()),
+    "nested, jagged": (
+        lambda x: nested_tensor([x[:2].detach(), x[2:].detach()], layout=torch.jagged, requires_grad=True) * 2,
+        lambda v: v.sin().values().sum(),
+    ),
+    "object": (lambda x: SimpleNamespace(scale=2.0), lambda v: v.scale),
+    "number": (lambda x: 3, lambda v: v),
+    "bool": (lambda x: True, lambda v: 2.0 if v else 1.0),
+    "string": (lambda x: "sin", lambda v: 2.0 if v == "sin" else 1.0),
+    "none": (lambda x: None, lambda v: 2.0 if v is None else 1.0),
+    "enum": (lambda x: Color.RED, lambda v: 2.0 if v is Color.RED else 1.0),
+    "callable": (lambda x: double, lambda v: v(2.0)),
+    "dtype": (lambda x: torch.float32, lambda v: torch.ones((), dtype=v)),
+    "device": (lambda x: torch.device("cpu"), lambda v: torch.ones((), device=v)),
+    "size": (lambda x: x.shape, lambda v: torch.ones(v)),
+    "slice": (lambda x: slice(None), lambda v: torch.ones(TOKENS)[v].sum()),
+    "integers": (lambda x: torch.arange(TOKENS), lambda v: torch.ones(TOKENS)[v][:, None]),
+    "mask": (lambda x: torch.arange(TOKENS)[:, None] > 2, lambda v: v.float() + 1),
+    "number tensor": (lambda x: torch.tensor(2.0, requires_grad=True), lambda v: v.exp()),
+    "empty": (lambda x: torch.empty(0, HIDDEN, requires_grad=True), lambda v: v.exp().sum()),
+    "sparse": (lambda x: torch.eye(TOKENS).to_sparse(), lambda v: torch.sparse.mm(v, torch.ones(TOKENS, HIDDEN))),
+    "double": (lambda x: x.double(), lambda v: v.sin().float()),
+    "complex": (lambda x: torch.complex(x, 2 * x).conj(), lambda v: (v * v.exp()).imag),
+    "conjugated": (lambda x: x.conj(), lambda v: torch.complex(v, v).conj().imag.sin()),
+    "transposed": (lambda x: (x * 2).t(), lambda v: v.exp().t()),
+    "expanded": (lambda x: (x[:1] * 2).expand(TOKENS, -1), lambda v: v.exp()),
+    "overlapping": (lambda x: (x * 2).flatten().as_strided((TOKENS, HIDDEN), (1, 1)), lambda v: v.exp()),
+}
+
+
+def kind(number: int, make: Callable[[Tensor], Any], use: Callable[[Any], Any]) -> Body:
+    """Every second kind of argument is passed by its name."""
+
+    def forward(self: Any, x: Tensor, value: Any = None, *, offset: float = 0.0) -> Tensor:
+        return (self.norm(x).exp() * use(value) + offset).sin()
+
+    def given(x: Tensor) -> Any:
+        return {"value": make(x), "x": x, "offset": 1.0} if number % 2 else (x, make(x))
+
+    return Body(forward, lambda: {"norm": RMSNorm()}, given)
+
+
+def same_twice(self: Any, x: Tensor, first: list[float], second: list[float]) -> Tensor:
+    first.append(3.0)
+    return (x * second[-1]).exp().sin()
+
+
+def through_a_tree(self: Any, x: Tensor, tree: Node, again: Node) -> Tensor:
+    tree.scale += 1.0
+    same = tree.children[0].parent is tree and again is tree
+    return (x * tree.children[0].parent.scale * (1.0 if same else 5.0)).exp().sin()  # type: ignore[union-attr]
+
+
+def is_parameter(self: Any, x: Tensor, weight: Tensor) -> Tensor:
+    return (x.exp() * weight).sin() * (2.0 if isinstance(weight, nn.Parameter) else 3.0)
+
+
+WEIGHT = nn.Parameter(torch.linspace(0, 1, HIDDEN))
+ARGUMENTS: dict[str, Body] = {
+    **{name: kind(number, *each) for number, (name, each) in enumerate(KINDS.items())},
+    "one list twice": Body(same_twice, given=lambda x: (x, *[[1.0]] * 2)),
+    "one tensor twice": Body(
+        lambda self, a, b: (a.exp() * (2.0 if a is b else 3.0)).sin(), given=lambda x: (x, x), captured=True
+    ),
+    "one tensor thrice": Body(
+        lambda self, x: self.attention(x, x, x)[0],
+        lambda: {"attention": nn.MultiheadAttention(HIDDEN, 2, batch_first=True)},
+        lambda x: (x[None],),
+    ),
+    "an object whose parts refer to each other": Body(through_a_tree, given=lambda x: (x, *[Node(None, 3)] * 2)),
+    "a parameter": Body(is_parameter, given=lambda x: (x, WEIGHT)),
+    "a packed sequence of an LSTM": Body(
+        lambda self, given: self.lstm(given)[0].data,
+        lambda: {"lstm": nn.LSTM(HIDDEN, HIDDEN)},
+        lambda x: (pack_padded_sequence(torch.stack([x, x.sin()], 1), [TOKENS, 2]),),
+    ),
+    "a container that changes afterwards": Body(
+        lambda self, x, options: (x.exp() * options["scales"][0]).sin(),
+        given=lambda x: (x, {"scales": [2.0]}),
+        between=lambda module, given, result: given[1]["scales"].__setitem__(0, 5.0),
+    ),
+    "an object that changes afterwards": Body(
+        lambda self, x, settings: (x.exp() * settings.scale).sin(),
+        given=lambda x: (x, SimpleNamespace(scale=2.0)),
+        between=lambda module, given, result: setattr(given[1], "scale", 5.0),
+    ),
+    "two inputs of which one is unused": Body(
+        lambda self, x, unused=None: x.exp().sin(), given=lambda x: (x, x.cos()), captured=True
+    ),
+    "tensors in an object of the users": Body(
+        lambda self, batch: F.gelu(self.linear(batch.hidden)) * batch.extra["scale"],
+        lambda: {"linear": nn.Linear(HIDDEN, HIDDEN)},
+        lambda x: (Batch(x, extra={"scale": 0.5}),),
+        captured=True,
+    ),
+}
+
+GIVEN_BACK: dict[str, Callable[[Tensor], Any]] = {
+    "tensor": lambda y: y.sin(),
+    "tuple": lambda y: (y.sin(), (y.exp(), None), 3, "s"),
+    "list": lambda y: [y.sin(), [y.exp()]],
+    "dict": lambda y: {"a": y.sin(), "b": {"c": [y.exp(), None]}},
+    "dataclass": lambda y: (Batch(y.sin(), extra={"w": y.exp()}), y.cos()),
+    "named tuple": lambda y: Pair(y.sin(), None),
+    "number": lambda y: y.sin().sum(),
+    "complex": lambda y: torch.complex(y, y).exp(),
+    "conjugate": lambda y: torch.complex(y.sin(), y).exp().conj(),
+    "callable": lambda y: (3, double, "text", y.sin()),
+    "nested": lambda y: (y.sin(), None, {"a": [3, y.shape[0]], "b": F.gelu(y)}),
+    "twice the same": lambda y: (y, y, y.sin()),
+    "views": lambda y: y.sin().chunk(2),
+    "views of two": lambda y: (y.sin().view(2, -1), y.exp()[1:]),
+    "slice": lambda y: y.sin()[1:, ::2],
+    "transposed": lambda y: y.exp().t(),
+    "expanded": lambda y: y.sin()[:1].expand(3, HIDDEN),
+    "empty": lambda y: (y.sin()[:0], y.exp()),
+    "detached": lambda y: (y.sin().detach(), y.exp()),
+    "integers": lambda y: (y.argmax(-1), y > 0, y.exp()),
+}
+MAY_BE_CAPTURED = ("nested", "twice the same", "views of two", "expanded", "detached", "integers")
+
+
+def giving(function: Callable[[Tensor], Any], captured: bool | None) -> Body:
+    return Body(lambda self, x: function(self.norm(x).cos()), lambda: {"norm": RMSNorm()}, captured=captured)
+
+
+RESULTS: dict[str, Body] = {
+    **{name: giving(each, True if name in MAY_BE_CAPTURED else None) for name, each in GIVEN_BACK.items()},
+    **{
+        f"nothing that takes gradients: {result!r}": Body(
+            lambda self, x, result=result: (x.exp(), result)[1], drops=False
+        )
+        for result in (None, 3, (), "text")
+    },
+}
+
+
+class Cache:
+    """Keys of the tokens so far, as decoders pass from call to call."""
+
+    def __init__(self) -> None:
+        self.keys: list[Tensor] = []
+        self.length = 0
+
+    def update(self, key: Tensor) -> Tensor:
+        self.keys.append(key)
+        self.length += len(key)
+        return torch.cat(self.keys)
+
+    def clear(self) -> None:
+        self.keys.clear()
+        self.length = 0
+
+
+class BareCache:
+    """The same, in slots alone."""
+
+    __slots__ = ("keys", "length")
+
+    __init__, update, clear = Cache.__init__, Cache.update, Cache.clear  # type: ignore[assignment]
+
+
+class DictCache(dict):  # type: ignore[type-arg]
+    """The same, in a dict."""
+
+    def update(self, key: Tensor) -> Tensor:  # type: ignore[override]
+        self["keys"] = [*self.get("keys", []), key]
+        return torch.cat(self["keys"])
+
+    @property
+    def length(self) -> int:
+        return sum(map(len, self.get("keys", [])))
+
+
+KINDS_OF_CACHES: dict[str, Any] = {"object": Cache, "slots": BareCache, "dict": DictCache}
+
+
+def attend(self: Any, x: Tensor, cache: Any) -> Tensor:
+    keys = cache.update((x * 2).exp().sigmoid())
+    return ((x @ keys.t()).softmax(-1) @ keys).sin()
+
+
+def cached(make: Callable[[], Any], clears: bool) -> Body:
+    """Both calls of a step share a cache; ``clears``: and it is emptied before backward."""
+    shared: list[Any] = []
+    return Body(
+        attend,
+        given=lambda x: (x, shared[0]),
+        start=lambda module: shared.__setitem__(slice(None), [make()]),
+        between=lambda module, given, result: given[1].clear() if clears else None,
+        state=lambda module: shared[0].length,
+        together=True,
+    )
+
+
+CACHES = {
+    f"{name}{' that is cleared' if clears else ''}": cached(make, clears)
+    for name, make in KINDS_OF_CACHES.items()
+    for clears in (False, True)
+}

@@ -1,0 +1,444 @@
+"""What forward does with autograd: spans without gradients, gradients inside, hooks, and custom Functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from corpus import Body, nothing
+from engine_testing import HIDDEN, RMSNorm
+from torch import Tensor, nn
+from torch.autograd import Function, forward_ad
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+import recompute
+
+RAN: list[str] = []
+"""What Functions ran, so that nothing may run twice."""
+
+
+def parts() -> dict[str, Any]:
+    return {
+        "norm": RMSNorm(),
+        "linear": nn.Linear(HIDDEN, HIDDEN),
+        "weight": nn.Parameter(torch.rand(HIDDEN)),
+        "frozen": nn.Parameter(torch.rand(HIDDEN), requires_grad=False),
+        "options": Options(),
+        "packed": Packed(torch.rand(1, HIDDEN), requires_grad=False),
+    }
+
+
+# Spans and gradients
+
+
+@torch.no_grad()
+def scale(self: Any, x: Tensor) -> Tensor:
+    return self.norm(x).abs().amax(-1, keepdim=True)
+
+
+def slope(x: Tensor) -> Tensor:
+    leaf = x.detach().requires_grad_()
+    return torch.autograd.grad(leaf.sin().exp().sum(), leaf)[0]
+
+
+@torch.no_grad()
+def slope_without_grad(self: Any, x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        return slope(self.norm(x))
+
+
+def inner_gradient(self: Any, x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        y = self.norm(x).exp()
+        (gradient,) = torch.autograd.grad(y.sin().sum(), x, create_graph=True)
+    return y * gradient.sin()
+
+
+def gradient_of_what_is_kept(self: Any, x: Tensor) -> Tensor:
+    y = recompute.keep(x.exp())
+    (gradient,) = torch.autograd.grad(y.sin().sum(), x, create_graph=True)
+    return gradient.cos()
+
+
+def tangent(self: Any, x: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(self.norm(forward_ad.make_dual(x.exp(), x.cos())).sin()).tangent.clone().exp()
+
+
+def under_hooks(self: Any, x: Tensor) -> Tensor:
+    y = self.norm(x)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 2, lambda t: t / 2):
+        y = y.exp().sin()
+    return y.cos()
+
+
+def under_a_checkpoint(self: Any, x: Tensor) -> Tensor:
+    y = checkpoint(lambda x: F.dropout(self.norm(x), 0.5).exp(), x * 2, use_reentrant=False)
+    return F.dropout(y, 0.5).sin()
+
+
+def in_a_checkpoint(self: Any, x: Tensor) -> Tensor:
+    return checkpoint(lambda z: F.gelu(self.linear(z)), x, use_reentrant=False)
+
+
+def hooked(self: Any, x: Tensor) -> Tensor:
+    y = self.linear(self.norm(x))
+    y.register_hook(lambda gradient: gradient * 2)
+    return F.gelu(y).exp()
+
+
+def autocast_on_and_off(self: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        x = self.linear(x)
+        with torch.autocast("cpu", enabled=False):
+            x = self.linear(x.float())
+    with torch.autocast("cpu", dtype=torch.float16):
+        return self.linear(x).exp().float()
+
+
+def without_gradients(self: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        size = self.linear(x).abs().amax()
+    return F.gelu(self.linear(x) / size)
+
+
+def under_autocast(self: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        y = self.linear(x)
+    return F.gelu(y.float())
+
+
+def mixed(self: Any, x: Tensor) -> tuple[Tensor, ...]:
+    y = self.norm(x).exp()
+    with torch.no_grad():
+        z = y.sin()
+    return y, y.detach(), z, (y > 1).float(), z * self.norm.weight
+
+
+def start_ran(module: Any) -> None:
+    RAN.clear()
+
+
+def of(forward: Callable[[Any, Tensor], Any], captured: bool | None = None, **options: Any) -> Body:
+    return Body(forward, parts, captured=captured, **options)
+
+
+def vmapped(self: Any, x: Tensor) -> Tensor:
+    return torch.func.vmap(lambda row: self.norm(row).sin())(x.exp())
+
+
+def vmapped_dropout(self: Any, x: Tensor) -> Tensor:
+    return torch.func.vmap(lambda row: F.dropout(row, 0.5), randomness="different")(x).exp()
+
+
+GRADIENTS: dict[str, Body] = {
+    "no_grad": of(lambda self, x: x.exp() * scale(self, x)),
+    "detach": of(lambda self, x: (self.norm(x).detach() + x).exp().sin()),
+    "straight through": of(lambda self, x: (x + (self.norm(x).round() - x).detach()).exp().sin()),
+    "detached and required anew": of(lambda self, x: slope(self.norm(x)) * x.exp()),
+    "grad inside of no_grad": of(lambda self, x: x.exp() * slope_without_grad(self, x)),
+    "all but the end": of(lambda self, x: (self.norm(x.detach()).detach() * x).sin()),
+    "a gradient": of(inner_gradient),
+    "a gradient of what is kept": of(gradient_of_what_is_kept, drops=False),
+    "a tangent": of(tangent),
+    "vmap": of(vmapped),
+    "vmap that drops out": of(vmapped_dropout),
+    "jvp": of(lambda self, x: torch.func.jvp(lambda y: self.norm(y).sin(), (x.exp(),), (x.cos(),))[1].exp()),
+    "hooks on saved tensors": of(under_hooks),
+    "torch's checkpoint": of(under_a_checkpoint),
+    "torch's checkpoint alone": of(in_a_checkpoint, drops=False),
+    "a hook": of(hooked),
+    "autocast, on and off": of(autocast_on_and_off),
+    "autocast in captured code": of(under_autocast, captured=True),
+    "no_grad in captured code": of(without_gradients, captured=True),
+    "some results without": of(mixed),
+    "what is kept": of(lambda self, x: F.gelu(recompute.keep(F.gelu(self.linear(x))))),
+    "a weight twice": of(lambda self, x: self.linear(F.gelu(self.linear(x)) + self.linear(x * 2)), captured=True),
+}
+
+# Custom Functions: each is one call, which runs as in eager code
+
+
+class Scale(Function):
+    """Saves what it is given. Nothing may trace it: it asks for values."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        RAN.append("forward")
+        assert x.data_ptr() != 0
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        RAN.append("backward")
+        x, w = ctx.saved_tensors
+        wants_x, wants_w = ctx.needs_input_grad
+        return gradient * w if wants_x else None, (gradient * x).sum(0) if wants_w else None
+
+
+class Exp(Function):
+    """Saves its output."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = x.exp()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * ctx.saved_tensors[0]
+
+
+class Split(Function):
+    """Several outputs, of which one takes no gradient, and which save nothing but a number."""
+
+    @staticmethod
+    def forward(x: Tensor, factor: float, parts: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+        return x * factor + parts[0], x.argmax(-1), x.sum(-1)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.factor, ctx.width = inputs[1], inputs[0].shape[-1]
+        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, first: Tensor | None, _: Any, last: Tensor | None) -> Any:
+        assert first is not None
+        gradient = first * ctx.factor
+        return gradient if last is None else gradient + last.unsqueeze(-1).expand(-1, ctx.width), None, None
+
+
+class Reverse(Function):
+    """Gives back what it is given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return -gradient
+
+
+class Same(Function):
+    """Runs no op at all."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+class InMemory(Function):
+    """As Triton kernels do it: backward writes its gradients over what was saved, unseen."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return a * b
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = ctx.saved_tensors
+        first, second = gradient * b, gradient * a
+        a.numpy()[:], b.numpy()[:] = first.numpy(), second.numpy()
+        return a, b
+
+
+class Dropped(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mask = torch.rand_like(x) > 0.25
+        return x * ctx.mask
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * ctx.mask
+
+
+class Widened(Function):
+    """Gradients of another dtype and another shape than what they belong to, which autograd makes fit."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return (gradient * w).double(), gradient * x
+
+
+class UnderAutocast(Function):
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu")
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return gradient @ w.t(), x.t() @ gradient
+
+
+class Nested(Function):
+    """Runs another Function, and autograd, inside of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            given = x.detach().requires_grad_()
+            ctx.graph = given, Exp.apply(given).sin()
+        return ctx.graph[1].detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        given, result = ctx.graph
+        return torch.autograd.grad(result, given, gradient, retain_graph=True)[0]
+
+
+class Options:
+    def __init__(self) -> None:
+        self.factor = torch.rand(HIDDEN)
+
+
+class Configured(Function):
+    """Takes an object that no graph knows, with a tensor in it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, options: Options, others: list[Any]) -> Tensor:
+        ctx.options = options
+        return x * options.factor + len(others)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient * ctx.options.factor, None, None
+
+
+class Packed(nn.Parameter):
+    """A frozen parameter of a class of its own, as those of 4 bits are."""
+
+
+class Transposed(Function):
+    """Tensors that are not contiguous, both ways."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.t().contiguous().t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.t().contiguous().t()
+
+
+class Twice(Function):
+    """Reads what it saved, an input, an intermediate and its own result, again and again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        result = x.exp()
+        ctx.save_for_backward(x, x.sin(), result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        x, _, result = ctx.saved_tensors
+        again, sine, _ = ctx.saved_tensors
+        assert torch.equal(x, again)
+        return grad * x * sine * result * ctx.saved_tensors[0] * ctx.saved_tensors[1]
+
+
+class InPlace(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+bound_early = Scale.apply
+
+
+def splits(self: Any, h: Tensor) -> Tensor:
+    first, best, total = Split.apply(h, 0.5, (self.weight.detach(),))
+    return first.sigmoid() * total.unsqueeze(-1) + best.unsqueeze(-1)
+
+
+def scale_without_gradients(self: Any, h: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = Scale.apply(h, self.weight)
+    return h.sigmoid() * scale
+
+
+FORWARDS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "saves its inputs": lambda self, h: Scale.apply(h, self.weight).sigmoid() * h.tanh(),
+    "a frozen weight": lambda self, h: Scale.apply(h, self.frozen).sigmoid(),
+    "frozen values": lambda self, h: Scale.apply(self.frozen.tanh().expand(h.shape), self.weight).sigmoid() * h,
+    "bound to another name": lambda self, h: bound_early(h, self.weight).sigmoid(),
+    "saves its output": lambda self, h: Exp.apply(h).sigmoid() * 2,
+    "several outputs": splits,
+    "an output that nobody reads": lambda self, h: Split.apply(h, 0.5, (self.weight.detach(),))[0].sigmoid(),
+    "gives back a view": lambda self, h: Reverse.apply(h).sigmoid() * h,
+    "gives back what it is given": lambda self, h: Same.apply(h).sigmoid() * h,
+    "gives back its gradient": lambda self, h: (h + Same.apply(h.tanh())).sigmoid(),
+    "writes over what it saved": lambda self, h: InMemory.apply(self.linear(h), self.linear(h).sigmoid()).tanh(),
+    "draws": lambda self, h: F.dropout(Dropped.apply(h), 0.5).sigmoid(),
+    "gradients that do not fit": lambda self, h: Widened.apply(h, self.weight).sigmoid(),
+    "others inside of it": lambda self, h: Nested.apply(h).sigmoid(),
+    "other layouts": lambda self, h: self.linear(Transposed.apply(h.sigmoid())).tanh(),
+    "one tensor twice": lambda self, h: InMemory.apply(h, h.clone()) + InMemory.apply(h.tanh(), h.tanh()),
+    "one after the other": lambda self, h: Scale.apply(Exp.apply(Scale.apply(h, self.weight)), self.weight).tanh(),
+    "without gradients": scale_without_gradients,
+    "autocast": lambda self, h: UnderAutocast.apply(h, self.linear.weight).sigmoid(),
+    "objects": lambda self, h: Configured.apply(h, self.options, [h]).sigmoid() + Configured.apply(h, self.options, []),
+    "a parameter of a class of its own": lambda self, h: Scale.apply(h, self.packed.view(-1)).sigmoid(),
+    "first and last": lambda self, h: Scale.apply(h, self.weight),
+    "reads what it saved again": lambda self, h: Twice.apply(h.sigmoid()).tanh(),
+}
+IS_TOLD_LATE = ("gives back what it is given", "gives back its gradient")  # when the graph is taken: they run no op
+WRITES_WHAT_IT_SAVED = ("writes over what it saved", "one tensor twice")
+
+
+def in_a_block(function: Callable[[Any, Tensor], Tensor], **options: Any) -> Body:
+    return Body(
+        lambda self, x: x + self.linear(function(self, self.linear(x).tanh())).exp(),
+        parts,
+        start=start_ran,
+        state=lambda module: RAN.count("forward"),  # of what runs in forward, nothing runs again
+        ways=("recompute",),
+        **options,
+    )
+
+
+FUNCTIONS: dict[str, Body] = {
+    **{
+        name: in_a_block(
+            each, captured=None if name in IS_TOLD_LATE else True, backwards=1 if name in WRITES_WHAT_IT_SAVED else 2
+        )
+        for name, each in FORWARDS.items()
+    },
+    "in place": in_a_block(
+        lambda self, h: InPlace.apply(self.linear(h)).sin(), captured="InPlace changes what it is given"
+    ),
+}
+CHECKPOINTED = {
+    f"{name}, run again": body._replace(ways=("checkpoint",), start=nothing, state=nothing)
+    for name, body in FUNCTIONS.items()
+}
+FUNCTIONS |= CHECKPOINTED

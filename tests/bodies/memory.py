@@ -1,0 +1,312 @@
+"""Views and aliases of what goes into a region and comes out of it, and tensors that are written to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from corpus import Body
+from engine_testing import HIDDEN, TOKENS, RMSNorm
+from torch import Tensor, nn
+
+
+def linear() -> dict[str, Any]:
+    return {"linear": nn.Linear(HIDDEN, HIDDEN)}
+
+
+def norm() -> dict[str, Any]:
+    return {"norm": RMSNorm()}
+
+
+def both() -> dict[str, Any]:
+    return linear() | norm()
+
+
+# What a region gives back of what it is given
+
+ALIASES: dict[str, Body] = {
+    name: Body(lambda self, x, alias=alias: alias(x), drops=False)
+    for name, alias in {
+        "itself": lambda x: x,
+        "view": lambda x: x.view(-1, HIDDEN),
+        "transposed": lambda x: x.t(),
+        "transposed twice": lambda x: x.t().t(),
+        "slice": lambda x: x[1:],
+        "chunks": lambda x: x.chunk(2, -1),
+        "detached": lambda x: x.detach(),
+        "dropout of nothing": lambda x: F.dropout(x, 0.0),
+        "among others": lambda x: (x.exp().sin(), x, x.cos()),
+    }.items()
+}
+
+# Saved views: of what is dropped, of what is given, and of a parameter
+
+COMPLEX = (2, -1, 2)
+SAVED: dict[str, Callable[[Tensor], Tensor]] = {
+    "itself": lambda y: y,
+    "view": lambda y: y.view(2, -1, 4),
+    "transposed": lambda y: y.t(),
+    "permuted": lambda y: y.view(2, -1, 4).permute(2, 0, 1),
+    "slice with an offset": lambda y: y[1:4, 2:],
+    "strided slice": lambda y: y[::2, ::3],
+    "row": lambda y: y[3],
+    "last chunk": lambda y: y.chunk(3)[2],
+    "expanded": lambda y: y[2:3].expand(5, -1),
+    "expanded from a number": lambda y: y[2, 3].expand(3, 4),
+    "overlapping": lambda y: y.unfold(1, 3, 1),
+    "overlapping as strided": lambda y: y.as_strided((5, 4), (3, 1), 2),
+    "diagonal": lambda y: y.diagonal(1),
+    "number": lambda y: y[2, 3],
+    "unsqueezed": lambda y: y[:, None].squeeze(1),
+    "complex": lambda y: torch.view_as_complex(y.view(TOKENS, -1, 2)),
+    "conjugate": lambda y: torch.view_as_complex(y.view(TOKENS, -1, 2)).conj(),
+    "imaginary part": lambda y: torch.view_as_complex(y.view(TOKENS, -1, 2)).imag,
+    "bytes": lambda y: y.detach().view(torch.int32).float().log1p(),
+    "empty": lambda y: y[:0],
+    "detached": lambda y: y.detach(),
+}
+
+
+class Keeps(torch.autograd.Function):
+    """Saves a tensor as it is given it, and multiplies by a hash of what it is given back, and by its layout."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, saved: Tensor) -> Tensor:
+        ctx.save_for_backward(saved)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (saved,) = ctx.saved_tensors
+        layout = [*saved.shape, *saved.stride(), saved.is_conj()]
+        wide = torch.view_as_real(saved.resolve_conj()) if saved.is_complex() else saved.float()
+        return gradient * wide.sum().sin() * sum((index + 1) * each for index, each in enumerate(layout)), None
+
+
+def saving(view: Callable[[Tensor], Tensor]) -> Body:
+    """A view that a custom Function saves, another op does, and others do of what the region gives."""
+
+    def forward(self: Any, x: Tensor) -> Any:
+        whole = x.exp().mul(2.0)
+        y = Keeps.apply(x.cos(), view(whole))
+        y = Keeps.apply(Keeps.apply(y, view(x)), view(self.weight.view(TOKENS, HIDDEN)))
+        seen = view(whole)
+        return y.sin(), view(whole * 0.5), (seen.abs().sin() * seen.abs().sum()).sum()
+
+    return Body(forward, lambda: {"weight": nn.Parameter(torch.linspace(0, 2, TOKENS * HIDDEN))})
+
+
+ODD: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda y: y.t().contiguous().t(),
+    "slice of more": lambda y: torch.cat([y, y], -1)[:, 1 : HIDDEN + 1],
+    "expanded": lambda y: y[:1].sin().expand(TOKENS, -1),
+    "with an offset": lambda y: torch.cat([y, y])[TOKENS:],
+}
+PRODUCTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "y y*": lambda y: y * y.conj(),
+    "y* sin y": lambda y: y.conj() * y.sin(),
+    "re im": lambda y: y.real * y.imag,
+    "im y*": lambda y: y.conj().imag.sin() * y.imag,
+    "as real": lambda y: torch.view_as_real(y.resolve_conj()).sin(),
+}
+
+
+def of_odd_layout(source: Callable[[Tensor], Tensor]) -> Body:
+    """What comes back of an output of odd layout is seen as it is, transposed, strided and in part."""
+    return Body(
+        lambda self, x: [
+            SAVED[name](source(self.norm(x))) for name in ("itself", "transposed", "strided slice", "row")
+        ],
+        norm,
+    )
+
+
+def complex_numbers(use: Callable[[Tensor], Tensor], conjugated: bool) -> Body:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = torch.complex(x, x.cos()).exp()
+        y = y.conj() if conjugated else y
+        used = use(y)
+        return used * (y.conj().abs()[..., None] if used.dim() == 3 else y.conj().abs())
+
+    return Body(forward)
+
+
+def turned(self: Any, x: Tensor) -> Tensor:
+    """As rotary embeddings do it: backward reads conjugates, which torch does not compute before they are read."""
+    pairs = torch.view_as_complex(self.linear(x).view(-1, HIDDEN // 2, 2))
+    spun = pairs * torch.polar(torch.ones(HIDDEN // 2), torch.arange(HIDDEN / 2))
+    return torch.view_as_real(spun * spun.conj() + pairs.conj()).flatten(1).exp().sin()
+
+
+def jagged(layout: torch.layout) -> Callable[[Any, Tensor], Tensor]:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        nested = torch.nested.as_nested_tensor([x[:2] * 2, x[2:] * 2], layout=layout)
+        return torch.cat(self.linear(nested).relu().unbind()).sin()
+
+    return forward
+
+
+def gives_other_data(self: Any, x: Tensor) -> Tensor:
+    """Plain autograd goes on to use the new data, which running again would not bring back."""
+    hidden = x.detach() * 2
+    product = x * hidden
+    hidden.data = torch.ones_like(hidden)
+    return product + x.sin()
+
+
+def at_a_place(other: Callable[[Tensor], Tensor]) -> Body:
+    return Body(
+        lambda self, x: (self.linear(x) * other(x)).exp().sin(), linear, lambda x: (torch.cat([x, x])[TOKENS:],)
+    )
+
+
+VIEWS: dict[str, Body] = {
+    **{name: saving(each) for name, each in SAVED.items()},
+    **{f"of an output that is {name}": of_odd_layout(each) for name, each in ODD.items()},
+    **{
+        f"complex: {name}{' of a conjugate' if conjugated else ''}": complex_numbers(each, conjugated)
+        for name, each in PRODUCTS.items()
+        for conjugated in (False, True)
+    },
+    "complex: rotary": Body(turned, linear, captured=True),
+    "chunks for several": Body(lambda self, x: (lambda a, b, c, d: (a @ b.t()).sin() @ (c * d))(*x.exp().chunk(4, -1))),
+    "in a nested tensor": Body(jagged(torch.strided), linear),
+    "in a jagged tensor": Body(jagged(torch.jagged), linear),
+    "of a sparse tensor": Body(
+        lambda self, x: torch.sparse.mm((x.detach() @ x.detach().t() > 0).float().to_sparse(), x.exp()).sin()
+    ),
+    "in another place of its storage": at_a_place(lambda x: x.detach().as_strided((TOKENS, HIDDEN), (HIDDEN, 1), 0)),
+    "as another dtype": at_a_place(lambda x: x.view(torch.int32) % 2 == 0),
+    "of new data": Body(gives_other_data, ways=("checkpoint",), drops=False),
+}
+
+# Written to, inside of a region and afterwards
+
+
+def after_use(self: Any, x: Tensor) -> Tensor:
+    y = self.linear(self.norm(x))
+    z = (y * 3).exp()
+    y.add_(5.0)
+    return z.sin() * y.sin()
+
+
+def slice_after_use(self: Any, x: Tensor) -> Tensor:
+    y = self.linear(self.norm(x))
+    z = (y[1:] * 3).exp()
+    y[2:].mul_(2.0)
+    return z.sin() * y[1:].sin()
+
+
+def sum_in_place(self: Any, x: Tensor) -> Tensor:
+    total = torch.zeros_like(x)
+    for _ in range(3):
+        total.add_(self.norm(x + total).exp())
+    return total.tanh_().sin()
+
+
+def on_its_own(self: Any, x: Tensor) -> Tensor:
+    y = self.linear(x)
+    y.mul_(2).add_(1)
+    y[0] = 1.0
+    z = F.relu(y, inplace=True).clone()
+    z[:, 1:3] *= 2
+    return self.linear(F.gelu(z))
+
+
+def lists_in_place(self: Any, x: Tensor) -> Tensor:
+    y = self.linear(x)
+    values = [y * 2, y.sin()]
+    torch._foreach_exp_(values)
+    z = values[0].tanh() * values[1]
+    torch._foreach_add_(values, 1.0)
+    return z.sin() + values[0] * 2
+
+
+def afterwards(forward: Callable[[Any, Tensor], Tensor], change: Callable[[Tensor], Any], **options: Any) -> Body:
+    """A result that is written to before backward."""
+    return Body(forward, both, between=lambda module, given, result: change(result), is_saved=False, **options)
+
+
+def given_afterwards(forward: Callable[..., Any], **options: Any) -> Body:
+    """An argument that is."""
+    return Body(
+        forward, both, lambda x: (x * 1.0,), between=lambda module, given, result: given[0].add_(1.0), **options
+    )
+
+
+def late(change: Callable[[Any], Tensor], forward: Callable[..., Any], **options: Any) -> Body:
+    """A tensor that the region reaches in one way or another; autograd saves none of these."""
+    return Body(forward, between=lambda module, *_: change(module).add_(1.0), may_refuse=True, **options)
+
+
+OUTSIDE = torch.linspace(0, 1, HIDDEN)
+MODULE = nn.Linear(HIDDEN, HIDDEN)
+WEIGHT = nn.Parameter(torch.linspace(0, 1, HIDDEN))
+
+
+def start_outside(module: Any) -> None:
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for tensor in (OUTSIDE, WEIGHT, MODULE.bias, MODULE.weight):
+            tensor.copy_(torch.rand(tensor.shape))
+
+
+CHANGES: dict[str, Body] = {
+    "a costly result after its use": Body(after_use, both),
+    "a slice of it": Body(slice_after_use, both),
+    "in a chain": Body(lambda self, x: (self.norm(x) * 2).mul_(3.0).add_(1.0).exp_().sin(), norm),
+    "a sum": Body(sum_in_place, norm),
+    "its own, in captured code": Body(on_its_own, linear, captured=True),
+    "in lists": Body(lists_in_place, linear, drops=False),
+    "its input, on the tape": Body(
+        lambda self, x: self.linear(x.mul_(2)).exp().sin(),
+        linear,
+        lambda x: (x * 1.0,),
+        captured=False,
+        ways=("recompute",),
+    ),
+    "its input, by relu": Body(
+        lambda self, x: self.linear(F.relu(x, inplace=True)).sigmoid(), linear, lambda x: (x * 1.0,), drops=False
+    ),
+    "a tensor of an argument": Body(
+        lambda self, x, rows: ((x * rows[0].clone()).exp(), rows[0].mul_(3.0))[0].sin(),
+        given=lambda x: (x, [torch.ones(TOKENS, HIDDEN)]),
+        drops=False,
+    ),
+    "what it saved": Body(lambda self, x: x.sigmoid().mul_(2.0).sin(), drops=False),
+    "a result that nobody saved": afterwards(lambda self, x: self.norm(x).exp().sin() + x, lambda y: y.mul_(2.0)),
+    "a slice of a result": afterwards(lambda self, x: self.norm(x).exp().sin() + x, lambda y: y[1:].clamp_(max=0.5)),
+    "a result by a view": afterwards(lambda self, x: (self.norm(x).exp().sin() + x).t(), lambda y: y.add_(1.0)),
+    "a result by relu": afterwards(lambda self, x: self.norm(x).exp().sin() * 2, lambda y: y.relu_()),
+    "an argument that it saved": given_afterwards(lambda self, x: (x.exp() * x).sin()),
+    "an argument that it did not save": given_afterwards(lambda self, x: (x + 1.0).exp().sin(), may_refuse=True),
+    "an attribute": late(
+        lambda module: module.plain,
+        lambda self, x: (x + self.plain).exp().sin(),
+        parts=lambda: {"plain": torch.linspace(0, 1, HIDDEN)},
+    ),
+    "a module in a list": late(
+        lambda module: module.unseen[0].bias,
+        lambda self, x: self.unseen[0](x).exp().sin(),
+        parts=lambda: {"unseen": [nn.Linear(HIDDEN, HIDDEN)]},
+    ),
+    "a parameter that is an argument": late(
+        lambda module: WEIGHT, lambda self, x, w: (x + w).exp().sin(), given=lambda x: (x, WEIGHT), start=start_outside
+    ),
+    "a module that is an argument": late(
+        lambda module: MODULE.bias,
+        lambda self, x, m: m(x).exp().sin(),
+        given=lambda x: (x, MODULE),
+        start=start_outside,
+    ),
+    "a tensor of a global": late(
+        lambda module: OUTSIDE, lambda self, x: (x + OUTSIDE).exp().sin(), start=start_outside
+    ),
+    "a tensor of a closure": late(
+        lambda module: OUTSIDE, (lambda w: lambda self, x: (x + w).exp().sin())(OUTSIDE), start=start_outside
+    ),
+    "a default": late(lambda module: OUTSIDE, lambda self, x, w=OUTSIDE: (x + w).exp().sin(), start=start_outside),
+    "a bias": late(lambda module: module.linear.bias, lambda self, x: self.linear(x).sin(), parts=linear),
+}

@@ -1,0 +1,392 @@
+"""What modules remember and are made of: attributes, containers, buffers, statistics, weights; and side effects."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import warnings
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from corpus import Body
+from engine_testing import HIDDEN, TOKENS, RMSNorm, module_of
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+
+def linear() -> dict[str, Any]:
+    return {"linear": nn.Linear(HIDDEN, HIDDEN)}
+
+
+# Attributes
+
+
+def advances(self: Any, x: Tensor) -> Tensor:
+    self.count += 1
+    return (x * self.count).exp().sin()
+
+
+def replaced(before: Any, after: Any, use: Callable[[Tensor, Any], Tensor]) -> Body:
+    """An attribute that is another between forward and backward."""
+    return Body(
+        lambda self, x: use(x, self.value).exp().sin(),
+        start=lambda module: setattr(module, "value", before),
+        between=lambda module, given, result: setattr(module, "value", after),
+        state=lambda module: module.value is after,
+    )
+
+
+def grow_inner_list(value: Any) -> None:
+    value["losses"].append([len(value["losses"])])
+    value["losses"][-1].append(0)
+
+
+CONTAINERS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "list": (list, lambda value: value.append(0)),
+    "dict": (dict, lambda value: value.update({len(value): 0})),
+    "ordered dict": (OrderedDict, lambda value: value.update({len(value): 0})),
+    "set": (set, lambda value: value.add(len(value))),
+    "deque": (lambda: deque([0], maxlen=3), lambda value: value.append(len(value))),
+    "counter": (Counter, lambda value: value.update("a")),
+    "dict of lists": (lambda: defaultdict(list), grow_inner_list),
+    "list that has itself": (lambda: (one := [], one.append(one))[0], lambda value: value[0].append(0)),
+}
+
+
+def filled(number: int, make: Callable[[], Any], change: Callable[[Any], Any]) -> Body:
+    """A container that forward changes, and that changes once more before backward; some are private."""
+    name = "_filled" if number % 2 else "filled"
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        change(getattr(self, name))
+        return (x * len(str(getattr(self, name)))).exp().sin()
+
+    return Body(
+        forward,
+        lambda: {name: make()},
+        between=lambda module, *_: change(getattr(module, name)),
+        state=lambda module: str(getattr(module, name)),
+    )
+
+
+def makes_a_module(self: Any, x: Tensor) -> Tensor:
+    if not hasattr(self, "made"):
+        self.made = nn.Linear(HIDDEN, HIDDEN)
+    return self.made(x).exp().sin()
+
+
+def leaves_losses(self: Any, x: Tensor) -> Any:
+    """As auxiliary losses are left on a module, for whoever adds them up."""
+    y = x.exp()
+    self.loss, self.table["last"] = y.mean(), y.sum()
+    self.losses.append(y.std())
+    return y.sin(), [*self.losses, self.loss, self.table["last"]]
+
+
+def makes_statistics(self: Any, x: Tensor) -> Tensor:
+    if self.mean is None:
+        self.mean = torch.zeros(HIDDEN)
+    self.mean.mul_(0.5).add_(x.detach().mean(0))
+    return (x - self.mean).exp().sin()
+
+
+def carries_a_state(self: Any, x: Tensor) -> Tensor:
+    self.state = (x + self.state).exp().sin()
+    self.states.append(self.state)
+    return self.state * self.states[0]
+
+
+def sets_an_attribute(self: Any, x: Tensor) -> Tensor:
+    y = self.linear(x)
+    self.last = y.detach().mean()
+    return F.gelu(y)
+
+
+def appends(self: Any, x: Tensor) -> Tensor:
+    y = self.linear(x)
+    self.seen.append(y.detach())
+    return F.gelu(y)
+
+
+def fills_a_dictionary(self: Any, x: Tensor) -> Tensor:
+    y = self.linear(x)
+    self.cache["key"] = y.detach() * 2
+    return F.gelu(y)
+
+
+def clear_losses(module: Any) -> None:
+    module.losses.clear()
+
+
+def start_state(module: Any) -> None:
+    module.state, module.states = torch.zeros(HIDDEN), []
+
+
+ATTRIBUTES: dict[str, Body] = {
+    "a number that advances": Body(advances, lambda: {"count": 0}),
+    "a number that every call changes": Body(
+        lambda self, x: advances(self, self.linear(x)), lambda: {**linear(), "count": 0}, captured=False
+    ),
+    "a list that every call changes": Body(
+        lambda self, x: (self.seen.append(1.0), F.gelu(self.linear(x)) * len(self.seen))[1],
+        lambda: {**linear(), "seen": []},
+        captured=False,
+    ),
+    "a number that is replaced": replaced(2.0, 3.0, lambda x, value: x * value),
+    "a tensor that is": replaced(torch.ones(HIDDEN), torch.zeros(HIDDEN), lambda x, value: x + value),
+    "a function that is": replaced(torch.sin, torch.cos, lambda x, value: value(x)),
+    "a list that is": replaced([2.0], [3.0], lambda x, value: x * value[0]),
+    "a string that is": replaced("sin", "cos", lambda x, value: getattr(x, value)()),
+    "a module that is": replaced(nn.Softplus(), nn.Tanh(), lambda x, value: value(x)),
+    **{f"{name} that forward fills": filled(number, *each) for number, (name, each) in enumerate(CONTAINERS.items())},
+    "a module that the first run makes": Body(makes_a_module),
+    "losses that are left": Body(leaves_losses, lambda: {"losses": [], "table": {}}, start=clear_losses, together=True),
+    "statistics that the first run makes": Body(makes_statistics, lambda: {"mean": None}, drops=False),
+    "a state with its graph": Body(carries_a_state, start=start_state, together=True),
+    "set by captured code": Body(sets_an_attribute, lambda: {**linear(), "last": None}, captured=True),
+    "appended to by captured code": Body(
+        appends, lambda: {**linear(), "seen": []}, start=lambda module: module.seen.clear(), captured=True
+    ),
+    "filled by captured code": Body(fills_a_dictionary, lambda: {**linear(), "cache": {}}, captured=True),
+}
+
+# Side effects
+
+SAID: list[str] = []
+LOGGER = logging.getLogger("recompute.bodies")
+
+
+class Collect(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        SAID.append(record.getMessage())
+
+
+LOGGER.addHandler(Collect())
+
+
+def prints(self: Any, x: Tensor) -> Tensor:
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        print("hello")
+    SAID.append(text.getvalue())
+    return self.linear(x)
+
+
+def warns(self: Any, x: Tensor) -> Tensor:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warnings.warn("careful", stacklevel=1)
+    SAID.append(str(len(caught)))
+    return self.linear(x)
+
+
+def logs(self: Any, x: Tensor) -> Tensor:
+    LOGGER.warning("careful")
+    return self.linear(x)
+
+
+def reads_a_value(self: Any, x: Tensor) -> Tensor:
+    return self.linear(x) * (2 if x.sum().item() > self.bound else 3)
+
+
+def branches_on_a_value(self: Any, x: Tensor) -> Tensor:
+    return self.linear(x) if x.sum() > self.bound else self.linear(x) * 2
+
+
+def scales_by_a_value(self: Any, x: Tensor) -> Tensor:
+    return self.linear(x) * x.detach().sum().item()
+
+
+def reads_an_array(self: Any, x: Tensor) -> Tensor:
+    return self.linear(x) * torch.from_numpy(np.tanh(x.detach().numpy()))
+
+
+def selects_by_values(self: Any, x: Tensor) -> Tensor:
+    y = self.linear(x)
+    return y[y.detach()[:, 0] > self.bound]
+
+
+def computes_otherwise_if_compiled(self: Any, x: Tensor) -> Tensor:
+    return self.linear(x) * (2 if torch.compiler.is_compiling() else 3)
+
+
+def returns_otherwise_if_compiled(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    a, b = F.gelu(self.linear(x)), torch.tanh(self.linear(x))
+    return (a, b) if torch.compiler.is_compiling() else (b, a)
+
+
+def counts_if_not_compiled(self: Any, x: Tensor) -> Tensor:
+    if not torch.compiler.is_compiling():
+        self.seen.append(1)
+    return F.gelu(self.linear(x))
+
+
+def start_effects(module: Any) -> None:
+    SAID.clear()
+    module.bound = 1e3 if module.step < 2 else -1e3  # so that later steps take another branch
+
+
+def of_effects(forward: Callable[..., Any], captured: bool | str, drops: bool = True) -> Body:
+    return Body(
+        lambda self, x: [each.exp().sin() for each in torch.utils._pytree.tree_leaves(forward(self, x))],
+        lambda: {**linear(), "bound": 0.0, "seen": []},
+        start=start_effects,
+        state=lambda module: list(SAID),
+        captured=captured,
+        drops=drops,
+        ways=("recompute",),
+    )
+
+
+EFFECTS = {
+    **{
+        each.__name__: of_effects(each, captured=False)
+        for each in (prints, warns, logs, reads_a_value, branches_on_a_value, scales_by_a_value, reads_an_array)
+    },
+    "selects_by_values": of_effects(selects_by_values, captured=False, drops=False),
+    **{
+        each.__name__: of_effects(each, captured="whether it is compiled")
+        for each in (computes_otherwise_if_compiled, returns_otherwise_if_compiled, counts_if_not_compiled)
+    },
+}
+
+# Parts, and what they do to buffers
+
+NORMALIZED: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "spectral norm by a hook": lambda linear: torch.nn.utils.spectral_norm(linear, n_power_iterations=2),
+    "weight norm by a hook": torch.nn.utils.weight_norm,
+    "spectral norm": parametrizations.spectral_norm,
+    "weight norm": parametrizations.weight_norm,
+    "orthogonal": parametrizations.orthogonal,
+}
+
+
+def normalized(normalize: Callable[[nn.Module], nn.Module]) -> Body:
+    """Hooks, or parametrizations, make the weights anew for each run, and change buffers by that."""
+
+    def parts() -> dict[str, Any]:
+        rest = nn.Sequential(nn.Tanh(), normalize(nn.Linear(HIDDEN, HIDDEN)))
+        return {"first": normalize(nn.Linear(HIDDEN, HIDDEN)), "rest": rest}
+
+    return Body(lambda self, x: self.rest(self.first(x).exp()).sin(), parts)
+
+
+def norms() -> dict[str, Any]:
+    return {
+        "conv": nn.Conv1d(TOKENS, TOKENS, 3, padding=1),
+        "batch": nn.BatchNorm1d(TOKENS),
+        "instance": nn.InstanceNorm1d(TOKENS, affine=True, track_running_stats=True),
+        "average": nn.BatchNorm1d(TOKENS, momentum=None),
+    }
+
+
+def statistics_by_hand(self: Any, x: Tensor) -> Tensor:
+    """Written by a kernel that counts no version, and only in later runs."""
+    return F.batch_norm(x, self.mean, self.variance, training=True).tanh().exp() if self.step else (x * 2).exp()
+
+
+def averages(self: Any, x: Tensor) -> Tensor:
+    self.mean.mul_(0.9).add_(0.1 * x.detach().mean(0))
+    return (x - self.mean).exp().tanh()
+
+
+def replaces_a_buffer(self: Any, x: Tensor) -> Tensor:
+    self.average = 0.5 * self.average + x.detach().mean()
+    return (x * self.average).exp().sin()
+
+
+def adds_to_a_buffer(self: Any, x: Tensor) -> Tensor:
+    y = F.dropout(self.linear(x), 0.5)  # what is drawn before the departure is drawn once
+    self.average.add_(self.average)
+    return (y * self.average).exp().sin()
+
+
+def one_buffer(value: Tensor | float = 1.0, name: str = "average") -> Callable[[], dict[str, Any]]:
+    return lambda: {
+        "buffers": {name: value.clone() if isinstance(value, Tensor) else torch.full((), value)},
+        **linear(),
+    }
+
+
+def in_some_runs(self: Any, x: Tensor) -> Tensor:
+    return (self.norm(x) if self.step % 2 else x).exp().sin()
+
+
+def in_inference_mode() -> dict[str, Any]:
+    with torch.inference_mode():
+        return {"buffers": {"bias": torch.linspace(0, 1, HIDDEN)}}
+
+
+def shift_in_inference_mode(x: Tensor) -> tuple[Tensor, Tensor]:
+    with torch.inference_mode():
+        return x, torch.linspace(1, 2, HIDDEN)
+
+
+def adjacency(layout: torch.layout) -> Body:
+    dense = torch.eye(TOKENS) + torch.eye(TOKENS).roll(1)
+    return Body(
+        lambda self, x: (self.adjacency @ x.exp()).sin(),
+        lambda: {"buffers": {"adjacency": dense.to_sparse(layout=layout)}},
+    )
+
+
+def update_in_no_grad(module: Any, *_: Any) -> None:
+    """As another forward of the module between forward and backward does."""
+    module.average.mul_(2.0)
+
+
+MODULES: dict[str, Body] = {
+    **{name: normalized(each) for name, each in NORMALIZED.items()},
+    "norms with statistics": Body(
+        lambda self, x: self.average(self.instance(self.batch(self.conv(x[None])).relu()).exp()).sin(), norms
+    ),
+    "a norm in some steps": Body(in_some_runs, lambda: {"norm": nn.BatchNorm1d(HIDDEN)}),
+    "an instance norm in some steps": Body(
+        lambda self, x: in_some_runs(self, x[None])[0],
+        lambda: {"norm": nn.InstanceNorm1d(TOKENS, track_running_stats=True)},
+    ),
+    "a norm, as captured code": Body(
+        lambda self, x: F.gelu(self.norm(self.linear(x))).exp(),
+        lambda: {**linear(), "norm": nn.BatchNorm1d(HIDDEN)},
+        captured="aten.add_ writes to a tensor that it did not make",
+    ),
+    "statistics by hand": Body(
+        statistics_by_hand, lambda: {"buffers": {"mean": torch.zeros(HIDDEN), "variance": torch.ones(HIDDEN)}}
+    ),
+    "averages in place": Body(averages, one_buffer(torch.zeros(HIDDEN), "mean")),
+    "a buffer that is replaced": Body(replaces_a_buffer, one_buffer(), captured=True),
+    "a buffer that is written to": Body(adds_to_a_buffer, one_buffer(), captured=False),
+    "a small buffer that changes before backward": Body(
+        lambda self, x: self.linear(torch.tanh(F.gelu(x) + self.average)),
+        one_buffer(torch.ones(HIDDEN)),
+        between=update_in_no_grad,
+    ),
+    "a buffer of nan": Body(
+        lambda self, x: (x.exp() * self.unset.nan_to_num(2.0)).sin(),
+        one_buffer(torch.full((HIDDEN,), float("nan")), "unset"),
+    ),
+    "a buffer and an argument made in inference mode": Body(
+        lambda self, x, shift: (x + self.bias + shift).exp().sin(), in_inference_mode, shift_in_inference_mode
+    ),
+    "a sparse buffer": adjacency(torch.sparse_coo),
+    "a sparse buffer of rows": adjacency(torch.sparse_csr),
+    "eval before backward": Body(
+        lambda self, x: F.dropout(self.norm(x), 0.5, self.training).exp().sin(),
+        lambda: {"norm": RMSNorm()},
+        start=lambda module: module.train(),
+        between=lambda module, *_: module.eval(),
+    ),
+    "one module in recursion": Body(
+        lambda self, x: self.shared(self.shared(x).exp()).sin(),
+        lambda: {"shared": module_of(recursive, linear=nn.Linear(HIDDEN, HIDDEN), norm=RMSNorm())},
+    ),
+}
+
+
+def recursive(self: Any, x: Tensor, depth: int = 2) -> Tensor:
+    x = self.linear(self.norm(x)).sin()
+    return x if depth == 0 else self(x, depth - 1) + self(x * 2, depth=depth - 1)

@@ -1,0 +1,427 @@
+"""Random numbers: drawn from whatever source, by whatever way, they are the same ones when an op runs again."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+import random
+import types
+from collections.abc import Callable, Iterator
+from random import random as drawn_by_name
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from corpus import OWN_LEGACY, OWN_NUMPY, OWN_PYTHON, OWN_TORCH, TRACKER, Body
+from engine_testing import HIDDEN, RMSNorm, holding
+from numpy.random import rand as numpy_by_name
+from torch import Tensor, nn
+
+# What draws
+
+
+def half_uniform(x: Tensor) -> Tensor:
+    noise = torch.ones_like(x)
+    noise[1:4].uniform_()
+    return noise
+
+
+def forked(x: Tensor) -> Tensor:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(9)
+        noise = torch.rand_like(x)
+    return F.dropout(x, 0.5) * noise
+
+
+def tracked(x: Tensor, tracker: Any = TRACKER) -> Tensor:
+    x = F.dropout(x, 0.5)
+    with tracker.fork():
+        x = F.dropout(x, 0.5).exp()
+    return F.dropout(x, 0.5).sin()
+
+
+def reseeded(x: Tensor) -> Tensor:
+    """Its second run ends where it began, as if nothing had been drawn."""
+    random.seed(2)
+    np.random.seed(2)
+    torch.manual_seed(2)
+    return x * (random.random() + float(np.random.rand()) + torch.rand(()))
+
+
+def attention(x: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=0.5)[0]
+
+
+TORCHS: dict[str, Callable[[Tensor], Tensor]] = {
+    "dropout": lambda x: F.dropout(x, 0.5),
+    "bernoulli": lambda x: x * torch.bernoulli(torch.full_like(x, 0.5)),
+    "rand_like": lambda x: x * torch.rand_like(x),
+    "randn": lambda x: x + torch.randn(x.shape),
+    "uniform in place": lambda x: x * torch.empty(HIDDEN).uniform_(),
+    "permutation": lambda x: x[torch.randperm(len(x))] * x,
+    "alpha dropout": lambda x: F.alpha_dropout(x, 0.3, training=True),
+    "gumbel": lambda x: F.gumbel_softmax(x) * x,
+    "a distribution": lambda x: torch.distributions.Normal(x, 1.0).rsample(),
+    "thrice": lambda x: F.dropout(F.dropout(x, 0.3).exp() * torch.rand(()), 0.3),
+}
+"""What captured code draws, too."""
+OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "dropout in place": lambda x: F.dropout(x * 1.0, 0.5, inplace=True),
+    "feature dropout": lambda x: F.dropout1d(x[None], 0.5)[0],
+    "normal in place": lambda x: x * torch.empty_like(x).normal_(),
+    "uniform in place on a view": lambda x: x * half_uniform(x),
+    "multinomial": lambda x: x[torch.multinomial(torch.ones(len(x)), 3)],
+    "attention with dropout": attention,
+    "seeded inside": lambda x: (torch.manual_seed(3), x * torch.rand_like(x))[1],
+    "all seeded inside": reseeded,
+    "forked inside": forked,
+    "drawn and thrown away": lambda x: (torch.rand(5), F.dropout(x, 0.5))[1],
+}
+
+
+def drawing(function: Callable[[Tensor], Tensor], captured: bool | None = None) -> Body:
+    return Body(
+        lambda self, x: self.linear(function(self.norm(x).sin()).exp().sin()),
+        lambda: {"norm": RMSNorm(), "linear": nn.Linear(HIDDEN, HIDDEN)},
+        captured=captured,
+        drops=function is not attention,
+    )
+
+
+def once(draw: Callable[[], float]) -> Callable[[Any, Tensor], Tensor]:
+    """A forward whose gradient depends on what is drawn."""
+    return lambda self, x: (x.sin() * draw()).exp().sin()
+
+
+class FilledLate(torch.autograd.Function):
+    """Saves memory that it fills only when all ops have run."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        noise, result = torch.empty(x.shape), x.exp()
+        ctx.save_for_backward(noise, result)
+        noise.uniform_()
+        noise[:2].numpy()[:] = 2.0
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        noise, result = ctx.saved_tensors
+        return grad * noise * result
+
+
+class FilledUnseen(torch.autograd.Function):
+    """As a kernel of one's own does it: no op tells that it writes into the results of others, and into an argument."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scratch: Tensor) -> Tensor:
+        result = x * 0.0
+        result.numpy()[:] = x.exp().numpy()
+        scratch.numpy()[:] = 2.0
+        ctx.save_for_backward(result, scratch)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        result, scratch = ctx.saved_tensors
+        return grad * result * scratch, None
+
+
+LATE: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "rrelu": lambda self, x: F.rrelu(x, training=True),
+    "rrelu in place": lambda self, x: F.rrelu_(x * 1.0, training=True),
+    "rrelu twice": lambda self, x: self.act(self.act(x).sin()),
+    "rrelu of positive numbers, which draws none": lambda self, x: F.rrelu(x.exp(), training=True),
+    "rrelu in eval": lambda self, x: F.rrelu(x, training=False).exp(),
+    "custom function": lambda self, x: FilledLate.apply(x),
+    "custom kernel": lambda self, x: FilledUnseen.apply(x, x.detach().abs()),
+    "batch norm": lambda self, x: self.batch(x).exp(),
+}
+
+
+def filled_late(name: str, last: bool) -> Body:
+    """An op that fills what autograd has saved when it has run, in the middle of a region or at its end."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        x = LATE[name](self, self.norm(x))
+        return x if last else x.sin()
+
+    return Body(forward, lambda: {"norm": RMSNorm(), "act": nn.RReLU(), "batch": nn.BatchNorm1d(HIDDEN)})
+
+
+def in_some_runs(self: Any, x: Tensor) -> Tensor:
+    """A schedule that raises a dropout's probability from nothing, say."""
+    return torch.sigmoid(F.dropout(x, 0.5) if self.step else x).exp().sin()
+
+
+def in_later_runs(draw: Callable[[], float]) -> Body:
+    return Body(lambda self, x: (x.sin() * (draw() if self.step else 1.0)).exp().sin())
+
+
+def nested() -> dict[str, Any]:
+    return {
+        "a": holding(lambda self, x: F.dropout(x.exp(), 0.5).sin()).inside,
+        "b": holding(lambda self, x: F.dropout(x.sin(), 0.5) * torch.rand(())).inside,
+    }
+
+
+DRAWS: dict[str, Body] = {
+    **{name: drawing(each, captured=True) for name, each in TORCHS.items()},
+    **{name: drawing(each) for name, each in OTHERS.items()},
+    **{
+        f"{name}, {'last' if last else 'in the middle'}": filled_late(name, last)
+        for name in LATE
+        for last in (False, True)
+    },
+    "Python's": Body(once(random.random), captured=False),
+    "NumPy's": Body(lambda self, x: (x.sin() * torch.from_numpy(np.random.rand(*x.shape)).float()).exp().sin()),
+    "NumPy's, a number": Body(once(lambda: float(np.random.rand())), captured=False),
+    "in later steps": Body(in_some_runs),
+    "in a later step, from Python": in_later_runs(random.random),
+    "in a later step, from NumPy": in_later_runs(lambda: float(np.random.randn())),
+    "in several parts": Body(lambda self, x: F.dropout(self.a(F.dropout(x, 0.5)), 0.5) + self.b(x), nested),
+    "in training alone": Body(lambda self, x: (x + torch.rand_like(x) if self.training else x).exp().sin()),
+}
+
+# How a region gets at what it draws from
+
+
+def masked(x: Tensor, generator: torch.Generator = OWN_TORCH) -> Tensor:
+    return (x * torch.rand(x.shape, generator=generator)).exp().sin()
+
+
+class Deep(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.draw(x)
+
+    def draw(self, x: Tensor) -> Tensor:
+        return masked(x, OWN_TORCH)
+
+
+def get_tracker() -> Any:
+    return TRACKER
+
+
+def of_an_attribute(**parts: Any) -> Callable[[], dict[str, Any]]:
+    return lambda: dict(parts)
+
+
+HELD = SimpleNamespace(generator=OWN_TORCH)
+WAYS: dict[str, Body] = {
+    "argument": Body(lambda self, x, g: masked(x, g), given=lambda x: (x, OWN_TORCH)),
+    "keyword": Body(lambda self, x, g: masked(x, g), given=lambda x: {"x": x, "g": OWN_TORCH}),
+    "in a list": Body(lambda self, x, gs: masked(x, gs[0]["g"]), given=lambda x: (x, [{"g": OWN_TORCH}])),
+    "in an object": Body(lambda self, x, held: masked(x, held.generator), given=lambda x: (x, HELD)),
+    "attribute": Body(lambda self, x: masked(x, self.generator), of_an_attribute(generator=OWN_TORCH)),
+    "attribute, as captured code": Body(
+        lambda self, x: x * torch.rand(HIDDEN, generator=self.g), of_an_attribute(g=OWN_TORCH), captured=False
+    ),
+    "attribute of a submodule": Body(
+        lambda self, x: self.sub(x),
+        lambda: {"sub": holding(lambda self, x: masked(x, self.generator), generator=OWN_TORCH).inside},
+    ),
+    "attribute that comes later": Body(
+        lambda self, x: masked(x, self.generator),
+        of_an_attribute(generator=None),
+        start=lambda module: setattr(module, "generator", OWN_TORCH),
+    ),
+    "in a list attribute": Body(lambda self, x: masked(x, self.all[0]), of_an_attribute(all=[OWN_TORCH])),
+    "in an object attribute": Body(lambda self, x: masked(x, self.held.generator), of_an_attribute(held=HELD)),
+    "closure": Body((lambda g: lambda self, x: masked(x, g))(OWN_TORCH)),
+    "default": Body(lambda self, x, drawn_from=OWN_TORCH: masked(x, drawn_from)),
+    "global": Body(lambda self, x: masked(x, OWN_TORCH)),
+    "global in a helper": Body(lambda self, x: masked(x)),
+    "global in a method": Body(lambda self, x: self.deep(x), lambda: {"deep": Deep()}),
+    "several": Body(
+        lambda self, x, g: F.dropout(masked(masked(x, g)), 0.5), given=lambda x: (x, torch.default_generator)
+    ),
+    "a tracker in an argument": Body(lambda self, x, t: tracked(x, t), given=lambda x: (x, TRACKER)),
+    "a tracker in an attribute": Body(lambda self, x: tracked(x, self.tracker), of_an_attribute(tracker=TRACKER)),
+    "a tracker in a closure": Body((lambda t: lambda self, x: tracked(x, t))(TRACKER)),
+    "a tracker by an accessor": Body(lambda self, x: tracked(x, get_tracker())),
+}
+
+
+def python_in_a_helper() -> float:
+    return random.random()
+
+
+def one_call_deeper() -> float:
+    return python_in_a_helper()
+
+
+def numpy_two_calls_deep() -> float:
+    return (lambda: float(np.random.rand()))()
+
+
+class Sampler:
+    """Generators that it owns, and others that it does not own."""
+
+    own = OWN_PYTHON
+
+    def draw(self) -> float:
+        return random.gauss(0, 1)
+
+    def draw_own(self) -> float:
+        return self.own.random()
+
+    @property
+    def drawn(self) -> float:
+        return self.own.random()
+
+    def __call__(self) -> float:
+        return self.draw_own()
+
+    def scaled(self, factor: float) -> float:
+        return self.own.random() * factor
+
+    doubled = functools.partialmethod(scaled, 2.0)
+
+
+class Slotted:
+    """An object without a ``__dict__``."""
+
+    __slots__ = ("own",)
+
+    def __init__(self) -> None:
+        self.own = OWN_NUMPY
+
+    def draw(self) -> float:
+        return float(self.own.random())
+
+
+SAMPLER, SLOTTED = Sampler(), Slotted()
+FUNCTIONS: dict[str, Callable[[], float]] = {
+    "uniform": lambda: random.uniform(0, 1),
+    "own": lambda: OWN_PYTHON.random(),
+}
+LIBRARY = types.ModuleType("a_library_of_somebody")
+LIBRARY.own = OWN_PYTHON  # type: ignore[attr-defined]
+exec("import random\ndef draw():\n    return random.betavariate(2, 3)\nclass Inside:\n    rng = own", vars(LIBRARY))
+
+
+@functools.cache
+def cached_sampler() -> Sampler:
+    return SAMPLER
+
+
+@contextlib.contextmanager
+def noisy() -> Iterator[float]:
+    yield OWN_LEGACY.randn()
+
+
+def with_context() -> float:
+    with noisy() as drawn:
+        return drawn
+
+
+HELPERS: dict[str, Callable[[], float]] = {
+    "a helper": python_in_a_helper,
+    "a helper's helper": one_call_deeper,
+    "a name": lambda: drawn_by_name(),
+    "NumPy by name": lambda: float(numpy_by_name()),
+    "NumPy two calls deep": numpy_two_calls_deep,
+    "a lambda in a dict": lambda: FUNCTIONS["uniform"](),
+    "another object's method": lambda: SAMPLER.draw(),
+    "a library's function": lambda: LIBRARY.draw(),
+    "a module imported inside": lambda: float(__import__("numpy").random.standard_normal()),
+    "getattr": lambda: getattr(random, "ran" + "dom")(),
+    "a shuffle": lambda: random.sample(range(100), 3)[0] / 100,
+    "both": lambda: random.random() + float(np.random.rand()),
+    "every second normal number of NumPy": lambda: float(np.random.randn()),
+    "every second normal number of Python": lambda: random.gauss(0, 1),
+    "a generator of Python": lambda: OWN_PYTHON.random(),
+    "a generator of NumPy": lambda: float(OWN_NUMPY.random()),
+    "a generator of NumPy of old, every second": lambda: float(OWN_LEGACY.randn()),
+    "a generator of torch": lambda: float(torch.rand((), generator=OWN_TORCH)),
+    "an object's generator": lambda: SAMPLER.draw_own(),
+    "an object's generator, when it is called": lambda: SAMPLER(),
+    "an object's generator, by a property": lambda: SAMPLER.drawn,
+    "an object's generator, in a slot": lambda: SLOTTED.draw(),
+    "a generator in a dict of functions": lambda: FUNCTIONS["own"](),
+    "a library's generator": lambda: LIBRARY.Inside.rng.random(),
+    "a generator behind a cache": lambda: cached_sampler().draw_own(),
+    "a generator behind a context manager": with_context,
+    "a generator behind a partial": functools.partial(lambda sampler: sampler.draw_own(), SAMPLER),
+    "a generator behind a partial method": lambda: SAMPLER.doubled(),
+    "a generator behind a method made of a partial": types.MethodType(
+        functools.partial(lambda factor, sampler: sampler.scaled(factor), 2.0), SAMPLER
+    ),
+}
+
+
+def passed(given: Any) -> float:
+    """What a generator draws that is passed in one way or another."""
+    if isinstance(given, (list, dict)):
+        return passed(next(iter(given.values() if isinstance(given, dict) else given)))
+    if isinstance(given, Sampler):
+        return given.draw_own()
+    return given() if callable(given) else float(given.random())
+
+
+PASSED: dict[str, Callable[[], Any]] = {
+    "Python's": lambda: OWN_PYTHON,
+    "NumPy's": lambda: OWN_NUMPY,
+    "an object": lambda: SAMPLER,
+    "a list of objects": lambda: [SAMPLER],
+    "a dict": lambda: {"rng": OWN_PYTHON},
+    "a method": lambda: OWN_PYTHON.random,
+    "a function": lambda: FUNCTIONS["own"],
+}
+CALLABLES: dict[str, Any] = {
+    "function_in_c": len,
+    "op": torch.sin,
+    "bound_function_in_c": [].append,
+    "partial_of_a_function_in_c": functools.partial(len, ()),
+    "method_made_of_a_function_in_c": types.MethodType(len, ()),
+    "method_made_of_a_method": types.MethodType(types.MethodType(max, 1), 2),
+    "method_made_of_a_partial": types.MethodType(functools.partial(print, "int8"), 1),
+    "method_made_of_an_object": types.MethodType(SAMPLER, 1),
+    "a_class": Sampler,
+    "an_object": operator.itemgetter(0),
+    "ufunc": np.sin,
+    "cached_function": functools.cache(len),
+    "generic_function": functools.singledispatch(len),
+    "op_of_the_dispatcher": torch.ops.aten.sin.default,
+}
+
+
+def with_a_hook() -> dict[str, Any]:
+    linear = nn.Linear(HIDDEN, HIDDEN)
+    linear.register_forward_hook(lambda module, args, result: result * SAMPLER.draw_own())
+    return {"linear": linear}
+
+
+REACHED: dict[str, Body] = {
+    **WAYS,
+    **{f"by {name}": Body(once(lambda draw=draw: draw())) for name, draw in HELPERS.items()},
+    **{
+        f"given {name}": Body(
+            lambda self, x, given: (x.sin() * passed(given)).exp().sin(), given=lambda x, make=make: (x, make())
+        )
+        for name, make in PASSED.items()
+    },
+    "by a hook alone": Body(lambda self, x: self.linear(x).exp().sin(), with_a_hook),
+    "by a part's method": Body(
+        lambda self, x: self.sampler[0].scaled(2.0) * x.sin().exp(), of_an_attribute(sampler=[SAMPLER])
+    ),
+    "none, beside whatever can be called": Body(lambda self, x: x.sin().exp().sin(), lambda: dict(CALLABLES)),
+    "none, beside a generator that has no state": Body(
+        lambda self, x: (x * 2.0).exp().sin(), lambda: {"secure": random.SystemRandom()}
+    ),
+    "a generator that takes the place of another": Body(
+        lambda self, x: (x.sin() * self.sampler.random()).exp().sin(),
+        lambda: {"sampler": random.Random(4)},
+        start=lambda module: setattr(module, "sampler", random.Random(4)),
+        state=lambda module: module.sampler.getstate(),
+    ),
+    "a generator of NumPy that does": Body(
+        lambda self, x: (x.sin() * self.sampler.random()).exp().sin(),
+        lambda: {"sampler": np.random.default_rng(4)},
+        start=lambda module: setattr(module, "sampler", np.random.default_rng(4)),
+        state=lambda module: module.sampler.bit_generator.state,
+    ),
+}

@@ -1,0 +1,333 @@
+"""Runs of a stack of layers: all the ways in which autograd is asked for gradients, and what others do around it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from engine_testing import HIDDEN, TOKENS, Stack, loss_of, replica_of, tokens
+from torch import Tensor, nn
+from torch.autograd import forward_ad, grad
+from torch.utils.checkpoint import checkpoint
+
+
+class Run(NamedTuple):
+    run: Callable[[Any, Tensor], Any]
+    """What is done with a model and an input, which takes a gradient. It leaves no hook behind."""
+    make: Callable[[], nn.Module] = lambda: Stack(count=2)
+    drops: bool = True
+    captured: bool = True
+    """Whether captured code gives the same bits: not where gradients are differentiated in their turn."""
+
+
+def twice_differentiable(count: int = 2, p: float = 0.25) -> nn.Module:
+    """A stack without what torch differentiates but once, or not in forward mode: fused attention, and SiLU."""
+    model = Stack(count, p)
+    for layer in model.layers:
+        layer.attention, layer.mlp.act_fn = layer.attention.q, nn.Tanh()
+    return model
+
+
+def all_of(model: nn.Module, x: Tensor) -> list[Tensor]:
+    return [x, *model.parameters()]
+
+
+# Several backwards
+
+
+def of_parts(model: Any, x: Tensor) -> Any:
+    """Disjoint backwards of one graph, and subsets of gradients."""
+    result = model(x)
+    some = grad(result[:2].sum(), [model.layers[1].mlp.up_proj.weight], retain_graph=True)
+    torch.rand(2)
+    other = grad(result[2:].sum(), [x, model.norm.weight], retain_graph=True)
+    each = [grad(result.sum(), one, retain_graph=True) for one in [*model.parameters()][:4]]
+    return some, other, each, grad(result.sum(), list(model.parameters()))
+
+
+def several_times(model: Any, x: Tensor) -> Any:
+    loss = loss_of(model(x))
+    for turn in range(3):
+        loss.backward(retain_graph=turn < 2)
+    return x.grad, [each.grad for each in model.parameters()]
+
+
+def piled_up(model: Any, x: Tensor) -> Any:
+    for factor in (1, 2, 3):
+        loss_of(model(x * factor)).backward()
+    return x.grad, [each.grad for each in model.parameters()]
+
+
+def of_several_shapes(model: Any, x: Tensor) -> Any:
+    """Several graphs are alive at once and run backward in any order, and one never does."""
+    inputs = [tokens(rows, HIDDEN) for rows in (TOKENS, 3, TOKENS, 1, TOKENS, TOKENS)]
+    losses = [loss_of(model(x)) for x in inputs]
+    return [grad(losses[i], all_of(model, inputs[i])) for i in (2, 0, 5, 3, 4)]
+
+
+def while_streams_move(model: Any, x: Tensor) -> Any:
+    losses = [loss_of(model(x)) for _ in range(2)]
+    found: list[Any] = [torch.rand(2)]
+    for loss in reversed(losses):
+        for wanted in (x, model.layers[0].norm1.weight, model.layers[1].mlp.up_proj.weight):
+            found += [grad(loss, wanted, retain_graph=True), torch.rand(2)]
+    return found
+
+
+def two_graphs_that_share_a_region(model: Any, x: Tensor) -> Any:
+    hidden = model.layers[0](x)
+    one, two = model.layers[1](hidden), model.layers[1](hidden * 2)
+    return grad(two.sum(), x, retain_graph=True), grad(one.sum(), x)
+
+
+def one_region_twice_in_a_row(model: Any, x: Tensor) -> Any:
+    return grad(loss_of(model.layers[0](model.layers[0](x))), x)
+
+
+# Gradients of odd layouts
+
+
+def batched(model: Any, x: Tensor) -> Any:
+    directions = torch.eye(x.numel()).reshape(-1, *x.shape)[:3]
+    return grad(model.layers[0](x), [x, model.layers[0].mlp.up_proj.weight], directions, is_grads_batched=True)
+
+
+def of_a_sum(model: Any, x: Tensor) -> Any:
+    return grad(model.layers[0](x).sum(), x)  # whose gradient is one number, expanded
+
+
+def transposed(model: Any, x: Tensor) -> Any:
+    return grad(model.layers[0](x), x, torch.linspace(0, 1, x.numel()).reshape(x.shape[::-1]).t())
+
+
+def read_outside_too(model: Any, x: Tensor) -> Any:
+    z = x * 2
+    before, y, after = z.exp(), model.layers[0](z), z.cos()
+    first = grad(loss_of(after) * 3 + loss_of(before) / 7 + loss_of(y), x, retain_graph=True)
+    return first, grad(loss_of(after) * 3 + loss_of(before) / 7 + y.sum(), x)
+
+
+# Hooks
+
+
+def with_hooks(model: Any, x: Tensor) -> Any:
+    """On an input, on weights and on an output, which change the gradient."""
+    seen: list[int] = []
+    weight = model.layers[0].norm1.weight
+    hooks = [
+        x.register_hook(lambda gradient: gradient * 3),
+        weight.register_hook(lambda gradient: gradient * 2),
+        weight.register_post_accumulate_grad_hook(lambda leaf: seen.append(1)),
+    ]
+    z = x * 1
+    z.register_hook(lambda gradient: gradient + 1)
+    y = model.layers[0](z)
+    y.register_hook(lambda gradient: gradient * 2)
+    y.retain_grad()
+    loss_of(y).backward()
+    for hook in hooks:
+        hook.remove()
+    return x.grad, y.grad, weight.grad, len(seen)
+
+
+def update_in_a_hook(model: Any, x: Tensor) -> Any:
+    """Weights change while backward goes on: what needs them must have been regenerated by then."""
+
+    def update(leaf: Tensor) -> None:
+        leaf.add_(leaf.grad, alpha=-0.1)
+        leaf.grad = None
+
+    hooks = [parameter.register_post_accumulate_grad_hook(update) for parameter in model.parameters()]
+    for _ in range(3):
+        loss_of(model(x.detach())).backward()
+    for hook in hooks:
+        hook.remove()
+    return list(model.parameters())
+
+
+def backward_in_a_hook(model: Any, x: Tensor) -> Any:
+    inner: list[Any] = []
+    given = x.detach().requires_grad_()
+    hidden = given * 1.0
+
+    def run_backward(gradient: Tensor) -> None:
+        with torch.enable_grad():
+            inner.extend(grad(loss_of(model(x * 2.0)), all_of(model, x)))
+
+    hidden.register_hook(run_backward)
+    return grad(loss_of(model(hidden)), all_of(model, given)), inner
+
+
+def backward_in_its_own_hook(model: Any, x: Tensor) -> Any:
+    inner: list[Any] = []
+    middle = model.layers[0](x)
+    loss = loss_of(model.layers[1](middle))
+
+    def run_backward(gradient: Tensor) -> None:
+        if not inner:
+            inner.append(None)
+            inner.extend(grad(loss, all_of(model, x), retain_graph=True, allow_unused=True))
+
+    middle.register_hook(run_backward)
+    return grad(loss, all_of(model, x), retain_graph=True, allow_unused=True), inner
+
+
+# Gradients of gradients, and functional ones
+
+
+def gradient_penalty(model: Any, x: Tensor) -> Any:
+    loss = loss_of(model(x))
+    (slope,) = grad(loss, x, create_graph=True)
+    return grad(loss + slope.pow(2).sum(), list(model.parameters()))
+
+
+def functional(model: Any, x: Tensor) -> Any:
+    weights = {name: value.detach() for name, value in model.named_parameters()}
+
+    def loss(weights: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.func.functional_call(model, weights, (x,)).sin().sum()
+
+    x = x.detach()
+    per_sample = torch.func.vmap(torch.func.grad(loss), (None, 0))(weights, torch.stack([x] * 2))
+    _, tangent = torch.func.jvp(lambda x: loss(weights, x), (x,), (torch.ones_like(x),))
+    return list(torch.func.grad(loss)(weights, x).values()), list(per_sample.values()), tangent
+
+
+def vmapped(model: Any, x: Tensor) -> Any:
+    inputs = torch.stack([x, x.cos()])
+    return grad(torch.func.vmap(model)(inputs).sum(), all_of(model, x))
+
+
+def directional(model: Any, x: Tensor) -> Any:
+    """Of an argument that is dual, and backward through that, inside and outside of the level."""
+    with forward_ad.dual_level():
+        output = forward_ad.unpack_dual(model(forward_ad.make_dual(x, x.cos())))
+        inside = grad(output.primal.sum() + output.tangent.sum(), all_of(model, x), retain_graph=True)
+    return output.tangent.clone(), inside
+
+
+def directional_in_parameters(model: Any, x: Tensor) -> Any:
+    with forward_ad.dual_level():
+        named = {name: forward_ad.make_dual(value, value.cos()) for name, value in model.named_parameters()}
+        output = forward_ad.unpack_dual(torch.func.functional_call(model, named, (x,)))
+        return output.primal.clone(), output.tangent.clone()
+
+
+def directional_inside(model: Any, x: Tensor) -> Any:
+    """With a region before the level, run again in it."""
+    result = model(x)
+    with forward_ad.dual_level():
+        tangent = forward_ad.unpack_dual(model(forward_ad.make_dual(x, x.cos()))).tangent
+        return tangent.clone(), grad(result.sum(), all_of(model, x))
+
+
+def hessian_product(model: Any, x: Tensor) -> Any:
+    return torch.autograd.functional.hvp(lambda x: model(x).sin().sum(), x, x.cos())
+
+
+def jacobians(model: Any, x: Tensor) -> Any:
+    both = torch.func.jacfwd(model)(x[:2]), torch.func.jacrev(model)(x[:2])
+    return *both, torch.autograd.functional.jacobian(model, x[:2], vectorize=True)
+
+
+# What others do around it
+
+
+def in_another_thread(model: Any, x: Tensor) -> Any:
+    loss, found = loss_of(model(x)), []
+    thread = threading.Thread(target=lambda: found.extend(grad(loss, all_of(model, x))))
+    thread.start()
+    thread.join()
+    return found
+
+
+def by_replicas(model: Any, x: Tensor) -> Any:
+    """As data parallel makes them; they give the parameters their gradients."""
+    inputs, results = [x.detach(), x.detach().cos()], [None, None]
+    replicas = [replica_of(model) for _ in inputs]
+
+    def forward(index: int) -> None:
+        results[index] = loss_of(replicas[index](inputs[index]))  # type: ignore[call-overload]
+
+    threads = [threading.Thread(target=forward, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return grad(sum(results), list(model.parameters()))  # type: ignore[arg-type]
+
+
+def in_torchs_checkpoint(reentrant: bool) -> Callable[[Any, Tensor], Any]:
+    def run(model: Any, x: Tensor) -> Any:
+        torch.manual_seed(3)
+        loss_of(checkpoint(model, x, use_reentrant=reentrant)).backward()
+        return x.grad, [each.grad for each in model.parameters()]
+
+    return run
+
+
+def under_anomaly_detection(model: Any, x: Tensor) -> Any:
+    with torch.autograd.detect_anomaly():
+        return grad(loss_of(model(x)), all_of(model, x))
+
+
+def laid_out_in_one_storage(model: Any, x: Tensor) -> Any:
+    """As by ZeRO: each parameter has its own count of versions, whatever the others'."""
+    parameters = list(model.parameters())
+    flat, offset = torch.cat([each.detach().reshape(-1) for each in parameters]), 0
+    for number, parameter in enumerate(parameters):
+        parameter.data = flat[offset : offset + parameter.numel()].view_as(parameter)
+        offset += parameter.numel()
+        with torch.no_grad():
+            for _ in range(number):
+                parameter.add_(0.001)
+    return [grad(loss_of(model(x)), parameters) for _ in range(2)]
+
+
+def eval_before_backward(model: Any, x: Tensor) -> Any:
+    loss = loss_of(model.train()(x))
+    model.eval()
+    found = grad(loss, all_of(model, x))
+    assert not any(module.training for module in model.modules())
+    model.train()
+    return found
+
+
+def over_micro_batches(model: Any, x: Tensor) -> Any:
+    optimizer, found = torch.optim.Adam(model.parameters(), lr=0.01), []
+    for _ in range(2):
+        for factor in (1, 2):
+            loss_of(model(x.detach() * factor)).backward()
+        found += [parameter.grad.clone() for parameter in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def single() -> nn.Module:
+    return twice_differentiable(1, 0.0)
+
+
+RUNS: dict[str, Run] = {
+    **{each.__name__: Run(each) for each in (of_parts, several_times, piled_up, of_several_shapes, while_streams_move)},
+    "two_graphs_that_share_a_region": Run(two_graphs_that_share_a_region, lambda: Stack(2, p=0.0)),
+    "one_region_twice_in_a_row": Run(one_region_twice_in_a_row),
+    "batched": Run(batched, single),
+    **{each.__name__: Run(each) for each in (of_a_sum, transposed, read_outside_too, with_hooks, update_in_a_hook)},
+    **{each.__name__: Run(each) for each in (backward_in_a_hook, backward_in_its_own_hook)},
+    "gradient_penalty": Run(gradient_penalty, twice_differentiable, captured=False),
+    "functional": Run(functional, single, drops=False),
+    "vmapped": Run(vmapped, single, drops=False),
+    **{
+        each.__name__: Run(each, single, drops=False, captured=False)
+        for each in (directional, directional_in_parameters, directional_inside, hessian_product, jacobians)
+    },
+    **{each.__name__: Run(each) for each in (in_another_thread, eval_before_backward, over_micro_batches)},
+    "by_replicas": Run(by_replicas, lambda: Stack(2, p=0.0)),
+    "in torch's checkpoint": Run(in_torchs_checkpoint(reentrant=False), drops=False),
+    "in torch's reentrant checkpoint": Run(in_torchs_checkpoint(reentrant=True), drops=False),
+    "under_anomaly_detection": Run(under_anomaly_detection),
+    "laid_out_in_one_storage": Run(laid_out_in_one_storage),
+}

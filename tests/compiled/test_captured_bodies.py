@@ -1,0 +1,28 @@
+"""Each body of the table as captured code: bit for bit what it is in plain PyTorch, or on the tape, which says why."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from bodies import BODIES
+from corpus import UNTIL_CAPTURED, assert_as_plain
+
+RULES = {"recompute": {"action": "recompute", "via": "hook"}, "checkpoint": {"action": "checkpoint"}}
+
+
+@pytest.mark.filterwarnings("ignore::recompute.errors.PolicyWarning")
+@pytest.mark.parametrize(
+    "name", [name for name, body in BODIES.items() if body.captured is not None and body.ways != ("checkpoint",)]
+)
+def test_a_body_runs_as_captured_code_or_says_why_not(name: str) -> None:
+    assert_as_plain(BODIES[name], RULES["recompute"], UNTIL_CAPTURED)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::recompute.errors.PolicyWarning")
+@pytest.mark.parametrize(("name", "action"), zip(BODIES, itertools.cycle(["checkpoint", "checkpoint", "recompute"])))
+def test_whether_it_is_captured_or_not_every_body_does_what_it_does_in_plain_pytorch(name: str, action: str) -> None:
+    body = BODIES[name]
+    if not body.ways or action in body.ways:
+        assert_as_plain(body._replace(captured=None), RULES[action], UNTIL_CAPTURED)

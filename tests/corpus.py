@@ -1,0 +1,234 @@
+"""One way to hold a module body to plain PyTorch: bit for bit, step after step, in whatever way it runs.
+
+A body is a row of a table in ``bodies``. ``engine/test_bodies.py`` runs each by a tape and as a checkpoint,
+``compiled/test_captured_bodies.py`` as captured code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from engine_testing import HIDDEN, TOKENS, RMSNorm, Tracker, bits, leaves, loss_of, module_of, needs_grad
+from torch import Tensor, nn
+
+import recompute
+from recompute.attach.runners import region_in
+from recompute.compiled import captured_function
+
+FEW_STEPS = (2, 2)
+"""How many forwards each step has; then come, in the other order, two backwards of each."""
+UNTIL_CAPTURED = (1, 1, 1, 1, 1, 1, 2)
+"""Three by the tape, one more that is recorded, one that is watched, one that runs as code; and two that do."""
+OWN_TORCH, OWN_PYTHON = torch.Generator(), random.Random(1)
+OWN_NUMPY, OWN_LEGACY = np.random.default_rng(1), np.random.RandomState(1)
+TRACKER = Tracker()
+"""Sources of random numbers that bodies reach in one way or another; each step starts them anew."""
+
+
+def nothing(*_: Any) -> None:
+    pass
+
+
+class Body(NamedTuple):
+    """What a module's forward does with an activation, and what is around it."""
+
+    forward: Callable[..., Any]
+    parts: Callable[[], dict[str, Any]] = dict
+    """Its attributes, made anew for each model; ``buffers`` has those that become buffers."""
+    given: Callable[[Tensor], Any] = lambda x: (x,)
+    """What it is given in each call, made of the activation: a tuple, or a dict of keywords."""
+    start: Callable[[Any], Any] = nothing
+    """What happens to the module before each step, of which it is told the number in ``step``."""
+    between: Callable[[Any, Any, Any], Any] = nothing
+    """What happens to the module, to what it was given last and to what it gave, before backward."""
+    state: Callable[[Any], Any] = nothing
+    """What else is as in plain PyTorch, after forward and after backward."""
+    backwards: int = 2
+    together: bool = False
+    """Whether the two calls of a step have one backward, as they share a graph."""
+    is_saved: bool = True
+    """Whether others save what it gives."""
+    drops: bool = True
+    """Whether something is dropped, so that the comparison shows something."""
+    may_refuse: bool = False
+    """Whether a change before backward may be refused where plain PyTorch runs."""
+    captured: bool | str | None = None
+    """Whether it comes to run as captured code, or why it does not; None: that is nobody's claim."""
+    ways: Sequence[str] = ()
+    """The only ways in which the claim is made, if not in all."""
+
+
+class Model(nn.Module):
+    """A body between others, which save what it is given and what it gives."""
+
+    def __init__(self, body: Body, rule: dict[str, Any] | None = None):
+        """``rule``: the body is a decorated function under it, and the module is in its closure."""
+        super().__init__()
+        torch.manual_seed(0)
+        self.before, self.norm = nn.Linear(HIDDEN, HIDDEN), RMSNorm()
+        parts = body.parts()
+        buffers = parts.pop("buffers", {})
+        self.inside = module_of(body.forward, **parts)
+        for name, buffer in buffers.items():
+            self.inside.register_buffer(name, buffer)
+        self.body = body
+        self.last: list[Any] = []
+        self.run: Any = lambda *args, **kwargs: self.inside(*args, **kwargs)
+        if rule is not None:
+            inside, run = self.inside, body.forward
+
+            def function(*args: Any, **kwargs: Any) -> Any:
+                return run(inside, *args, **kwargs)
+
+            self.run = recompute.recompute(function, policy={"rules": [{"match": "**", **rule}]})
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = self.norm(self.before(x))
+        given = self.body.given(hidden)
+        result = self.run(**given) if isinstance(given, dict) else self.run(*given)
+        self.last[:] = [given, result]
+        outputs = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        return result, [leaf.cos() for leaf in outputs if self.body.is_saved], hidden.sin()
+
+
+def start_streams(seed: int) -> None:
+    for source in (torch, OWN_TORCH):
+        source.manual_seed(seed)
+    for python in (random, np.random, OWN_PYTHON, OWN_LEGACY):
+        python.seed(seed)  # type: ignore[attr-defined]
+    OWN_NUMPY.bit_generator.state = np.random.default_rng(seed).bit_generator.state
+    TRACKER.reset()
+
+
+def streams() -> list[Any]:
+    """Where each source of random numbers is."""
+    tensors = [torch.get_rng_state(), OWN_TORCH.get_state(), TRACKER.states["model"]]
+    others: list[Any] = [source.getstate() for source in (random, OWN_PYTHON)]
+    for source in (np.random, OWN_LEGACY):
+        _, words, *rest = source.get_state()
+        others.append((words.tobytes(), *rest))
+    return [*map(bits, tensors), *map(hash, others), OWN_NUMPY.bit_generator.state["state"]]
+
+
+def seen(value: Any, depth: int = 4) -> Any:
+    """What two runs must leave alike of ``value``: types, numbers, and the bits of tensors."""
+    if isinstance(value, (Tensor, int, float, str, type(None))):
+        return bits(value)
+    if depth and isinstance(value, dict):
+        return type(value), [(str(key), seen(each, depth - 1)) for key, each in value.items()]
+    if (depth and isinstance(value, (list, tuple, set))) or type(value).__name__ == "deque":
+        return type(value), [seen(each, depth - 1) for each in value]
+    return type(value)
+
+
+def attributes(module: nn.Module) -> list[Any]:
+    """Those of a module and of its parts, and its buffers."""
+    hidden = vars(nn.Module()).keys() - {"training", "_buffers"} | {"_recompute_runner"}
+    return [
+        {name: seen(value) for name, value in sorted(vars(each).items()) if name not in hidden and not callable(value)}
+        for each in module.modules()
+    ]
+
+
+def step(model: Model, number: int, calls: int) -> list[Any]:
+    """All that a step can show, or the error of a backward."""
+    body, inside = model.body, model.inside
+    start_streams(number)
+    inside.step = number  # type: ignore[assignment]
+    body.start(inside)
+    x = torch.linspace(-1.5, 2, TOKENS * HIDDEN).view(TOKENS, HIDDEN).sin().requires_grad_()
+    wanted = [x, *(each for each in model.parameters() if each.requires_grad)]
+    results = [model(x.cos() if call else x * 1.0) for call in range(calls)]
+    found: list[Any] = [(type(leaf), needs_grad(leaf), bits(leaf)) for result in results for leaf in leaves(result)]
+    with torch.no_grad():
+        body.between(inside, *model.last)
+    torch.rand(1), random.random(), np.random.rand()
+    found += [before := [attributes(inside), body.state(inside), streams()]]
+    losses = [loss_of(results)] if body.together else [loss_of(result) for result in results]
+    model.last.clear()
+    del results
+    for loss in reversed(losses):
+        for turn in range(body.backwards):
+            try:
+                grads = torch.autograd.grad(loss, wanted, retain_graph=turn + 1 < body.backwards, allow_unused=True)
+            except RuntimeError as error:
+                return [*found, error]
+            found.append([bits(grad) for grad in grads])
+    after = [attributes(inside), body.state(inside), streams()]
+    assert after == before, "backward leaves no trace"
+    return found
+
+
+@functools.cache
+def expected(body: Body, steps: tuple[int, ...]) -> list[list[Any]]:
+    """What plain PyTorch gives."""
+    model = Model(body)
+    return [step(model, number, calls) for number, calls in enumerate(steps)]
+
+
+def assert_as_plain(body: Body, rule: dict[str, Any], steps: tuple[int, ...]) -> None:
+    """Steps of a body under ``rule`` are those of plain PyTorch."""
+    plain = expected(body, steps)
+    model = Model(body)
+    with recompute.apply(model, {"rules": [{"match": "inside", **rule}]}, strict=False) as handle:
+        for number, calls in enumerate(steps):
+            with counting() as count:
+                found = step(model, number, calls)
+            assert_same_step(found, plain[number], body.may_refuse, number)
+        if body.drops:
+            assert handle.stats().dropped_nbytes > 0
+        if steps == UNTIL_CAPTURED and body.captured is not None:
+            assert_captured(handle, body.captured, count())
+
+
+def assert_function_as_plain(body: Body, rule: dict[str, Any]) -> None:
+    """The same of a decorated function."""
+    plain, model = expected(body, FEW_STEPS), Model(body, rule)
+    for number, calls in enumerate(FEW_STEPS):
+        assert_same_step(step(model, number, calls), plain[number], body.may_refuse, number)
+
+
+def assert_same_step(found: list[Any], plain: list[Any], may_refuse: bool, number: int) -> None:
+    errors = [each[-1] if isinstance(each[-1], RuntimeError) else None for each in (found, plain)]
+    if errors[0] is not None and (errors[1] is not None or may_refuse):
+        assert "modified" in str(errors[0])
+    else:
+        assert errors == [None, None], f"step {number}: {errors}"
+        assert len(found) == len(plain)
+        different = [index for index, (one, other) in enumerate(zip(found, plain, strict=True)) if one != other]
+        assert not different, f"step {number}: {[(found[index], plain[index]) for index in different[:2]]}"
+
+
+def assert_captured(handle: Any, captured: bool | str, code: int) -> None:
+    regions = [region for each in handle._attachments if (region := region_in(each.runner)) is not None]
+    reasons = "; ".join(region.failure for region in regions if not region.is_captured)
+    if captured is True:
+        assert all(region.is_captured for region in regions), reasons
+        assert code > 0, "a call of the last step runs as code"
+    else:
+        assert code == 0
+        assert captured in reasons if isinstance(captured, str) else reasons
+        assert reasons.split(";")[0] in handle.explain(wide=True)
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[Callable[[], int]]:
+    """Counts the frames that run as captured code in its span."""
+    run, count = captured_function.CapturedFrame.run, 0
+
+    def counted(frame: Any) -> Any:
+        nonlocal count
+        count += 1
+        return run(frame)
+
+    captured_function.CapturedFrame.run = counted  # type: ignore[method-assign]
+    try:
+        yield lambda: count
+    finally:
+        captured_function.CapturedFrame.run = run  # type: ignore[method-assign]

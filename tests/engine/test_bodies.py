@@ -1,0 +1,59 @@
+"""Each body of the table, by a tape and as a checkpoint: all that a step shows is as in plain PyTorch, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+from bodies import BODIES
+from corpus import FEW_STEPS, assert_as_plain, assert_function_as_plain
+from engine_testing import SETTINGS, Setting, every_setting
+from tiers import by_default, one_in
+
+pytestmark = pytest.mark.filterwarnings("ignore::recompute.errors.PolicyWarning")
+
+
+def claimed_of(setting: Setting) -> list[str]:
+    return [name for name, body in BODIES.items() if not body.ways or setting["action"] in body.ways]
+
+
+BY_TAPE = claimed_of(SETTINGS["recompute"])
+ON_THE_TAPE_ALONE = [name for name in BY_TAPE if BODIES[name].captured is None]
+"""Of others the default tier claims it where they come to be captured, which they are by a tape."""
+
+
+@pytest.mark.parametrize("name", one_in(2, claimed_of(SETTINGS["checkpoint"])))
+def test_a_checkpoint_does_what_plain_pytorch_does(name: str) -> None:
+    assert_as_plain(BODIES[name], {**SETTINGS["checkpoint"], "capture": False}, FEW_STEPS)
+
+
+@pytest.mark.parametrize(
+    "name", by_default(BY_TAPE, *[name for name in BY_TAPE if BODIES[name].captured is None][1::2])
+)
+def test_a_tape_does_what_plain_pytorch_does(name: str) -> None:
+    assert_as_plain(BODIES[name], {**SETTINGS["recompute"], "capture": False}, FEW_STEPS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", claimed_of(SETTINGS["recompute"]))
+def test_so_does_a_tape_under_other_rules(name: str) -> None:
+    for setting in ("recompute with gemms", "checkpoint without attention"):
+        assert_as_plain(BODIES[name]._replace(drops=False), {**SETTINGS[setting], "capture": False}, FEW_STEPS)
+
+
+@pytest.mark.parametrize(
+    "name", by_default(claimed_of(SETTINGS["checkpoint"]), *claimed_of(SETTINGS["checkpoint"])[::9])
+)
+@every_setting
+def test_so_does_a_decorated_function(name: str, setting: Setting) -> None:
+    if not BODIES[name].ways:
+        assert_function_as_plain(BODIES[name], {**setting, "capture": False})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", claimed_of(SETTINGS["checkpoint"]))
+def test_so_do_regions_in_a_region(name: str) -> None:
+    """Its parts are under a rule, and so is what is around it."""
+    for setting in (SETTINGS["checkpoint"], SETTINGS["recompute"]):
+        if BODIES[name].ways and setting["action"] not in BODIES[name].ways:
+            continue
+        rule = {"match": ["inside.**", "inside"], **setting, "capture": False}
+        assert_as_plain(BODIES[name]._replace(drops=False), rule, FEW_STEPS)
