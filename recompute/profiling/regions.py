@@ -127,7 +127,7 @@ def discover_layout(
             last = alike[-1]  # not the first one, which has other neighbours than the rest
             via_kernels = run.via if last in stand_ins else None
             in_tiles = run.via if last in with_mlps and tokens[last] > TILE else None
-            options = {"on_a_tape": stand_ins.get(last, False), "in_tiles": in_tiles, "compress": compress}
+            options: Any = {"on_a_tape": stand_ins.get(last, False), "in_tiles": in_tiles, "compress": compress}
             candidates = candidates_of(by_hooks.get(last), by_kernels.get(last), via_kernels, **options)
             kinds[key] = RegionKind(base_of(module).__name__, candidates)
         found.append(kinds[key])
