@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 import recompute
 from recompute.errors import PolicyWarning
+from recompute.substitution import norm
 from recompute.substitution.feed_forward import find_kernel_mlp
 from recompute.substitution.norm import find_norm
 
@@ -485,3 +486,14 @@ def test_whatever_stands_in_can_be_called_alike(
     x = torch.randn(5, 3, HIDDEN)
     found = gradients(lambda x: call(module, x), x)
     torch.testing.assert_close(found, gradients(lambda x: call(plain, x), x))
+
+
+@pytest.mark.parametrize(("module", "traces"), [(nn.Linear(8, 8), 0), (nn.Hardswish(), 1)])
+def test_what_is_no_norm_takes_one_trace_or_none(
+    module: nn.Module, traces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[Any] = []
+    formula_of = norm.formula_of
+    monkeypatch.setattr(norm, "formula_of", lambda *given: taken.append(given) or formula_of(*given))
+    assert find_norm(module) is None
+    assert len(taken) == traces
