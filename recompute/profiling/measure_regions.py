@@ -25,7 +25,7 @@ from recompute.profiling.regions import (
     RegionKind,
     StepLayout,
     discover_layout,
-    policy_from_rules,
+    policy_for,
     storages_that_may_travel,
 )
 from recompute.profiling.step_trace import StepPart, StepTrace
@@ -264,7 +264,7 @@ class _RegionMeasurer:
         kinds, regions = self.layout.kinds, self.layout.regions
         chosen = self._chosen(job)
         rules = self.layout.rules(chosen)
-        with apply(self.run.model, policy_from_rules(rules)):
+        with apply(self.run.model, policy_for(self.run, rules)):
             if self.is_slow:
                 self.run.forward()
             self.warmup_of_this_job = self._warmup_steps
@@ -316,7 +316,7 @@ class _RegionMeasurer:
         for path, candidate in zip(self.layout.paths, chosen, strict=True):
             if path in regions:
                 rules[path] = offloading_rule(candidate.rule, sys.float_info.min)
-        with apply(self.run.model, policy_from_rules(rules)) as handle:
+        with apply(self.run.model, policy_for(self.run, rules)) as handle:
             for _ in range(_WARMUP):
                 self.run.forward()
             found = dict(storages_that_may_travel(handle))

@@ -201,19 +201,30 @@ def _note_output(returned: dict[str, Tensor], path: str, module: nn.Module, args
         returned[path] = torch.empty(output.shape, dtype=output.dtype, device="meta")
 
 
-def policy_from_rules(rules: Mapping[str, Mapping[str, Any] | None]) -> Policy:
-    """The policy that gives each module, by path, a rule of these fields, or none."""
+def policy_from_rules(rules: Mapping[str, Mapping[str, Any] | None], *, generates: bool = True) -> Policy:
+    """The policy that gives each module, by path, a rule of these fields, or none.
+
+    generates: whether kernels may be generated, which takes steps that are captured. If not, those of ``kernels`` stand
+    in for what these would compute.
+    """
     alike: dict[str, tuple[Mapping[str, Any], list[str]]] = {}
     for path, fields in rules.items():
         if fields is not None:
+            if fields.get("via") == "auto" and not generates:
+                fields = {**fields, "compiled": False}
             alike.setdefault(repr(sorted(fields.items())), (fields, []))[1].append(path)
     found = [Rule(match=paths, **fields) for fields, paths in alike.values()]
     return Policy(name="profile", rules=found or NO_RULES)
 
 
+def policy_for(run: DryRun, rules: Mapping[str, Mapping[str, Any] | None]) -> Policy:
+    """As ``policy_from_rules``, for the steps of ``run``: those that are only calculated are never captured."""
+    return policy_from_rules(rules, generates=not run.is_calculated)
+
+
 def _plans(run: DryRun, regions: Collection[str], via: str) -> dict[str, SavePlan]:
     """The plan of each region, under a rule by which everything may run again."""
-    with apply(run.model, policy_from_rules(dict.fromkeys(regions, rerunning_rule(via)))) as handle:
+    with apply(run.model, policy_for(run, dict.fromkeys(regions, rerunning_rule(via)))) as handle:
         run.forward()  # a layer's kernels learn in it which Linears read its norm
         found: dict[str, SavePlan] = {}
         while (
@@ -228,7 +239,8 @@ def _plans(run: DryRun, regions: Collection[str], via: str) -> dict[str, SavePla
 
 def _with_kernels(model: nn.Module, regions: Mapping[str, nn.Module]) -> dict[str, bool]:
     """The regions in which kernels can stand in for something, and whether a tape runs around these kernels."""
-    with apply(model, policy_from_rules(dict.fromkeys(regions, recomputing_rule("auto")))) as handle:
+    rules = dict.fromkeys(regions, recomputing_rule("auto"))
+    with apply(model, policy_from_rules(rules, generates=False)) as handle:
         runners = {path: runner for path, runner in _runners(handle) if isinstance(runner, KernelRunner)}
         taped = {attachment.path for attachment in handle._attachments if isinstance(attachment.runner, TapeRunner)}
     found = {around for path in runners for around in (path, *_around(path))}
