@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from recompute.compiled.codegen import Code
 from recompute.compiled.generated.generated_kernel import GeneratedKernel
-from recompute.compiled.generated.kernel_source import KernelSource, can_be_generated
+from recompute.compiled.generated.groupable import can_be_generated
+from recompute.compiled.generated.kernel_source import KernelSource
 from recompute.compiled.generated.switch import Generates
 from recompute.compiled.recording import Recording
 

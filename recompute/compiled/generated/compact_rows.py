@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from recompute.compiled.generated.kernel_source import can_be_generated, is_dense
+from recompute.compiled.generated.groupable import can_be_generated, is_dense
 from recompute.compiled.recording import Buffer, Recording, Use
 from recompute.engine.cut.layout import Layout
 

@@ -6,8 +6,9 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from recompute.compiled.generated.generated_kernel import GeneratedKernel, Traffic
+from recompute.compiled.generated.groupable import is_dense, is_slow_alone
 from recompute.compiled.generated.grouping import Grouping
-from recompute.compiled.generated.kernel_source import KernelSource, is_dense, is_slow_alone
+from recompute.compiled.generated.kernel_source import KernelSource
 from recompute.compiled.recording import Recording
 from recompute.compiled.statements import Statement, lines_of
 from recompute.engine.cut.layout import Layout

@@ -15,12 +15,8 @@ import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from recompute.compiled.generated.kernel_source import (
-    KernelSource,
-    NotOneKernel,
-    can_be_generated,
-    space_of,
-)
+from recompute.compiled.generated.groupable import NotOneKernel, can_be_generated, space_of
+from recompute.compiled.generated.kernel_source import KernelSource
 from recompute.compiled.generated.row_ops import ROW_OPS
 from recompute.compiled.recording import Recording
 from recompute.compiled.statements import Statement

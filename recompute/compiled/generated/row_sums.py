@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from recompute.compiled.generated.kernel_source import is_dense
+from recompute.compiled.generated.groupable import is_dense
 from recompute.compiled.generated.pointwise_ops import FLOATS, arguments_of
 from recompute.compiled.recording import Call, Recording, Use
 from recompute.kernels.launch import jit, run, tl

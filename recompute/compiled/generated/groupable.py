@@ -1,0 +1,157 @@
+"""Which calls a generated kernel can compute, which of them pay alone, and what a kernel of several counts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from recompute.compiled.generated.pointwise_ops import (
+    COPIES,
+    FLOATS,
+    PLACED,
+    REPLACED,
+    ROWS,
+    TRITON_DTYPES,
+    arguments_of,
+    computing_dtype,
+)
+from recompute.compiled.generated.row_ops import ROW_OPS, can_run_by_rows, operands_of, row_width
+from recompute.compiled.generated.spaces import Elements, Rows
+from recompute.compiled.generated.switch import Generates
+from recompute.compiled.recording import Buffer, Call, Recording, Use
+
+_ATEN = torch.ops.aten
+_NUMBERS = (int, float, bool)
+LARGE = 2**20
+"""Elements from which on it matters how fast they are moved."""
+
+
+def is_dense(buffer: Buffer) -> bool:
+    """Whether a buffer's tensor has all of its memory, each place once."""
+    layout, expected = buffer.layout, 1
+    for stride, size in sorted(
+        (stride, size) for size, stride in zip(layout.shape, layout.stride, strict=True) if size != 1
+    ):
+        if stride != expected:
+            return False
+        expected *= size
+    return bool(layout.offset == 0 and buffer.nbytes == expected * layout.dtype.itemsize > 0)
+
+
+class NotOneKernel(Exception):
+    """One kernel cannot compute these calls."""
+
+
+def can_be_generated(call: Call, recording: Recording) -> bool:
+    """Whether a generated kernel can compute a call."""
+    by_rows = recording.generates is Generates.ROUNDED and can_run_by_rows(call, recording)
+    if call.written or not call.results or None in call.results or (call.is_sequence and not by_rows):
+        return False
+    outputs = [recording.buffers[number] for number in call.results if number is not None]
+    output = outputs[0]
+    for each in outputs:
+        if each.device != recording.device or each.layout.dtype not in TRITON_DTYPES or not is_dense(each):
+            return False
+    for use in call.uses():
+        buffer = recording.buffers[use.buffer]
+        if use.is_conjugate or use.layout.dtype is not buffer.layout.dtype or use.layout.dtype not in TRITON_DTYPES:
+            return False
+        if buffer.device != recording.device:
+            return False
+    if by_rows:
+        return True
+    values = arguments_of(call)
+    if call.op in COPIES:
+        # Whether a copy to bool or to integers rounds as Triton does was not reviewed.
+        return values["self"].layout.dtype == output.layout.dtype or output.layout.dtype in FLOATS
+    if call.op in REPLACED:
+        return _replaces_one(values)
+    if call.op in PLACED:
+        if call.op in (_ATEN.cat.default, _ATEN.stack.default):
+            alike = {(len(use.layout.shape), use.layout.dtype) for use in values["tensors"]}
+            return len(alike) == 1 and len(values["tensors"]) <= 8
+        return values.get("step", 1) == 1
+    row = ROWS.get(call.op)
+    if row is None or any(type(values[name]) not in (Use, *_NUMBERS) for name in row.operands):
+        return False
+    dtype = computing_dtype(row, values, output.layout.dtype)
+    if not row.takes_all and dtype is not torch.float32:
+        return False
+    if row.promotion is None and any(
+        type(value := values[name]) is Use and value.layout.dtype is not dtype
+        for name in row.operands
+        if name not in row.masks
+    ):
+        return False
+    if callable(row.expression):
+        probe = {name: "x" if type(value) is Use else value for name, value in values.items()}
+        return row.expression(probe | {"dtype": "tl.float32"}) is not None
+    return True
+
+
+def is_slow_alone(call: Call | None, recording: Recording) -> bool:
+    """Whether ATen moves a call's elements slowly, so that a kernel of its own pays.
+
+    It puts beside each other what has gaps, pads with zeros, or repeats an operand over many elements.
+    """
+    if call is None or call.op in ROW_OPS:
+        return False
+    count = elements_of(call, recording)
+    return call.op in PLACED or (count >= LARGE and any(_is_repeated(use, count) for use in call.uses()))
+
+
+def _is_repeated(use: Use, count: int) -> bool:
+    """Whether an operand is broadcast, and is no single number."""
+    own = [size for size, stride in zip(use.layout.shape, use.layout.stride, strict=True) if stride]
+    return 1 < math.prod(own) < count
+
+
+def equal_parts(call: Call | None) -> list[Use]:
+    """What ``cat`` joins, if all of it has one shape: a kernel computes an element of each at a time. Else nothing."""
+    if call is None or call.op is not _ATEN.cat.default:
+        return []
+    tensors = arguments_of(call)["tensors"]
+    return tensors if len({tuple(use.layout.shape) for use in tensors}) == 1 else []
+
+
+def _replaces_one(values: dict[str, Any]) -> bool:
+    """Whether ``scatter`` replaces one element along its dimension, everywhere in the others."""
+    shape, index, source = (list(values[name].layout.shape) for name in ("self", "index", "src"))
+    if not shape or values["index"].layout.dtype is not torch.int64:
+        return False
+    shape[values["dim"] % len(shape)] = 1
+    return shape == index == source
+
+
+def elements_of(call: Call | None, recording: Recording) -> int:
+    """How many elements a kernel counts that writes what a call makes."""
+    assert call is not None
+    number = call.results[0]
+    assert number is not None
+    return int(recording.buffers[number].layout.shape.numel()) // max(1, len(equal_parts(call)))
+
+
+def space_of(calls: Sequence[Call], stored: Sequence[int], recording: Recording) -> Elements | Rows:
+    """What a kernel counts that computes ``calls`` and fills the buffers ``stored``.
+
+    Raises ``NotOneKernel`` if there is none.
+    """
+    by_rows = [call for call in calls if call.op in ROW_OPS]
+    if not by_rows:
+        makers = {number: call for call in calls for number in call.results}
+        sizes = {elements_of(makers[number], recording) for number in stored}
+        if len(sizes) != 1:
+            raise NotOneKernel
+        return Elements(sizes.pop())
+    counts = {operands_of(call)[0].layout.shape.numel() // row_width(call) for call in by_rows}
+    rows = counts.pop()
+    written = [recording.buffers[number].layout.shape.numel() for number in stored]
+    if counts or any(count % rows for count in written):
+        raise NotOneKernel
+    width = max([*map(row_width, by_rows), *[count // rows for count in written]])
+    if width > 2 * max(map(row_width, by_rows)):
+        raise NotOneKernel
+    return Rows(rows, width)
