@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from recompute.compiled.generated.index_forms import Form
 from recompute.compiled.generated.row_sums import can_add_rows, index_put_rows
 from recompute.compiled.generated.spaces import Elements
 from recompute.compiled.generated.switch import Generates, generating_on
+from recompute.compiled.program import ProgramWriter
 
 interpreted = pytest.mark.skipif(not device_functions.is_interpreted, reason="Triton's interpreter is off")
 
@@ -170,6 +172,24 @@ class TestRows:
         kernels, others = kernels_of(function, *given)
         assert all(kernel.name.startswith("pointwise") for kernel in kernels)
         assert others != []
+
+    @pytest.mark.parametrize("runs_again", [True, False])
+    def test_what_decides_in_forward_and_again_in_backward_has_atens_bits(self, runs_again: bool) -> None:
+        """Two kernels may round in two ways: then a token would go to one expert in forward, to another in backward."""
+
+        def choose(x: Tensor) -> Tensor:
+            shares = (x * 2).softmax(-1)
+            return shares * (shares > shares.mean(-1, keepdim=True))
+
+        code, numbers = written(choose, draw(300, 8), generates=Generates.ROUNDED)
+        calls = code.recording.calls
+        plan = SimpleNamespace(rerun_set=set(range(len(calls))) if runs_again else set())
+        writer = SimpleNamespace(_forward=calls, plan=plan, recording=code.recording, _made=ProgramWriter._made)
+        code.recording.stable = ProgramWriter._deciding(writer)
+        names: dict[str, Any] = dict(code.names)
+        statements = fused(code.statements, [code.tensors[number] for number in numbers], code.recording, names)
+        atens = [each.text.partition("aten_")[2].partition("(")[0] for each in statements if "aten_" in each.text]
+        assert atens == (["mul_Tensor", "_softmax_default", "mean_dim"] if runs_again else [])
 
     def test_columns_few_rows_and_long_rows_are_atens(self) -> None:
         for function, given in (
