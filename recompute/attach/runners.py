@@ -150,7 +150,8 @@ class FunctionCheckpointRunner(Runner):
 
     def run_training(self, module: None, forward: Forward, args: tuple, kwargs: dict) -> Any:
         references = references_of_function(forward)  # at each call, as its globals may change after it is decorated
-        self._checkpoint.reach(references)
+        given = [each for each in (*references, *args, *kwargs.values()) if isinstance(each, nn.Module)]
+        self._checkpoint.reach([*references, *references_of_modules(part for each in given for part in each.modules())])
         return self._checkpoint.run(forward, (), args, kwargs)
 
     def run_compiled(self, module: None, forward: Forward, args: tuple, kwargs: dict) -> Any:

@@ -26,12 +26,13 @@ def _sums(
     columns = block * COLUMNS_AT_ONCE + tl.arange(0, COLUMNS_AT_ONCE)
     inside = columns < width
     total = tl.load(initial + place * width + columns, inside, 0.0).to(tl.float32)
-    stop = tl.load(starts + place + 1)
-    for first in range(tl.load(starts + place), stop, ROWS_AT_ONCE):
+    first, stop = tl.load(starts + place), tl.load(starts + place + 1)
+    while first < stop:
         positions = first + tl.arange(0, ROWS_AT_ONCE)
         rows = tl.load(order + positions, positions < stop, 0)[:, None]
         wanted = (positions < stop)[:, None] & inside[None, :]
         total += tl.sum(tl.load(values + rows * width + columns[None, :], wanted, 0.0).to(tl.float32), 0)
+        first += ROWS_AT_ONCE
     tl.store(sums + place * width + columns, total, inside)
 
 
