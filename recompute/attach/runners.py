@@ -10,6 +10,7 @@ from contextlib import nullcontext, suppress
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
 
 from recompute.compiled.captured_region import CaptureCache, CapturedRegion
@@ -151,7 +152,8 @@ class FunctionCheckpointRunner(Runner):
     def run_training(self, module: None, forward: Forward, args: tuple, kwargs: dict) -> Any:
         references = references_of_function(forward)  # at each call, as its globals may change after it is decorated
         given = [each for each in (*references, *args, *kwargs.values()) if isinstance(each, nn.Module)]
-        self._checkpoint.reach([*references, *references_of_modules(part for each in given for part in each.modules())])
+        parts = [part for each in given for part in each.modules() if not isinstance(part, torch.jit.ScriptModule)]
+        self._checkpoint.reach([*references, *references_of_modules(parts)])
         return self._checkpoint.run(forward, (), args, kwargs)
 
     def run_compiled(self, module: None, forward: Forward, args: tuple, kwargs: dict) -> Any:
