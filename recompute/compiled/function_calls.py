@@ -122,9 +122,14 @@ class FunctionCall:
 
     def _run(self, args: Sequence[Any]) -> Sequence[Any]:
         if self._is_differentiated:
-            enters = [takes and not _has_attributes(value) for value, takes in zip(args, self._takes, strict=True)]
-            entered = iter(_Enter.apply(_source(), *itertools.compress(args, enters)))
-            args = [next(entered) if is_entered else value for value, is_entered in zip(args, enters, strict=True)]
+            # What it was given detached is here what that is a view of.
+            given = [
+                value.detach() if takes_gradient(value) and not takes else value
+                for value, takes in zip(args, self._takes, strict=True)
+            ]
+            enters = [takes and not _has_attributes(value) for value, takes in zip(given, self._takes, strict=True)]
+            entered = iter(_Enter.apply(_source(), *itertools.compress(given, enters)))
+            args = [next(entered) if is_entered else value for value, is_entered in zip(given, enters, strict=True)]
         output = self.op.function.apply(*args)
         outputs = output if type(output) in LISTS else (output,)
         if list(map(_described, outputs)) != self._results:
