@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from bodies.memory import lists_in_place
 from engine_testing import HIDDEN, SETTINGS, TAPES, Census, Setting, bits, governing, holding, module_of, tokens
 from tiers import by_default
 from torch import Tensor, nn
@@ -301,15 +302,7 @@ def test_the_statistics_of_a_norm_that_no_version_counts() -> None:
 
 
 def test_activations_that_a_list_op_changes_in_place() -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        y = self.linear(x)
-        values = [y * 2, y.sin()]
-        torch._foreach_exp_(values)
-        z = values[0].tanh() * values[1]
-        torch._foreach_add_(values, 1.0)
-        return z.sin() + values[0] * 2
-
-    plain = holding(forward, linear=nn.Linear(HIDDEN, HIDDEN))
+    plain = holding(lists_in_place, linear=nn.Linear(HIDDEN, HIDDEN))
     assert_as_plain_or_refused_as_plain(plain, governing(SETTINGS["recompute"]), _interleaved)
 
 

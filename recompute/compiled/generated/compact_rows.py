@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from recompute.compiled.generated.groupable import can_be_generated, is_dense
-from recompute.compiled.recording import Buffer, Recording, Use
+from recompute.compiled.generated.groupable import can_be_generated
+from recompute.compiled.recording import Recording, Use
 from recompute.engine.cut.layout import Layout
+from recompute.engine.tape.op_arguments import is_dense
 
 _ATEN = torch.ops.aten
 READERS = (_ATEN.mm.default, _ATEN.bmm.default, _ATEN.addmm.default, _ATEN.baddbmm.default, _ATEN.sum.dim_IntList)
@@ -30,7 +31,7 @@ def part_of_rows(use: Use, recording: Recording) -> tuple[Use, Layout] | None:
         or dtype is not whole.dtype
         or 1 not in strides
         or not whole.shape
-        or not is_dense(buffer)
+        or not is_dense(whole, buffer.nbytes)
     ):
         return None
     width, count = whole.shape[-1], shape[strides.index(1)]
@@ -43,6 +44,6 @@ def part_of_rows(use: Use, recording: Recording) -> tuple[Use, Layout] | None:
         return None
     moved = Layout(shape, tuple([1 if stride == 1 else stride // width * count for stride in strides]), 0, dtype)
     rows = whole.shape.numel() // width
-    if not is_dense(Buffer(moved, rows * count * dtype.itemsize, 0)):
+    if not is_dense(moved, rows * count * dtype.itemsize):
         return None
     return Use(use.buffer, Layout(torch.Size((rows, count)), (width, 1), offset, dtype)), moved

@@ -6,12 +6,13 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from recompute.compiled.generated.generated_kernel import GeneratedKernel, Traffic
-from recompute.compiled.generated.groupable import is_dense, is_slow_alone
+from recompute.compiled.generated.groupable import is_slow_alone
 from recompute.compiled.generated.grouping import Grouping
 from recompute.compiled.generated.kernel_source import KernelSource
 from recompute.compiled.recording import Recording
 from recompute.compiled.statements import Statement, lines_of
 from recompute.engine.cut.layout import Layout
+from recompute.engine.tape.op_arguments import is_dense
 
 
 def fused(
@@ -76,7 +77,7 @@ def _reused(source: KernelSource, layouts: Sequence[Layout], dying: Iterable[str
     reused: dict[int, str] = {}
     for variable in dying:
         buffer = source.recording.buffers[source.inputs[variable]]
-        if variable in source.elsewhere or not is_dense(buffer):
+        if variable in source.elsewhere or not is_dense(buffer.layout, buffer.nbytes):
             continue
         for index, layout in enumerate(layouts):
             fits = layout.dtype is buffer.layout.dtype and layout.shape.numel() == buffer.layout.shape.numel()

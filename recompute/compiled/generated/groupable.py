@@ -21,24 +21,13 @@ from recompute.compiled.generated.pointwise_ops import (
 from recompute.compiled.generated.row_ops import ROW_OPS, can_run_by_rows, operands_of, row_width
 from recompute.compiled.generated.spaces import Elements, Rows
 from recompute.compiled.generated.switch import Generates
-from recompute.compiled.recording import Buffer, Call, Recording, Use
+from recompute.compiled.recording import Call, Recording, Use
+from recompute.engine.tape.op_arguments import is_dense
 
 _ATEN = torch.ops.aten
 _NUMBERS = (int, float, bool)
 LARGE = 2**20
 """Elements from which on it matters how fast they are moved."""
-
-
-def is_dense(buffer: Buffer) -> bool:
-    """Whether a buffer's tensor has all of its memory, each place once."""
-    layout, expected = buffer.layout, 1
-    for stride, size in sorted(
-        (stride, size) for size, stride in zip(layout.shape, layout.stride, strict=True) if size != 1
-    ):
-        if stride != expected:
-            return False
-        expected *= size
-    return bool(layout.offset == 0 and buffer.nbytes == expected * layout.dtype.itemsize > 0)
 
 
 class NotOneKernel(Exception):
@@ -53,7 +42,9 @@ def can_be_generated(call: Call, recording: Recording) -> bool:
     outputs = [recording.buffers[number] for number in call.results if number is not None]
     output = outputs[0]
     for each in outputs:
-        if each.device != recording.device or each.layout.dtype not in TRITON_DTYPES or not is_dense(each):
+        if each.device != recording.device or each.layout.dtype not in TRITON_DTYPES:
+            return False
+        if not each.nbytes or not is_dense(each.layout, each.nbytes):
             return False
     for use in call.uses():
         buffer = recording.buffers[use.buffer]

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from recompute.compiled.generated.groupable import is_dense
 from recompute.compiled.generated.pointwise_ops import FLOATS, arguments_of
 from recompute.compiled.recording import Call, Recording, Use
+from recompute.engine.tape.op_arguments import is_dense
 from recompute.kernels.launch import jit, run, tl
 
 ROWS_AT_ONCE, COLUMNS_AT_ONCE = 16, 256
@@ -52,9 +52,9 @@ def can_add_rows(call: Call, recording: Recording) -> bool:
         and initial.layout.dtype is rows.layout.dtype
         and initial.layout.dtype in FLOATS
         and rows.layout.shape == (*index.layout.shape, *initial.layout.shape[1:])
-        and initial.layout.shape.numel() > 0
+        and initial.layout.shape.numel() * rows.layout.shape.numel() > 0
         and all(use.layout == recording.buffers[use.buffer].layout for use in uses)
-        and all(is_dense(recording.buffers[use.buffer]) for use in uses)
+        and all(is_dense(use.layout, recording.buffers[use.buffer].nbytes) for use in uses)
         and all(recording.buffers[use.buffer].device == recording.device for use in uses)
     )
 
