@@ -55,6 +55,7 @@ def mlp(
         compress: whether ``up(x)`` is held as codes of 8 bits (``blockwise_8bit``), which backward reads. Then the
             gradients are those of a slightly different ``up(x)``. That of float64 is held as it is.
         tile: compute so many tokens at a time, and hold ``x`` alone: backward runs the tiles again (``mlp_ops``).
+            Compiled code makes no tiles.
             None: all at once.
 
     Returns:

@@ -84,8 +84,10 @@ def run(function: Callable[..., Any], inputs: Sequence[Any], dtype: torch.dtype 
     """The outputs, and the gradients of all inputs that are trained, for gradients that have ``dtype``'s precision."""
     outputs = listed(function(*inputs))
     given = [each.to(dtype or each.dtype).to(each) for each in like(outputs)]
+    pairs = [pair for pair in zip(outputs, given, strict=True) if pair[0].requires_grad]
+    differentiable, given = zip(*pairs, strict=True)
     trained = [each for each in inputs if each is not None and each.requires_grad]
-    return [*(each.detach() for each in outputs), *torch.autograd.grad(outputs, trained, given)]
+    return [*(each.detach() for each in outputs), *torch.autograd.grad(differentiable, trained, given)]
 
 
 def assert_as_good_as(op: Callable[..., Any], eager: Callable[..., Any], inputs: Sequence[Any], kind: str = "norm"):

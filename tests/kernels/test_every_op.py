@@ -8,14 +8,16 @@ import itertools
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch._dynamo  # an op's first plan would load it, which leaves reference cycles that hold the call's tensors
 from cases import (
+    CASES,
     HEADS,
+    KINDS,
     LOSSES,
     MLPS,
     NORMS,
@@ -59,7 +61,7 @@ def test_errors_are_no_larger_than_eagers(case: Case, dtype: torch.dtype, device
     assert_as_good_as(case.op, case.eager, inputs_of(case, device, dtype, 40), case.kind)
 
 
-SIZES = [(0, 64), (1, 123), (3, 0), (37, 100), (7, 768), (199, 64), (1, 2048), (37, 7), (2, 1000)]
+SIZES = [(0, 64), (1, 123), (3, 0), (37, 100), (7, 768), (199, 64), (1, 2048), (37, 57), (2, 1000)]
 
 
 @pytest.mark.parametrize(("rows", "columns"), SIZES)
@@ -302,7 +304,7 @@ def test_ops_pass_opcheck(case: Case, device: str):
 
 
 @each_device_of_compiled_code
-@each_kind
+@each_case(*(case for case in CASES if case not in TILES), default=KINDS)  # compiled code makes no tiles
 def test_compiled_results_are_the_eager_ones(case: Case, device: str):
     inputs = inputs_of(case, device)
 
@@ -335,9 +337,20 @@ def test_no_grad_and_inference_mode_save_nothing(case: Case, device: str):
         assert same_bits(outputs, expected)
 
 
+@pytest.fixture
+def _sums_in_float32() -> Iterator[None]:
+    """CUDA may sum a product in parts, and round each: where it does, the strides of operands decide."""
+    settings = torch.backends.cuda.matmul
+    before = settings.allow_bf16_reduced_precision_reduction
+    settings.allow_bf16_reduced_precision_reduction = False
+    yield
+    settings.allow_bf16_reduced_precision_reduction = before
+
+
 @pytest.mark.parametrize("backward_inside", [False, True])
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
 @each_case(*MLPS, *HEADS)
+@pytest.mark.usefixtures("_sums_in_float32")
 def test_autocast_is_eagers(case: Case, x_dtype: torch.dtype, backward_inside: bool, device: str):
     x, *parameters = inputs_of(case, device, rows=40, columns=48)
     inputs = [x.detach().to(x_dtype).requires_grad_(), *parameters]
