@@ -56,7 +56,10 @@ def test_a_head_takes_all_of_its_matrix_products() -> None:
     """Three of the logits' size. A fourth makes them again, but for a quarter, held in the weight's gradient."""
     tokens, hidden, vocabulary = 4096, 2048, 4 * 8448
     with torch.device("meta"):
-        model = models.make("llama", torch.bfloat16, hidden_size=hidden, vocab_size=vocabulary, num_hidden_layers=1)
+        # The head's backward runs the ops of the layer again that make its output: of such widths no matrix products.
+        widths = {"intermediate_size": hidden, "num_attention_heads": 16, "head_dim": hidden // 16}
+        sizes = {"hidden_size": hidden, "vocab_size": vocabulary, "num_hidden_layers": 1, **widths}
+        model = models.make("llama", torch.bfloat16, **sizes)
     model.config.use_cache = False
     profile = recompute.profile(model, models.batch("llama", size=1, length=tokens), device="H200")
     one = 2 * tokens * hidden * vocabulary / FLOPS
