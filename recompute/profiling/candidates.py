@@ -25,7 +25,7 @@ _MOST_POINTS = 8  # that prices give, of a frontier of hooks or of kernels
 # Of both frontiers together, once those are added that limits of bytes give. A Llama layer has 17 ways to run then.
 # They are profiled in as many steps as the 15 that it has by prices: in one assignment for 32 layers, in four for 8.
 _MOST_IN_ALL = 12
-_LEAST_FINER = 2  # of those that limits give, however many prices give
+_LEAST_FINER = 3  # of those that limits give, however many prices give
 # Two points are not worth telling apart if they differ by less than this, in shares of the most that any point holds
 # and of the region's own seconds.
 _CLOSE = 0.03
