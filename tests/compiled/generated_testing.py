@@ -49,8 +49,8 @@ def written(
     return code, numbers
 
 
-def as_one_kernel(function: Callable[..., Any], *tensors: Tensor) -> Callable[[], tuple[tuple, tuple]]:
-    """What one kernel gives, beside what ATen does."""
+def generated(function: Callable[..., Any], *tensors: Tensor) -> tuple[GeneratedKernel, list[Tensor]]:
+    """One kernel for all that ``function`` calls, and the tensors that it takes."""
     code, stored = written(function, *tensors, generates=Generates.ROUNDED)
     statements = [statement for statement in code.statements if statement.call is not None]
     for statement in statements:
@@ -63,5 +63,10 @@ def as_one_kernel(function: Callable[..., Any], *tensors: Tensor) -> Callable[[]
         return outputs if isinstance(outputs, tuple) else (outputs,)
 
     kernel = GeneratedKernel(source.text(), aten, source.space, [buffers[number].layout for number in stored])
-    given = [tensors[buffer] for buffer in source.inputs.values()]
-    return lambda: (kernel._launch(*given), aten())
+    return kernel, [tensors[buffer] for buffer in source.inputs.values()]
+
+
+def as_one_kernel(function: Callable[..., Any], *tensors: Tensor) -> Callable[[], tuple[tuple, tuple]]:
+    """What one kernel gives, beside what ATen does."""
+    kernel, given = generated(function, *tensors)
+    return lambda: (kernel._launch(*given), kernel._aten())

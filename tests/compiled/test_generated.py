@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from generated_testing import as_one_kernel, written
+from generated_testing import as_one_kernel, generated, written
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -325,6 +325,27 @@ class TestGrouping:
         kernels, others = kernels_of(lambda x: torch.erfinv(x * 0.1) + torch.lgamma(x), draw(64))
         assert kernels == []
         assert len(others) == 4
+
+
+def normed(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    wide = x.float()
+    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return scale, weight * (wide * scale).to(x.dtype)
+
+
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_sum_in_another_order_may_round_what_is_computed_of_it_differently(device: str) -> None:
+    """However exact the sum itself is, which is a result, too."""
+    x, weight = (torch.randn(*shape).to(device, torch.bfloat16) for shape in ((256, 2048), (2048,)))
+    kernel, given = generated(normed, x, weight)
+    scale, y = kernel._launch(*given)
+    assert not torch.equal(scale, normed(x, weight)[0])
+    assert not torch.equal(y, normed(x, weight)[1])
+    kernel(*given)
+    assert kernel._compiled is not None
+    kernel._compiled.result()
+    kernel(*given)
+    assert kernel.is_exact, kernel.reason
 
 
 @interpreted

@@ -22,7 +22,7 @@ from recompute.kernels.launch_plan import PlannedCall
 from recompute.units import humanize
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}
-"""By which a tensor that was computed by rows may be off in its norm."""
+"""By which a tensor that was computed by rows may be off in its norm, by the coarsest dtype that its kernel writes."""
 
 _numbers = itertools.count()
 
@@ -119,20 +119,21 @@ class GeneratedKernel:
         if error is not None:
             return self._refuse(f"it does not compile: {error}", self._aten(*tensors))
         expected, found = self._aten(*tensors), self._kernel(*tensors)
+        tolerance = max(TOLERANCE.get(output.dtype, 0.0) for output in self._outputs)
         for one, other, output in zip(expected, found, self._outputs, strict=True):
             other = other.as_strided(output.shape, output.stride)
-            if one.stride() != output.stride or not self._agrees(one, other):
+            if one.stride() != output.stride or not self._agrees(one, other, tolerance):
                 return self._refuse("its first call did not give ATen's result", expected)
         self._run, self.is_exact = self._kernel, True
         return expected
 
-    def _agrees(self, expected: Tensor, found: Tensor) -> bool:
+    def _agrees(self, expected: Tensor, found: Tensor, tolerance: float) -> bool:
         if isinstance(self._space, Elements) or not expected.is_floating_point():
             return not count_different(expected, found)
         if not bool((expected.isfinite() == found.isfinite()).all()):
             return False
         expected, found = (each.float().nan_to_num(0.0, 0.0, 0.0) for each in (expected, found))
-        return float((expected - found).norm()) <= TOLERANCE[self._outputs[0].dtype] * float(expected.norm())
+        return float((expected - found).norm()) <= tolerance * float(expected.norm())
 
     def _refuse(self, reason: str, result: Any) -> Any:
         self._run, self.reason = self._aten, reason
