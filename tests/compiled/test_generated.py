@@ -333,7 +333,9 @@ def normed(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return scale, weight * (wide * scale).to(x.dtype)
 
 
-@pytest.mark.parametrize("device", [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
 def test_a_sum_in_another_order_may_round_what_is_computed_of_it_differently(device: str) -> None:
     """However exact the sum itself is, which is a result, too."""
     x, weight = (torch.randn(*shape).to(device, torch.bfloat16) for shape in ((256, 2048), (2048,)))
