@@ -35,6 +35,7 @@ from typer.testing import CliRunner
 
 import recompute
 from recompute import cli
+from recompute.ablation import ablation_report
 from recompute.integrations.transformers import RecomputeTrainingArguments
 from recompute.policy.loading import load_policy, preset_names
 from recompute.policy.rules import Policy
@@ -307,51 +308,42 @@ def cells(row: str) -> list[str]:
     return [cell.strip() for cell in row.strip().strip("|").split("|")]
 
 
-@pytest.mark.parametrize(
-    ("heading", "folder"),
-    [
-        ("A small Llama on two CPU cores", "default-cpu"),
-        ("Eight layers of Llama 8B", "llama-8b-h200"),
-        ("Sixteen layers of Llama 1B", "llama-1b-h200"),
-    ],
-)
-def test_tables_are_those_of_the_results(heading: str, folder: str) -> None:
-    section = (ROOT / "examples" / "ablation" / "README.md").read_text(encoding="utf-8").partition(f"## {heading}\n")[2]
-    shown = re.search(r"(?:^\|.*\n)+", section, re.MULTILINE)
-    kept = re.search(r"(?:^\|.*\n)+", (RESULTS / folder / "results.md").read_text(encoding="utf-8"), re.MULTILINE)
-    assert shown is not None
-    assert kept is not None
-    rows, expected = ([cells(row) for row in table[0].splitlines()] for table in (shown, kept))
-    assert [rows[0], *rows[2:]] == [expected[0], *expected[2:]]
+def rows_of(folder: str) -> dict[str, dict[str, Any]]:
+    """The rows of an ablation's first model, by their policies."""
+    rows = json.loads((RESULTS / folder / "results.json").read_text(encoding="utf-8"))["rows"]
+    return {row["policy"]: row for row in rows if row.get("model") == rows[0].get("model")}
 
 
-def test_times_of_steps_are_those_of_the_results() -> None:
+def test_the_guides_table_is_that_of_the_results() -> None:
     page = (ROOT / "examples" / "ablation" / "README.md").read_text(encoding="utf-8")
-    section = page.partition("## Steps in which Python sets the pace\n")[2].partition("\n## ")[0]
-    names = {"llama-1b-layers": "16 layers of Llama 1B", "mixtral-small": "Mixtral", "gemma-2-2b": "Gemma 2"}
-    names |= {"gpt-neox": "GPT-NeoX", "phi-3": "Phi-3", "gpt2-xl": "GPT-2 XL"}
-    ways = ("none", "gradient-checkpointing", "elementwise", "auto")
-    tables = re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE)
-    for table, files in zip(tables, (("h200/results",), ("h100/before", "h100/results")), strict=True):
-        models: dict[str, dict[str, str]] = {}  # what a later file has counts
-        for file in files:
-            kept = json.loads((RESULTS / f"host-time-{file}.json").read_text(encoding="utf-8"))["models"]
-            for model, case in kept.items():
-                models[model] = {row["way"]: f"{row['ms a step']:.1f}" for row in case["rows"]}
-        rows = [cells(row) for row in table.splitlines()[2:]]
-        assert len(rows) == len(models)
-        for model, took in models.items():
-            (row,) = [row for row in rows if row[0].startswith(names[model])]
-            assert [cell.strip("*") for cell in row[1:]] == [took[way] for way in ways]
-        llama = models["llama-1b-layers"]
-        assert f"Liger takes {llama['liger']}" in section
-        assert f"checkpoint {llama['torch-compile-selective']}." in section
+    shown = re.search(r"(?:^\|.*\n)+", page.partition("## A small Llama on two CPU cores\n")[2], re.MULTILINE)
+    assert shown is not None
+    (_, expected), *_ = ablation_report.tables(list(rows_of("default-cpu").values()))
+    rows = [cells(row) for row in shown[0].splitlines()]
+    assert [rows[0], *rows[2:]] == expected
+
+
+def test_the_table_of_peers_is_that_of_the_results() -> None:
+    page = (ROOT / "examples" / "ablation" / "study" / "README.md").read_text(encoding="utf-8")
+    shown = re.search(r"(?:^\|.*\n)+", page.partition("## Beside every peer\n")[2], re.MULTILINE)
+    assert shown is not None
+    names = ["none", "full", "elementwise", "auto", "torch-checkpoint", "torch-compile", "torch-compile-selective"]
+    names += ["liger", "torch-remat"]
+    comparisons = json.loads((RESULTS / "against-peers-h100" / "results.json").read_text(encoding="utf-8"))["rows"]
+    models = list(dict.fromkeys(row["model"] for row in comparisons))
+    tables = [{row["policy"]: row for row in comparisons if row["model"] == model} for model in models]
+    for name, line in zip(names, shown[0].splitlines()[2:], strict=True):
+        for cell, rows in zip(cells(line)[1:], [*tables, rows_of("llama-1b-peers-h100")], strict=True):
+            if cell:
+                milliseconds, gib = (float(number) for number in cell.replace("*", "").split(", "))
+                assert milliseconds == pytest.approx(rows[name]["step_seconds"] * 1e3, abs=0.51)
+                assert gib == pytest.approx(rows[name]["peak_bytes"] / 2**30, abs=0.051)
 
 
 def test_the_first_table_is_that_of_the_results() -> None:
     rows = [cells(row) for row in re.findall(r"^\|.*$", README.read_text(encoding="utf-8"), re.MULTILINE)[2:6]]
-    table = (RESULTS / "llama-8b-h200" / "results.md").read_text(encoding="utf-8").partition("\n\n")[0]
-    expected = {cells(row)[0]: cells(row) for row in table.splitlines()}
+    (_, table), *_ = ablation_report.tables(list(rows_of("llama-8b-h200").values()))
+    expected = {row[0]: row for row in table}
     assert len(rows) == 4
     for name, *shown in rows:
         of_policy = expected[name.split(" ")[0].strip("`")]
