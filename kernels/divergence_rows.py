@@ -7,6 +7,7 @@ up their divergence. ``differentiate`` writes the gradient of the student's bloc
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -219,10 +220,13 @@ def _log_probabilities(
     return log_p, finite_gap(scored(teacher, theirs), m_q) - z_q.clamp_min(1.0).log()
 
 
-def conclude(student: Statistics, teacher: Statistics, kls: Tensor | None, kind: int) -> tuple[Normalizers, Tensor]:
-    """The normalizers of whole rows, from those of their blocks; and the rows' KL, from those within blocks."""
+def conclude(statistics: Sequence[Statistics], kls: Tensor | None, kind: int) -> tuple[Normalizers, Tensor]:
+    """The normalizers of whole rows, from those of their blocks; and the rows' KL, from those within blocks.
+
+    statistics: the student's and the teacher's.
+    """
     normalizers, shares, logs = [], [], []
-    for maxima, sums, *_ in (student, teacher):
+    for maxima, sums, *_ in statistics:
         highest = maxima.amax(0)
         factors = torch.exp(maxima - highest) * sums
         total = factors.sum(0)

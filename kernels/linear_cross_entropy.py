@@ -211,7 +211,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             dentropy = saved[5].new_zeros(saved[0].shape[:-1])
         with without_autocast(dloss.device.type):
             if torch.is_grad_enabled():
-                inputs, given = (*saved[:5], settings, ctx.narrow), (dloss, dentropy)[: 1 + settings.with_entropy]
+                inputs = (*saved[:5], settings, ctx.narrow)
+                given = (dloss, dentropy) if settings.with_entropy else dloss
                 found = launch.differentiable_gradients(linear_cross_entropy_reference, inputs, needed[:7], given)
                 return *found, None, None
             weight, bias = cast(saved[1:3], ctx.narrow)

@@ -121,7 +121,8 @@ def linear_divergence(
             **{"logits_bytes": logits_bytes, "hold_logits": hold_logits},
         )
         return _divergence_of_words(log_p, teacher, teacher_indices, teacher_logsumexp, settings)
-    launch.check(op, student=student, teacher=teacher, teacher_weight=_given(teacher_weight), teacher_bias=teacher_bias)
+    teacher_weight = _given(teacher_weight)
+    launch.check(op, student=student, teacher=teacher, teacher_weight=teacher_weight, teacher_bias=teacher_bias)
     check_head(op, "teacher", teacher, teacher_weight, teacher_bias)
     if teacher.shape[:-1] != student.shape[:-1] or len(teacher_weight) != len(student_weight):
         raise KernelError(
@@ -130,8 +131,8 @@ def linear_divergence(
         )
     narrow = autocast_dtype(student.device.type)
     ours = Head(*head_operands(op, student, student_weight, student_bias, narrow))
-    frozen = [each if each is None else each.detach() for each in (teacher_weight, teacher_bias)]
-    theirs = Head(*head_operands(op, teacher, *frozen, narrow))
+    teacher_bias = None if teacher_bias is None else teacher_bias.detach()
+    theirs = Head(*head_operands(op, teacher, teacher_weight.detach(), teacher_bias, narrow))
     itemsize = ours.hidden.dtype.itemsize + theirs.hidden.dtype.itemsize
     nbytes = logits_nbytes(op, logits_bytes, ours.tokens, len(student_weight), itemsize)
     return _LinearDivergence.apply(*ours, *theirs, settings, narrow, nbytes, hold_logits and may_hold(ours))
@@ -277,7 +278,8 @@ def _forward(*arguments: Any) -> tuple[Tensor | None, ...]:
     ours = both.student.blocks(plans[0], dweight, kept)
     theirs = both.teacher.blocks(plans[1], None, teacher_kept)
     count, is_kl = plans[0].blocks, settings.kind in (FORWARD_KL, REVERSE_KL)
-    numbers, asked = both.numbers(), [Targets(None, 1, None, ours.vocabulary, settings.losses(each)) for each in (0, 1)]
+    numbers, words = both.numbers(), ours.vocabulary
+    asked = [Targets(None, 1, None, words, settings.losses(teacher)) for teacher in (False, True)]
     statistics = [new_statistics(numbers, both.student.tokens, count, each.settings) for each in asked]
     values = new_statistics(numbers, both.student.tokens, count, asked[0].settings)
     for block in range(count):
@@ -287,7 +289,7 @@ def _forward(*arguments: Any) -> tuple[Tensor | None, ...]:
         if is_kl:
             within = Normalizers(*(each[block] for found in statistics for each in found[:2]))
             add_up(*logits, within, values.maxima[block], None, settings)
-    normalizers, divergence = conclude(*statistics, values.maxima if is_kl else None, settings.kind)
+    normalizers, divergence = conclude(statistics, values.maxima if is_kl else None, settings.kind)
     torch.stack([*normalizers, divergence if is_kl else normalizers[0]], out=numbers)
     if not is_kl:
         whole = Normalizers(*numbers[:4])

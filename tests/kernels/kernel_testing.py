@@ -135,6 +135,34 @@ def eager_cross_entropy(
     return loss + squares.sum() / divisor
 
 
+def eager_scores(logits: Tensor, scale: float = 1.0, softcap: float | None = None, temperature: float = 1.0) -> Tensor:
+    """What a softmax is taken of, in float32 (or float64) from the logits on."""
+    scores = logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale
+    return (scores if softcap is None else softcap * torch.tanh(scores / softcap)) / temperature
+
+
+def eager_log_probs(logits: Tensor, target: Tensor, *, entropy: bool = False, **scores: Any) -> Any:
+    """As people write it; 0 where a target is ignored."""
+    words = target if target.dim() == logits.dim() else target[..., None]
+    counts, log_p = words != IGNORED, eager_scores(logits, **scores).log_softmax(-1)
+    found = log_p.gather(-1, words.where(counts, 0)).where(counts, 0.0).view(target.shape)
+    return (found, -(log_p.exp() * log_p).sum(-1).where(counts.any(-1), 0.0)) if entropy else found
+
+
+def eager_divergence(student: Tensor, teacher: Tensor, kind: str, beta: float = 0.5) -> Tensor:
+    """Of scores, as TRL and Liger define it."""
+    log_p, log_q = student.log_softmax(-1), teacher.log_softmax(-1)
+    p, q = log_p.exp(), log_q.exp()
+    if kind == "forward_kl":
+        return (q * (log_q - log_p)).sum(-1)
+    if kind == "reverse_kl":
+        return (p * (log_p - log_q)).sum(-1)
+    if kind == "total_variation":
+        return 0.5 * (p - q).abs().sum(-1)
+    log_m = ((1 - beta) * p + beta * q).log()
+    return (beta * q * (log_q - log_m) + (1 - beta) * p * (log_p - log_m)).sum(-1)
+
+
 def flops(function: Callable[..., Any], inputs: Sequence[Tensor | None]) -> tuple[int, int]:
     """Of forward and of backward."""
     with FlopCounterMode(display=False) as forward:
