@@ -113,7 +113,7 @@ def _statistics_kernel(
         tl.store(moments + slot + row, tl.sum(moment, axis=0))
     if indices is not None:
         tl.store(indices + slot + row, first + tl.min(tl.where(m == highest, index, width - 1), axis=0))
-    if target is not None:
+    if TARGETS > 0:
         column = _of_row(target, row, count, -1, TARGETS) - first
         here = (column >= 0) & (column < width)
         s = tl.load(logits + column, mask=here, other=0.0).to(tl.float32)
@@ -319,14 +319,14 @@ def observe(statistics: Statistics, block: int, first: int, logits: Tensor, targ
         _statistics_kernel,
         tokens,
         *(logits, targets.labels, targets.class_weights, *statistics),
-        *(width, logits.stride(0), first, block * statistics.maxima.stride(0), *scores[:2], targets.count),
+        *(width, logits.stride(0), first, block * statistics.maxima.stride(0), *scores[:2], targets.per_row),
         *(scores.form, _lanes(targets)),
         **launch_settings(width),
     )
 
 
 def _lanes(targets: Targets) -> int:
-    return 1 << (targets.count - 1).bit_length()
+    return 1 << (targets.per_row - 1).bit_length() if targets.per_row else 0
 
 
 def conclude(statistics: Statistics, targets: Targets) -> Losses:
@@ -391,7 +391,7 @@ def differentiate(
         tokens,
         *(logits, dlogits, targets.labels, targets.class_weights, targets.weight_sum(), normalizers, dloss, dentropy),
         *(width, logits.stride(0), first, targets.vocabulary, settings.ignore_index),
-        *(settings.label_smoothing, settings.z_loss, *scores[:3], targets.count, scores.form, _lanes(targets)),
+        *(settings.label_smoothing, settings.z_loss, *scores[:3], targets.per_row, scores.form, _lanes(targets)),
         **launch_settings(width),
     )
 
@@ -430,7 +430,7 @@ def _observe_reference(statistics: Statistics, block: int, first: int, logits: T
         statistics.moments[block] = (e * finite_gap(s, maxima[:, None])).sum(1)
     if statistics.indices is not None:
         statistics.indices[block] = s.argmax(1) + first
-    if labels is None:
+    if count == 0:
         return
     columns = labels.view(-1, count) - first
     here = (columns >= 0) & (columns < width)

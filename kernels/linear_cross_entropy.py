@@ -120,7 +120,7 @@ def linear_cross_entropy(
     logits = None
     if return_logits:
         narrow = autocast_dtype(hidden.device.type)
-        logits = F.linear(*cast(head_operands("linear_cross_entropy", hidden, weight, bias, narrow), narrow))
+        logits = F.linear(*cast(head_operands("linear_cross_entropy", "", hidden, weight, bias, narrow), narrow))
         logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
         results = losses_of(logits, target, class_weights, settings._replace(softcap=0.0))
     else:
@@ -145,7 +145,7 @@ def head_losses(
     target: (...), or (..., K) for K losses of each token.
     """
     narrow = autocast_dtype(hidden.device.type)
-    head = Head(*head_operands(op, hidden, weight, bias, narrow))
+    head = Head(*head_operands(op, "", hidden, weight, bias, narrow))
     nbytes = logits_nbytes(op, logits_bytes, head.tokens, len(weight), head.hidden.dtype.itemsize)
     hold = hold_logits and may_hold(head)
     return _LinearCrossEntropy.apply(*head, target, class_weights, settings, narrow, nbytes, hold)
@@ -236,7 +236,7 @@ def _forward(*arguments: Any) -> tuple[Tensor | None, ...]:
     dweight, kept = head.held(plan)
     blocks = head.blocks(plan, dweight, kept)
     targets = Targets.of(target, class_weights, head.hidden, blocks.vocabulary, flat)
-    statistics = new_statistics(blocks.hidden, head.tokens, plan.blocks, targets.settings, targets.count)
+    statistics = new_statistics(blocks.hidden, head.tokens, plan.blocks, targets.settings, targets.per_row)
     for block in range(plan.blocks):
         observe(statistics, block, blocks.columns(block).start, blocks.make(block), targets)
     losses = conclude(statistics, targets)

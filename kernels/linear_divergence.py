@@ -47,7 +47,7 @@ from recompute.kernels.divergence_rows import (
     differentiate,
     divergence_terms,
 )
-from recompute.kernels.linear_log_probs import linear_log_probs
+from recompute.kernels.linear_cross_entropy import head_losses
 from recompute.kernels.linears import autocast_dtype, cast, check_head, head_operands, in_dtypes_of, without_autocast
 from recompute.kernels.logit_blocks import BlockPlan, Head, logits_nbytes, may_hold
 from recompute.kernels.loss_settings import Targets, check_scores, wide_dtype
@@ -115,11 +115,8 @@ def linear_divergence(
     teacher = teacher.detach()
     if teacher_indices is not None:
         _check_words(student, teacher, teacher_indices, teacher_logsumexp, teacher_weight, code)
-        log_p = linear_log_probs(
-            *(student, student_weight, teacher_indices, student_bias),
-            **{"temperature": temperature, "scale": student_scale, "softcap": student_softcap},
-            **{"logits_bytes": logits_bytes, "hold_logits": hold_logits},
-        )
+        operands = (student, student_weight, student_bias, teacher_indices, None, settings.losses(False))
+        log_p = -head_losses(op, *operands, logits_bytes, hold_logits)[0]
         return _divergence_of_words(log_p, teacher, teacher_indices, teacher_logsumexp, settings)
     teacher_weight = _given(teacher_weight)
     launch.check(op, student=student, teacher=teacher, teacher_weight=teacher_weight, teacher_bias=teacher_bias)
@@ -130,9 +127,9 @@ def linear_divergence(
             f"{tuple(teacher.shape)} with {len(teacher_weight)}; expected as many tokens and words of both."
         )
     narrow = autocast_dtype(student.device.type)
-    ours = Head(*head_operands(op, student, student_weight, student_bias, narrow))
+    ours = Head(*head_operands(op, "student", student, student_weight, student_bias, narrow))
     teacher_bias = None if teacher_bias is None else teacher_bias.detach()
-    theirs = Head(*head_operands(op, teacher, teacher_weight.detach(), teacher_bias, narrow))
+    theirs = Head(*head_operands(op, "teacher", teacher, teacher_weight.detach(), teacher_bias, narrow))
     itemsize = ours.hidden.dtype.itemsize + theirs.hidden.dtype.itemsize
     nbytes = logits_nbytes(op, logits_bytes, ours.tokens, len(student_weight), itemsize)
     return _LinearDivergence.apply(*ours, *theirs, settings, narrow, nbytes, hold_logits and may_hold(ours))
@@ -163,9 +160,13 @@ def _check_words(
     if teacher.dim() != student.dim() or teacher.shape[:-1] != tokens or teacher.shape[-1] == 0:
         found = f"teacher {tuple(teacher.shape)} for student {tuple(student.shape)}"
         raise KernelError(f"{op}: expected teacher (..., K) with K > 0 for student (..., H); found {found}.")
-    if not isinstance(indices, Tensor) or indices.dtype is not torch.int64 or indices.shape != teacher.shape:
-        found = f"{indices.dtype} {tuple(indices.shape)}" if isinstance(indices, Tensor) else type(indices).__name__
-        raise KernelError(f"{op}: teacher_indices is {found}; expected torch.int64 {tuple(teacher.shape)}.")
+    expected = torch.int64, teacher.shape, student.device
+    if not isinstance(indices, Tensor) or (indices.dtype, indices.shape, indices.device) != expected:
+        found = type(indices).__name__
+        if isinstance(indices, Tensor):
+            found = f"{indices.dtype} {tuple(indices.shape)} on {indices.device}"
+        expects = f"torch.int64 {tuple(teacher.shape)} on {student.device}"
+        raise KernelError(f"{op}: teacher_indices is {found}; expected {expects}.")
     if logsumexp is not None:
         launch.check(op, student=student, teacher_logsumexp=logsumexp)
         if logsumexp.shape != tokens:
@@ -278,10 +279,10 @@ def _forward(*arguments: Any) -> tuple[Tensor | None, ...]:
     ours = both.student.blocks(plans[0], dweight, kept)
     theirs = both.teacher.blocks(plans[1], None, teacher_kept)
     count, is_kl = plans[0].blocks, settings.kind in (FORWARD_KL, REVERSE_KL)
-    numbers, words = both.numbers(), ours.vocabulary
-    asked = [Targets(None, 1, None, words, settings.losses(teacher)) for teacher in (False, True)]
-    statistics = [new_statistics(numbers, both.student.tokens, count, each.settings) for each in asked]
-    values = new_statistics(numbers, both.student.tokens, count, asked[0].settings)
+    numbers, none = both.numbers(), ours.hidden.new_empty(0, dtype=torch.int64)
+    asked = [Targets(none, 0, None, ours.vocabulary, settings.losses(teacher)) for teacher in (False, True)]
+    statistics = [new_statistics(numbers, both.student.tokens, count, each.settings, 0) for each in asked]
+    values = new_statistics(numbers, both.student.tokens, count, asked[0].settings, 0)
     for block in range(count):
         logits = ours.make(block), theirs.make(block)
         for found, tile, targets in zip(statistics, logits, asked, strict=True):

@@ -91,10 +91,12 @@ def checked_settings(
 
 
 def check_scores(op: str, **numbers: float | None) -> None:
-    """Refuse a softcap, a scale or a temperature that is not above 0; None is none."""
+    """Refuse a scale, a temperature or a softcap that is not above 0. Only a softcap may be None."""
     for name, number in numbers.items():
-        if number is not None and not 0.0 < number < float("inf"):
-            raise KernelError(f"{op}: {name} is {number}; expected None or a number above 0.")
+        is_none = number is None and name.endswith("softcap")
+        if not is_none and (number is None or not 0.0 < number < float("inf")):
+            expected = "None or a number above 0" if name.endswith("softcap") else "a number above 0"
+            raise KernelError(f"{op}: {name} is {number}; expected {expected}.")
 
 
 def check_target(
@@ -117,10 +119,10 @@ def check_target(
 class Targets(NamedTuple):
     """The rows' classes, and what a loss makes of them."""
 
-    labels: Tensor | None
-    """(M · K,), contiguous: K for each row. None where no word is asked for."""
-    count: int
-    """K, which is 1 for a loss."""
+    labels: Tensor
+    """(M · K,), contiguous."""
+    per_row: int
+    """K: 1 for a loss, and 0 where no word is asked for."""
     class_weights: Tensor | None
     """(V,), contiguous, of the dtype that sums have."""
     vocabulary: int
@@ -134,8 +136,8 @@ class Targets(NamedTuple):
         """
         if class_weights is not None:
             class_weights = launch.dense(class_weights.to(wide_dtype(logits)))
-        count = target.shape[-1] if target.dim() == logits.dim() else 1
-        return cls(launch.dense(target.reshape(-1)), count, class_weights, vocabulary, LossSettings(*flat))
+        per_row = target.shape[-1] if target.dim() == logits.dim() else 1
+        return cls(launch.dense(target.reshape(-1)), per_row, class_weights, vocabulary, LossSettings(*flat))
 
     def weight_sum(self) -> Tensor | None:
         """The sum of the class weights, for label smoothing."""

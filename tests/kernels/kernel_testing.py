@@ -13,6 +13,7 @@ from tiers import slow
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from recompute.kernels import launch
@@ -103,7 +104,9 @@ def assert_as_good_as(op: Callable[..., Any], eager: Callable[..., Any], inputs:
     slack = INTERPRETERS_ROUNDING if is_norm else FLOAT32_ROUNDING
     for index, (value, peer, truth) in enumerate(zip(found, peers, exact, strict=True)):
         assert (value.dtype, value.shape) == (peer.dtype, truth.shape)
-        factor = 1.05 + (3 / max(value.numel(), 1) ** 0.5 if kind == "mlp" else 0.0)
+        factor = 1.05 + (3 / max(value.numel(), 1) ** 0.5 if kind in ("mlp", "head") else 0.0)
+        if kind == "head" and x.dtype is torch.float32:
+            factor = max(factor, 1.5)  # the matrix products err more than all else, and in another order of sums
         assert relative_error(value, truth) <= factor * relative_error(peer, truth) + slack, f"value {index}"
 
 
@@ -198,6 +201,23 @@ class Work(TorchDispatchMode):
     def arguments_of(self, name: str) -> tuple[Any, ...]:
         (arguments,) = (arguments for called, arguments, _ in self.calls if called._opname == name)
         return arguments
+
+
+class NoWholeLogits(TorchDispatchMode):
+    """Sees the largest tensor that any op makes, within our own ops, too."""
+
+    largest_nbytes = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        implementation = launch.IMPLEMENTATIONS.get(function)
+        if implementation is None:
+            results = function(*args, **(kwargs or {}))
+        else:
+            with self:
+                results = implementation(*args)
+        sizes = [each.untyped_storage().nbytes() for each in tree_leaves(results) if isinstance(each, Tensor)]
+        self.largest_nbytes = max(self.largest_nbytes, *sizes, 0)
+        return results
 
 
 class NoGradient(torch.autograd.Function):
