@@ -17,6 +17,7 @@ of columns, which is how ``linear_cross_entropy`` does without the logits as a w
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from torch.nn import functional as F
 
 from recompute.errors import KernelError
 from recompute.kernels import launch
-from recompute.kernels.cross_entropy_rows import Losses, capped, conclude, differentiate, new_statistics, observe
+from recompute.kernels.cross_entropy_rows import Losses, conclude, differentiate, new_statistics, observe, scored
 from recompute.kernels.loss_settings import (
     LOSS_SCHEMA,
     LossSettings,
@@ -154,7 +155,7 @@ def _forward(logits: Tensor, target: Tensor, class_weights: Tensor | None, *flat
     targets = Targets.of(target, class_weights, logits, rows.shape[1], flat)
     statistics = new_statistics(rows, len(rows), 1, targets.settings)
     observe(statistics, 0, 0, rows, targets)
-    return reduced(conclude(statistics, targets), target.shape, targets.settings.reduction)
+    return reduced(conclude(statistics, targets), target.shape, target.shape, targets.settings.reduction)[:-1]
 
 
 def _backward(
@@ -168,31 +169,36 @@ def _backward(
 ) -> Tensor:
     rows = launch.dense(logits).view(-1, logits.shape[-1])
     targets, dlogits = Targets.of(target, class_weights, logits, rows.shape[1], flat), torch.empty_like(rows)
-    differentiate(rows, dlogits, 0, targets, normalizers, row_gradients(dloss, total, len(rows)))
+    differentiate(rows, dlogits, 0, targets, normalizers, row_gradients(dloss, total, target.numel()))
     return dlogits.view(logits.shape)
 
 
-def reduced(losses: Losses, shape: torch.Size, reduction: str) -> tuple[Tensor | None, ...]:
-    """What forward returns: loss, normalizers, the divisor of a mean, max logit, arg-max."""
+def reduced(losses: Losses, shape: torch.Size, tokens: torch.Size, reduction: str) -> tuple[Tensor | None, ...]:
+    """What forward returns: loss, normalizers, the divisor of a mean, max logit, arg-max, entropy.
+
+    shape: the target's. tokens: that of what each token has.
+    """
     total = losses.weights.sum() if reduction == "mean" else None
     loss = losses.loss.view(shape) if reduction == "none" else losses.loss.sum()
     if total is not None:
         loss = loss / total
-    extras = (None if extra is None else extra.view(shape) for extra in (losses.max_logit, losses.argmax))
+    extras = (None if extra is None else extra.view(tokens) for extra in losses[3:])
     return loss, losses.normalizers, total, *extras
 
 
-def row_gradients(dloss: Tensor, total: Tensor | None, tokens: int) -> Tensor:
-    """The gradient of every row's loss, from the gradient of the reduced loss."""
+def row_gradients(dloss: Tensor, total: Tensor | None, targets: int) -> Tensor:
+    """The gradient of every target's loss, from the gradient of the reduced loss."""
     dloss = dloss if total is None else dloss / total
-    return launch.dense(dloss.reshape(-1).expand(tokens))
+    return launch.dense(dloss.reshape(-1).expand(targets))
 
 
 def cross_entropy_reference(
     logits: Tensor, target: Tensor, class_weights: Tensor | None, settings: LossSettings
-) -> Tensor:
-    """``cross_entropy`` in plain PyTorch, differentiable any number of times."""
-    s = capped(logits.reshape(-1, logits.shape[-1]), settings)
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``cross_entropy`` in plain PyTorch, differentiable any number of times: the loss, and the entropy if asked."""
+    if target.dim() == logits.dim() or settings.with_entropy:
+        return _losses_and_entropy(scored(logits, settings.scores), target, settings)
+    s = scored(logits.reshape(-1, logits.shape[-1]), settings.scores)
     labels = target.reshape(-1)
     counts = labels != settings.ignore_index
     weights = None if class_weights is None else class_weights.to(s.dtype)
@@ -205,21 +211,33 @@ def cross_entropy_reference(
     return loss.sum() / total.sum() if settings.reduction == "mean" else loss.sum()
 
 
+def _losses_and_entropy(s: Tensor, target: Tensor, settings: LossSettings) -> Tensor | tuple[Tensor, Tensor]:
+    """Of each target, of which a token may have several, without the options of a loss."""
+    labels = target if target.dim() == s.dim() else target[..., None]
+    counts, log_p = labels != settings.ignore_index, torch.log_softmax(s, -1)
+    losses = -log_p.gather(-1, labels.where(counts, 0)).where(counts, 0.0).view(target.shape)
+    if not settings.with_entropy:
+        return losses
+    return losses, -(log_p.exp() * log_p.clamp_min(-1e4)).sum(-1).where(counts.any(-1), 0.0)
+
+
 def loss_outputs(like: Tensor, target: Tensor, settings: LossSettings) -> tuple[Tensor | None, ...]:
-    """Room for what ``reduced`` returns."""
-    dtype = wide_dtype(like)
+    """Room for what ``reduced`` returns. ``like``: (..., any)."""
+    dtype, tokens = wide_dtype(like), like.shape[:-1]
     loss = like.new_empty(target.shape if settings.reduction == "none" else (), dtype=dtype)
     total = like.new_empty((), dtype=dtype) if settings.reduction == "mean" else None
-    max_logit = like.new_empty(target.shape, dtype=dtype) if settings.with_max else None
-    argmax = torch.empty_like(target, memory_format=torch.contiguous_format) if settings.with_argmax else None
-    return loss, like.new_empty((target.numel(), 2), dtype=dtype), total, max_logit, argmax
+    max_logit = like.new_empty(tokens, dtype=dtype) if settings.with_max else None
+    argmax = target.new_empty(tokens) if settings.with_argmax else None
+    entropy = like.new_empty(tokens, dtype=dtype) if settings.with_entropy else None
+    normalizers = like.new_empty((math.prod(tokens), 2 + settings.with_entropy), dtype=dtype)
+    return loss, normalizers, total, max_logit, argmax, entropy
 
 
 _forward_op = launch.register(
     f"cross_entropy_forward(Tensor logits, Tensor target, Tensor? class_weights, {LOSS_SCHEMA})"
     " -> (Tensor loss, Tensor normalizers, Tensor? total, Tensor? max_logit, Tensor? argmax)",
     _forward,
-    lambda logits, target, _, *flat: loss_outputs(logits, target, LossSettings(*flat)),
+    lambda logits, target, _, *flat: loss_outputs(logits, target, LossSettings(*flat))[:-1],
 )
 _backward_op = launch.register(
     "cross_entropy_backward(Tensor dloss, Tensor logits, Tensor target, Tensor? class_weights, Tensor normalizers,"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from recompute.kernels import launch
 from recompute.kernels.launch import jit, tl
-from recompute.kernels.loss_settings import LossSettings, Targets, wide_dtype
+from recompute.kernels.loss_settings import CAPPED, PLAIN, LossSettings, Scores, Targets, wide_dtype
 
 
 @jit
@@ -29,10 +29,48 @@ def _tanh(x):
 
 
 @jit
+def score(x, outer, inner, FORM: tl.constexpr):
+    """What ``Scores`` says of logits x, and the tanh in it."""
+    tanh = x
+    if FORM == 2:
+        tanh = _tanh(x / inner)
+    if FORM != 0:
+        x = outer * tanh
+    return x, tanh
+
+
+@jit
+def unscore(d, tanh, slope, FORM: tl.constexpr):
+    """The gradient of logits, of that of their scores."""
+    if FORM == 2:
+        d *= (1.0 - tanh * tanh) * slope
+    if FORM == 1:
+        d *= slope
+    return d
+
+
+@jit
+def gap(a, b):
+    """a - b, but finite: its product with exp(a - b) is 0 where that is."""
+    return tl.minimum(tl.maximum(a - b, -1e4), 1e4)
+
+
+@jit
+def _of_row(numbers, row, count, other, TARGETS: tl.constexpr):
+    """The row's number, or its ``count`` numbers in lanes, of which those beyond have ``other``."""
+    if TARGETS == 1:
+        found = tl.load(numbers + row)
+    else:
+        order = tl.arange(0, TARGETS)
+        found = tl.load(numbers + row * count + order, mask=order < count, other=other)
+    return found
+
+
+@jit
 def _statistics_kernel(
-    logits, target, class_weights, maxima, sums, weighted_sums, indices, target_logits,
-    width, stride, first, slot, softcap,
-    SOFTCAP: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    logits, target, class_weights, maxima, sums, weighted_sums, moments, indices, target_logits,
+    width, stride, first, slot, outer, inner, count,
+    FORM: tl.constexpr, TARGETS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Program r reads row r of the columns from ``first`` on; ``slot`` is where in its outputs those of row 0 go.
 
@@ -44,13 +82,14 @@ def _statistics_kernel(
     m = tl.full((BLOCK,), -3.4028234663852886e38, tl.float32)  # finite: of -inf - -inf comes nan
     z = tl.zeros((BLOCK,), tl.float32)
     weighted = tl.zeros((BLOCK,), tl.float32)
+    moment = tl.zeros((BLOCK,), tl.float32)
     index = tl.zeros((BLOCK,), tl.int32)
     for start in tl.range(0, width, BLOCK, num_stages=STAGES):
         columns = start + lanes
         mask = columns < width
         s = tl.load(logits + columns, mask=mask, other=float("-inf")).to(tl.float32)
-        if SOFTCAP:
-            s = tl.where(mask, softcap * _tanh(s / softcap), float("-inf"))
+        if FORM != 0:
+            s = tl.where(mask, score(s, outer, inner, FORM)[0], float("-inf"))
         if weighted_sums is not None:
             term = tl.where(mask, s, 0.0)
             if class_weights is not None:
@@ -58,6 +97,8 @@ def _statistics_kernel(
             weighted += term
         difference = s - m
         e = tl.exp(-tl.abs(difference))
+        if moments is not None:
+            moment = tl.where(difference > 0.0, e * (moment - gap(s, m) * z), moment + e * gap(s, m))
         z = tl.where(difference > 0.0, z * e + 1.0, z + e)
         if indices is not None:
             index = tl.where(difference > 0.0, columns, index)
@@ -67,29 +108,34 @@ def _statistics_kernel(
     tl.store(sums + slot + row, tl.sum(z * tl.exp(m - highest), axis=0))
     if weighted_sums is not None:
         tl.store(weighted_sums + slot + row, tl.sum(weighted, axis=0))
+    if moments is not None:
+        moment = tl.exp(m - highest) * (moment + z * gap(m, highest))
+        tl.store(moments + slot + row, tl.sum(moment, axis=0))
     if indices is not None:
         tl.store(indices + slot + row, first + tl.min(tl.where(m == highest, index, width - 1), axis=0))
-    column = tl.load(target + row) - first
-    here = (column >= 0) & (column < width)
-    s = tl.load(logits + column, mask=here, other=0.0).to(tl.float32)
-    if SOFTCAP:
-        s = softcap * _tanh(s / softcap)
-    tl.store(target_logits + row, s, mask=here)
+    if TARGETS > 0:
+        column = _of_row(target, row, count, -1, TARGETS) - first
+        here = (column >= 0) & (column < width)
+        s = tl.load(logits + column, mask=here, other=0.0).to(tl.float32)
+        place = row * count + (0 if TARGETS == 1 else tl.arange(0, TARGETS))
+        tl.store(target_logits + place, score(s, outer, inner, FORM)[0], mask=here)
 
 
 @jit
 def _loss_kernel(
-    target, class_weights, class_weight_sum, maxima, sums, weighted_sums, indices, target_logits,
-    loss, normalizers, weights, max_logit, argmax, in_bounds,
-    M, slots, slot_stride, vocabulary, ignore_index, label_smoothing, z_loss,
+    target, class_weights, class_weight_sum, maxima, sums, weighted_sums, moments, indices, target_logits,
+    loss, normalizers, weights, max_logit, argmax, entropy, in_bounds,
+    losses, slots, slot_stride, vocabulary, ignore_index, label_smoothing, z_loss, count,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Every lane computes the loss of one row, from the statistics of the row's blocks."""
-    rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = rows < M
+    """Every lane computes the loss of one target, from the statistics of the row's blocks."""
+    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = places < losses
+    rows = places // count
     m = tl.full((BLOCK,), -3.4028234663852886e38, tl.float32)
     z = tl.zeros((BLOCK,), tl.float32)
     weighted = tl.zeros((BLOCK,), tl.float32)
+    moment = tl.zeros((BLOCK,), tl.float32)
     index = tl.zeros((BLOCK,), tl.int32)
     offsets = rows
     for _ in range(slots):
@@ -98,16 +144,19 @@ def _loss_kernel(
         if indices is not None:
             index = tl.where(block_m > m, tl.load(indices + offsets, mask=mask, other=0), index)
         highest = tl.maximum(m, block_m)
+        if moments is not None:
+            block_moment = tl.load(moments + offsets, mask=mask, other=0.0) + block_z * gap(block_m, highest)
+            moment = tl.exp(m - highest) * (moment + z * gap(m, highest)) + tl.exp(block_m - highest) * block_moment
         z = z * tl.exp(m - highest) + block_z * tl.exp(block_m - highest)
         m = highest
         if weighted_sums is not None:
             weighted += tl.load(weighted_sums + offsets, mask=mask, other=0.0)
         offsets += slot_stride
     lse = m + tl.log(z)
-    y = tl.load(target + rows, mask=mask, other=0)
+    y = tl.load(target + places, mask=mask, other=0)
     counts, in_range = y != ignore_index, (y >= 0) & (y < vocabulary)
-    tl.store(in_bounds + 0 * rows, 0, mask=mask & counts & ~in_range)
-    s = tl.load(target_logits + rows, mask=mask & in_range, other=float("nan"))
+    tl.store(in_bounds + 0 * places, 0, mask=mask & counts & ~in_range)
+    s = tl.load(target_logits + places, mask=mask & in_range, other=float("nan"))
     s = tl.where(in_range, s, float("nan"))
     weight = tl.where(in_range, 1.0, float("nan"))
     if class_weights is not None:
@@ -115,61 +164,91 @@ def _loss_kernel(
     value = (1.0 - label_smoothing) * weight * (lse - s) + z_loss * lse * lse
     if weighted_sums is not None:
         value += label_smoothing / vocabulary * (_weight_sum(class_weight_sum, vocabulary) * lse - weighted)
-    tl.store(loss + rows, tl.where(counts, value, 0.0), mask=mask)
-    tl.store(normalizers + 2 * rows, m, mask=mask)
-    tl.store(normalizers + 2 * rows + 1, z, mask=mask)
-    tl.store(weights + rows, tl.where(counts, weight, 0.0), mask=mask)
+    tl.store(loss + places, tl.where(counts, value, 0.0), mask=mask)
+    width = 2 if moments is None else 3
+    tl.store(normalizers + width * rows, m, mask=mask)
+    tl.store(normalizers + width * rows + 1, z, mask=mask)
+    tl.store(weights + places, tl.where(counts, weight, 0.0), mask=mask)
     if max_logit is not None:
         tl.store(max_logit + rows, m, mask=mask)
     if argmax is not None:
         tl.store(argmax + rows, index.to(tl.int64), mask=mask)
+    if entropy is not None:
+        any_counts = counts
+        for other in range(count):
+            any_counts |= tl.load(target + rows * count + other, mask=mask, other=ignore_index) != ignore_index
+        tl.store(normalizers + width * rows + 2, moment / z, mask=mask)
+        tl.store(entropy + rows, tl.where(any_counts, tl.log(z) - moment / z, 0.0), mask=mask)
 
 
 @jit
 def _gradient_kernel(
-    logits, dlogits, target, class_weights, class_weight_sum, normalizers, dloss,
-    width, stride, first, vocabulary, ignore_index, label_smoothing, z_loss, softcap,
-    SOFTCAP: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    logits, dlogits, target, class_weights, class_weight_sum, normalizers, dloss, dentropy,
+    width, stride, first, vocabulary, ignore_index, label_smoothing, z_loss, outer, inner, slope, count,
+    FORM: tl.constexpr, TARGETS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Program r writes row r of the columns from ``first`` on; ``dlogits`` may be ``logits``."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     dlogits += row * stride
     lanes = tl.arange(0, BLOCK)
-    y = tl.load(target + row)
-    if y == ignore_index:
+    y = _of_row(target, row, count, ignore_index, TARGETS)
+    counts = y != ignore_index
+    if TARGETS > 1:
+        counts = tl.max(counts.to(tl.int32), axis=0) != 0
+    if not counts:
         for start in range(0, width, BLOCK):
             columns = start + lanes
             zeros = tl.zeros((BLOCK,), dlogits.dtype.element_ty)
             tl.store(dlogits + columns, zeros, mask=columns < width)
     else:
-        m = tl.load(normalizers + 2 * row)
-        z = tl.load(normalizers + 2 * row + 1)
-        scale = tl.load(dloss + row)
+        normalizers += row * (2 if dentropy is None else 3)
+        m = tl.load(normalizers)
+        z = tl.load(normalizers + 1)
         in_range = (y >= 0) & (y < vocabulary)
-        weight = tl.where(in_range, 1.0, float("nan"))
-        if class_weights is not None:
-            weight *= tl.load(class_weights + y, mask=in_range, other=0.0)
+        scale = _of_row(dloss, row, count, 0.0, TARGETS)
         share = label_smoothing / vocabulary
-        hot = (1.0 - label_smoothing) * weight
-        a = hot + share * _weight_sum(class_weight_sum, vocabulary) + 2.0 * z_loss * (m + tl.log(z))
-        a /= z
+        if TARGETS == 1:
+            weight = tl.where(in_range, 1.0, float("nan"))
+            if class_weights is not None:
+                weight *= tl.load(class_weights + y, mask=in_range, other=0.0)
+            hot = (1.0 - label_smoothing) * weight
+            a = hot + share * _weight_sum(class_weight_sum, vocabulary) + 2.0 * z_loss * (m + tl.log(z))
+            a /= z
+        else:  # the columns of the targets are written afterwards
+            scale = tl.where(y == ignore_index, 0.0, tl.where(in_range, scale, float("nan")))
+            a = tl.sum(scale, axis=0) / z
+            here = in_range & (y >= first) & (y < first + width)
+            of_targets = tl.load(logits + y - first, mask=here, other=0.0).to(tl.float32)
+        if dentropy is not None:
+            spread = tl.load(dentropy + row) / z
+            mean = tl.load(normalizers + 2)
         for start in tl.range(0, width, BLOCK, num_stages=STAGES):
             columns = start + lanes
             mask = columns < width
-            s = tl.load(logits + columns, mask=mask, other=0.0).to(tl.float32)
-            if SOFTCAP:
-                tanh = _tanh(s / softcap)
-                s = softcap * tanh
-            d = a * tl.exp(s - m) - tl.where(first + columns == y, hot, 0.0)
-            if class_weight_sum is not None:
-                d -= share * tl.load(class_weights + first + columns, mask=mask, other=0.0)
+            s, tanh = score(tl.load(logits + columns, mask=mask, other=0.0).to(tl.float32), outer, inner, FORM)
+            if TARGETS == 1:
+                d = a * tl.exp(s - m) - tl.where(first + columns == y, hot, 0.0)
+                if class_weight_sum is not None:
+                    d -= share * tl.load(class_weights + first + columns, mask=mask, other=0.0)
+                else:
+                    d -= share
+                d *= scale
             else:
-                d -= share
-            d *= scale
-            if SOFTCAP:
-                d *= 1.0 - tanh * tanh
-            tl.store(dlogits + columns, d.to(dlogits.dtype.element_ty), mask=mask)
+                d = a * tl.exp(s - m)
+            if dentropy is not None:
+                d -= spread * tl.exp(s - m) * (gap(s, m) - mean)
+            tl.store(dlogits + columns, unscore(d, tanh, slope, FORM).to(dlogits.dtype.element_ty), mask=mask)
+        if TARGETS > 1:
+            s, tanh = score(of_targets, outer, inner, FORM)
+            d = a * tl.exp(s - m)
+            if dentropy is not None:
+                d -= spread * tl.exp(s - m) * (gap(s, m) - mean)
+            for other in range(count):  # a class may be there more than once
+                same = y == tl.load(target + row * count + other)
+                d -= tl.where(same, tl.load(dloss + row * count + other), 0.0)
+            tl.debug_barrier()  # what the loop has written there is written over
+            tl.store(dlogits + y - first, unscore(d, tanh, slope, FORM).to(dlogits.dtype.element_ty), mask=here)
 
 
 @jit
@@ -185,7 +264,7 @@ WIDE = 16384
 LOSS_SETTINGS = {"BLOCK": 128, "num_warps": 4}
 
 
-def _launch_settings(width: int) -> dict[str, int]:
+def launch_settings(width: int) -> dict[str, int]:
     return NARROW_SETTINGS if width <= WIDE else WIDE_SETTINGS
 
 
@@ -197,6 +276,8 @@ class Statistics(NamedTuple):
     """Sums of exp(s - maximum)."""
     weighted_sums: Tensor | None
     """Sums of c · s, for label smoothing."""
+    moments: Tensor | None
+    """Sums of exp(s - maximum) · (s - maximum), for the entropy."""
     indices: Tensor | None
     """The first column with the maximum."""
     target_logits: Tensor
@@ -204,24 +285,28 @@ class Statistics(NamedTuple):
 
 class Losses(NamedTuple):
     loss: Tensor
-    """(M,), as all others but ``normalizers``; 0 where the target is ignored."""
+    """(M · K,): of each target; 0 where it is ignored."""
     normalizers: Tensor
     """(M, 2): the maximum, and the sum of exp(s - maximum). They are kept apart because lse, which combines them, would
-    be rounded, and so give a whole row of p the same error."""
+    be rounded, and so give a whole row of p the same error. For the entropy, (M, 3): the mean of s - maximum, too."""
     weights: Tensor
-    """The weight of the target's class; 0 where it is ignored."""
+    """(M · K,): of the target's class; 0 where it is ignored."""
     max_logit: Tensor | None
+    """(M,), as what follows."""
     argmax: Tensor | None
+    entropy: Tensor | None
+    """0 where all of a row's targets are ignored."""
 
 
-def new_statistics(logits: Tensor, tokens: int, blocks: int, settings: LossSettings) -> Statistics:
-    """Room for the statistics of ``blocks`` blocks of rows like those of ``logits``."""
-    dtype, smoothing = wide_dtype(logits), settings.label_smoothing > 0
+def new_statistics(logits: Tensor, tokens: int, blocks: int, settings: LossSettings, count: int = 1) -> Statistics:
+    """Room for the statistics of ``blocks`` blocks of rows like those of ``logits``, with ``count`` targets a row."""
+    dtype, smoothing, entropy = wide_dtype(logits), settings.label_smoothing > 0, settings.with_entropy
     padded = -(-tokens // 16) * 16  # every block starts at a multiple of 16, so that one compilation serves all
-    table = logits.new_empty((2 + smoothing, blocks, padded), dtype=dtype)[..., :tokens]
+    table = logits.new_empty((2 + smoothing + entropy, blocks, padded), dtype=dtype)[..., :tokens]
     indices = logits.new_empty((blocks, padded), dtype=torch.int32)[:, :tokens] if settings.with_argmax else None
-    target_logits = logits.new_empty(tokens, dtype=dtype)
-    return Statistics(table[0], table[1], table[2] if smoothing else None, indices, target_logits)
+    target_logits = logits.new_empty(tokens * count, dtype=dtype)
+    sums_for_options = table[2] if smoothing else None, table[-1] if entropy else None
+    return Statistics(table[0], table[1], *sums_for_options, indices, target_logits)
 
 
 def observe(statistics: Statistics, block: int, first: int, logits: Tensor, targets: Targets) -> None:
@@ -229,14 +314,19 @@ def observe(statistics: Statistics, block: int, first: int, logits: Tensor, targ
     if not launch.uses_triton(logits):
         _observe_reference(statistics, block, first, logits, targets)
         return
-    (tokens, width), softcap = logits.shape, targets.settings.softcap
+    (tokens, width), scores = logits.shape, targets.settings.scores
     launch.run(
         _statistics_kernel,
         tokens,
         *(logits, targets.labels, targets.class_weights, *statistics),
-        *(width, logits.stride(0), first, block * statistics.maxima.stride(0), softcap, softcap > 0),
-        **_launch_settings(width),
+        *(width, logits.stride(0), first, block * statistics.maxima.stride(0), *scores[:2], targets.per_row),
+        *(scores.form, _lanes(targets)),
+        **launch_settings(width),
     )
+
+
+def _lanes(targets: Targets) -> int:
+    return 1 << (targets.per_row - 1).bit_length() if targets.per_row else 0
 
 
 def conclude(statistics: Statistics, targets: Targets) -> Losses:
@@ -246,11 +336,13 @@ def conclude(statistics: Statistics, targets: Targets) -> Losses:
     nothing waits for the device, an assertion there fails.
     """
     blocks, tokens = statistics.maxima.shape
-    labels, class_weights, vocabulary, settings = targets
+    labels, count, class_weights, vocabulary, settings = targets
     new = statistics.target_logits.new_empty
     losses = Losses(
-        *(new(tokens), new(tokens, 2), new(tokens), new(tokens) if settings.with_max else None),
+        *(new(tokens * count), new(tokens, 2 + settings.with_entropy), new(tokens * count)),
+        new(tokens) if settings.with_max else None,
         new(tokens, dtype=torch.int64) if settings.with_argmax else None,
+        new(tokens) if settings.with_entropy else None,
     )
     if not launch.uses_triton(losses.loss):
         _refuse_unless(targets.are_in_bounds().all(), targets)
@@ -258,10 +350,10 @@ def conclude(statistics: Statistics, targets: Targets) -> Losses:
     in_bounds = labels.new_ones(())
     launch.run(
         _loss_kernel,
-        -(-tokens // LOSS_SETTINGS["BLOCK"]),
+        -(-tokens * count // LOSS_SETTINGS["BLOCK"]),
         *(labels, class_weights, targets.weight_sum(), *statistics, *losses, in_bounds),
-        *(tokens, blocks, statistics.maxima.stride(0), vocabulary),
-        *(settings.ignore_index, settings.label_smoothing, settings.z_loss),
+        *(tokens * count, blocks, statistics.maxima.stride(0), vocabulary),
+        *(settings.ignore_index, settings.label_smoothing, settings.z_loss, count),
         **LOSS_SETTINGS,
     )
     _refuse_unless(in_bounds, targets)
@@ -280,84 +372,126 @@ def _refuse_unless(in_bounds: Tensor, targets: Targets) -> None:
 
 
 def differentiate(
-    logits: Tensor, dlogits: Tensor, first: int, targets: Targets, normalizers: Tensor, dloss: Tensor
+    logits: Tensor,
+    dlogits: Tensor,
+    first: int,
+    targets: Targets,
+    normalizers: Tensor,
+    dloss: Tensor,
+    dentropy: Tensor | None = None,
 ) -> None:
     """Write the gradient of a block of the logits into ``dlogits``, of the same strides: it may be ``logits``."""
     if not launch.uses_triton(logits):
-        _differentiate_reference(logits, dlogits, first, targets, normalizers, dloss)
+        _differentiate_reference(logits, dlogits, first, targets, normalizers, dloss, dentropy)
         return
     (tokens, width), settings = logits.shape, targets.settings
+    scores = settings.scores
     launch.run(
         _gradient_kernel,
         tokens,
-        *(logits, dlogits, targets.labels, targets.class_weights, targets.weight_sum(), normalizers, dloss),
+        *(logits, dlogits, targets.labels, targets.class_weights, targets.weight_sum(), normalizers, dloss, dentropy),
         *(width, logits.stride(0), first, targets.vocabulary, settings.ignore_index),
-        *(settings.label_smoothing, settings.z_loss, settings.softcap, settings.softcap > 0),
-        **_launch_settings(width),
+        *(settings.label_smoothing, settings.z_loss, *scores[:3], targets.per_row, scores.form, _lanes(targets)),
+        **launch_settings(width),
     )
 
 
-def capped(logits: Tensor, settings: LossSettings) -> Tensor:
-    """Logits after ``softcap``, in the dtype that the references compute in."""
+def scored(logits: Tensor, scores: Scores) -> Tensor:
+    """What a softmax is taken of, in the dtype that the references compute in."""
     logits = launch.widen(logits)
-    return settings.softcap * torch.tanh(logits / settings.softcap) if settings.softcap > 0 else logits
+    if scores.form == CAPPED:
+        return scores.outer * torch.tanh(logits / scores.inner)
+    return logits if scores.form == PLAIN else scores.outer * logits
+
+
+def unscored(ds: Tensor, logits: Tensor, scores: Scores) -> Tensor:
+    """The gradient of logits, from that of what ``scored`` makes of them."""
+    if scores.form == CAPPED:
+        return ds * (1.0 - torch.tanh(launch.widen(logits) / scores.inner).square()) * scores.slope
+    return ds if scores.form == PLAIN else ds * scores.slope
+
+
+def finite_gap(a: Tensor, b: Tensor) -> Tensor:
+    """``a - b``, but finite: its product with ``exp(a - b)`` is 0 where that is."""
+    return (a - b).clamp(-1e4, 1e4)
 
 
 def _observe_reference(statistics: Statistics, block: int, first: int, logits: Tensor, targets: Targets) -> None:
-    s, width, class_weights = capped(logits, targets.settings), logits.shape[1], targets.class_weights
+    labels, count, class_weights, _, settings = targets
+    s, width = scored(logits, settings.scores), logits.shape[1]
     maxima = s.amax(1).clamp_min(torch.finfo(s.dtype).min)  # finite: of -inf - -inf comes nan
     statistics.maxima[block] = maxima
-    statistics.sums[block] = torch.exp(s - maxima[:, None]).sum(1)
+    e = torch.exp(s - maxima[:, None])
+    statistics.sums[block] = e.sum(1)
     if statistics.weighted_sums is not None:
         weighted = s if class_weights is None else s * class_weights[first : first + width]
         statistics.weighted_sums[block] = weighted.sum(1)
+    if statistics.moments is not None:
+        statistics.moments[block] = (e * finite_gap(s, maxima[:, None])).sum(1)
     if statistics.indices is not None:
         statistics.indices[block] = s.argmax(1) + first
-    columns = targets.labels - first
+    if count == 0:
+        return
+    columns = labels.view(-1, count) - first
     here = (columns >= 0) & (columns < width)
-    found = s.gather(1, columns.clamp(0, width - 1)[:, None])[:, 0]
-    statistics.target_logits.copy_(torch.where(here, found, statistics.target_logits))
+    found, before = s.gather(1, columns.clamp(0, width - 1)), statistics.target_logits.view(-1, count)
+    before.copy_(torch.where(here, found, before))
 
 
 def _conclude_reference(statistics: Statistics, targets: Targets) -> Losses:
-    _, class_weights, vocabulary, settings = targets
+    _, count, class_weights, vocabulary, settings = targets
     highest, blocks = statistics.maxima.max(0)
-    sums = (statistics.sums * torch.exp(statistics.maxima - highest)).sum(0)
-    lse = highest + sums.log()
+    factors = torch.exp(statistics.maxima - highest)
+    sums = (statistics.sums * factors).sum(0)
+    lse = (highest + sums.log()).repeat_interleave(count)
     counts, weights = targets.weights(lse)
     loss = (1.0 - settings.label_smoothing) * weights * (lse - statistics.target_logits)
     loss += settings.z_loss * lse.square()
     if statistics.weighted_sums is not None:
         total = vocabulary if class_weights is None else class_weights.sum()
         loss += settings.label_smoothing / vocabulary * (total * lse - statistics.weighted_sums.sum(0))
+    entropy, normalizers = None, [highest, sums]
+    if statistics.moments is not None:
+        moments = statistics.moments + statistics.sums * finite_gap(statistics.maxima, highest)
+        mean = (factors * moments).sum(0) / sums
+        entropy = torch.where(counts.view(-1, count).any(1), sums.log() - mean, 0.0)
+        normalizers.append(mean)
     return Losses(
         torch.where(counts, loss, 0.0),
-        torch.stack((highest, sums), 1),
+        torch.stack(normalizers, 1),
         torch.where(counts, weights, 0.0),
         highest if settings.with_max else None,
         statistics.indices.gather(0, blocks[None])[0].long() if statistics.indices is not None else None,
+        entropy,
     )
 
 
 def _differentiate_reference(
-    logits: Tensor, dlogits: Tensor, first: int, targets: Targets, normalizers: Tensor, dloss: Tensor
+    logits: Tensor,
+    dlogits: Tensor,
+    first: int,
+    targets: Targets,
+    normalizers: Tensor,
+    dloss: Tensor,
+    dentropy: Tensor | None,
 ) -> None:
-    labels, class_weights, vocabulary, settings = targets
-    width, s = logits.shape[1], launch.widen(logits)
-    if settings.softcap > 0:
-        tanh = torch.tanh(s / settings.softcap)
-        s = settings.softcap * tanh
-    maxima, sums = normalizers[:, :1], normalizers[:, 1:]
-    counts, weights = targets.weights(dloss)
-    columns = torch.arange(first, first + width, device=logits.device)
-    share = settings.label_smoothing / vocabulary
+    labels, count, class_weights, vocabulary, settings = targets
+    width, s = logits.shape[1], scored(logits, settings.scores)
+    maxima, sums = normalizers[:, :1], normalizers[:, 1:2]
+    counts, weights = (each.view(-1, count) for each in targets.weights(dloss))
+    columns = labels.view(-1, count) - first
+    e, share = torch.exp(s - maxima), settings.label_smoothing / vocabulary
     total = vocabulary if class_weights is None else class_weights.sum()
-    hot = ((1.0 - settings.label_smoothing) * weights)[:, None]
+    hot = (1.0 - settings.label_smoothing) * weights
     a = hot + share * total + 2.0 * settings.z_loss * (maxima + sums.log())
-    ds = a / sums * torch.exp(s - maxima)
-    ds -= hot * (columns == labels[:, None])
-    ds -= share if class_weights is None else share * class_weights[first : first + width]
-    ds *= dloss[:, None]
-    if settings.softcap > 0:
-        ds *= 1.0 - tanh.square()
-    dlogits.copy_(torch.where(counts[:, None], ds, 0.0))
+    scales = torch.where(counts, dloss.view(-1, count) if count > 1 else 1.0, 0.0)
+    ds = torch.where(counts, a * scales, 0.0).sum(1, keepdim=True) / sums * e
+    of_targets = torch.where((columns >= 0) & (columns < width), hot * scales, 0.0)
+    ds.scatter_add_(1, columns.clamp(0, width - 1), -of_targets)
+    if share > 0:
+        ds -= share if class_weights is None else share * class_weights[first : first + width]
+    if count == 1:
+        ds *= dloss[:, None]
+    if dentropy is not None:
+        ds -= dentropy[:, None] / sums * e * (finite_gap(s, maxima) - normalizers[:, 2:])
+    dlogits.copy_(torch.where(counts.any(1, keepdim=True), unscored(ds, logits, settings.scores), 0.0))

@@ -24,14 +24,12 @@ written over.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from recompute.errors import KernelError
 from recompute.kernels import launch
 from recompute.kernels.cross_entropy import (
     CrossEntropy,
@@ -43,8 +41,15 @@ from recompute.kernels.cross_entropy import (
     with_extras,
 )
 from recompute.kernels.cross_entropy_rows import conclude, differentiate, new_statistics, observe
-from recompute.kernels.linears import autocast_dtype, cast, cast_if_made, check_dtypes, in_dtypes_of, without_autocast
-from recompute.kernels.logit_blocks import WIDTH, BlockPlan, Blocks, plan_blocks
+from recompute.kernels.linears import (
+    autocast_dtype,
+    cast,
+    check_head,
+    head_operands,
+    in_dtypes_of,
+    without_autocast,
+)
+from recompute.kernels.logit_blocks import Head, logits_nbytes, may_hold
 from recompute.kernels.loss_settings import (
     LOSS_SCHEMA,
     LossSettings,
@@ -112,43 +117,45 @@ def linear_cross_entropy(
         *("linear_cross_entropy", ignore_index, label_smoothing, z_loss, softcap, reduction),
         *(return_max_logit, return_argmax or return_token_accuracy),
     )
-    if logits_bytes is not None and not logits_bytes >= 0:
-        raise KernelError(f"linear_cross_entropy: logits_bytes is {logits_bytes}; expected at least 0 bytes.")
-    narrow = autocast_dtype(hidden.device.type)
-    check_dtypes("linear_cross_entropy", {}, {"hidden": hidden, "weight": weight, "bias": bias}, narrow)
-    (hidden,) = cast((hidden,), narrow)
-    weight, bias = cast_if_made((weight, bias), narrow)
-    operands = (hidden, weight, bias)
     logits = None
     if return_logits:
-        logits = F.linear(*cast(operands, narrow))
+        narrow = autocast_dtype(hidden.device.type)
+        logits = F.linear(*cast(head_operands("linear_cross_entropy", "", hidden, weight, bias, narrow), narrow))
         logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
         results = losses_of(logits, target, class_weights, settings._replace(softcap=0.0))
     else:
-        nbytes = _logits_nbytes(logits_bytes, target.numel(), len(weight), hidden.dtype.itemsize)
-        trains = torch.is_grad_enabled() and any(operand is not None and operand.requires_grad for operand in operands)
-        # Compiled code would have to copy the memory that backward writes over.
-        hold = hold_logits and trains and not torch.compiler.is_compiling()
-        results = _LinearCrossEntropy.apply(*operands, target, class_weights, settings, narrow, nbytes, hold)
+        operands = (hidden, weight, bias, target, class_weights)
+        results = head_losses("linear_cross_entropy", *operands, settings, logits_bytes, hold_logits)[:-1]
     return with_extras(*results, target, settings, return_token_accuracy, return_argmax, logits)
+
+
+def head_losses(
+    op: str,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    class_weights: Tensor | None,
+    settings: LossSettings,
+    logits_bytes: float | None,
+    hold_logits: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Loss, max logit, arg-max and entropy, of arguments of ``op`` whose shapes were checked.
+
+    target: (...), or (..., K) for K losses of each token.
+    """
+    narrow = autocast_dtype(hidden.device.type)
+    head = Head(*head_operands(op, "", hidden, weight, bias, narrow))
+    nbytes = logits_nbytes(op, logits_bytes, head.tokens, len(weight), head.hidden.dtype.itemsize)
+    hold = hold_logits and may_hold(head)
+    return _LinearCrossEntropy.apply(*head, target, class_weights, settings, narrow, nbytes, hold)
 
 
 def _check(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weights: Tensor | None) -> None:
     op = "linear_cross_entropy"
     launch.check(op, hidden=hidden, weight=weight, bias=bias, class_weights=class_weights)
-    fits = hidden.dim() > 0 and weight.dim() == 2 and hidden.shape[-1] == weight.shape[1] and weight.numel() > 0
-    if not fits or (bias is not None and bias.shape != weight.shape[:1]):
-        shapes = f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}"
-        if bias is not None:
-            shapes += f", bias {tuple(bias.shape)}"
-        raise KernelError(f"{op}: expected hidden (..., H), weight (V, H) with H, V > 0, bias (V,); found {shapes}.")
+    check_head(op, "", hidden, weight, bias)
     check_target(op, target, class_weights, hidden.shape[:-1], len(weight), hidden.device)
-
-
-def _logits_nbytes(logits_bytes: float | None, tokens: int, vocabulary: int, itemsize: int) -> int:
-    if logits_bytes is None:
-        return tokens * itemsize * WIDTH
-    return int(min(logits_bytes, tokens * itemsize * (vocabulary + 64)))
 
 
 def held_nbytes(hidden: Tensor, weight: Tensor, logits_bytes: float | None = None) -> int:
@@ -156,11 +163,11 @@ def held_nbytes(hidden: Tensor, weight: Tensor, logits_bytes: float | None = Non
 
     logits_bytes: as it is given.
     """
-    tokens, itemsize = hidden.numel() // hidden.shape[-1], hidden.dtype.itemsize
-    logits_nbytes = _logits_nbytes(logits_bytes, tokens, len(weight), itemsize)
-    plan = plan_blocks(tokens, len(weight), weight.shape[1], itemsize, logits_nbytes, True, weight.requires_grad)
-    elements = plan.beside * tokens * plan.stride + (weight.numel() if plan.in_gradient else 0)
-    return elements * itemsize + 2 * tokens * wide_dtype(hidden).itemsize
+    head, itemsize = Head(hidden, weight, None), hidden.dtype.itemsize
+    nbytes = logits_nbytes("held_nbytes", logits_bytes, head.tokens, len(weight), itemsize)
+    plan = head.plan(nbytes, True, weight.requires_grad)
+    elements = plan.beside * head.tokens * plan.stride + (weight.numel() if plan.in_gradient else 0)
+    return elements * itemsize + 2 * head.tokens * wide_dtype(hidden).itemsize
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -181,28 +188,36 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         """narrow: the dtype to cast weight and bias to, in forward and again in backward."""
         cast_weight, cast_bias = cast((weight, bias), narrow)
-        inputs = _Inputs(hidden, cast_weight, cast_bias, target, class_weights)
+        inputs = (hidden, cast_weight, cast_bias, target, class_weights)
         memory = logits_bytes, hold, ctx.needs_input_grad[1]
-        loss, normalizers, total, max_logit, argmax, *held = _forward_op(*inputs, *settings, *memory)
+        loss, normalizers, total, max_logit, argmax, entropy, *held = _forward_op(*inputs, *settings, *memory)
         ctx.save_for_backward(hidden, weight, bias, target, class_weights, normalizers, total)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(extra for extra in (max_logit, argmax) if extra is not None))
         ctx.settings, ctx.narrow, ctx.logits_bytes = settings, narrow, logits_bytes
         ctx.held = held if hold else None
-        return loss, max_logit, argmax
+        return loss, max_logit, argmax, entropy
 
     @staticmethod
-    def backward(ctx: Any, dloss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        if dloss is None:
+    def backward(
+        ctx: Any, dloss: Tensor | None, _: None, __: None, dentropy: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        if dloss is None and dentropy is None:
             return (None,) * 9
-        saved, needed = ctx.saved_tensors, ctx.needs_input_grad
+        saved, needed, settings = ctx.saved_tensors, ctx.needs_input_grad, ctx.settings
+        if dloss is None:  # of an entropy alone
+            dloss = saved[5].new_zeros(saved[3].shape)
+        if settings.with_entropy and dentropy is None:
+            dentropy = saved[5].new_zeros(saved[0].shape[:-1])
         with without_autocast(dloss.device.type):
             if torch.is_grad_enabled():
-                inputs = (*saved[:5], ctx.settings, ctx.narrow)
-                found = launch.differentiable_gradients(linear_cross_entropy_reference, inputs, needed[:7], dloss)
+                inputs = (*saved[:5], settings, ctx.narrow)
+                given = (dloss, dentropy) if settings.with_entropy else dloss
+                found = launch.differentiable_gradients(linear_cross_entropy_reference, inputs, needed[:7], given)
                 return *found, None, None
             weight, bias = cast(saved[1:3], ctx.narrow)
-            arguments = (dloss, saved[0], weight, bias, *saved[3:], *ctx.settings, ctx.logits_bytes, *needed[:3])
+            inputs = (saved[0], weight, bias, *saved[3:])
+            arguments = (dloss, dentropy, *inputs, *settings, ctx.logits_bytes, *needed[:3])
             if ctx.held is None or torch.compiler.is_compiling():
                 dhidden, dweight, dbias = _backward_op(*arguments)
             else:
@@ -211,101 +226,66 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     dweight = weight.new_empty(weight.shape)
                 dhidden, dbias = _backward_held_op(dweight, kept, *arguments)
                 dweight = dweight if needed[1] else None
-            del weight, bias, arguments
+            del weight, bias, inputs, arguments
             return dhidden, *in_dtypes_of(saved[1:3], (dweight, dbias)), *(None,) * 6
 
 
-class _Inputs(NamedTuple):
-    """The tensors that the ops are given."""
-
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    target: Tensor
-    class_weights: Tensor | None
-
-    def rows(self, flat: Sequence[Any]) -> tuple[Tensor, Targets]:
-        """Hidden states (M, H), and targets as the kernels read them. ``flat``: the fields of the settings."""
-        hidden = self.hidden.reshape(-1, self.hidden.shape[-1])
-        return hidden, Targets.of(self.target, self.class_weights, hidden, self.weight.shape[0], flat)
-
-    def plan(self, logits_bytes: int, hold: bool, trains_weight: bool) -> BlockPlan:
-        (vocabulary, hidden), itemsize = self.weight.shape, self.hidden.dtype.itemsize
-        return plan_blocks(self.target.numel(), vocabulary, hidden, itemsize, logits_bytes, hold, trains_weight)
-
-    def held(self, plan: BlockPlan) -> tuple[Tensor | None, Tensor | None]:
-        """Memory for the logits that are held until backward: that of the weight's gradient, and more beside it."""
-        dweight = self.weight.new_empty(self.weight.shape) if plan.in_gradient > 0 else None
-        size = plan.beside * self.target.numel() * plan.stride
-        return dweight, self.hidden.new_empty(size) if plan.beside > 0 else None
-
-
 def _forward(*arguments: Any) -> tuple[Tensor | None, ...]:
-    inputs, flat, memory = _Inputs(*arguments[:5]), arguments[5:-3], arguments[-3:]
-    plan, (rows, targets) = inputs.plan(*memory), inputs.rows(flat)
-    dweight, kept = inputs.held(plan)
-    blocks = Blocks(plan, rows, inputs.weight, inputs.bias, dweight, kept)
-    statistics = new_statistics(rows, rows.shape[0], plan.blocks, targets.settings)
+    head, (target, class_weights), flat, memory = Head(*arguments[:3]), arguments[3:5], arguments[5:-3], arguments[-3:]
+    plan = head.plan(*memory)
+    dweight, kept = head.held(plan)
+    blocks = head.blocks(plan, dweight, kept)
+    targets = Targets.of(target, class_weights, head.hidden, blocks.vocabulary, flat)
+    statistics = new_statistics(blocks.hidden, head.tokens, plan.blocks, targets.settings, targets.per_row)
     for block in range(plan.blocks):
         observe(statistics, block, blocks.columns(block).start, blocks.make(block), targets)
     losses = conclude(statistics, targets)
-    return *reduced(losses, inputs.target.shape, targets.settings.reduction), dweight, kept
+    return *reduced(losses, target.shape, head.hidden.shape[:-1], targets.settings.reduction), dweight, kept
 
 
 def _forward_outputs(*arguments: Any) -> tuple[Tensor | None, ...]:
-    inputs, flat, memory = _Inputs(*arguments[:5]), arguments[5:-3], arguments[-3:]
-    return *loss_outputs(inputs.hidden, inputs.target, LossSettings(*flat)), *inputs.held(inputs.plan(*memory))
+    head, target, flat, memory = Head(*arguments[:3]), arguments[3], arguments[5:-3], arguments[-3:]
+    return *loss_outputs(head.hidden, target, LossSettings(*flat)), *head.held(head.plan(*memory))
 
 
 def _backward(*arguments: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    weight, needs_weight = arguments[2], arguments[-2]
+    weight, needs_weight = arguments[3], arguments[-2]
     dweight = weight.new_empty(weight.shape) if needs_weight else None
     dhidden, dbias = _gradients(dweight, None, *arguments, holds=False)
     return dhidden, dweight, dbias
 
 
 def _backward_outputs(*arguments: Any) -> tuple[Tensor | None, ...]:
-    pairs = zip(arguments[1:4], arguments[-3:], strict=True)
+    pairs = zip(arguments[2:5], arguments[-3:], strict=True)
     return tuple(None if like is None or not needed else like.new_empty(like.shape) for like, needed in pairs)
 
 
 def _gradients(
-    dweight: Tensor | None, kept: Tensor | None, dloss: Tensor, *arguments: Any, holds: bool = True
+    dweight: Tensor | None,
+    kept: Tensor | None,
+    dloss: Tensor,
+    dentropy: Tensor | None,
+    *arguments: Any,
+    holds: bool = True,
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of hidden and bias. That of weight is written to ``dweight``.
 
     holds: whether forward has left logits in ``dweight`` and ``kept``, which are written over.
     """
-    inputs, (normalizers, total), flat = _Inputs(*arguments[:5]), arguments[5:7], arguments[7:-4]
+    head, (target, class_weights, normalizers, total) = Head(*arguments[:3]), arguments[3:7]
     logits_bytes, needs_hidden, needs_weight, needs_bias = arguments[-4:]
-    hidden, weight, bias, *_ = inputs
-    rows, targets = inputs.rows(flat)
-    plan = inputs.plan(logits_bytes, holds, dweight is not None)
-    blocks = Blocks(plan, rows, weight, bias, dweight, kept)
-    dlosses = row_gradients(dloss, total, rows.shape[0])
-    sum_dtype = wide_dtype(hidden) if plan.blocks > 1 else hidden.dtype
-    dhidden = rows.new_zeros(rows.shape, dtype=sum_dtype) if needs_hidden else None
-    dbias = bias.new_empty(bias.shape) if needs_bias and bias is not None else None
-    for block in range(plan.blocks):
-        columns = blocks.columns(block)
-        tile = blocks.place(block) if block < blocks.held else blocks.make(block)
-        differentiate(tile, tile, columns.start, targets, normalizers, dlosses)
-        if dhidden is not None:
-            _add_product(dhidden, tile, weight[columns])
-        if dbias is not None:
-            torch.sum(tile, 0, out=dbias[columns])
-        if needs_weight and dweight is not None:
-            torch.mm(tile.t(), rows, out=dweight[columns])
-    del blocks, tile  # free them before a second dhidden is made
-    return None if dhidden is None else dhidden.to(hidden.dtype).view(hidden.shape), dbias
+    targets = Targets.of(target, class_weights, head.hidden, len(head.weight), arguments[7:-4])
+    plan = head.plan(logits_bytes, holds, dweight is not None)
+    blocks = head.blocks(plan, dweight, kept)
+    dlosses = row_gradients(dloss, total, target.numel())
+    dentropies = None if dentropy is None else row_gradients(dentropy, None, head.tokens)
 
+    def turn(block: int, tile: Tensor) -> None:
+        differentiate(tile, tile, block * plan.width, targets, normalizers, dlosses, dentropies)
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """``total += left @ right``, where ``total`` may have a wider dtype than the others."""
-    if launch.is_on_cuda(total) and total.dtype is not left.dtype:
-        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
-    else:
-        torch.addmm(total, left.to(total.dtype), right.to(total.dtype), out=total)
+    dhidden, dbias = blocks.gradients(turn, dweight if needs_weight else None, needs_hidden, needs_bias)
+    del blocks  # frees memory before a second dhidden is made
+    return None if dhidden is None else dhidden.to(head.hidden.dtype).view(head.hidden.shape), dbias
 
 
 def linear_cross_entropy_reference(
@@ -316,7 +296,7 @@ def linear_cross_entropy_reference(
     class_weights: Tensor | None,
     settings: LossSettings,
     narrow: torch.dtype | None = None,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor]:
     """``linear_cross_entropy`` in plain PyTorch, with the logits as a whole; differentiable any number of times."""
     weight, bias = cast((weight, bias), narrow)
     return cross_entropy_reference(F.linear(hidden, weight, bias), target, class_weights, settings)
@@ -324,13 +304,13 @@ def linear_cross_entropy_reference(
 
 _INPUTS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weights"
 _FOR_BACKWARD = (
-    f"Tensor dloss, {_INPUTS}, Tensor normalizers, Tensor? total, {LOSS_SCHEMA}, SymInt logits_bytes,"
+    f"Tensor dloss, Tensor? dentropy, {_INPUTS}, Tensor normalizers, Tensor? total, {LOSS_SCHEMA}, SymInt logits_bytes,"
     " bool needs_hidden, bool needs_weight, bool needs_bias"
 )
 _forward_op = launch.register(
     f"linear_cross_entropy_forward({_INPUTS}, {LOSS_SCHEMA}, SymInt logits_bytes, bool hold,"
     " bool trains_weight) -> (Tensor loss, Tensor normalizers, Tensor? total, Tensor? max_logit, Tensor? argmax,"
-    " Tensor? dweight, Tensor? kept)",
+    " Tensor? entropy, Tensor? dweight, Tensor? kept)",
     _forward,
     _forward_outputs,
 )

@@ -26,6 +26,29 @@ def check_dtypes(
         raise KernelError(f"{op}: expected one dtype, found {found}.")
 
 
+def check_head(op: str, prefix: str, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Refuse shapes that are not those of a head. ``prefix``: what the names of its arguments begin with."""
+    fits = hidden.dim() > 0 and weight.dim() == 2 and hidden.shape[-1] == weight.shape[1] and weight.numel() > 0
+    if not fits or (bias is not None and bias.shape != weight.shape[:1]):
+        names = _names(prefix)
+        tensors = zip(names, (hidden, weight, bias), strict=True)
+        found = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors if tensor is not None)
+        expected = f"{names[0]} (..., H), {names[1]} (V, H) with H, V > 0, {names[2]} (V,)"
+        raise KernelError(f"{op}: expected {expected}; found {found}.")
+
+
+def _names(prefix: str) -> tuple[str, str, str]:
+    return (prefix, f"{prefix}_weight", f"{prefix}_bias") if prefix else ("hidden", "weight", "bias")
+
+
+def head_operands(
+    op: str, prefix: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, narrow: torch.dtype | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What a Function takes of a head under autocast to ``narrow``; refuses several dtypes. ``prefix``: see above."""
+    check_dtypes(op, {}, dict(zip(_names(prefix), (hidden, weight, bias), strict=True)), narrow)
+    return (*cast((hidden,), narrow), *cast_if_made((weight, bias), narrow))
+
+
 def cast(tensors: Sequence[Tensor | None], narrow: torch.dtype | None) -> tuple[Any, ...]:
     """What autocast to ``narrow`` would have of these tensors; None: autocast is off."""
     if narrow is None:

@@ -1,14 +1,20 @@
-"""How logits are cut into blocks of columns, where each block is held, and the matrix product that makes it.
+"""How logits are cut into blocks of columns, where each block is held, and the matrix products of it.
 
 Blocks may be held in the memory of the weight's gradient, as ``linear_cross_entropy`` describes.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from recompute.errors import KernelError
+from recompute.kernels import launch
+from recompute.kernels.loss_settings import wide_dtype
 
 WIDTH = 8448
 """Columns of a block: 64 · 132, which makes matrix products whole waves of tiles on an H200, of 132 multiprocessors."""
@@ -65,6 +71,48 @@ def _aligned(elements: int) -> int:
     return elements // 64 * 64
 
 
+def logits_nbytes(op: str, logits_bytes: float | None, tokens: int, vocabulary: int, itemsize: int) -> int:
+    """The memory for logits that ``logits_bytes`` of the op called ``op`` allows: None is one block."""
+    if logits_bytes is None:
+        return tokens * itemsize * WIDTH
+    if not logits_bytes >= 0:
+        raise KernelError(f"{op}: logits_bytes is {logits_bytes}; expected at least 0 bytes.")
+    return int(min(logits_bytes, tokens * itemsize * (vocabulary + 64)))
+
+
+class Head(NamedTuple):
+    """The operands of a head, as ops are given them."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+    @property
+    def tokens(self) -> int:
+        return math.prod(self.hidden.shape[:-1])
+
+    def plan(self, logits_bytes: int, hold: bool, trains_weight: bool) -> BlockPlan:
+        (vocabulary, hidden), itemsize = self.weight.shape, self.hidden.dtype.itemsize
+        return plan_blocks(self.tokens, vocabulary, hidden, itemsize, logits_bytes, hold, trains_weight)
+
+    def held(self, plan: BlockPlan) -> tuple[Tensor | None, Tensor | None]:
+        """Memory for the logits that are held until backward: that of the weight's gradient, and more beside it."""
+        dweight = self.weight.new_empty(self.weight.shape) if plan.in_gradient > 0 else None
+        size = plan.beside * self.tokens * plan.stride
+        return dweight, self.hidden.new_empty(size) if plan.beside > 0 else None
+
+    def blocks(self, plan: BlockPlan, dweight: Tensor | None, kept: Tensor | None) -> Blocks:
+        rows = self.hidden.reshape(-1, self.hidden.shape[-1])
+        return Blocks(plan, rows, self.weight, self.bias, dweight, kept)
+
+
+def may_hold(head: Head) -> bool:
+    """Whether a backward is to come for which logits may be held."""
+    trains = torch.is_grad_enabled() and any(operand is not None and operand.requires_grad for operand in head)
+    # Compiled code would have to copy the memory that backward writes over.
+    return trains and not torch.compiler.is_compiling()
+
+
 class Blocks:
     """The blocks of a plan's logits: where each is, and the matrix product that makes it."""
 
@@ -113,3 +161,38 @@ class Blocks:
         if self.bias is None:
             return torch.mm(self.hidden, weight, out=logits)
         return torch.addmm(self.bias[columns], self.hidden, weight, out=logits)
+
+    def get(self, block: int) -> Tensor:
+        """The logits of a block: those that are held, or made again."""
+        return self.place(block) if block < self.held else self.make(block)
+
+    def gradients(
+        self, differentiate: Callable[[int, Tensor], None], dweight: Tensor | None, needs_hidden: bool, needs_bias: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The gradients of hidden states, in the dtype they are summed in, and of the bias.
+
+        differentiate: turns the logits of a block, of that number, into their gradient.
+        dweight: the weight's gradient is written to it, and so over the logits that are held there.
+        """
+        hidden, bias = self.hidden, self.bias
+        sum_dtype = wide_dtype(hidden) if self.plan.blocks > 1 else hidden.dtype
+        dhidden = hidden.new_zeros(hidden.shape, dtype=sum_dtype) if needs_hidden else None
+        dbias = bias.new_empty(bias.shape) if needs_bias and bias is not None else None
+        for block in range(self.plan.blocks):
+            columns, tile = self.columns(block), self.get(block)
+            differentiate(block, tile)
+            if dhidden is not None:
+                _add_product(dhidden, tile, self.weight[columns])
+            if dbias is not None:
+                torch.sum(tile, 0, out=dbias[columns])
+            if dweight is not None:
+                torch.mm(tile.t(), hidden, out=dweight[columns])
+        return dhidden, dbias
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """``total += left @ right``, where ``total`` may have a wider dtype than the others."""
+    if launch.is_on_cuda(total) and total.dtype is not left.dtype:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        torch.addmm(total, left.to(total.dtype), right.to(total.dtype), out=total)

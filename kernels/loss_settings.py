@@ -13,6 +13,27 @@ from recompute.kernels import launch
 REDUCTIONS = ("mean", "sum", "none")
 
 
+class Scores(NamedTuple):
+    """What a softmax is taken of: ``outer · tanh(logits / inner)``, ``outer · logits``, or the logits themselves."""
+
+    outer: float
+    inner: float
+    slope: float
+    """How much steeper it is at 0 than the logits."""
+    form: int
+    """``CAPPED``, ``SCALED`` or ``PLAIN``."""
+
+    @classmethod
+    def of(cls, scale: float, softcap: float, temperature: float) -> Scores:
+        """``softcap · tanh(scale · logits / softcap) / temperature``; a softcap of 0 is none."""
+        if softcap > 0:
+            return cls(softcap / temperature, softcap / scale, scale / temperature, CAPPED)
+        return cls(scale / temperature, 1.0, scale / temperature, PLAIN if scale == temperature else SCALED)
+
+
+PLAIN, SCALED, CAPPED = range(3)
+
+
 class LossSettings(NamedTuple):
     """How a loss is computed."""
 
@@ -26,11 +47,19 @@ class LossSettings(NamedTuple):
     """Whether the highest logit of each token is returned, too."""
     with_argmax: bool
     """Whether its index is."""
+    scale: float = 1.0
+    temperature: float = 1.0
+    with_entropy: bool = False
+    """Whether the entropy of each token is returned, too."""
+
+    @property
+    def scores(self) -> Scores:
+        return Scores.of(self.scale, self.softcap, self.temperature)
 
 
 LOSS_SCHEMA = (
     "int ignore_index, float label_smoothing, float z_loss, float softcap, str reduction, bool with_max,"
-    " bool with_argmax"
+    " bool with_argmax, float scale, float temperature, bool with_entropy"
 )
 """``LossSettings`` as a registered op takes them: one argument a field."""
 
@@ -54,18 +83,28 @@ def checked_settings(
         raise KernelError(f"{op}: label_smoothing is {label_smoothing}; expected a number from 0 to 1.")
     if not z_loss >= 0.0:
         raise KernelError(f"{op}: z_loss is {z_loss}; expected a number of at least 0.")
-    if softcap is not None and not 0.0 < softcap < float("inf"):
-        raise KernelError(f"{op}: softcap is {softcap}; expected None or a number above 0.")
+    check_scores(op, softcap=softcap)
     if reduction not in REDUCTIONS:
         raise KernelError(f"{op}: unknown reduction {reduction!r}; expected one of {', '.join(REDUCTIONS)}.")
     numbers = int(ignore_index), float(label_smoothing), float(z_loss), float(softcap or 0.0)
     return LossSettings(*numbers, reduction, with_max, with_argmax)
 
 
+def check_scores(op: str, **numbers: float | None) -> None:
+    """Refuse a scale, a temperature or a softcap that is not above 0. Only a softcap may be None."""
+    for name, number in numbers.items():
+        is_none = number is None and name.endswith("softcap")
+        if not is_none and (number is None or not 0.0 < number < float("inf")):
+            expected = "None or a number above 0" if name.endswith("softcap") else "a number above 0"
+            raise KernelError(f"{op}: {name} is {number}; expected {expected}.")
+
+
 def check_target(
-    op: str, target: Tensor, class_weights: Tensor | None, shape: torch.Size, vocabulary: int, device: torch.device
+    op: str, target: Tensor, class_weights: Tensor | None, shape: tuple[int, ...], vocabulary: int, device: torch.device
 ) -> None:
     """Refuse a target that is not int64 of ``shape`` on ``device``, and weights that are not one for each class."""
+    if not isinstance(target, Tensor):
+        raise KernelError(f"{op}: target is {type(target).__name__}; expected a Tensor.")
     if target.dtype is not torch.int64 or target.shape != shape or target.device != device:
         raise KernelError(
             f"{op}: target is {target.dtype} of shape {tuple(target.shape)} on {target.device}; "
@@ -81,7 +120,9 @@ class Targets(NamedTuple):
     """The rows' classes, and what a loss makes of them."""
 
     labels: Tensor
-    """(M,), contiguous."""
+    """(M · K,), contiguous."""
+    per_row: int
+    """K: 1 for a loss, and 0 where no word is asked for."""
     class_weights: Tensor | None
     """(V,), contiguous, of the dtype that sums have."""
     vocabulary: int
@@ -89,10 +130,14 @@ class Targets(NamedTuple):
 
     @classmethod
     def of(cls, target: Tensor, class_weights: Tensor | None, logits: Tensor, vocabulary: int, flat: Any) -> Targets:
-        """As the kernels read them. ``logits``: a tensor of their dtype; ``flat``: the fields of the settings."""
+        """As the kernels read them.
+
+        target: (...), or (..., K). ``logits``: (..., any), of their dtype; ``flat``: the fields of the settings.
+        """
         if class_weights is not None:
             class_weights = launch.dense(class_weights.to(wide_dtype(logits)))
-        return cls(launch.dense(target.reshape(-1)), class_weights, vocabulary, LossSettings(*flat))
+        per_row = target.shape[-1] if target.dim() == logits.dim() else 1
+        return cls(launch.dense(target.reshape(-1)), per_row, class_weights, vocabulary, LossSettings(*flat))
 
     def weight_sum(self) -> Tensor | None:
         """The sum of the class weights, for label smoothing."""

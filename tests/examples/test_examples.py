@@ -14,12 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 from tiers import slow
+from transformers import LlamaForCausalLM
 
 from recompute import load_policy
 from recompute.diagnostics.comparing_runs import relative_error
 from recompute.policy.loading import preset_path
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+LOSSES = ("dpo", "kto", "orpo", "simpo", "grpo", "distillation")
 
 
 def output_of(name: str, *arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
@@ -45,6 +47,22 @@ def test_train_llama(
     assert (regenerated[1] == "0") == (policy == "none")
     assert (tmp_path / "step.png").stat().st_size > 0
     assert '"what the policy adds"' in (tmp_path / "step.json").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("arguments", [["distillation", "--top-k"], *([each] for each in LOSSES)], ids=" ".join)
+def test_a_loss_falls_and_no_logits_are_made(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES / "losses")
+    name, *options = arguments
+    if not options:  # where a teacher sends a few words, it has made logits
+        monkeypatch.setattr(LlamaForCausalLM, "forward", None)
+    output = output_of(f"losses/{name}.py", *options, monkeypatch=monkeypatch, capsys=capsys)
+    losses = [float(loss) for loss in re.findall(r"^step \d: loss (\S+)$", output, re.MULTILINE)]
+    assert len(losses) == 5
+    assert losses[4] < losses[0]
+    source = (EXAMPLES / "losses" / f"{name}.py").read_text(encoding="utf-8")
+    assert source.count("\n") < 60
 
 
 def test_decorate_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -9,7 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_testing import CAPPED, EAGER_ACTIVATIONS, eager_cross_entropy, make
+from kernel_testing import (
+    CAPPED,
+    EAGER_ACTIVATIONS,
+    eager_cross_entropy,
+    eager_divergence,
+    eager_log_probs,
+    eager_scores,
+    make,
+)
 from tiers import by_default
 from torch import Tensor
 from torch.nn import functional as F
@@ -18,6 +27,8 @@ from recompute.kernels.cross_entropy import cross_entropy
 from recompute.kernels.gated_mlp import gated_mlp
 from recompute.kernels.layer_norm import add_layer_norm, layer_norm
 from recompute.kernels.linear_cross_entropy import linear_cross_entropy
+from recompute.kernels.linear_divergence import linear_divergence
+from recompute.kernels.linear_log_probs import linear_log_probs
 from recompute.kernels.mlp import mlp
 from recompute.kernels.rms_norm import add_rms_norm, rms_norm
 from recompute.kernels.rope import rope
@@ -259,6 +270,7 @@ def loss_case(name: str, **options: Any) -> Case:
             lambda logits: eager_cross_entropy(logits, target_of(logits, logits.shape[-1]), **eager),
             lambda M, H: ((M, H),),
             lambda M, H: M * H,
+            saved_float32=2,
             kind="loss",
         )
     return Case(
@@ -267,8 +279,50 @@ def loss_case(name: str, **options: Any) -> Case:
         lambda x, weight, bias: eager_cross_entropy(F.linear(x, weight, bias), target_of(x, len(weight)), **eager),
         lambda M, H: ((M, H), (V, H), (V,)),
         lambda M, H: M * H + V * H + V,
+        saved_float32=2,
         kind="head",
     )
+
+
+def log_probs_case(name: str, words: int | None = None, **options: Any) -> Case:
+    """words: how many each token asks for; None for one."""
+    eager = {key: value for key, value in options.items() if key != "logits_bytes"}
+    entropy = options.get("entropy", False)
+
+    def target(x: Tensor) -> Tensor:
+        if words is None:
+            return target_of(x, V)
+        return target_of(x[..., :1].expand(*x.shape[:-1], words)[..., None], V)
+
+    return replace(
+        loss_case(name),
+        op=lambda x, weight, bias: linear_log_probs(x, weight, target(x), bias, **options),
+        eager=lambda x, weight, bias: eager_log_probs(F.linear(x, weight, bias), target(x), **eager),
+        saved_float32=2 + entropy,
+        outputs=1 + entropy,
+    )
+
+
+def divergence_case(name: str, kind: str, logits_bytes: float | None = 0, **options: Any) -> Case:
+    beside = {f"{who}_{key}": value for key, value in options.items() for who in ("student", "teacher")}
+    temperature = {"temperature": 0.7}
+
+    def teacher(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Numbers that every dtype has."""
+        shapes = (*x.shape[:-1], 24), (V, 24)
+        made = (torch.arange(math.prod(shape), device=x.device).view(shape) * 37 % 101 / 64 - 0.75 for shape in shapes)
+        hidden, head = (each.to(like) for each, like in zip(made, (x, weight), strict=True))
+        return hidden, head
+
+    def op(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        given = {"student_bias": bias, "kind": kind, "beta": 0.3, "logits_bytes": logits_bytes}
+        return linear_divergence(x, weight, *teacher(x, weight), **given, **temperature, **beside)
+
+    def eager(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        logits = F.linear(x, weight, bias), F.linear(*teacher(x, weight))
+        return eager_divergence(*(eager_scores(each, **options, **temperature) for each in logits), kind, 0.3)
+
+    return replace(loss_case(name), op=op, eager=eager, saved_float32=5)
 
 
 LOSSES = [
@@ -277,6 +331,15 @@ LOSSES = [
     loss_case("linear_cross_entropy", logits_bytes=0, hold_logits=False),
     loss_case("linear_cross_entropy-held", logits_bytes=3 * 256 * M * 4),
     loss_case("linear_cross_entropy-options", logits_bytes=0, **CAPPED),
+    log_probs_case("linear_log_probs", logits_bytes=0),
+    log_probs_case("linear_log_probs-entropy", logits_bytes=0, entropy=True, temperature=0.7, softcap=5.0),
+    log_probs_case("linear_log_probs-words", words=3, scale=1.5),
+    log_probs_case("linear_log_probs-words-entropy", words=3, logits_bytes=0, entropy=True),
+    divergence_case("linear_divergence-forward_kl", "forward_kl"),
+    divergence_case("linear_divergence-reverse_kl", "reverse_kl", softcap=5.0),
+    divergence_case("linear_divergence-jsd", "jsd", scale=1.5),
+    divergence_case("linear_divergence-jsd-whole", "jsd", logits_bytes=None),
+    divergence_case("linear_divergence-total_variation", "total_variation"),
 ]
 
 CASES = [*NORMS, *PRODUCTS, *MLPS, *TILES, *ROPES, *LOSSES]
@@ -284,9 +347,13 @@ _EACH_OP = (
     *("rms_norm-llama", "add_rms_norm", "add_rms_norm-without-residual"),
     *("layer_norm", "add_layer_norm", "swiglu", "swiglu-packed", "geglu", "gated_mlp", "gated_mlp-packed-biases"),
     *("gated_mlp-tiles", "mlp", "rope-of-some-columns", "cross_entropy-options", "linear_cross_entropy"),
+    *("linear_log_probs-words-entropy", "linear_divergence-jsd"),
 )
 """Each op and form once; the others differ in a convention or an argument."""
-KINDS = ("rms_norm-llama", "add_layer_norm", "swiglu-packed", "gated_mlp", "mlp", "rope", "cross_entropy")
+KINDS = (
+    *("rms_norm-llama", "add_layer_norm", "swiglu-packed", "gated_mlp", "mlp", "rope", "cross_entropy"),
+    *("linear_log_probs-entropy", "linear_divergence-jsd"),
+)
 
 
 def each_case(*cases: Case, default: tuple[str, ...] = _EACH_OP) -> Any:
@@ -297,7 +364,7 @@ def each_case(*cases: Case, default: tuple[str, ...] = _EACH_OP) -> Any:
 
 each_kind = each_case(default=KINDS)
 each_norm = pytest.mark.parametrize("case", NORMS, ids=str)
-HEADS = [case for case in LOSSES if case.has_linears]
+HEADS = [case for case in LOSSES if case.has_linears and case.outputs == 1]
 each_linear = each_case(*MLPS, *TILES, *HEADS)
 """Ops with matrix products in them."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from kernel_testing import (
     CAN_INTERPRET,
@@ -22,8 +23,7 @@ from recompute.kernels.linear_cross_entropy import linear_cross_entropy
 
 M, H, V = 12, 24, 600
 
-INTERPRETED = ["interpreter"] if CAN_INTERPRET else []
-"""What stands for the way of a device that interprets kernels, where it is one."""
+ON_CPU = pytest.mark.parametrize("device", ["reference", *(["interpreter"] if CAN_INTERPRET else [])], indirect=True)
 
 
 def make_inputs(

@@ -97,7 +97,10 @@ def test_a_second_backward_gives_the_same_bits_and_writes_nowhere(case: Case, dt
     inputs = inputs_of(case, device, dtype)
     outputs = listed(case.op(*inputs))
     gradients = like(outputs)
-    saved = list(outputs[0].grad_fn.saved_tensors)  # type: ignore[union-attr]
+    node: Any = outputs[0].grad_fn
+    while not hasattr(node, "saved_tensors"):  # as a change of sign
+        node = node.next_functions[0][0]
+    saved = list(node.saved_tensors)
     watched = [each for each in (*inputs, *outputs, *gradients, *saved) if each is not None]
     before = [(each.detach().clone(), each._version) for each in watched]
     first = torch.autograd.grad(outputs, inputs, gradients, retain_graph=True)
@@ -129,7 +132,7 @@ def test_what_is_saved_is_known_to_the_byte(case: Case, dtype: torch.dtype, devi
         assert nbytes == case.saved(M, H) * dtype.itemsize + case.saved_float32 * M * 4
     else:
         wide = [each for each in packed if each.dtype is torch.float32 and dtype is not torch.float32]
-        assert sum(each.numel() for each in wide) in (0, 2 * M + 1)
+        assert sum(each.numel() for each in wide) - case.saved_float32 * M in (-case.saved_float32 * M, 0, 1)
     if case.kind != "rope":
         assert case.saves_a_sum or {each.data_ptr() for each in inputs} <= addresses
     torch.autograd.backward(outputs, like(outputs))

@@ -23,7 +23,7 @@ from kernel_testing import (
     same_bits,
 )
 from loss_testing import (
-    INTERPRETED,
+    ON_CPU,
     H,
     M,
     V,
@@ -130,9 +130,6 @@ def test_where_all_targets_are_ignored(device: str):
         assert not any(gradient.any() for gradient in gradients)
     extras = linear_cross_entropy(*inputs[:2], target, ignore_index=7, return_token_accuracy=True)
     assert extras.token_accuracy.isnan()
-
-
-ON_CPU = pytest.mark.parametrize("device", ["reference", *INTERPRETED], indirect=True)
 
 
 def refusal_of(function: Callable[[], Any]) -> str:

@@ -25,7 +25,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from recompute.counters import memory_trace
 from recompute.kernels import launch, logit_blocks
-from recompute.kernels import linear_cross_entropy as module
 from recompute.kernels.linear_cross_entropy import linear_cross_entropy
 
 
@@ -33,8 +32,7 @@ from recompute.kernels.linear_cross_entropy import linear_cross_entropy
 def test_however_much_is_held_the_gradients_are_the_same(
     dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
 ):
-    for each in (module, logit_blocks):
-        monkeypatch.setattr(each, "WIDTH", 256)  # which decides the order of sums
+    monkeypatch.setattr(logit_blocks, "WIDTH", 256)  # which decides the order of sums
     inputs, target = make_inputs(device, dtype, tokens=4, hidden=5, vocabulary=1500)
     block = 256 * 4 * dtype.itemsize
     settings = [(True, 0), (True, 0), (True, 2 * block), (True, 5 * block), (False, 0), (False, 5 * block)]
@@ -65,7 +63,7 @@ def test_plans_fit_and_no_block_is_written_over_before_it_is_used():
         (1, 16, 300, 8192), (257, 1500, 32001, 128256), (7, 64, 1024, 4096), (0, 300, 1000, 20000), (False, True)
     ):
         logits_bytes = columns * tokens * 2
-        plan = module.plan_blocks(tokens, vocabulary, hidden, 2, logits_bytes, True, trains)
+        plan = logit_blocks.plan_blocks(tokens, vocabulary, hidden, 2, logits_bytes, True, trains)
         size = tokens * plan.stride
         spare = plan.in_gradient + plan.beside < plan.blocks
         assert (plan.blocks - 1) * plan.width < vocabulary <= plan.blocks * plan.width
@@ -76,7 +74,7 @@ def test_plans_fit_and_no_block_is_written_over_before_it_is_used():
         for block in range(plan.in_gradient):
             written = min((block + 1) * plan.width, vocabulary) * hidden
             assert written <= end - (plan.in_gradient - block) * size
-        never = module.plan_blocks(tokens, vocabulary, hidden, 2, logits_bytes, False, trains)
+        never = logit_blocks.plan_blocks(tokens, vocabulary, hidden, 2, logits_bytes, False, trains)
         assert never == plan._replace(in_gradient=0, beside=0)
 
 
@@ -92,7 +90,7 @@ def test_plans_fit_and_no_block_is_written_over_before_it_is_used():
     ],
 )
 def test_what_is_held_at_the_sizes_of_models(shape: tuple[int, int, int], logits_bytes: int, plan: tuple[int, ...]):
-    assert module.plan_blocks(*shape, 2, logits_bytes, True, True) == plan
+    assert logit_blocks.plan_blocks(*shape, 2, logits_bytes, True, True) == plan
 
 
 @contextmanager
@@ -141,8 +139,8 @@ def test_what_is_saved_is_known_to_the_byte(dtype: torch.dtype, device: str):
 def test_nothing_is_held_without_a_backward_to_come(device: str, monkeypatch: pytest.MonkeyPatch):
     inputs, target = make_inputs(device)
     holds: list[bool] = []
-    plan = module.plan_blocks
-    monkeypatch.setattr(module, "plan_blocks", lambda *arguments: holds.append(arguments[5]) or plan(*arguments))
+    plan = logit_blocks.plan_blocks
+    monkeypatch.setattr(logit_blocks, "plan_blocks", lambda *arguments: holds.append(arguments[5]) or plan(*arguments))
     frozen = [tensor.detach() for tensor in inputs]
     expected = linear_cross_entropy(*inputs[:2], target)
     for mode in (torch.no_grad, torch.inference_mode):

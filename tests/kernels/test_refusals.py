@@ -15,6 +15,8 @@ from recompute.kernels.cross_entropy import cross_entropy
 from recompute.kernels.gated_mlp import gated_mlp
 from recompute.kernels.layer_norm import add_layer_norm, layer_norm
 from recompute.kernels.linear_cross_entropy import linear_cross_entropy
+from recompute.kernels.linear_divergence import linear_divergence
+from recompute.kernels.linear_log_probs import linear_log_probs
 from recompute.kernels.mlp import mlp
 from recompute.kernels.rms_norm import add_rms_norm, rms_norm
 from recompute.kernels.rope import rope
@@ -44,6 +46,18 @@ def from_codes(**changes: Any) -> Any:
 
 def loss(*arguments: Any, **options: Any) -> Any:
     return linear_cross_entropy(*(arguments or HEAD), **options)
+
+
+def log_probs(*arguments: Any, **options: Any) -> Any:
+    return linear_log_probs(*(arguments or HEAD), **options)
+
+
+TEACHER = (ones(2, 5), ones(3, 5))
+WORDS = {"teacher_indices": torch.zeros(2, 5, dtype=torch.long)}
+
+
+def divergence(*teacher: Any, **options: Any) -> Any:
+    return linear_divergence(ROWS, HEAD[1], *(teacher or TEACHER), **options)
 
 
 REFUSED: list[tuple[Callable[[], Any], str]] = [
@@ -154,6 +168,41 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: loss(softcap=0.0), "softcap is 0.0; expected None or a number above 0"),
     (lambda: loss(reduction="max"), "unknown reduction 'max'; expected one of mean, sum, none"),
     (lambda: loss(logits_bytes=-1), "logits_bytes is -1; expected at least 0 bytes"),
+    (lambda: log_probs(ROWS, ones(3, 5), CLASSES), "linear_log_probs: expected hidden (..., H), weight (V, H) with"),
+    (lambda: log_probs(*HEAD, ones(4)), "bias (4,)"),
+    (lambda: log_probs(ROWS.half(), ones(3, 4), CLASSES), "found hidden torch.float16, weight torch.float32"),
+    (lambda: log_probs(ROWS, ones(3, 4, device="meta"), CLASSES), "hidden is on cpu and weight on meta"),
+    (lambda: log_probs(ROWS, ones(3, 4), [0, 1]), "linear_log_probs: target is list; expected a Tensor"),
+    (lambda: log_probs(ROWS, ones(3, 4), CLASSES.int()), "target is torch.int32 of shape (2,) on cpu"),
+    (lambda: log_probs(ROWS, ones(3, 4), CLASSES[:1]), "expected torch.int64 of shape (2,)"),
+    (lambda: log_probs(ROWS, ones(3, 4), CLASSES[:1, None]), "expected torch.int64 of shape (2, 1)"),
+    (lambda: log_probs(ROWS, ones(3, 4), CLASSES[:, None][:, :0]), "(2, 0); expected at least one word a token"),
+    (lambda: log_probs(temperature=0.0), "linear_log_probs: temperature is 0.0; expected a number above 0"),
+    (lambda: log_probs(scale=-1.0), "scale is -1.0; expected a number above 0"),
+    (lambda: log_probs(softcap=float("inf")), "softcap is inf; expected None or a number above 0"),
+    (lambda: log_probs(logits_bytes=-1), "linear_log_probs: logits_bytes is -1; expected at least 0 bytes"),
+    (lambda: divergence(ones(2, 5), ones(3, 6)), "linear_divergence: expected teacher (..., H), teacher_weight (V, H)"),
+    (lambda: divergence(ones(3, 5), ones(3, 5)), "student (2, 4) with 3 words and teacher (3, 5) with 3"),
+    (lambda: divergence(ones(2, 5), ones(4, 5)), "expected as many tokens and words of both"),
+    (lambda: divergence(ones(2, 5)), "expected teacher_weight, or teacher_indices; found neither"),
+    (lambda: divergence(*TEACHER, **WORDS), "expected teacher_weight or teacher_indices; found both"),
+    (lambda: divergence(ones(2, 5).half(), ones(3, 5)), "found teacher torch.float16, teacher_weight torch.float32"),
+    (lambda: divergence(INTS), "teacher is torch.int32"),
+    (lambda: divergence(META, ones(3, 4)), "student is on cpu and teacher on meta"),
+    (lambda: divergence(student_bias=ones(4)), "student_bias (4,)"),
+    (lambda: divergence(teacher_bias=ones(4)), "teacher_bias (4,)"),
+    (lambda: divergence(kind="kl"), "unknown kind 'kl'; expected one of forward_kl, reverse_kl, jsd, total_variation"),
+    (lambda: divergence(kind="jsd", beta=1.5), "beta is 1.5; expected a number from 0 to 1"),
+    (lambda: divergence(temperature=0.0), "linear_divergence: temperature is 0.0"),
+    (lambda: divergence(teacher_softcap=-1.0), "teacher_softcap is -1.0"),
+    (lambda: divergence(logits_bytes=-1), "linear_divergence: logits_bytes is -1"),
+    (lambda: divergence(ones(3, 5), **WORDS), "teacher (..., K) with K > 0 for student (..., H); found teacher (3, 5)"),
+    (lambda: divergence(ROWS, **WORDS), "teacher_indices is torch.int64 (2, 5) on cpu; expected torch.int64 (2, 4)"),
+    (lambda: divergence(ones(2, 5), **WORDS, teacher_logsumexp=ones(5)), "teacher_logsumexp is (5,); expected (2,)"),
+    (
+        lambda: divergence(ones(2, 5), **WORDS, kind="reverse_kl"),
+        "reverse_kl is infinite, as the teacher gives no prob",
+    ),
     (lambda: cross_entropy(torch.tensor(1.0), CLASSES), "logits has shape (); expected (..., V) with V > 0"),
     (lambda: cross_entropy(ones(3, 0), CLASSES), "logits has shape (3, 0); expected (..., V) with V > 0"),
 ]
@@ -169,6 +218,8 @@ MIXED: dict[str, Callable[[], Any]] = {
     "gated_mlp": lambda: gated_mlp(SQUARE, SQUARE, NARROW, SQUARE),
     "mlp": lambda: mlp(SQUARE, SQUARE, NARROW),
     "linear_cross_entropy": lambda: loss(ROWS, ones(3, 4, dtype=torch.bfloat16), CLASSES),
+    "linear_log_probs": lambda: log_probs(ROWS, ones(3, 4, dtype=torch.bfloat16), CLASSES),
+    "linear_divergence": lambda: divergence(ones(2, 5), ones(3, 5, dtype=torch.bfloat16)),
 }
 
 

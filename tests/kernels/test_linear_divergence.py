@@ -1,0 +1,191 @@
+"""Divergences from a teacher without logits: every kind against its formula, and a teacher that lists a few words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from kernel_testing import (
+    NoWholeLogits,
+    assert_as_good_as,
+    each_dtype,
+    eager_divergence,
+    eager_scores,
+    make,
+    same_bits,
+)
+from loss_testing import ON_CPU, M, V, make_inputs
+from torch import Tensor
+from torch.nn import functional as F
+
+from recompute.kernels import launch, logit_blocks
+from recompute.kernels.linear_divergence import linear_divergence
+
+KINDS = ("forward_kl", "reverse_kl", "jsd", "total_variation")
+each_kind_of_divergence = pytest.mark.parametrize("kind", KINDS)
+
+
+def make_teacher(device: str, dtype: torch.dtype = torch.float32, tokens: int = M) -> list[Tensor]:
+    """Hidden states, weight and bias, in digits that every dtype has."""
+    made = [make(tokens, 40, seed=5), make(V, 40, seed=6) * 0.3, make(V, seed=7)]
+    return [tensor.bfloat16().to(device, dtype) for tensor in made]
+
+
+@each_dtype
+@pytest.mark.parametrize(("temperature", "scale", "softcap"), [(1.0, 1.0, None), (0.7, 1.5, None), (2.0, 1.0, 5.0)])
+@each_kind_of_divergence
+def test_errors_are_no_larger_than_eagers(
+    kind: str, temperature: float, scale: float, softcap: float | None, dtype: torch.dtype, device: str
+):
+    tokens = 2000 if device == "cuda" else M if launch.uses_triton(torch.empty(0)) else 200
+    inputs, _ = make_inputs(device, dtype, tokens)
+    teacher, head, teacher_bias = make_teacher(device, dtype, len(inputs[0]))
+    options = {"scale": scale, "softcap": softcap}
+    beside: dict[str, Any] = {f"{who}_{key}": value for key, value in options.items() for who in ("student", "teacher")}
+
+    def ours(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        given = {"kind": kind, "beta": 0.3, "temperature": temperature, "logits_bytes": 0}
+        biases = {"student_bias": bias, "teacher_bias": teacher_bias}
+        return linear_divergence(hidden, weight, teacher, head, **given, **biases, **beside)
+
+    def eager(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        frozen = (each.to(hidden.dtype) for each in (teacher, head, teacher_bias))
+        logits = F.linear(hidden, weight, bias), F.linear(*frozen)
+        return eager_divergence(*(eager_scores(each, temperature=temperature, **options) for each in logits), kind, 0.3)
+
+    assert_as_good_as(ours, eager, inputs, "head")
+
+
+@each_kind_of_divergence
+def test_a_student_that_equals_its_teacher_has_no_divergence_and_no_gradient(kind: str, device: str):
+    inputs, _ = make_inputs(device)
+    frozen = [each.detach() for each in inputs]
+    biases = {"student_bias": inputs[2], "teacher_bias": frozen[2]}
+    found = linear_divergence(*inputs[:2], *frozen[:2], kind=kind, **biases, logits_bytes=0)
+    assert not found.any()
+    assert all(gradient.abs().max() < 1e-6 for gradient in torch.autograd.grad(found.sum(), inputs))
+
+
+@ON_CPU
+def test_the_ends_of_beta_are_the_divergences_of_kullback_and_leibler(device: str):
+    inputs, _ = make_inputs(device)
+    teacher = make_teacher(device)[:2]
+    for beta, kind in ((0.0, "forward_kl"), (1.0, "reverse_kl")):
+        found, expected = (
+            linear_divergence(*inputs[:2], *teacher, kind=each, beta=beta, logits_bytes=0) for each in ("jsd", kind)
+        )
+        assert torch.equal(found, expected)
+
+
+def test_a_teacher_gets_no_gradient_and_costs_none(device: str):
+    inputs, _ = make_inputs(device)
+    teacher = [each.requires_grad_() for each in make_teacher(device)]
+    found = linear_divergence(*inputs[:2], *teacher[:2], teacher_bias=teacher[2])
+    assert torch.autograd.grad(found.sum(), teacher, allow_unused=True) == (None,) * 3
+    frozen = linear_divergence(*(each.detach() for each in inputs[:2]), *teacher[:2], teacher_bias=teacher[2])
+    assert not frozen.requires_grad
+
+
+@pytest.mark.parametrize("kind", ["forward_kl", "jsd"])
+def test_however_much_is_held_the_gradients_are_the_same(kind: str, device: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(logit_blocks, "WIDTH", 256)  # which decides the order of sums
+    inputs, _ = make_inputs(device, tokens=4)
+    teacher, results = make_teacher(device, tokens=4)[:2], []
+    for hold, blocks in ((True, 1), (True, 2), (True, 5), (False, 1), (False, 5)):
+        options = {"hold_logits": hold, "logits_bytes": blocks * 2 * 256 * 4 * 4}
+        found = linear_divergence(*inputs[:2], *teacher, student_bias=inputs[2], kind=kind, **options)
+        gradient = make(4, seed=8).to(device)
+        first, second = (torch.autograd.grad(found, inputs, gradient, retain_graph=True) for _ in range(2))
+        assert same_bits(first, second)
+        results.append([found, *first])
+    whole = results.pop(2)  # one block sums in another order
+    assert all(same_bits(results[0], other) for other in results[1:-1])
+    for value, other in zip(results[0], whole, strict=True):
+        torch.testing.assert_close(value, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", ["reference", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+@each_kind_of_divergence
+def test_no_tensor_is_larger_than_the_memory_for_logits(kind: str, device: str):
+    tokens = 256
+    inputs, _ = make_inputs(device, tokens=tokens)
+    teacher = make_teacher(device, tokens=tokens)[:2]
+    block = 256 * tokens * 4
+    assert block > 2 * V * 24 * 4  # so large is the weight's gradient, too
+    with NoWholeLogits() as seen:
+        linear_divergence(*inputs[:2], *teacher, kind=kind, logits_bytes=2 * block).sum().backward()
+    assert seen.largest_nbytes == block
+
+
+def few_words(device: str, words: int = 20) -> tuple[Tensor, Tensor]:
+    """What a teacher lists: its logits, and the words that they are of, different ones for each token."""
+    order = torch.stack([torch.randperm(V, generator=torch.Generator().manual_seed(i)) for i in range(M)])
+    return (make(M, words, seed=5) * 2).to(device), order[:, :words].to(device)
+
+
+@pytest.mark.parametrize("kind", ["forward_kl", "jsd", "total_variation"])
+def test_a_teacher_that_lists_a_few_words_gives_the_others_no_probability(kind: str, device: str):
+    inputs, _ = make_inputs(device)
+    values, indices = few_words(device)
+    found = linear_divergence(*inputs[:2], values, student_bias=inputs[2], teacher_indices=indices, kind=kind)
+    teacher = torch.full((M, V), -1e4, dtype=torch.float64, device=device).scatter(1, indices, values.double())
+    student = F.linear(*inputs).double()
+    log_p, log_q = student.log_softmax(-1), teacher.log_softmax(-1)
+    p, q = log_p.exp(), log_q.exp()
+    expected = {
+        "forward_kl": q * (log_q - log_p),
+        "jsd": 0.5 * q * (log_q - (0.5 * (p + q)).log()) + 0.5 * p * (log_p - (0.5 * (p + q)).log()),
+        "total_variation": 0.5 * (p - q).abs(),
+    }[kind].sum(-1)
+    gradient = make(M, seed=9).to(device)
+    torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=1e-6)
+    for value, other in zip(
+        torch.autograd.grad(found, inputs, gradient),
+        torch.autograd.grad(expected, inputs, gradient.double()),
+        strict=True,
+    ):
+        torch.testing.assert_close(value, other, rtol=1e-4, atol=1e-5)
+
+
+@each_kind_of_divergence
+def test_words_that_a_teacher_does_not_list_are_one_word_with_the_rest_of_its_probability(kind: str, device: str):
+    inputs, _ = make_inputs(device)
+    hidden, weight, _ = make_teacher(device)
+    logits, indices = F.linear(hidden, weight) / 0.7, few_words(device)[1]
+    values, logsumexp = logits.gather(1, indices) * 0.7, logits.logsumexp(-1)
+    options = {"kind": kind, "beta": 0.3, "temperature": 0.7}
+    found = linear_divergence(*inputs[:2], values, teacher_indices=indices, teacher_logsumexp=logsumexp, **options)
+    log_p = (F.linear(*inputs[:2]) / 0.7).log_softmax(-1)
+    both = [torch.cat([x.gather(1, indices), rest(x, indices)], 1) for x in (log_p, logits.log_softmax(-1))]
+    expected = eager_divergence(*both, kind, 0.3)  # whose softmax changes nothing, as they add up to 1
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    whole = linear_divergence(*inputs[:2], hidden, weight, **options)
+    assert (found <= whole + 1e-5).all()
+
+
+def rest(log_p: Tensor, indices: Tensor) -> Tensor:
+    """The logarithm of the probability of all other words."""
+    return log_p.scatter(1, indices, -torch.inf).logsumexp(1, keepdim=True)
+
+
+def test_a_teacher_may_list_fewer_words_of_some_tokens(device: str):
+    inputs, _ = make_inputs(device)
+    values, indices = few_words(device)
+    fewer = indices.clone()
+    fewer[0, 5:] = -100
+    fewer[1] = -100
+    found = linear_divergence(*inputs[:2], values, teacher_indices=fewer)
+    expected = linear_divergence(*inputs[:2], values, teacher_indices=indices)
+    first = linear_divergence(inputs[0][:1], inputs[1], values[:1, :5], teacher_indices=indices[:1, :5])
+    torch.testing.assert_close(found, torch.cat([first, torch.zeros_like(first), expected[2:]]))
+    assert not torch.autograd.grad(found[1], inputs[0])[0].any()
+
+
+@ON_CPU
+def test_a_word_that_a_student_does_not_have_is_refused(device: str):
+    inputs, _ = make_inputs(device)
+    values, indices = few_words(device)
+    indices[3, 3] = V
+    with pytest.raises(IndexError, match=f"Target {V} is out of bounds"):
+        linear_divergence(*inputs[:2], values, teacher_indices=indices)

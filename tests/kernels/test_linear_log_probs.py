@@ -1,0 +1,164 @@
+"""Log-probabilities of given words, and entropies, without logits: every option against PyTorch's functions."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from kernel_testing import (
+    IGNORED,
+    NoWholeLogits,
+    assert_as_good_as,
+    each_dtype,
+    eager_log_probs,
+    listed,
+    make,
+    same_bits,
+)
+from loss_testing import ON_CPU, H, M, V, make_inputs
+from torch import Tensor
+from torch.nn import functional as F
+
+from recompute.kernels import logit_blocks
+from recompute.kernels.linear_cross_entropy import linear_cross_entropy
+from recompute.kernels.linear_log_probs import linear_log_probs
+
+# Every two values of two options meet in one row at least.
+OPTIONS = [
+    # words, entropy, temperature, scale, softcap, bias, logits_bytes
+    (None, False, 1.0, 1.0, None, False, None),
+    (None, True, 0.7, 1.5, 5.0, True, 0),
+    (3, False, 0.7, 1.0, None, True, 0),
+    (3, True, 1.0, 1.5, 5.0, False, None),
+    (4, False, 1.0, 1.5, 5.0, True, 0),
+    (4, True, 0.7, 1.0, None, False, None),
+    (None, True, 0.7, 1.0, None, True, None),
+    (3, True, 0.7, 1.5, None, False, 0),
+    (4, True, 1.0, 1.0, 5.0, False, 0),
+    (None, False, 1.0, 1.5, 5.0, False, 0),
+    (None, False, 0.7, 1.0, 5.0, True, None),
+    (4, False, 0.7, 1.5, None, True, None),
+    (3, False, 1.0, 1.0, 5.0, True, None),
+    (None, True, 1.0, 1.5, None, True, 0),
+]
+NAMES = ("words", "entropy", "temperature", "scale", "softcap", "bias", "logits_bytes")
+
+
+def test_every_two_options_meet():
+    for a, b in itertools.combinations(range(len(NAMES)), 2):
+        values = [{row[index] for row in OPTIONS} for index in (a, b)]
+        assert {(row[a], row[b]) for row in OPTIONS} == set(itertools.product(*values)), (NAMES[a], NAMES[b])
+
+
+def words_of(words: int | None, device: str, tokens: int = M, vocabulary: int = V) -> Tensor:
+    """Targets with ignored ones among them; a token without any; and one that asks for a word twice."""
+    shape = (tokens,) if words is None else (tokens, words)
+    target = torch.randint(0, vocabulary, shape, generator=torch.Generator().manual_seed(3))
+    target.view(-1)[::5] = IGNORED
+    target[1] = IGNORED
+    if words is not None:
+        target[2] = target[2, -1]
+    return target.to(device)
+
+
+@each_dtype
+@pytest.mark.parametrize("row", OPTIONS, ids=lambda row: "-".join(map(str, row)))
+def test_errors_are_no_larger_than_eagers(row: tuple[Any, ...], dtype: torch.dtype, device: str):
+    words, entropy, temperature, scale, softcap, bias, logits_bytes = row
+    inputs, _ = make_inputs(device, dtype, tokens=40)
+    target = words_of(words, device, tokens=40)
+    options = {"entropy": entropy, "temperature": temperature, "scale": scale, "softcap": softcap}
+
+    def ours(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+        return linear_log_probs(hidden, weight, target, bias, **options, logits_bytes=logits_bytes)
+
+    def eager(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+        return eager_log_probs(F.linear(hidden, weight, bias), target, **options)
+
+    assert_as_good_as(ours, eager, inputs if bias else inputs[:2], "head")
+
+
+def test_a_log_probability_is_a_cross_entropy_with_another_sign(device: str):
+    (hidden, weight, bias), target = make_inputs(device, torch.bfloat16)
+    results, gradient = [], make(M, seed=9).to(device)
+    for log_probs in (
+        linear_log_probs(hidden, weight, target, bias, logits_bytes=0),
+        -linear_cross_entropy(hidden, weight, target, bias, reduction="none", logits_bytes=0),
+        linear_log_probs(hidden, weight, target[:, None], bias, logits_bytes=0)[:, 0],
+    ):
+        results.append([log_probs, *torch.autograd.grad(log_probs, (hidden, weight, bias), gradient)])
+    assert same_bits(results[0], results[1])
+    assert same_bits(results[0], results[2])
+    assert not results[0][0][target == IGNORED].signbit().any()
+
+
+def test_entropies_of_certain_and_of_uniform_tokens(device: str):
+    hidden = torch.eye(2, device=device).requires_grad_()
+    weight = torch.zeros(V, 2, device=device)
+    weight[3, 1] = 1e3
+    _, entropy = linear_log_probs(hidden, weight, torch.tensor([7, 3], device=device), entropy=True, logits_bytes=0)
+    torch.testing.assert_close(entropy.detach().cpu(), torch.tensor([float(V), 1.0]).log())
+    (gradient,) = torch.autograd.grad(entropy.sum(), hidden)
+    assert gradient.abs().max() < 1e-4
+
+
+def test_words_that_a_model_cannot_say_count_nothing(device: str):
+    (hidden, weight, bias), target = make_inputs(device)
+    with torch.no_grad():
+        bias[100:400] = -torch.inf  # a whole block of columns among them
+        target[target >= 100] = 5
+    kept = torch.cat([torch.arange(100), torch.arange(400, V)]).to(device)
+    for words in (target, target[:, None].repeat(1, 2)):
+        found = linear_log_probs(hidden, weight, words, bias, entropy=True, logits_bytes=0)
+        expected = linear_log_probs(hidden, weight[kept], words, bias[kept], entropy=True)
+        gradients = [
+            torch.autograd.grad(each, hidden, [make(*x.shape).to(x) for x in each]) for each in (found, expected)
+        ]
+        for value, other in zip([*found, *gradients[0]], [*expected, *gradients[1]], strict=True):
+            torch.testing.assert_close(value, other, rtol=1e-4, atol=1e-5)
+
+
+@ON_CPU
+def test_a_word_that_is_no_class_is_refused(device: str):
+    inputs, _ = make_inputs(device)
+    target = words_of(3, device)
+    target[4, 1] = V
+    with pytest.raises(IndexError, match=f"Target {V} is out of bounds"):
+        linear_log_probs(*inputs[:2], target)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (2, 3), (2, 0)])
+def test_leading_dimensions_are_those_of_the_hidden_states(shape: tuple[int, ...], device: str):
+    tokens = torch.Size(shape).numel()
+    inputs, _ = make_inputs(device, tokens=tokens)
+    target = torch.arange(3 * tokens, device=device).view(tokens, 3)
+    flat = linear_log_probs(*inputs[:2], target, entropy=True)
+    found = linear_log_probs(inputs[0].view(*shape, H), inputs[1], target.view(*shape, 3), entropy=True)
+    assert [each.shape for each in found] == [(*shape, 3), shape]
+    assert same_bits([each.flatten() for each in found], [each.flatten() for each in flat])
+
+
+def test_however_much_is_held_the_gradients_are_the_same(device: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(logit_blocks, "WIDTH", 256)  # which decides the order of sums
+    (hidden, weight, bias), _ = make_inputs(device, tokens=4)
+    target, results = words_of(3, device, tokens=4), []
+    for hold, blocks in ((True, 1), (True, 2), (False, 1)):
+        options = {"hold_logits": hold, "logits_bytes": blocks * 256 * 4 * 4}
+        outputs = linear_log_probs(hidden, weight, target, bias, entropy=True, **options)
+        gradients = [make(*each.shape, seed=5).to(each) for each in outputs]
+        results.append([*outputs, *torch.autograd.grad(outputs, (hidden, weight, bias), gradients)])
+    assert all(same_bits(results[0], other) for other in results[1:])
+
+
+@pytest.mark.parametrize("device", ["reference", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+def test_no_tensor_is_larger_than_the_memory_for_logits(device: str):
+    tokens, hidden = 64, 8
+    inputs, _ = make_inputs(device, tokens=tokens, hidden=hidden, vocabulary=2000)
+    allowed = 2 * 256 * tokens * 4
+    assert allowed > 2000 * hidden * 4  # so large is the weight's gradient, too
+    with NoWholeLogits() as seen:
+        outputs = listed(linear_log_probs(*inputs[:2], words_of(3, device, tokens), entropy=True, logits_bytes=allowed))
+        torch.autograd.backward(outputs, [torch.ones_like(each) for each in outputs])
+    assert 256 * tokens * 4 <= seen.largest_nbytes <= allowed
