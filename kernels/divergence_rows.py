@@ -14,18 +14,10 @@ import torch
 from torch import Tensor
 
 from recompute.kernels import launch
-from recompute.kernels.cross_entropy_rows import (
-    Statistics,
-    finite_gap,
-    gap,
-    launch_settings,
-    score,
-    scored,
-    unscore,
-    unscored,
-)
+from recompute.kernels.cross_entropy_rows import Statistics, launch_settings
 from recompute.kernels.launch import jit, tl
-from recompute.kernels.loss_settings import LossSettings, Scores
+from recompute.kernels.loss_settings import LossSettings
+from recompute.kernels.scores import Scores, finite_gap, gap, score, scored, unscore, unscored
 
 KINDS = ("forward_kl", "reverse_kl", "jsd", "total_variation")
 FORWARD_KL, REVERSE_KL, JSD, TOTAL_VARIATION = range(4)
