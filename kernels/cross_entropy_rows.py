@@ -183,6 +183,7 @@ def _gradient_kernel(
             a = tl.sum(scale, axis=0) / z
             here = in_range & (y >= first) & (y < first + width)
             of_targets = tl.load(logits + y - first, mask=here, other=0.0).to(tl.float32)
+            tl.debug_barrier()  # no warp may write over them before all have read them
         if dentropy is not None:
             spread = tl.load(dentropy + row) / z
             mean = tl.load(normalizers + 2)
