@@ -14,45 +14,8 @@ from torch import Tensor
 
 from recompute.kernels import launch
 from recompute.kernels.launch import jit, tl
-from recompute.kernels.loss_settings import CAPPED, PLAIN, LossSettings, Scores, Targets, wide_dtype
-
-
-@jit
-def _tanh(x):
-    """tanh as (1 - e) / (1 + e) for e = exp(-2|x|), with the sign of x; near 0, where that cancels, its series."""
-    magnitude = tl.abs(x)
-    e = tl.exp(-2.0 * magnitude)
-    far = (1.0 - e) / (1.0 + e)
-    square = x * x
-    near = x * (1.0 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
-    return tl.where(magnitude < 0.25, near, tl.where(x < 0.0, -far, far))
-
-
-@jit
-def score(x, outer, inner, FORM: tl.constexpr):
-    """What ``Scores`` says of logits x, and the tanh in it."""
-    tanh = x
-    if FORM == 2:
-        tanh = _tanh(x / inner)
-    if FORM != 0:
-        x = outer * tanh
-    return x, tanh
-
-
-@jit
-def unscore(d, tanh, slope, FORM: tl.constexpr):
-    """The gradient of logits, of that of their scores."""
-    if FORM == 2:
-        d *= (1.0 - tanh * tanh) * slope
-    if FORM == 1:
-        d *= slope
-    return d
-
-
-@jit
-def gap(a, b):
-    """a - b, but finite: its product with exp(a - b) is 0 where that is."""
-    return tl.minimum(tl.maximum(a - b, -1e4), 1e4)
+from recompute.kernels.loss_settings import LossSettings, Targets, wide_dtype
+from recompute.kernels.scores import finite_gap, gap, score, scored, unscore, unscored
 
 
 @jit
@@ -220,6 +183,7 @@ def _gradient_kernel(
             a = tl.sum(scale, axis=0) / z
             here = in_range & (y >= first) & (y < first + width)
             of_targets = tl.load(logits + y - first, mask=here, other=0.0).to(tl.float32)
+            tl.debug_barrier()  # no warp may write over them before all have read them
         if dentropy is not None:
             spread = tl.load(dentropy + row) / z
             mean = tl.load(normalizers + 2)
@@ -394,26 +358,6 @@ def differentiate(
         *(settings.label_smoothing, settings.z_loss, *scores[:3], targets.per_row, scores.form, _lanes(targets)),
         **launch_settings(width),
     )
-
-
-def scored(logits: Tensor, scores: Scores) -> Tensor:
-    """What a softmax is taken of, in the dtype that the references compute in."""
-    logits = launch.widen(logits)
-    if scores.form == CAPPED:
-        return scores.outer * torch.tanh(logits / scores.inner)
-    return logits if scores.form == PLAIN else scores.outer * logits
-
-
-def unscored(ds: Tensor, logits: Tensor, scores: Scores) -> Tensor:
-    """The gradient of logits, from that of what ``scored`` makes of them."""
-    if scores.form == CAPPED:
-        return ds * (1.0 - torch.tanh(launch.widen(logits) / scores.inner).square()) * scores.slope
-    return ds if scores.form == PLAIN else ds * scores.slope
-
-
-def finite_gap(a: Tensor, b: Tensor) -> Tensor:
-    """``a - b``, but finite: its product with ``exp(a - b)`` is 0 where that is."""
-    return (a - b).clamp(-1e4, 1e4)
 
 
 def _observe_reference(statistics: Statistics, block: int, first: int, logits: Tensor, targets: Targets) -> None:

@@ -14,18 +14,10 @@ import torch
 from torch import Tensor
 
 from recompute.kernels import launch
-from recompute.kernels.cross_entropy_rows import (
-    Statistics,
-    finite_gap,
-    gap,
-    launch_settings,
-    score,
-    scored,
-    unscore,
-    unscored,
-)
+from recompute.kernels.cross_entropy_rows import Statistics, launch_settings
 from recompute.kernels.launch import jit, tl
-from recompute.kernels.loss_settings import LossSettings, Scores
+from recompute.kernels.loss_settings import LossSettings
+from recompute.kernels.scores import Scores, finite_gap, gap, score, scored, unscore, unscored
 
 KINDS = ("forward_kl", "reverse_kl", "jsd", "total_variation")
 FORWARD_KL, REVERSE_KL, JSD, TOTAL_VARIATION = range(4)
@@ -74,8 +66,15 @@ def _over_mixture(log_p, log_q, beta):
     """log(p / m) and log(q / m), of the mixture m = (1 - beta) · p + beta · q: see ``_over_mixture_reference``."""
     r = log_q - log_p
     e = tl.exp(-tl.abs(r))
-    log = tl.where(r > 0.0, tl.log(beta + (1.0 - beta) * e), tl.log(1.0 - beta + beta * e))
+    log = tl.log(tl.where(r > 0.0, beta + (1.0 - beta) * e, 1.0 - beta + beta * e))
     return tl.minimum(-r, 0.0) - log, tl.minimum(r, 0.0) - log
+
+
+@jit
+def _normalizer(maxima, sums, row):
+    """A row's maximum, and the inverse and the logarithm of its sum: see ``Normalizers``."""
+    z = tl.maximum(tl.load(sums + row), 1.0)
+    return tl.load(maxima + row), 1.0 / z, tl.log(z)
 
 
 @jit
@@ -88,8 +87,8 @@ def _sums_kernel(
     row = tl.program_id(0).to(tl.int64)
     student += row * student_stride
     teacher += row * teacher_stride
-    m_p, z_p = tl.load(student_maxima + row), tl.maximum(tl.load(student_sums + row), 1.0)
-    m_q, z_q = tl.load(teacher_maxima + row), tl.maximum(tl.load(teacher_sums + row), 1.0)
+    m_p, inverse_p, log_z_p = _normalizer(student_maxima, student_sums, row)
+    m_q, inverse_q, log_z_q = _normalizer(teacher_maxima, teacher_sums, row)
     lanes = tl.arange(0, BLOCK)
     value = tl.zeros((BLOCK,), tl.float32)
     mean = tl.zeros((BLOCK,), tl.float32)
@@ -100,8 +99,8 @@ def _sums_kernel(
         s = score(x, student_outer, student_inner, STUDENT)[0]
         y = tl.load(teacher + columns, mask=mask, other=0.0).to(tl.float32)
         t = score(y, teacher_outer, teacher_inner, TEACHER)[0]
-        p, log_p = tl.exp(s - m_p) / z_p, gap(s, m_p) - tl.log(z_p)
-        q, log_q = tl.exp(t - m_q) / z_q, gap(t, m_q) - tl.log(z_q)
+        p, log_p = tl.exp(s - m_p) * inverse_p, gap(s, m_p) - log_z_p
+        q, log_q = tl.exp(t - m_q) * inverse_q, gap(t, m_q) - log_z_q
         if KIND == 0:
             term = q * (log_q - log_p)
         if KIND == 1:
@@ -131,8 +130,8 @@ def _divergence_gradient_kernel(
     row = tl.program_id(0).to(tl.int64)
     student += row * student_stride
     teacher += row * teacher_stride
-    m_p, z_p = tl.load(student_maxima + row), tl.maximum(tl.load(student_sums + row), 1.0)
-    m_q, z_q = tl.load(teacher_maxima + row), tl.maximum(tl.load(teacher_sums + row), 1.0)
+    m_p, inverse_p, log_z_p = _normalizer(student_maxima, student_sums, row)
+    m_q, inverse_q, log_z_q = _normalizer(teacher_maxima, teacher_sums, row)
     mean, scale = tl.load(means + row), tl.load(ddivergence + row)
     lanes = tl.arange(0, BLOCK)
     for start in tl.range(0, width, BLOCK, num_stages=STAGES):
@@ -142,8 +141,8 @@ def _divergence_gradient_kernel(
         s, tanh = score(x, student_outer, student_inner, STUDENT)
         y = tl.load(teacher + columns, mask=mask, other=0.0).to(tl.float32)
         t = score(y, teacher_outer, teacher_inner, TEACHER)[0]
-        p, log_p = tl.exp(s - m_p) / z_p, gap(s, m_p) - tl.log(z_p)
-        q, log_q = tl.exp(t - m_q) / z_q, gap(t, m_q) - tl.log(z_q)
+        p, log_p = tl.exp(s - m_p) * inverse_p, gap(s, m_p) - log_z_p
+        q, log_q = tl.exp(t - m_q) * inverse_q, gap(t, m_q) - log_z_q
         if KIND == 0:
             d = p - q
         if KIND == 1:

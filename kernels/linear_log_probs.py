@@ -23,7 +23,8 @@ from recompute.errors import KernelError
 from recompute.kernels import launch
 from recompute.kernels.linear_cross_entropy import head_losses
 from recompute.kernels.linears import check_head
-from recompute.kernels.loss_settings import LossSettings, check_scores, check_target
+from recompute.kernels.loss_settings import LossSettings, check_target
+from recompute.kernels.scores import check_scores
 
 
 def linear_log_probs(

@@ -9,29 +9,9 @@ from torch import Tensor
 
 from recompute.errors import KernelError
 from recompute.kernels import launch
+from recompute.kernels.scores import Scores, check_scores
 
 REDUCTIONS = ("mean", "sum", "none")
-
-
-class Scores(NamedTuple):
-    """What a softmax is taken of: ``outer · tanh(logits / inner)``, ``outer · logits``, or the logits themselves."""
-
-    outer: float
-    inner: float
-    slope: float
-    """How much steeper it is at 0 than the logits."""
-    form: int
-    """``CAPPED``, ``SCALED`` or ``PLAIN``."""
-
-    @classmethod
-    def of(cls, scale: float, softcap: float, temperature: float) -> Scores:
-        """``softcap · tanh(scale · logits / softcap) / temperature``; a softcap of 0 is none."""
-        if softcap > 0:
-            return cls(softcap / temperature, softcap / scale, scale / temperature, CAPPED)
-        return cls(scale / temperature, 1.0, scale / temperature, PLAIN if scale == temperature else SCALED)
-
-
-PLAIN, SCALED, CAPPED = range(3)
 
 
 class LossSettings(NamedTuple):
@@ -88,15 +68,6 @@ def checked_settings(
         raise KernelError(f"{op}: unknown reduction {reduction!r}; expected one of {', '.join(REDUCTIONS)}.")
     numbers = int(ignore_index), float(label_smoothing), float(z_loss), float(softcap or 0.0)
     return LossSettings(*numbers, reduction, with_max, with_argmax)
-
-
-def check_scores(op: str, **numbers: float | None) -> None:
-    """Refuse a scale, a temperature or a softcap that is not above 0. Only a softcap may be None."""
-    for name, number in numbers.items():
-        is_none = number is None and name.endswith("softcap")
-        if not is_none and (number is None or not 0.0 < number < float("inf")):
-            expected = "None or a number above 0" if name.endswith("softcap") else "a number above 0"
-            raise KernelError(f"{op}: {name} is {number}; expected {expected}.")
 
 
 def check_target(

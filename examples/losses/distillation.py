@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 
 import torch
-from toy import IGNORED, make_model, texts_and_labels, train
 from torch import Tensor
+from toy import IGNORED, make_model, texts_and_labels, train
 from transformers import PreTrainedModel
 
 from recompute.kernels.linear_divergence import linear_divergence

@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 
 import torch
-from toy import log_probs, make_model, texts_and_labels, train
 from torch import Tensor
 from torch.nn import functional as F
+from toy import log_probs, make_model, texts_and_labels, train
 from transformers import PreTrainedModel
 
 

@@ -6,8 +6,8 @@ python examples/losses/grpo.py
 from __future__ import annotations
 
 import torch
-from toy import IGNORED, make_model, texts_and_labels, train
 from torch import Tensor
+from toy import IGNORED, make_model, texts_and_labels, train
 from transformers import PreTrainedModel
 
 from recompute.kernels.linear_log_probs import linear_log_probs

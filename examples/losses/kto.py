@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 
 import torch
-from toy import log_probs, make_model, texts_and_labels, train
 from torch import Tensor
+from toy import log_probs, make_model, texts_and_labels, train
 from transformers import PreTrainedModel
 
 

@@ -67,7 +67,7 @@ def test_a_student_that_equals_its_teacher_has_no_divergence_and_no_gradient(kin
     assert all(gradient.abs().max() < 1e-6 for gradient in torch.autograd.grad(found.sum(), inputs))
 
 
-@ON_CPU
+@pytest.mark.parametrize("device", ["reference"], indirect=True)  # which kind it is, is told before kernels run
 def test_the_ends_of_beta_are_the_divergences_of_kullback_and_leibler(device: str):
     inputs, _ = make_inputs(device)
     teacher = make_teacher(device)[:2]

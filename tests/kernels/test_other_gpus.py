@@ -22,7 +22,7 @@ COMPILE = """
 import sys, torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from recompute.kernels import activation, blockwise_8bit, norm_kernels, norm_tiles
+from recompute.kernels import activation, blockwise_8bit, cross_entropy_rows, divergence_rows, norm_kernels, norm_tiles
 
 capability, shared = int(sys.argv[1]), int(sys.argv[2])
 norm_tiles._shared_memory = lambda device: shared
@@ -78,6 +78,18 @@ for name in activation.ACTIVATIONS:
     backward(X, None, None, [I] * 5, {"ACTIVATION": name, **ROWS})
     backward(X, None, X, [I] * 5, {"ACTIVATION": name, **ROWS})
     backward(CODES, F, None, [I] * 5, {"ACTIVATION": name, "PACKED": False, **BLOCKS, **activation.SETTINGS})
+L, S, rows = "*i64", "fp32", cross_entropy_rows
+for form, words, entropy, extra in ((0, 1, None, None), (2, 1, F, F), (1, 64, F, None), (2, 0, None, None)):
+    constants, count = {"FORM": form, "TARGETS": words, **rows.WIDE_SETTINGS}, I if words > 1 else words
+    fits(rows._statistics_kernel, [X, L, extra, F, F, extra, entropy, None, F, *[I] * 4, S, S, count], dict(constants))
+    if words:
+        fits(rows._gradient_kernel, [X, X, L, extra, extra, F, F, entropy, *[I] * 5, *[S] * 5, count], constants)
+        fits(rows._loss_kernel, [L, extra, extra, F, F, extra, entropy, None, F, F, F, F, None, None, entropy, L,
+                                 *[I] * 5, S, S, count], dict(rows.LOSS_SETTINGS))
+for kind in range(4):
+    constants = {"KIND": kind, "STUDENT": 2, "TEACHER": 1, **rows.WIDE_SETTINGS}
+    fits(divergence_rows._sums_kernel, [X, X, *[F] * 5, F if kind > 1 else None, I, I, I, *[S] * 5], dict(constants))
+    fits(divergence_rows._divergence_gradient_kernel, [X, X, *[F] * 6, I, I, I, *[S] * 6], constants)
 """
 
 
@@ -106,4 +118,4 @@ def test_settings_fit_the_gpu_on_which_they_were_measured_and_others(name: str):
     command = [sys.executable, "-c", COMPILE, *map(str, GPUS[name])]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.count("_kernel") == 60
+    assert result.stdout.count("_kernel") == 78

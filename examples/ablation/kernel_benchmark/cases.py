@@ -155,6 +155,12 @@ def draw_logits(generator: Generator, tokens: int, hidden: int, vocabulary: int)
     return *leaves(normal(generator, tokens, hidden)), *draw_weights(generator, (vocabulary, hidden)), target
 
 
+def draw_teacher_too(generator: Generator, tokens: int, hidden: int, vocabulary: int) -> Tensors:
+    student, weight, _ = draw_logits(generator, tokens, hidden, vocabulary)
+    teacher, teacher_weight, _ = draw_logits(generator, tokens, hidden, vocabulary)
+    return student, weight, teacher.detach(), teacher_weight.detach()
+
+
 @dataclass(frozen=True)
 class Measure:
     """What is timed of an op: by its size, the elements that it has to move, or the flops of its matrix products."""
@@ -324,4 +330,24 @@ BENCHMARKS = {
         small=(64, 128, 512),
         compiled=((8192, 4096, 128256), (16384, 2048, 128256), (8192, 1024, 151936)),
     ),
+    **{
+        name: Benchmark(
+            draw,
+            (
+                Measure(
+                    "forward + backward",
+                    ("values", "dhidden", "dweight"),
+                    each(step, name),
+                    flops=times(flops),
+                ),
+            ),
+            sizes=((8192, 4096, 151936),),
+            small=(64, 128, 512),
+            compiled=((8192, 4096, 151936),),
+        )
+        for name, draw, flops in (
+            ("linear_log_probs", draw_logits, 6),
+            ("linear_divergence", draw_teacher_too, 8),
+        )
+    },
 }

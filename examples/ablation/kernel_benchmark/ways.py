@@ -24,7 +24,11 @@ OURS, OURS_GIB, OURS_ALL = "recompute", "recompute, 1 GiB of logits", "recompute
 OURS_8_BITS, OURS_UP_8_BITS = "recompute, gate and up in 8 bits", "recompute, up in 8 bits"
 EAGER, FUSED, COMPILED, COPY = "eager", "aten fused", "torch.compile", "copy"
 LIGER, LIGER_FLOAT32, QUACK, CCE = "Liger", "Liger, float32 sums", "quack", "cut-cross-entropy"
-BARS = (OURS, OURS_8_BITS, OURS_UP_8_BITS, OURS_GIB, OURS_ALL, EAGER, FUSED, COMPILED, LIGER, LIGER_FLOAT32, QUACK, CCE)
+TRL, TORCH = "TRL", "torch, in chunks"
+BARS = (
+    *(OURS, OURS_8_BITS, OURS_UP_8_BITS, OURS_GIB, OURS_ALL, EAGER, FUSED, COMPILED),
+    *(LIGER, LIGER_FLOAT32, QUACK, CCE, TRL, TORCH),
+)
 
 
 def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -82,6 +86,17 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor) -> Tens
     return F.cross_entropy(F.linear(hidden, weight).float(), target)
 
 
+def linear_log_probs(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return F.linear(hidden, weight).float().log_softmax(-1).gather(-1, target[:, None])[:, 0]
+
+
+def linear_jsd(student: Tensor, student_weight: Tensor, teacher: Tensor, teacher_weight: Tensor) -> Tensor:
+    log_p = F.linear(student, student_weight).float().log_softmax(-1)
+    log_q = F.linear(teacher, teacher_weight).float().log_softmax(-1)
+    log_m = torch.logaddexp(log_p, log_q) - math.log(2)
+    return (log_q.exp() * (log_q - log_m) + log_p.exp() * (log_p - log_m)).sum(-1) / 2
+
+
 def op(module: str, name: str, *last: Any, **options: Any) -> Load:
     """The op of that name, to which these arguments are given after its inputs."""
 
@@ -114,6 +129,22 @@ def quack_add_rms_norm() -> Function:
     return lambda x, residual, weight: norm(x, weight, residual=residual, eps=EPS, prenorm=True)
 
 
+def trl_log_probs() -> Function:
+    compute = import_module("trl.kernels.chunked_logprob").ChunkedLogProbFunction.apply
+    return lambda hidden, weight, target: compute(hidden, weight, None, target, 1.0, TRL_WIDTH, None, 1.0, ())[0]
+
+
+def trl_jsd() -> Function:
+    compute = import_module("trl.kernels.chunked_divergence").ChunkedDivergenceFunction.apply
+    return lambda student, weight, teacher, head: compute(student, weight, None, teacher, head, None, 0.5)[0]
+
+
+def torch_linear_cross_entropy() -> Function:
+    """Of torch 2.14."""
+    options = import_module("torch.nn.modules.linear_cross_entropy_options").LinearCrossEntropyOptions()
+    return partial(F.linear_cross_entropy, options=options)
+
+
 def our_mlp(**options: Any) -> Load:
     def load() -> Function:
         function = import_module("recompute.kernels.mlp").mlp
@@ -133,6 +164,9 @@ LIGER_SWIGLU = op("liger_kernel.ops", "LigerSiLUMulFunction.apply")
 LIGER_CROSS_ENTROPY = partial(op, "liger_kernel.ops", "LigerFusedLinearCrossEntropyFunction.apply")
 # bias, ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss, accum_dtype
 FLOAT32_SUMS = (None, None, -100, 0.0, 0.0, "mean", None, False, torch.float32)
+TRL_WIDTH = 32768  # the columns of a block, as TRL sets it
+OUR_LOG_PROBS = partial(op, "recompute.kernels.linear_log_probs", "linear_log_probs")
+OUR_JSD = partial(op, "recompute.kernels.linear_divergence", "linear_divergence", kind="jsd")
 OUR_CROSS_ENTROPY = partial(op, "recompute.kernels.linear_cross_entropy", "linear_cross_entropy")
 
 WAYS: dict[str, dict[str, Load]] = {
@@ -204,5 +238,22 @@ WAYS: dict[str, dict[str, Load]] = {
         LIGER: first_of(LIGER_CROSS_ENTROPY()),
         LIGER_FLOAT32: first_of(LIGER_CROSS_ENTROPY(*FLOAT32_SUMS)),
         CCE: op("cut_cross_entropy", "linear_cross_entropy"),
+        TORCH: torch_linear_cross_entropy,
+    },
+    "linear_log_probs": {
+        OURS: OUR_LOG_PROBS(),
+        OURS_GIB: OUR_LOG_PROBS(logits_bytes=1 << 30),
+        OURS_ALL: OUR_LOG_PROBS(logits_bytes=math.inf),
+        EAGER: formula(linear_log_probs),
+        COMPILED: compiled(linear_log_probs),
+        TRL: trl_log_probs,
+    },
+    "linear_divergence": {
+        OURS: OUR_JSD(),
+        OURS_GIB: OUR_JSD(logits_bytes=1 << 30),
+        OURS_ALL: OUR_JSD(logits_bytes=math.inf),
+        EAGER: formula(linear_jsd),
+        COMPILED: compiled(linear_jsd),
+        TRL: trl_jsd,
     },
 }
