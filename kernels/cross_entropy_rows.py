@@ -284,8 +284,7 @@ def observe(statistics: Statistics, block: int, first: int, logits: Tensor, targ
         tokens,
         *(logits, targets.labels, targets.class_weights, *statistics),
         *(width, logits.stride(0), first, block * statistics.maxima.stride(0), *scores[:2], targets.per_row),
-        *(scores.form, _lanes(targets)),
-        **launch_settings(width),
+        **{"FORM": scores.form, "TARGETS": _lanes(targets), **launch_settings(width)},
     )
 
 
@@ -355,8 +354,8 @@ def differentiate(
         tokens,
         *(logits, dlogits, targets.labels, targets.class_weights, targets.weight_sum(), normalizers, dloss, dentropy),
         *(width, logits.stride(0), first, targets.vocabulary, settings.ignore_index),
-        *(settings.label_smoothing, settings.z_loss, *scores[:3], targets.per_row, scores.form, _lanes(targets)),
-        **launch_settings(width),
+        *(settings.label_smoothing, settings.z_loss, *scores[:3], targets.per_row),
+        **{"FORM": scores.form, "TARGETS": _lanes(targets), **launch_settings(width)},
     )
 
 

@@ -181,8 +181,7 @@ def add_up(
         len(student),
         *(student, teacher, *normalizers, values, means),
         *(student.shape[1], student.stride(0), teacher.stride(0), *ours[:2], *theirs[:2], settings.beta),
-        *(settings.kind, ours.form, theirs.form),
-        **launch_settings(student.shape[1]),
+        **{"KIND": settings.kind, "STUDENT": ours.form, "TEACHER": theirs.form, **launch_settings(student.shape[1])},
     )
 
 
@@ -206,8 +205,7 @@ def differentiate(
         len(student),
         *(student, teacher, *normalizers, means, ddivergence),
         *(student.shape[1], student.stride(0), teacher.stride(0), *ours[:3], *theirs[:2], settings.beta),
-        *(settings.kind, ours.form, theirs.form),
-        **launch_settings(student.shape[1]),
+        **{"KIND": settings.kind, "STUDENT": ours.form, "TEACHER": theirs.form, **launch_settings(student.shape[1])},
     )
 
 

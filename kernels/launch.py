@@ -56,7 +56,8 @@ def is_on_cuda(tensor: Tensor) -> bool:
 def run(kernel: Any, programs: int, *arguments: Any, **settings: Any) -> None:
     """Launch ``programs`` programs of a kernel on the device of its first argument, a tensor.
 
-    ``arguments`` come first in the kernel's signature; ``settings`` are its constants and Triton's options.
+    ``arguments`` come first in the kernel's signature; ``settings`` are its constants and Triton's options. A constant
+    among the arguments would count by ``_specialized`` alone, and a kernel that was compiled for another be launched.
     """
     if not programs or local.simulates_cuda:
         return

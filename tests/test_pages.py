@@ -127,7 +127,9 @@ def test_the_readme_fits_a_few_screens() -> None:
 def test_what_is_to_be_read_at_a_sitting_is_short() -> None:
     study = ROOT / "examples" / "ablation" / "study" / "README.md"
     assert len(study.read_text(encoding="utf-8").splitlines()) <= 250
-    words = (ROOT / "recompute" / "README.md").read_text(encoding="utf-8").partition("## Words")[2].partition("\n## ")[0]
+    words = (
+        (ROOT / "recompute" / "README.md").read_text(encoding="utf-8").partition("## Words")[2].partition("\n## ")[0]
+    )
     assert len(re.findall(r"^\| ", words, re.MULTILINE)) <= 1 + 15
 
 

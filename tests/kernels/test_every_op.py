@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import inspect
 import itertools
 import subprocess
 import sys
@@ -34,6 +35,7 @@ from cases import (
     inputs_of,
 )
 from kernel_testing import (
+    CAN_INTERPRET,
     FLOAT32_ROUNDING,
     LAYOUTS,
     NoGradient,
@@ -52,7 +54,7 @@ from tiers import slow
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from recompute.kernels import launch
+from recompute.kernels import launch, launch_plan
 
 
 @each_dtype
@@ -304,6 +306,20 @@ def test_ops_pass_opcheck(case: Case, device: str):
     for op, arguments, _ in seen.calls:
         arguments = [a.detach() if isinstance(a, Tensor) else a for a in arguments]
         torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.skipif(not CAN_INTERPRET, reason="only the interpreter's kernels are Python functions")
+@pytest.mark.parametrize("device", ["interpreter"], indirect=True)
+@each_case()
+def test_constants_of_kernels_are_given_by_name(case: Case, device: str):
+    """By place, the kernel that was compiled for another constant would be launched again: see ``launch.run``."""
+    with launch_plan.noted_launches() as launches:
+        run(case.op, inputs_of(case, device, rows=3, columns=40))
+    assert launches
+    for launched in launches:
+        parameters = list(inspect.signature(launched.kernel.fn).parameters.values())
+        of_arguments = parameters[: len(launched.arguments)]
+        assert not [each.name for each in of_arguments if "constexpr" in str(each.annotation)]
 
 
 @each_device_of_compiled_code
