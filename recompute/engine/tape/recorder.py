@@ -34,11 +34,11 @@ from recompute.engine.saved_tensors import (
     PackedDTensor,
     PackedTensor,
     RegionStatistics,
-    explain_transforms,
     is_inside_checkpoint,
     top_hooks,
     unpack_saved,
 )
+from recompute.engine.scopes import let_transforms_in
 from recompute.engine.tape.autocast import in_force, left_out, run_as_called
 from recompute.engine.tape.exposed_memory import bytes_of, expose, expose_arrays, watch
 from recompute.engine.tape.frame import TapeFrame
@@ -68,6 +68,7 @@ class TapeRegion:
         if what it calls is to do otherwise than in plain PyTorch.
         """
         watch()
+        let_transforms_in()
         self.statistics = statistics
         self.op_policy = op_policy
         self.plan_cache = PlanCache() if plan_cache is None else plan_cache
@@ -180,7 +181,6 @@ class Tape(TorchDispatchMode):
         _pop_hooks()
         if kind is not None:
             self.abandon()
-            explain_transforms(error, self.statistics)
 
     def abandon(self) -> None:
         """The region has raised an error."""
