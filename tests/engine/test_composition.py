@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -121,6 +122,25 @@ def test_hooks_of_others_are_not_taken_off_for_functional_gradients() -> None:
         pytest.raises(RuntimeError, match="saved tensor hooks"),
     ):
         model(x)
+
+
+def test_torch_compile_takes_no_code_of_a_tape_for_what_it_calls_itself() -> None:
+    """What breaks a graph inside of a region runs with torch's frontend switched on, and shows its ops to the tape."""
+    graphs: list[Any] = []
+
+    def counting(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    def broken(x: Tensor) -> Tensor:
+        y = x.sin()
+        torch._dynamo.graph_break()
+        return y.exp()
+
+    compiled = torch.compile(broken, backend=counting)
+    model, x = holding(lambda self, x: self.norm(compiled(self.norm(x))).cos(), norm=RMSNorm()), tokens()
+    assert_as_plain(model, policy(("inside", "recompute")), x)
+    assert all(len([node for node in graph.graph.nodes if node.op == "call_method"]) == 1 for graph in graphs)
 
 
 def test_torch_compile_takes_functional_gradients_when_policies_have_been_applied() -> None:
