@@ -148,10 +148,6 @@ def _skip_in_compiled_code() -> None:
     skip_code(Tape.__torch_dispatch__.__code__)
 
 
-def _seeing_disabled(tape: Tape) -> Callable[..., Any]:
-    return torch._dynamo.disable(tape.see)
-
-
 class Tape(TorchDispatchMode):
     """Shows a frame each op that runs in a region, and each tensor that autograd saves there."""
 
@@ -211,7 +207,7 @@ class Tape(TorchDispatchMode):
         return self.frame.finish(self.frame.plain_parts(tree_leaves(result)))
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        see = self.see if _compiling_callback() is None else _seeing_disabled(self)
+        see = self.see if _compiling_callback() is None else torch._dynamo.disable(self.see)
         return see(op, types, args, kwargs or {})
 
     def see(self, op: Any, types: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
