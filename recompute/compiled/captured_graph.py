@@ -217,7 +217,7 @@ class CapturedGraph:
     def __init__(self, cached: CachedGraphs, module: torch.fx.GraphModule, failure: str):
         """failure: why no program can be made of it; "" if one can."""
         self._cached = cached
-        self._forward = _undoing_transforms(module.forward)
+        self._forward = _leaving_vmaps(module.forward)
         self._code = module.code
         self._objects = objects_of(module.graph)
         """The positions of the inputs that are no tensors, and go to custom Functions as they are."""
@@ -408,7 +408,7 @@ def _kind(value: Any) -> Hashable:
     return layout, value.device, value.requires_grad, isinstance(value, nn.Parameter)
 
 
-_DIFFERENTIATES = frozenset(("_grad_increment_nesting", "_jvp_increment_nesting"))
+_OTHER_TRANSFORMS = frozenset(("_grad_increment_nesting", "_jvp_increment_nesting", "_func_increment_nesting"))
 _REFUSED_METHODS = frozenset(
     ("register_hook", "register_post_accumulate_grad_hook", "retain_grad", "requires_grad_", "backward")
 )
@@ -419,22 +419,24 @@ def _unfit_node(module: torch.fx.GraphModule) -> str | None:
     for node in module.graph.nodes:
         if node.op == "call_method" and node.target in _REFUSED_METHODS:
             return f"it calls Tensor.{node.target}"
-        if getattr(node.target, "__name__", "") in _DIFFERENTIATES:
-            return "it calls a transform of torch.func that differentiates"
+        if getattr(node.target, "__name__", "") in _OTHER_TRANSFORMS:
+            return "it calls a transform of torch.func other than vmap"
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             return f"it has a higher-order operator, {node.target}"
     return None
 
 
-def _undoing_transforms(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _leaving_vmaps(forward: Callable[..., Any]) -> Callable[..., Any]:
     """A graph's ``forward``, which leaves no ``vmap`` open if it raises: a graph has no ``finally``."""
 
     def run(*inputs: Any) -> Any:
-        depth = torch._C._functorch.get_dynamic_layer_stack_depth()
+        transforms = torch._C._functorch
+        depth = transforms.get_dynamic_layer_stack_depth()
         try:
             return forward(*inputs)
         finally:
-            torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+            while transforms.get_dynamic_layer_stack_depth() > depth:
+                transforms._vmap_decrement_nesting()
 
     return run
 
