@@ -143,9 +143,7 @@ class _NestedRegion:
 @functools.cache
 def _skip_in_compiled_code() -> None:
     """Have ``torch.compile`` not take a tape's code for the user's, where it runs what it has not compiled."""
-    from torch._dynamo.eval_frame import skip_code  # it takes a second to load
-
-    skip_code(Tape.__torch_dispatch__.__code__)
+    torch._dynamo.eval_frame.skip_code(Tape.__torch_dispatch__.__code__)  # torch loads it when it is asked for
 
 
 class Tape(TorchDispatchMode):
