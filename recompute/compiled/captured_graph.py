@@ -385,7 +385,9 @@ def _kind(value: Any) -> Hashable:
     return layout, value.device, value.requires_grad, isinstance(value, nn.Parameter)
 
 
-_OTHER_TRANSFORMS = frozenset(("_grad_increment_nesting", "_jvp_increment_nesting", "_func_increment_nesting"))
+_OTHER_TRANSFORMS = frozenset(
+    ("_grad_increment_nesting", "_jvp_increment_nesting", "_func_increment_nesting", "_enter_dual_level")
+)
 _REFUSED_METHODS = frozenset(
     ("register_hook", "register_post_accumulate_grad_hook", "retain_grad", "requires_grad_", "backward")
 )
@@ -397,7 +399,7 @@ def _unfit_node(module: torch.fx.GraphModule) -> str | None:
         if node.op == "call_method" and node.target in _REFUSED_METHODS:
             return f"it calls Tensor.{node.target}"
         if getattr(node.target, "__name__", "") in _OTHER_TRANSFORMS:
-            return "it calls a transform of torch.func other than vmap"
+            return "it calls a transform of torch.func other than vmap, or differentiates forward"
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             return f"it has a higher-order operator, {node.target}"
     return None

@@ -170,7 +170,7 @@ GRADIENTS: dict[str, Body] = {
     "all but the end": of(lambda self, x: (self.norm(x.detach()).detach() * x).sin()),
     "a gradient": of(inner_gradient),
     "a gradient of what is kept": of(gradient_of_what_is_kept, drops=False),
-    "a tangent": of(tangent),
+    "a tangent": of(tangent, captured="differentiates forward"),
     "vmap": of(vmapped, captured=True),
     "vmap that drops out": of(vmapped_dropout, captured=True),
     "vmap of a row times an array": of(vmapped_with_an_array, captured="takes other steps"),
