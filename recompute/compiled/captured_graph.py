@@ -26,6 +26,7 @@ from recompute.compiled.observation import Observation
 from recompute.compiled.program import Program
 from recompute.compiled.recording import Departure, Recording
 from recompute.compiled.region_tapes import GraphTape
+from recompute.compiled.unfinished_code import GlobalState, leaving_vmaps
 from recompute.engine.checkpoint.module_state import RUNNER
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.save_plan import SavePlan
@@ -217,7 +218,7 @@ class CapturedGraph:
     def __init__(self, cached: CachedGraphs, module: torch.fx.GraphModule, failure: str):
         """failure: why no program can be made of it; "" if one can."""
         self._cached = cached
-        self._forward = module.forward
+        self._forward = leaving_vmaps(module.forward)
         self._code = module.code
         self._objects = objects_of(module.graph)
         """The positions of the inputs that are no tensors, and go to custom Functions as they are."""
@@ -298,7 +299,7 @@ class CapturedGraph:
         key = self._code, functions, tuple([_kind(value) for value in given])
         known = self._cached.programs.setdefault(key, [])
         expose_arrays(given)
-        state = _GlobalState()
+        state = GlobalState()
         try:
             if not all(isinstance(value, Tensor) for value in given):
                 raise Departure("its graph is given what is no tensor")
@@ -333,30 +334,6 @@ class CapturedGraph:
             caller.learn("its graph saves other tensors than its forward does")
             return outputs
         return seen.finish(plan, given, outputs)
-
-
-class _GlobalState:
-    """What code that stops in its middle may leave changed: random states, and switches of torch."""
-
-    def __init__(self) -> None:
-        self._rng = RngState()
-        self._numerics = Numerics()
-        self._grad = torch.is_grad_enabled()
-        self._autocast = Autocast()
-        self._nesting = _autocast_nesting()
-
-    def put_back(self) -> None:
-        self._rng.restore()
-        self._numerics.put()
-        torch.set_grad_enabled(self._grad)
-        self._autocast.put()
-        while _autocast_nesting() > self._nesting:
-            torch.autocast_decrement_nesting()
-
-
-def _autocast_nesting() -> int:
-    torch.autocast_increment_nesting()
-    return int(torch.autocast_decrement_nesting())
 
 
 def modules_in(function: Callable[..., Any], args: tuple) -> Iterable[nn.Module]:
@@ -408,6 +385,9 @@ def _kind(value: Any) -> Hashable:
     return layout, value.device, value.requires_grad, isinstance(value, nn.Parameter)
 
 
+_OTHER_TRANSFORMS = frozenset(
+    ("_grad_increment_nesting", "_jvp_increment_nesting", "_func_increment_nesting", "_enter_dual_level")
+)
 _REFUSED_METHODS = frozenset(
     ("register_hook", "register_post_accumulate_grad_hook", "retain_grad", "requires_grad_", "backward")
 )
@@ -418,8 +398,8 @@ def _unfit_node(module: torch.fx.GraphModule) -> str | None:
     for node in module.graph.nodes:
         if node.op == "call_method" and node.target in _REFUSED_METHODS:
             return f"it calls Tensor.{node.target}"
-        if "functorch" in (getattr(node.target, "__module__", None) or ""):
-            return "it calls a transform of torch.func"
+        if getattr(node.target, "__name__", "") in _OTHER_TRANSFORMS:
+            return "it calls a transform of torch.func other than vmap, or differentiates forward"
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             return f"it has a higher-order operator, {node.target}"
     return None

@@ -59,7 +59,7 @@ MAX_MISSES = 32
 MAX_REPLAYS = 8
 """Backwards that were not as recorded after which a region is deoptimized: each costs another forward."""
 
-_RULES_INSIDE = "modules inside of it have rules of their own"
+_RULES_INSIDE = "modules inside of it have rules of their own, or hooks of others or torch.func take what it saves"
 _DIFFERENTIATED = "its backward is differentiated in its turn"
 _DRAWS = "it draws from a random generator of Python's or of NumPy's"
 

@@ -50,11 +50,11 @@ class RecordingTape(Tape):
         if self.recording is not None:
             self.recording.close()
 
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def see(self, op: Any, types: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if local.regenerating or self.recording is None or self.reached is not None:
-            return super().__torch_dispatch__(op, types, args, kwargs)
+            return super().see(op, types, args, kwargs)
         self.has_rules_inside = self.has_rules_inside or self._is_ruled_inside(op)
-        return self._recorded(op, args, kwargs or {}, partial(super().__torch_dispatch__, op, types, args, kwargs))
+        return self._recorded(op, args, kwargs, partial(super().see, op, types, args, kwargs))
 
     def run_function(self, op: FunctionOp, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         run = partial(super().run_function, op, forward, args, kwargs)
@@ -92,10 +92,10 @@ class GraphTape(Tape):
         self._is_in_function = False
         """Whether what is saved now is a custom Function's, which holds it by itself."""
 
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def see(self, op: Any, types: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if local.regenerating or self.reached is not None:
-            return super().__torch_dispatch__(op, types, args, kwargs)
-        return self._seen.run(op, args, kwargs or {}, partial(super().__torch_dispatch__, op, types, args, kwargs))
+            return super().see(op, types, args, kwargs)
+        return self._seen.run(op, args, kwargs, partial(super().see, op, types, args, kwargs))
 
     def run_function(self, op: FunctionOp, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         run = partial(super().run_function, op, forward, args, kwargs)

@@ -17,7 +17,7 @@ from recompute.engine.modes import count_dispatch_modes, count_function_modes, h
 from recompute.engine.parameter_memory import may_hold_memory
 from recompute.engine.stopwatch import Stopwatch
 from recompute.engine.wrapper_tensors import inner_tensors
-from recompute.errors import MutationError, UnsupportedError
+from recompute.errors import MutationError
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
@@ -312,16 +312,6 @@ def are_held_as_they_are(hooks: Hooks | None) -> bool:
             return False
         hooks = scope.outer
     return hooks is None
-
-
-def explain_transforms(error: BaseException | None, statistics: RegionStatistics) -> None:
-    """Raise a clearer error, if ``error`` is that of a ``torch.func`` transform, which refuses saved-tensor hooks."""
-    if isinstance(error, RuntimeError) and "support saved tensor hooks" in str(error):
-        raise UnsupportedError(
-            f"in {statistics.name}: torch.func.grad, vjp, jacrev and hessian cannot be called inside of a module under "
-            "a policy, nor of a model in which one is, as they bear no saved-tensor hooks. Give the module that calls "
-            "them a rule with `action: keep`; torch.autograd.grad works everywhere."
-        ) from error
 
 
 def is_inside_checkpoint() -> bool:

@@ -6,10 +6,12 @@ A ``RecipeScope`` is around a whole model. A ``KeepScope`` makes an exception in
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
 
 from recompute.engine.dtensors import has_layout, local_of
@@ -20,7 +22,6 @@ from recompute.engine.saved_tensors import (
     PackedDTensor,
     PackedTensor,
     RegionStatistics,
-    explain_transforms,
     pack_through,
     top_hooks,
     unpack_saved,
@@ -68,6 +69,7 @@ class RecipeScope:
     is_checkpoint = False
 
     def __init__(self, statistics: RegionStatistics):
+        let_transforms_in()
         self._statistics = statistics
         self.outer = top_hooks()
         self._book: RecipeBook | None = open_book() or RecipeBook()
@@ -76,10 +78,9 @@ class RecipeScope:
         _push_hooks(self._pack, unpack_saved)
         local.books.append(self._book)
 
-    def __exit__(self, kind: Any, error: BaseException | None, *trace: object) -> None:
+    def __exit__(self, *error: object) -> None:
         _pop_hooks()
         local.books.pop()
-        explain_transforms(error, self._statistics)
         self._book = None  # autograd keeps the pack hook, and with it this scope, as long as the graph lives
 
     def _pack(self, tensor: Tensor) -> PackedTensor:
@@ -95,7 +96,7 @@ class RecipeScope:
 class KeepScope:
     """The span in which everything that autograd saves is kept: ``action: keep``, also inside a region that drops.
 
-    Our hooks are taken off for this span, so that ``torch.func.grad``, which refuses hooks, works in it.
+    Our hooks are taken off for this span. ``torch.func.grad``, which refuses hooks, runs in one.
     """
 
     def __enter__(self) -> None:
@@ -109,3 +110,24 @@ class KeepScope:
         local.books.pop()
         while self._hooks:
             _push_hooks(*self._hooks.pop())
+
+
+@functools.cache
+def let_transforms_in() -> None:
+    """Have ``torch.func.grad``, ``vjp``, ``jacrev`` and ``hessian`` run in a ``KeepScope`` of their own, from now on.
+
+    torch refuses them where there are saved-tensor hooks.
+    """
+    for name in ("grad_and_value_impl", "_vjp_with_argnums"):
+        setattr(eager_transforms, name, _without_our_hooks(getattr(eager_transforms, name)))
+
+
+def _without_our_hooks(transform: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(transform)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or (top := top_hooks()) is None or top[1] is not unpack_saved:
+            return transform(*args, **kwargs)
+        with KeepScope():
+            return transform(*args, **kwargs)
+
+    return run

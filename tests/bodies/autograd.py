@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from corpus import Body, nothing
@@ -122,8 +123,30 @@ def start_ran(module: Any) -> None:
     RAN.clear()
 
 
-def of(forward: Callable[[Any, Tensor], Any], captured: bool | None = None, **options: Any) -> Body:
+def of(forward: Callable[[Any, Tensor], Any], captured: bool | str | None = None, **options: Any) -> Body:
     return Body(forward, parts, captured=captured, **options)
+
+
+class Doubled(Function):
+    """Says how it runs under ``vmap``."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+def functional_gradient(self: Any, x: Tensor) -> Tensor:
+    return torch.func.grad(lambda y: self.norm(y).sin().sum())(x)
 
 
 def vmapped(self: Any, x: Tensor) -> Tensor:
@@ -132,6 +155,10 @@ def vmapped(self: Any, x: Tensor) -> Tensor:
 
 def vmapped_dropout(self: Any, x: Tensor) -> Tensor:
     return torch.func.vmap(lambda row: F.dropout(row, 0.5), randomness="different")(x).exp()
+
+
+def vmapped_with_an_array(self: Any, x: Tensor) -> Tensor:
+    return torch.func.vmap(lambda row: self.norm(row) * torch.as_tensor(np.ones(HIDDEN, np.float32)))(x.exp()).sin()
 
 
 GRADIENTS: dict[str, Body] = {
@@ -143,9 +170,13 @@ GRADIENTS: dict[str, Body] = {
     "all but the end": of(lambda self, x: (self.norm(x.detach()).detach() * x).sin()),
     "a gradient": of(inner_gradient),
     "a gradient of what is kept": of(gradient_of_what_is_kept, drops=False),
-    "a tangent": of(tangent),
-    "vmap": of(vmapped),
-    "vmap that drops out": of(vmapped_dropout),
+    "a tangent": of(tangent, captured="differentiates forward"),
+    "vmap": of(vmapped, captured=True),
+    "vmap that drops out": of(vmapped_dropout, captured=True),
+    "vmap of a row times an array": of(vmapped_with_an_array, captured="takes other steps"),
+    "a Function under vmap": of(lambda self, x: torch.func.vmap(Doubled.apply)(self.norm(x)).exp().sin()),
+    "a functional gradient": of(lambda self, x: functional_gradient(self, x) * self.norm(x).exp().sin()),
+    "a functional product": of(lambda self, x: torch.func.vjp(torch.sin, x)[1](x.exp())[0] * self.norm(x).exp()),
     "jvp": of(lambda self, x: torch.func.jvp(lambda y: self.norm(y).sin(), (x.exp(),), (x.cos(),))[1].exp()),
     "hooks on saved tensors": of(under_hooks),
     "torch's checkpoint": of(under_a_checkpoint),

@@ -30,7 +30,9 @@ from torch.utils.checkpoint import checkpoint
 
 import recompute
 from recompute.counters import memory_trace
-from recompute.errors import MutationError, UnsupportedError
+from recompute.engine.tape.frame import TapeFrame
+from recompute.engine.tape.recorder import Tape
+from recompute.errors import MutationError
 
 NESTED = policy(("layers.*", "checkpoint"), ("**.norm*", "recompute"), ("**.mlp", "recompute"))
 
@@ -89,8 +91,8 @@ def test_a_vectorized_backward_gives_the_plain_gradients_or_is_refused(
 
 
 @pytest.mark.parametrize("rules", [INSIDE, policy(("norm", "recompute"))], ids=["in a region", "beside a region"])
-def test_a_forward_that_takes_functional_gradients_is_refused_unless_a_rule_keeps_it(rules: dict[str, Any]) -> None:
-    """torch.func takes none while saved-tensor hooks are set, by whomever."""
+def test_a_forward_takes_functional_gradients_for_which_nothing_is_dropped(rules: dict[str, Any]) -> None:
+    """torch.func takes none while saved-tensor hooks are set, so ours are taken off for that time."""
 
     class Inner(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -106,15 +108,43 @@ def test_a_forward_that_takes_functional_gradients_is_refused_unless_a_rule_keep
 
     model, x = Model(), tokens()
     expected = bits(torch.autograd.grad(model(x).sum(), x)[0])
-    with recompute.apply(model, rules):
-        with pytest.raises(UnsupportedError, match=r"torch\.func\.grad.*action: keep"):
-            model(x)
-        with torch.no_grad():
-            model(x)
     keeping = {"rules": [{"match": "inside", "action": "keep"}, *policy(("norm", "recompute"))["rules"]]}
-    with recompute.apply(model, keeping):
-        for _ in range(2):
-            assert bits(torch.autograd.grad(model(x).sum(), x)[0]) == expected
+    for each in (rules, keeping):
+        with recompute.apply(model, each):
+            for _ in range(2):
+                assert bits(torch.autograd.grad(model(x).sum(), x)[0]) == expected
+
+
+def test_hooks_of_others_are_not_taken_off_for_functional_gradients() -> None:
+    model, x = holding(lambda self, x: torch.func.grad(lambda x: x.sin().sum())(x) * x), tokens()
+    with (
+        recompute.apply(model, INSIDE),
+        torch.autograd.graph.save_on_cpu(),
+        pytest.raises(RuntimeError, match="saved tensor hooks"),
+    ):
+        model(x)
+
+
+def test_torch_compile_takes_no_code_of_a_tape_for_what_it_calls_itself() -> None:
+    """What breaks a graph inside of a region runs with torch's frontend switched on, and shows its ops to the tape."""
+
+    @torch.compiler.disable(recursive=False)
+    def skipped(x: Tensor) -> Tensor:
+        return x.exp()
+
+    compiled = torch.compile(lambda x: skipped(x.sin()).cos(), backend="eager")
+    model, x = holding(lambda self, x: self.norm(compiled(self.norm(x))).cos(), norm=RMSNorm()), tokens()
+    assert_as_plain(model, policy(("inside", "recompute")), x)
+    entries: Any = torch._dynamo.eval_frame._debug_get_cache_entry_list
+    methods = (Tape.__torch_dispatch__, Tape.see, TapeFrame.begin, TapeFrame.run, TapeFrame.run_planned)
+    assert [method.__name__ for method in methods if entries(method.__code__)] == []
+
+
+def test_torch_compile_takes_functional_gradients_when_policies_have_been_applied() -> None:
+    recompute.apply(nn.Sequential(RMSNorm()), {"rules": [{"match": "0", "action": "recompute", "via": "hook"}]})
+    x = tokens()
+    for take in (torch.func.grad(lambda x: x.sin().sum()), torch.func.jacrev(torch.sin)):
+        assert bits(torch.compile(take, backend="eager", fullgraph=True)(x[0])) == bits(take(x[0]))
 
 
 def test_functional_gradients_in_a_kept_part_of_a_region_leave_the_rest_to_the_region() -> None:

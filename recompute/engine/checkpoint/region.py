@@ -49,13 +49,13 @@ from recompute.engine.saved_tensors import (
     ParameterView,
     RegionStatistics,
     StorageKey,
-    explain_transforms,
     pack_through,
     storage_key,
     top_hooks,
     unpack_saved,
     version_of,
 )
+from recompute.engine.scopes import let_transforms_in
 from recompute.engine.tape.recorder import TapeRegion
 from recompute.engine.thread_state import is_fake, local
 from recompute.engine.wrapper_tensors import inner_tensors, nbytes_held
@@ -84,6 +84,7 @@ class CheckpointRegion:
         state_hooks: Iterable[StateHook] = (),
     ):
         """op_policy: of the tape. beyond: what it reaches other than its arguments, and its modules' tensors."""
+        let_transforms_in()
         self.statistics = statistics
         self.state_hooks = tuple(state_hooks)
         self._op_policy = op_policy
@@ -187,7 +188,6 @@ class CheckpointFrame(Recipe):
         local.active_frames.pop()
         local.books.pop()
         if kind is not None:  # what the region made before the error may live on, so it is kept
-            explain_transforms(error, self.statistics)
             for ref in self.handles:
                 if (handle := ref()) is not None and handle.tensor is not None:
                     handle.keep(KeptTensor(handle.tensor.detach(), self.statistics.name, handle.version))

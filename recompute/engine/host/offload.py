@@ -33,13 +33,13 @@ from recompute.engine.saved_tensors import (
     PackedTensor,
     RegionStatistics,
     checked,
-    explain_transforms,
     has_only_our_hooks,
     pack_through,
     top_hooks,
     unpack_saved,
     version_of,
 )
+from recompute.engine.scopes import let_transforms_in
 from recompute.engine.tape.op_arguments import parameter_of
 from recompute.engine.thread_state import is_in_cuda_graph, local, working
 from recompute.errors import UnsupportedError
@@ -53,6 +53,7 @@ class OffloadRegion:
     """A module's forward that is run under a rule which offloads."""
 
     def __init__(self, statistics: RegionStatistics, offloading: Offloading):
+        let_transforms_in()
         self.statistics = statistics
         self.offloading = offloading
         self.last_sizes: list[int] = []
@@ -110,9 +111,8 @@ class OffloadFrame:
     def __enter__(self) -> None:
         _push_hooks(self._pack, unpack_saved)
 
-    def __exit__(self, kind: Any, error: BaseException | None, *trace: object) -> None:
+    def __exit__(self, *error: object) -> None:
         _pop_hooks()
-        explain_transforms(error, self._statistics)
 
     def end(self, result: Any) -> None:
         """The region has returned ``result``."""

@@ -20,7 +20,7 @@ from recompute.engine.bit_comparison import is_verifying
 from recompute.engine.compression import Codec
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.op_policy import OpPolicy
-from recompute.engine.cut.ops import OpFacts, seconds, tensors_in
+from recompute.engine.cut.ops import Kind, OpFacts, seconds, tensors_in
 from recompute.engine.cut.save_plan import (
     HAND_OUT,
     KEEP,
@@ -240,8 +240,9 @@ class TapeFrame:
         values, plan, unobserved = self._values, self.plan, instruction.unobserved
         assert plan is not None
         call = None
+        is_pure = known.kind is Kind.PURE and not unobserved
         try:
-            if function is None and not self._writes_as_foreseen(instruction, known, args, kwargs):
+            if not is_pure and function is None and not self._writes_as_foreseen(instruction, known, args, kwargs):
                 raise PlanMismatch
             if instruction.runs_again:
                 call, inputs = record_call(values, plan, op, known, reason, args, kwargs, instruction.inputs)
@@ -252,6 +253,15 @@ class TapeFrame:
                 self.deoptimize()
             return self.run(op, known, reason, args, kwargs, unobserved, instruction.op_policy, function)
         output = op(*args, **kwargs) if function is None else function()
+        if is_pure and len(instruction.made) == 1 and (call is None or call.rng is None) and is_plain(output):
+            storage = output.untyped_storage()
+            if storage._cdata not in values.current and Layout.of(output) == instruction.layouts[0]:
+                if call is not None:
+                    self._calls[self._count] = call
+                self._count += 1
+                if (number := instruction.made[0]) in plan.tracked:
+                    values.bind_new(number, output, storage, holds=number in plan.kept)
+                return output
         if known.writes:
             count_writes(at(known.writes, args, kwargs))
         made = made_by(values, plan, known, reason, unobserved, args, kwargs, output, instruction.layouts)
@@ -341,9 +351,8 @@ class TapeFrame:
             self._with_graphs.append(kept)
             return kept
         layout, whole = Layout.of(tensor), facts_of(values, plan, number).layout
-        handle = Handle(self, number, tensor, None if layout == whole else (layout, whole))
-        if plan is not None and number in plan.dropped:
-            handle.drop()
+        is_dropped = plan is not None and number in plan.dropped
+        handle = Handle(self, number, None if is_dropped else tensor, None if layout == whole else (layout, whole))
         self._handles.append(weakref.ref(handle))
         return handle
 

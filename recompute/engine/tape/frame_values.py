@@ -18,6 +18,8 @@ from recompute.engine.tape.exposed_memory import is_exposed
 from recompute.engine.tape.op_arguments import PLAIN, is_plain, not_regenerable, parameter_of
 from recompute.engine.thread_state import local
 
+_STRIDED = torch.strided
+
 
 class PlanMismatch(Exception):
     """The frame does something else than the plan that it follows."""
@@ -63,11 +65,13 @@ class FrameValues:
 
     def number_of(self, tensor: Tensor, plan: SavePlan | None, foreseen: int | None) -> int:
         """The number of the value in a tensor. foreseen: the number that the plan expects, if one is followed."""
-        if type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_neg() or tensor.is_conj():
+        kind = type(tensor)
+        if kind not in PLAIN or tensor.layout is not _STRIDED or tensor.is_neg() or tensor.is_conj():
             raise not_regenerable(tensor)
         number = self.current.get(tensor.untyped_storage()._cdata)
-        if number is None or (number not in self.parameters and parameter_of(tensor) is not None):  # just gathered
-            return self._add_given(tensor, plan, foreseen)
+        may_be_parameter = kind is not Tensor or tensor._base is not None
+        if number is None or (may_be_parameter and number not in self.parameters and parameter_of(tensor) is not None):
+            return self._add_given(tensor, plan, foreseen)  # a parameter that was just gathered, or something new
         version = version_of(tensor)
         known = self.versions[number]
         if version != known:
@@ -153,6 +157,16 @@ class FrameValues:
             self.parameters[number] = parameter
             self.held[number] = local_of(parameter)
         elif holds:
+            self.held[number] = tensor
+        if self.originals is not None:
+            self.originals[number] = without_graph(tensor, copy=True)
+
+    def bind_new(self, number: int, tensor: Tensor, storage: torch.UntypedStorage, *, holds: bool) -> None:
+        """``bind`` for a storage in which there has been no value."""
+        self.current[storage._cdata] = number
+        self._references.append(storage._weak_ref())
+        self.versions[number] = version_of(tensor)
+        if holds:
             self.held[number] = tensor
         if self.originals is not None:
             self.originals[number] = without_graph(tensor, copy=True)

@@ -24,6 +24,7 @@ from recompute.engine.cut.ops import Kind, OpFacts
 from recompute.engine.reachable_objects import taken_apart
 from recompute.engine.thread_state import local
 
+_peek_transform = torch._C._functorch.peek_interpreter_stack
 _SEEN = ("torch._library", "torch.distributed.tensor.", "torch.distributed._functional_collectives")
 """Modules whose custom Functions only call ops that the dispatcher sees."""
 
@@ -91,6 +92,8 @@ class _OnTape:
         self._forward, self._run, self._op = forward, run, op
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if _peek_transform() is not None:  # it is given tensors without storages, and its ops are seen one by one
+            return self._forward(*args, **kwargs)
         given = args
         forward = self._forward
         if args and isinstance(args[0], FunctionCtx):

@@ -56,7 +56,9 @@ class KeptValues:
         self._are_held_as_they_are = are_held_as_they_are(outer)
         self._group = group
         self._codec = codec
-        self._packed: dict[ValueRef, PackedTensor | Recipe] = {}
+        self._packed: dict[int, PackedTensor | Recipe] = {}
+        self._views: dict[ValueRef, PackedTensor | Recipe] = {}
+        """Views that hooks of others hold by themselves."""
         self._copies: dict[int, KeptTensor] = {}
 
     def for_backward(self, ref: ValueRef) -> PackedTensor:
@@ -66,10 +68,14 @@ class KeptValues:
             memory = self._values.held[number].untyped_storage()
             return self._values.parameter_reference(number, layout, memory=memory)
         whole = self._plan.facts[number].layout
-        packed = self._packed.get(ref) or self._packed.get(ValueRef(number, whole)) or self._pack(number, whole)
+        packed = self._packed.get(number)
+        if packed is None:
+            packed = self._packed[number] = self._pack(number, whole)
+        if type(packed) is KeptTensor:
+            return packed if layout == whole else PackedView(packed, layout)
         if isinstance(packed, OuterUnpackRecipe):
             if packed.layout != layout:  # hooks of others hold only the view that they were given
-                packed = self._pack(number, layout)
+                packed = self._views.get(ref) or self._views.setdefault(ref, self._pack(number, layout))
                 assert isinstance(packed, OuterUnpackRecipe)
             return packed.handle(0)
         if isinstance(packed, CompressedTensor):
@@ -98,9 +104,7 @@ class KeptValues:
         tensor = seen_as(self._values.held[number].detach(), layout)
         name = self._statistics.name
         if self._codec is not None and number in self._plan.compressible:
-            compressed = CompressedTensor(tensor, self._codec, self._statistics, self._outer, self._group)
-            self._packed[ValueRef(number, layout)] = compressed
-            return compressed
+            return CompressedTensor(tensor, self._codec, self._statistics, self._outer, self._group)
         if self._are_held_as_they_are and self._plan.facts[number].step is not None:
             saved: PackedTensor = KeptTensor(tensor, name)
         elif number in self._plan.demanded:
@@ -110,11 +114,9 @@ class KeptValues:
                 saved = pack_through(self._outer, tensor, name)
         if type(saved) is KeptTensor and (dtensor := self._values.dtensor_of(saved.tensor)) is not None:
             saved = KeptShard(saved.tensor, name, VersionGuard(without_graph(dtensor), name))
-        packed: PackedTensor | Recipe = saved
         if isinstance(saved, PackedByOuterHook):
-            packed = OuterUnpackRecipe(self._statistics, saved, layout, self._group)
-        self._packed[ValueRef(number, layout)] = packed
-        return packed
+            return OuterUnpackRecipe(self._statistics, saved, layout, self._group)
+        return saved
 
 
 def make_recipes(
@@ -183,10 +185,8 @@ def resolve_handles(
 
 def _with_packed(value: Any, plan: SavePlan, pack: PackKept, recipes: dict[int, OpRecipe]) -> Any:
     """An argument with a ``PackedTensor`` in the place of each ``ValueRef``."""
-    if isinstance(value, list):
-        return [_with_packed(item, plan, pack, recipes) for item in value]
     if type(value) is not ValueRef:
-        return value
+        return [_with_packed(item, plan, pack, recipes) for item in value] if isinstance(value, list) else value
     if value.value in plan.kept:
         return pack(value)
     whole = plan.facts[value.value].layout

@@ -94,7 +94,7 @@ def record_call(
         rng = watch(op, (*args, *kwargs.values()), values.name)
     elif known.kind is Kind.RANDOM:
         rng = capture(args, kwargs, values.name)
-    return RecordedCall(op, template, keywords, rng, torch.get_default_dtype(), writes), tuple(inputs)
+    return _new(RecordedCall, (op, template, keywords, rng, torch.get_default_dtype(), writes)), tuple(inputs)
 
 
 def _with_refs(

@@ -5,6 +5,7 @@ It shows both to a ``TapeFrame``, which writes them down and decides what to dro
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -34,11 +35,11 @@ from recompute.engine.saved_tensors import (
     PackedDTensor,
     PackedTensor,
     RegionStatistics,
-    explain_transforms,
     is_inside_checkpoint,
     top_hooks,
     unpack_saved,
 )
+from recompute.engine.scopes import let_transforms_in
 from recompute.engine.tape.autocast import in_force, left_out, run_as_called
 from recompute.engine.tape.exposed_memory import bytes_of, expose, expose_arrays, watch
 from recompute.engine.tape.frame import TapeFrame
@@ -47,6 +48,7 @@ from recompute.engine.tape.functions import FunctionOp, Reached, is_in_function
 from recompute.engine.tape.op_arguments import PLAIN, is_plain
 from recompute.engine.thread_state import in_backward, local
 
+_compiling_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 
@@ -68,6 +70,7 @@ class TapeRegion:
         if what it calls is to do otherwise than in plain PyTorch.
         """
         watch()
+        let_transforms_in()
         self.statistics = statistics
         self.op_policy = op_policy
         self.plan_cache = PlanCache() if plan_cache is None else plan_cache
@@ -137,6 +140,12 @@ class _NestedRegion:
         self._tape.op_policy = self._outer
 
 
+@functools.cache
+def _skip_in_compiled_code() -> None:
+    """Have ``torch.compile`` not take a tape's code for the user's, where it runs what it has not compiled."""
+    torch._dynamo.eval_frame.skip_code(Tape.__torch_dispatch__.__code__)  # torch loads it when it is asked for
+
+
 class Tape(TorchDispatchMode):
     """Shows a frame each op that runs in a region, and each tensor that autograd saves there."""
 
@@ -148,8 +157,14 @@ class Tape(TorchDispatchMode):
         """True, so that code that is compiled inside of the region, as flex attention is, is still compiled."""
         return True
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: torch would wrap ``__torch_dispatch__``, which costs a third of what showing an op to Python does."""
+        return False
+
     def __init__(self, region: TapeRegion, variant: Hashable):
         super().__init__()
+        _skip_in_compiled_code()
         self.op_policy = region.op_policy
         """The one in force: that of the innermost region that runs."""
         self.statistics = region.statistics
@@ -180,7 +195,6 @@ class Tape(TorchDispatchMode):
         _pop_hooks()
         if kind is not None:
             self.abandon()
-            explain_transforms(error, self.statistics)
 
     def abandon(self) -> None:
         """The region has raised an error."""
@@ -191,7 +205,11 @@ class Tape(TorchDispatchMode):
         return self.frame.finish(self.frame.plain_parts(tree_leaves(result)))
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        see = self.see if _compiling_callback() is None else torch._dynamo.disable(self.see)
+        return see(op, types, args, kwargs or {})
+
+    def see(self, op: Any, types: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run an op, and show it to the frame."""
         if local.regenerating:
             return op(*args, **kwargs)
         if self.reached is not None:
@@ -203,7 +221,7 @@ class Tape(TorchDispatchMode):
         known, reason = op_policy.decisions.get(op) or op_policy.decide(op)
         if (known.casts_inside or torch.is_inference_mode_enabled()) and (keys := left_out()):
             with in_force(keys, op, kwargs, self.statistics.name):
-                return self.__torch_dispatch__(op, types, args, kwargs)
+                return self.see(op, types, args, kwargs)
         unobserved = not torch.is_grad_enabled() and (in_backward() or is_in_function(_RUN))
         if known.kind is Kind.VIEW and not unobserved:
             return op(*args, **kwargs)
@@ -213,7 +231,7 @@ class Tape(TorchDispatchMode):
         instruction = None if frame.plan is None else frame.follow(op, unobserved, op_policy)
         if instruction is not None and not instruction.matters:
             return op(*args, **kwargs)
-        if known.varies:
+        if known.varies and (instruction is None or instruction.runs_again or known.kind is not Kind.PURE):
             known, reason = op_policy.decide_by(facts_of_call(op, args, kwargs))
         if unobserved:
             reason = "made inside a custom autograd.Function"
