@@ -57,9 +57,15 @@ class KnownLayouts:
         found = known.get(key) if tensors else None
         if found is None:
             output = run()
-            if tensors and (layouts := _layouts(output, tensors)) is not None:
+            layouts = _layouts(output, tensors, op._schema.is_mutable) if tensors else None
+            after: list[Any] = []
+            self._describe(args, after, [])
+            self._describe(kwargs.items(), after, [])
+            if layouts is not None and after == parts:  # an op that writes may also give what it writes to other sizes
                 known[key] = layouts
             return output
+        if type(found) is int:
+            return tensors[found]
         if isinstance(found, _Layout):
             return self._make(found, tensors)
         return type(found)([self._make(each, tensors) if isinstance(each, _Layout) else each for each in found])
@@ -96,11 +102,16 @@ class KnownLayouts:
 
 
 def _depends_on_layouts(op: Any) -> bool:
-    return op.namespace == "aten" and not op._schema.is_mutable and not any(tag in op.tags for tag in _BY_VALUES)
+    return op.namespace == "aten" and not any(tag in op.tags for tag in _BY_VALUES)
 
 
-def _layouts(output: Any, tensors: list[FakeTensor]) -> Any:
-    """How to make the output anew; None where it cannot be made so."""
+def _layouts(output: Any, tensors: list[FakeTensor], writes: bool) -> Any:
+    """How to make the output anew; None where it cannot be made so.
+
+    An op that writes returns one of its own tensors: the index of it.
+    """
+    if writes:
+        return next((index for index, each in enumerate(tensors) if each is output), None)
     storages = [each.untyped_storage()._cdata for each in tensors]
     if type(output) not in (list, tuple):
         return _layout(output, tensors, storages)
