@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-_BY_VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+_NEVER = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
+"""Tags of ops whose output depends on values, or that give a tensor another layout or storage."""
 _PLAIN = "_is_plain"
 """The name of an attribute of fake tensors that are known to be plain."""
 _CONSTANTS = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
@@ -61,7 +62,7 @@ class KnownLayouts:
             after: list[Any] = []
             self._describe(args, after, [])
             self._describe(kwargs.items(), after, [])
-            if layouts is not None and after == parts:  # an op that writes may also give what it writes to other sizes
+            if layouts is not None and after == parts:  # an ``out`` may have been given another size
                 known[key] = layouts
             return output
         if type(found) is int:
@@ -102,7 +103,7 @@ class KnownLayouts:
 
 
 def _depends_on_layouts(op: Any) -> bool:
-    return op.namespace == "aten" and not any(tag in op.tags for tag in _BY_VALUES)
+    return op.namespace == "aten" and not any(tag in op.tags for tag in _NEVER)
 
 
 def _layouts(output: Any, tensors: list[FakeTensor], writes: bool) -> Any:
