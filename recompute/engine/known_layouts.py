@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-_BY_VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+_NEVER = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
+"""Tags of ops whose output depends on values, or that give a tensor another layout or storage."""
 _PLAIN = "_is_plain"
 """The name of an attribute of fake tensors that are known to be plain."""
 _CONSTANTS = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
@@ -57,9 +58,15 @@ class KnownLayouts:
         found = known.get(key) if tensors else None
         if found is None:
             output = run()
-            if tensors and (layouts := _layouts(output, tensors)) is not None:
+            layouts = _layouts(output, tensors, op._schema.is_mutable) if tensors else None
+            after: list[Any] = []
+            self._describe(args, after, [])
+            self._describe(kwargs.items(), after, [])
+            if layouts is not None and after == parts:  # an ``out`` may have been given another size
                 known[key] = layouts
             return output
+        if type(found) is int:
+            return tensors[found]
         if isinstance(found, _Layout):
             return self._make(found, tensors)
         return type(found)([self._make(each, tensors) if isinstance(each, _Layout) else each for each in found])
@@ -96,11 +103,16 @@ class KnownLayouts:
 
 
 def _depends_on_layouts(op: Any) -> bool:
-    return op.namespace == "aten" and not op._schema.is_mutable and not any(tag in op.tags for tag in _BY_VALUES)
+    return op.namespace == "aten" and not any(tag in op.tags for tag in _NEVER)
 
 
-def _layouts(output: Any, tensors: list[FakeTensor]) -> Any:
-    """How to make the output anew; None where it cannot be made so."""
+def _layouts(output: Any, tensors: list[FakeTensor], writes: bool) -> Any:
+    """How to make the output anew; None where it cannot be made so.
+
+    An op that writes returns one of its own tensors: the index of it.
+    """
+    if writes:
+        return next((index for index, each in enumerate(tensors) if each is output), None)
     storages = [each.untyped_storage()._cdata for each in tensors]
     if type(output) not in (list, tuple):
         return _layout(output, tensors, storages)

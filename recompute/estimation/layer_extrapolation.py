@@ -4,6 +4,11 @@ A layer's bytes depend on its kind and on those of its neighbours, and come on t
 of the gradients that the layers after it have left. The longer of the two steps shows each such kind. The shorter one
 must be what that says it is, or all layers run. It may be off by a tensor that layers share, such as angles of rotary
 embeddings: backward frees it in the first layer that reads it, which need not be the first of all.
+
+Two steps also show which layers a moment outside of the lists adds up. Under the next policy one step is then enough.
+
+Two steps also show which layers a moment outside of the layers adds up. That is so under any policy, so that one step
+is enough under the next one.
 """
 
 from __future__ import annotations
@@ -47,13 +52,27 @@ class LayerStack(NamedTuple):
     kinds: tuple[int, ...]
     fewer: int
     few: int
+    tells_first: bool
+    """Whether the first layer of each kind counts as one by itself."""
+
+    @property
+    def to_learn(self) -> int:
+        """How many of the first layers show every kind, and one more: the first one's input comes from elsewhere."""
+        return max(map(self.kinds.index, self.kinds)) + 2
+
+    def neighbourhoods(self, count: int) -> list[Neighbourhood]:
+        """Those of the layers in a list of the first ``count``."""
+        return _neighbourhoods(self.kinds[:count], self.tells_first)
 
     def named(self, index: int) -> str:
         return f"{self.path}.{index}"
 
 
-def find_stacks(model: nn.Module, policy: Policy | None) -> list[LayerStack]:
-    """The outermost lists of layers of which a few stand for all, under the policy's rules."""
+def find_stacks(model: nn.Module, policy: Policy | None, *, tells_first: bool = False) -> list[LayerStack]:
+    """The outermost lists of layers of which a few stand for all, under the policy's rules.
+
+    tells_first: whether the first layer of each kind counts as one by itself, which may take more layers.
+    """
     rules = _rules_by_path(model, policy)
     found: list[LayerStack] = []
     outer: list[str] = []
@@ -64,9 +83,9 @@ def find_stacks(model: nn.Module, policy: Policy | None) -> list[LayerStack]:
         numbers: dict[Any, int] = {}
         keys = [(structure_of(layer), _rules_in(rules, f"{path}.{name}")) for name, layer in module.named_children()]
         kinds = tuple([numbers.setdefault(key, len(numbers)) for key in keys])
-        counts = _few(kinds)
+        counts = _few(kinds, tells_first)
         if counts is not None:
-            found.append(LayerStack(path, module, kinds, *counts))
+            found.append(LayerStack(path, module, kinds, *counts, tells_first))
     with shortened(found, "few"):
         few = _rules_by_path(model, policy)
     return found if all(rules.get(path) == rule for path, rule in few.items()) else []
@@ -82,11 +101,11 @@ def _rules_in(rules: Mapping[str, Any], layer: str) -> tuple[Any, ...]:
     return tuple([(path[len(layer) :], rule) for path, rule in rules.items() if f"{path}.".startswith(f"{layer}.")])
 
 
-def _few(kinds: Sequence[int]) -> tuple[int, int] | None:
+def _few(kinds: Sequence[int], tells_first: bool) -> tuple[int, int] | None:
     """How many of the first layers show every neighbourhood, the usual one twice; and fewer that show no other."""
 
     def shown(count: int) -> Counter[Neighbourhood]:
-        return Counter(_neighbourhoods(kinds[:count]))
+        return Counter(_neighbourhoods(kinds[:count], tells_first))
 
     every = shown(len(kinds))
     if not kinds:
@@ -99,10 +118,10 @@ def _few(kinds: Sequence[int]) -> tuple[int, int] | None:
     return None
 
 
-def _neighbourhoods(kinds: Sequence[int]) -> list[Neighbourhood]:
-    ends, first = (None, *kinds, None), {kind: kinds.index(kind) for kind in set(kinds)}
+def _neighbourhoods(kinds: Sequence[int], tells_first: bool) -> list[Neighbourhood]:
+    ends, first = (None, *kinds, None), {kind: kinds.index(kind) for kind in set(kinds) if tells_first}
     around = zip(ends, kinds, ends[2:], strict=False)
-    return [(before, kind, after, first[kind] == index) for index, (before, kind, after) in enumerate(around)]
+    return [(before, kind, after, first.get(kind) == index) for index, (before, kind, after) in enumerate(around)]
 
 
 def structure_of(module: nn.Module) -> Any:
@@ -141,30 +160,46 @@ def shortened(stacks: Sequence[LayerStack], which: str) -> Iterator[None]:
         yield
 
 
+Growth = dict[tuple[str, int], list[tuple[frozenset[int], frozenset[int]]]]
+"""By which sums over lists a moment outside of them grows: for each entry of what is alive then.
+
+By the moment's name and the number of entries. The sums are indices of ``_Sums.left_by``, for gradients, and of
+``_Sums.alive``, for other bytes.
+"""
+
+
 def extrapolated_step(
-    stacks: Sequence[LayerStack], governed: Callable[..., AbstractContextManager[Callable[[], SimulatedStep]]]
+    stacks: Sequence[LayerStack],
+    governed: Callable[..., AbstractContextManager[Callable[[], SimulatedStep]]],
+    known: dict[Any, Growth],
 ) -> SimulatedStep | None:
     """What a step of all layers takes, from two steps with few of them; None where these do not agree.
 
-    governed: puts the policy on the layers that there are, and runs a first forward inside of what it is given; what it
-    yields runs a step with the layers that there are then.
+    governed: puts the policy on the layers that there are, and runs first forwards inside of what it is given; what it
+        yields runs a step with the layers that there are then.
+    known: what moments outside of the layers grow by under other policies. With it, the longer step is enough.
     """
     if not stacks:
         return None
+    key, whole = tuple([stack._replace(layers=None) for stack in stacks]), [len(stack.kinds) for stack in stacks]
     try:
-        with shortened(stacks, "few"), governed(partial(shortened, stacks, "fewer")) as simulate:
-            more = simulate()
+        with shortened(stacks, "few"), governed(partial(shortened, stacks, "to_learn")) as simulate:
+            rows = _Extrapolation(stacks, simulate())
+            if key in known:
+                try:
+                    return rows.of(whole, known[key])
+                except _NotAlike:  # other moments than under that policy
+                    pass
             with shortened(stacks, "fewer"):
                 less = simulate()
-    except ModelError:  # the model has the number of its layers elsewhere, too
-        return None
-    try:
-        rows = _Extrapolation(stacks, less, more)
-        if not rows.of([stack.fewer for stack in stacks]).is_like(less, rows.tolerance):
+        growth = rows.growth_from(less)
+        if not rows.of([stack.fewer for stack in stacks], growth).is_like(less, rows.tolerance):
             return None
-        return rows.of([len(stack.kinds) for stack in stacks])
-    except _NotAlike:
+        found = rows.of(whole, growth)
+    except (ModelError, _NotAlike):  # a ModelError: the model has the number of its layers elsewhere, too
         return None
+    known[key] = known.get(key, {}) | growth
+    return found
 
 
 class _NotAlike(Exception):
@@ -185,16 +220,16 @@ class _Sums:
     before: dict[str, dict[str, int]]
     """By phase: in forward what earlier layers hold, in backward also what came back of them."""
     left: dict[str, int]
-    before_by: dict[str, list[int]]
+    alive: list[int]
     left_by: list[int]
 
 
 class _Extrapolation:
-    def __init__(self, stacks: Sequence[LayerStack], less: SimulatedStep, more: SimulatedStep):
+    def __init__(self, stacks: Sequence[LayerStack], more: SimulatedStep):
         order = [moment.name for moment in more.moments]
         self._given = stacks
         self._stacks = sorted(stacks, key=lambda stack: _place(order, f"forward of {stack.named(0)}"))
-        self._less, self._more = less, more
+        self._more = more
         self.tolerance = int(_SHARED * max(nbytes for moment in more.moments for nbytes in moment.alive.values()))
         self._held: dict[Any, tuple[tuple[str, int], ...]] = {}
         self._alive: dict[Any, Alive] = {}
@@ -204,6 +239,8 @@ class _Extrapolation:
         Where a layer's input comes back from the layer before it, those of all layers are there from the start on.
         """
         self._gradients: dict[Any, int] = {}
+        self._is_own = False
+        """Whether moments outside of the lists grow as they do under this policy, and not under another one."""
         self._learn()
 
     def _learn(self) -> None:
@@ -232,7 +269,7 @@ class _Extrapolation:
             latest: dict[Neighbourhood, tuple[int, int]] = {}
             kinds = sorted(set(stack.kinds))
             between, found = [], []
-            for index, around in enumerate(_neighbourhoods(stack.kinds[: stack.few])):
+            for index, around in enumerate(stack.neighbourhoods(stack.few)):
                 path = stack.named(index)
                 moment = moments.get(_PHASES[1] + path)
                 if moment is None:
@@ -257,7 +294,7 @@ class _Extrapolation:
 
     def _layers(self, counts: Mapping[int, int]) -> Iterator[tuple[LayerStack, int, Any]]:
         for stack in self._stacks:
-            for index, around in enumerate(_neighbourhoods(stack.kinds[: counts[id(stack)]])):
+            for index, around in enumerate(stack.neighbourhoods(counts[id(stack)])):
                 yield stack, index, (stack.path, around)
 
     def _sums(self, counts: Mapping[int, int]) -> _Sums:
@@ -273,36 +310,66 @@ class _Extrapolation:
         return _Sums(
             {phase: dict(zip(paths, each, strict=False)) for phase, each in before.items()},
             dict(zip(paths, after[1:], strict=True)),
-            {phase: [each[border] for border in borders] for phase, each in before.items()},
+            [before[phase][border] for phase in _PHASES for border in borders],
             [after[border] for border in borders],
         )
 
-    def of(self, counts_given: Sequence[int]) -> SimulatedStep:
+    def _outside(self) -> Iterator[MomentMemory]:
+        return (moment for moment in self._more.moments if self._of_layer(moment.name)[1] is None)
+
+    def growth_from(self, less: SimulatedStep) -> Growth:
+        """By which sums moments outside of the lists grow from the shorter step to the longer one."""
+        same = ("held", "gradients")
+        if less.logits_peak_nbytes != self._more.logits_peak_nbytes:
+            raise _NotAlike
+        if any(self._elsewhere(less, table) != self._elsewhere(self._more, table) for table in same):
+            raise _NotAlike
+        before = {moment.name: sorted(moment.alive.items()) for moment in less.moments}
+        few, more = (self._sums({id(stack): getattr(stack, n) for stack in self._stacks}) for n in ("fewer", "few"))
+        found: Growth = {}
+        self._is_own = True
+        for moment in self._outside():
+            rows = list(zip(before.get(moment.name, ()), sorted(moment.alive.items()), strict=False))
+            if not len(rows) == len(before.get(moment.name, ())) == len(moment.alive):
+                raise _NotAlike
+            found[moment.name, len(rows)] = [
+                (
+                    _sources(new[0] - old[0], few.left_by, more.left_by),
+                    _sources(new[1] - old[1], few.alive, more.alive, self.tolerance),
+                )
+                for old, new in rows
+            ]
+        return found
+
+    def of(self, counts_given: Sequence[int], growth: Growth) -> SimulatedStep:
         """The step with so many layers in each list."""
         counts = {id(stack): count for stack, count in zip(self._given, counts_given, strict=True)}
         sums = self._sums(counts)
-        less = self._sums({id(stack): stack.fewer for stack in self._stacks})
         more = self._sums({id(stack): stack.few for stack in self._stacks})
-        before = {moment.name: moment for moment in self._less.moments}
         moments: list[MomentMemory] = []
         done: set[str] = set()
         for moment in self._more.moments:
             phase, stack = self._of_layer(moment.name)
             if stack is None:
-                if moment.name not in before:
+                rows = sorted(moment.alive.items())
+                sources = growth.get((moment.name, len(rows)))
+                if sources is None:
                     raise _NotAlike
-                alive = self._moved(before[moment.name], moment, less, more, sums)
-                moments.append(MomentMemory(moment.name, dict(alive)))
+                alive = {
+                    gradients + self._grown(by[0], more.left_by, sums.left_by): (
+                        nbytes + self._grown(by[1], more.alive, sums.alive)
+                    )
+                    for (gradients, nbytes), by in zip(rows, sources, strict=True)
+                }
+                moments.append(MomentMemory(moment.name, alive))
             elif phase + stack.path not in done:
                 done.add(phase + stack.path)
                 moments += self._of_stack(phase, stack, counts[id(stack)], sums)
-        held, gradients = self._elsewhere("held"), self._elsewhere("gradients")
+        held, gradients = self._elsewhere(self._more, "held"), self._elsewhere(self._more, "gradients")
         for each, index, key in self._layers(counts):
             held |= {each.named(index) + inside: nbytes for inside, nbytes in self._held[key]}
             if self._gradients[key]:
                 gradients[each.named(index)] = self._gradients[key]
-        if self._less.logits_peak_nbytes != self._more.logits_peak_nbytes:
-            raise _NotAlike
         return replace(self._more, moments=tuple(moments), held=held, gradients=gradients)
 
     def _of_layer(self, name: str) -> tuple[str, LayerStack | None]:
@@ -313,37 +380,24 @@ class _Extrapolation:
         return "", None
 
     def _of_stack(self, phase: str, stack: LayerStack, count: int, sums: _Sums) -> Iterator[MomentMemory]:
-        layers = list(enumerate(_neighbourhoods(stack.kinds[:count])))
+        layers = list(enumerate(stack.neighbourhoods(count)))
         for index, around in layers if phase == _PHASES[0] else reversed(layers):
             path, key = stack.named(index), (phase, (stack.path, around))
             if key in self._alive:  # a frozen layer has no backward
                 before, left = sums.before[phase][path], _left(sums, phase, path)
                 yield MomentMemory(phase + path, {g + left: n + before for g, n in self._alive[key]})
 
-    def _moved(
-        self, old: MomentMemory, new: MomentMemory, less: _Sums, more: _Sums, sums: _Sums
-    ) -> Iterator[tuple[int, int]]:
-        """What is alive in a moment that is in no list: some of the lists hold tensors then, or have left gradients."""
-        rows = [sorted(moment.alive.items()) for moment in (old, new)]
-        if len(rows[0]) != len(rows[1]):
+    def _grown(self, sources: frozenset[int], more: Sequence[int], wanted: Sequence[int]) -> int:
+        """By how much the sums grow from ``more`` to ``wanted``: under another policy all of them must agree."""
+        found = {0 if index < 0 else wanted[index] - more[index] for index in sources}
+        if len(found) > 1 and not self._is_own:
             raise _NotAlike
-        alive = [[each for phase in _PHASES for each in of.before_by[phase]] for of in (less, more, sums)]
-        for first, second in zip(*rows, strict=True):
-            yield (
-                second[0] + _grown(second[0] - first[0], less.left_by, more.left_by, sums.left_by),
-                second[1] + _grown(second[1] - first[1], alive[0], alive[1], alive[2], self.tolerance),
-            )
+        return min(found)
 
-    def _elsewhere(self, table: str) -> dict[str, int]:
-        """The bytes by path outside of the lists, which are the same in both steps."""
+    def _elsewhere(self, step: SimulatedStep, table: str) -> dict[str, int]:
+        """The bytes by path outside of the lists."""
         lists = tuple([f"{stack.path}." for stack in self._stacks])
-        less, more = (
-            {path: nbytes for path, nbytes in getattr(step, table).items() if not path.startswith(lists)}
-            for step in (self._less, self._more)
-        )
-        if less != more:
-            raise _NotAlike
-        return more
+        return {path: nbytes for path, nbytes in getattr(step, table).items() if not path.startswith(lists)}
 
 
 _PHASES = ("forward of ", "backward of ")
@@ -361,10 +415,10 @@ def _shifted(moment: MomentMemory, held: int, left: int) -> Alive:
     return tuple(sorted((gradients + left, nbytes + held) for gradients, nbytes in moment.alive.items()))
 
 
-def _grown(difference: int, less: Sequence[int], more: Sequence[int], wanted: Sequence[int], tolerance: int = 0) -> int:
-    """By how much a sum over some of the lists grows beyond ``more``, where it grew by ``difference`` from ``less``."""
-    found = [(abs(b - a - difference), c - b) for a, b, c in zip(less, more, wanted, strict=True)]
-    off, grows = min([(abs(difference), 0), *found])
-    if off > tolerance:
+def _sources(difference: int, less: Sequence[int], more: Sequence[int], tolerance: int = 0) -> frozenset[int]:
+    """The sums that grow from ``less`` to ``more`` by about as much; -1 stands for no growth."""
+    off = {index: abs(b - a - difference) for index, (a, b) in enumerate(zip(less, more, strict=True))}
+    off[-1] = abs(difference)
+    if min(off.values()) > tolerance:
         raise _NotAlike
-    return grows
+    return frozenset([index for index, nbytes in off.items() if nbytes == min(off.values())])

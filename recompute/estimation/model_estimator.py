@@ -21,7 +21,7 @@ from recompute.estimation.attention_choice import Platform
 from recompute.estimation.estimate_options import EstimateOptions
 from recompute.estimation.estimate_result import Advice, Estimate, EstimateSettings, ModuleActivations
 from recompute.estimation.fake_tensors import shapes_chosen_in_turn
-from recompute.estimation.layer_extrapolation import extrapolated_step, find_stacks
+from recompute.estimation.layer_extrapolation import Growth, extrapolated_step, find_stacks
 from recompute.estimation.model_and_batch import ModelAndBatch
 from recompute.estimation.module_tracker import LOSS, parameter_shapes, pattern_of, unit_of
 from recompute.estimation.simulation import SimulatedStep, Surroundings, optimizer_peak_nbytes, run_forward, simulate
@@ -57,6 +57,7 @@ class ModelEstimator:
         self._subject = subject
         self._platform = platform
         self._steps: dict[Any, SimulatedStep] = {}
+        self._growth: dict[Any, Growth] = {}
         self._optimizer_peaks: dict[Any, int] = {}
         self._parameters = parameter_shapes(subject.model)
         if not any(each.trains for each in self._parameters):
@@ -175,7 +176,13 @@ class ModelEstimator:
         """What a step takes under ``policy``. autocast: whether forward and loss run under bfloat16's autocast."""
         if (policy, autocast) not in self._steps:
             governed = partial(self._governed, policy, autocast)
-            step = extrapolated_step(find_stacks(self._subject.model, policy), governed)
+            model = self._subject.model
+            stacks = find_stacks(model, policy)
+            step = extrapolated_step(stacks, governed, self._growth)
+            if step is None and (finer := find_stacks(model, policy, tells_first=True)) != [
+                stack._replace(tells_first=True) for stack in stacks
+            ]:
+                step = extrapolated_step(finer, governed, self._growth)
             if step is None:
                 with governed() as simulate_all:
                     step = simulate_all()
@@ -191,7 +198,7 @@ class ModelEstimator:
     ) -> Iterator[Callable[[], SimulatedStep]]:
         """Inside, the model is under the policy, which has learned what it does.
 
-        first: what is around the first forward of those in which it learns.
+        first: what is around the forwards in which it learns.
 
         Yields a function that runs a step of the model with the layers that it then has.
         """
@@ -206,8 +213,8 @@ class ModelEstimator:
         try:
             if policy is not None and any(_learns(rule) for rule in policy.rules):
                 # Where regions of two kinds begin alike, one takes the other's plan in the first forward.
-                for around in (first, nullcontext):
-                    with around():
+                with first():
+                    for _ in range(2):
                         run_forward(subject.model, subject.run, surroundings)
             yield lambda: simulate(
                 subject.model, subject.run, surroundings, tokens=self._tokens(), classes=self._classes()

@@ -50,6 +50,8 @@ class StorageTrace(MemoryTrace):
         """Called with a tensor of each new storage, and the storage's bytes; returns a label for it."""
         self.on_freed: Callable[[Any, int], None] = lambda label, nbytes: None
         """Called with the label and the bytes of each storage that no longer counts."""
+        self.on_run: Callable[[Any, Any, Any, Any], None] = lambda op, args, kwargs, output: None
+        """Called with each op that has run, its arguments and what it returned. An op of ours is those inside of it."""
         self._block_nbytes = block_nbytes
         self._mode = _StorageMode(self)
         self._alive: dict[int, tuple[weakref.ref[Any], int, Any]] = {}
@@ -130,6 +132,10 @@ class _StorageMode(TorchDispatchMode):
         super().__init__()
         self._trace = trace
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as in ``FakeMode``
+
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(map(_is_made_of_tensors, types)):
@@ -141,13 +147,25 @@ class _StorageMode(TorchDispatchMode):
             with self:
                 return IMPLEMENTATIONS[op](*args, **kwargs)
         if local.simulates_cuda and op is _aten.addmm.dtype_out:
-            return _add_product(args[1], args[2], kwargs["out"])
+            return self._add_product(args[1], args[2], kwargs["out"])
         with torch._C.DisableTorchFunction():  # modes for functions have seen the function that calls this op
             output = _run(op, types, args, kwargs)
+        self._trace.on_run(op, args, kwargs, output)
         extra = workspace_nbytes(op, args, output) if local.simulates_cuda else 0
         replaces_input = op is _aten.add.Tensor and local.simulates_cuda and _is_called_by_autograd()
         self._trace.made(output, (args, kwargs), extra, replaces_input=replaces_input)
         return output
+
+    def _add_product(self, left: Tensor, right: Tensor, out: Tensor) -> Tensor:
+        """Run an ``addmm`` of the same sizes in the place of one whose sum has a wider dtype, which the CPU lacks.
+
+        It allocates nothing, as it writes to a part of ``out``.
+        """
+        part = out.view(left.dtype)[:, : out.shape[1]]
+        self._trace.on_run(
+            _aten.addmm.out, (part, left, right), {"out": part}, _aten.addmm.out(part, left, right, out=part)
+        )
+        return out
 
 
 def _run(op: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -157,16 +175,6 @@ def _run(op: Any, types: Any, args: Any, kwargs: Any) -> Any:
             if isinstance(mode, FakeMode):
                 return mode.run(op, types, args, kwargs)
     return op(*args, **kwargs)
-
-
-def _add_product(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
-    """Run an ``addmm`` of the same sizes in the place of one whose sum has a wider dtype, which the CPU does not have.
-
-    A clock outside of the trace counts it. It allocates nothing, as it writes to a part of ``out``.
-    """
-    part = out.view(left.dtype)[:, : out.shape[1]]
-    _aten.addmm.out(part, left, right, out=part)
-    return out
 
 
 def _is_called_by_autograd() -> bool:

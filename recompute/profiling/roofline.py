@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from recompute.attach.module_entries import module_entries
 from recompute.counters import Clock, MemoryTrace
 from recompute.engine.cut.ops import Kind, facts, tensors_in, work
-from recompute.engine.fake_mode import DEVICE, FakeMode, device_of
+from recompute.engine.fake_mode import FakeMode
 from recompute.errors import ModelError
 from recompute.estimation.attention_choice import Platform
 from recompute.estimation.build_model import without_packing
@@ -200,8 +200,11 @@ class _FakeDryRun(DryRun):
         self, regions: Mapping[str, nn.Module] | None, *, memory: MemoryTrace | None = None, clock: Clock | None = None
     ) -> StepTrace:
         with ExitStack() as stack:
-            if self.share is not None and isinstance(memory, StorageTrace):
-                stack.enter_context(_reduced(self.optimizer.param_groups[0]["params"], memory, self.share))
+            if isinstance(memory, StorageTrace):
+                if isinstance(clock, _RooflineClock):
+                    memory.on_run = clock.add
+                if self.share is not None:
+                    stack.enter_context(_reduced(self.optimizer.param_groups[0]["params"], memory, self.share))
             return super().step(regions, memory=memory, clock=clock)
 
 
@@ -228,39 +231,24 @@ def _reduced(parameters: Sequence[nn.Parameter], memory: StorageTrace, share: Ca
 
 
 class _RooflineClock(Clock):
-    """Adds up the calculated seconds of this thread's ops.
-
-    An op of ours counts as the ops that its implementation calls: a ``StorageTrace`` inside of this clock calls that
-    itself.
-    """
+    """Adds up the calculated seconds of the ops that a ``StorageTrace`` sees."""
 
     def __init__(self, figures: Gpu) -> None:
         super().__init__()
-        self._mode = _TimingMode(figures)
+        self._figures = figures
+        self._since_mark = 0.0
 
     def __enter__(self) -> Clock:
-        self._mode.__enter__()
         return self
 
+    def add(self, op: Any, args: Any, kwargs: Any, output: Any) -> None:
+        self._since_mark += op_seconds(op, args, kwargs, output, self._figures)
+
     def mark(self, name: str) -> None:
-        self.seconds[name], self._mode.seconds = self._mode.seconds, 0.0
+        self.seconds[name], self._since_mark = self._since_mark, 0.0
 
     def __exit__(self, *error: Any) -> None:
-        self._mode.__exit__(*error)
-
-
-class _TimingMode(TorchDispatchMode):
-    def __init__(self, figures: Gpu) -> None:
-        super().__init__()
-        self.seconds = 0.0
-        self._figures = figures
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if op is DEVICE:
-            return device_of(args[0])
-        output = op(*args, **(kwargs or {}))
-        self.seconds += op_seconds(op, args, kwargs or {}, output, self._figures)
-        return output
+        pass
 
 
 def op_seconds(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, figures: Gpu) -> float:
@@ -340,8 +328,9 @@ def _optimizer_costs(
                     group["foreach"] = True  # as torch chooses on CUDA
         optimizer.step()  # makes the states
         clock, trace = _RooflineClock(figures), StorageTrace(BLOCK_NBYTES)
-        with clock, trace:
+        trace.on_run = clock.add
+        with trace:
             optimizer.step()
-            clock.mark("step")
+        clock.mark("step")
         values = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
         return _OptimizerCosts(clock.seconds["step"], trace.peak_nbytes, sum(value.nbytes for value in values))

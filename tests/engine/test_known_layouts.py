@@ -29,6 +29,12 @@ OPS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "a list of tensors": lambda x, y: torch.cat([x, y, x], dim=1),
     "complex numbers": lambda x, y: x.to(torch.complex64).conj(),
     "an addition in place": lambda x, y: x.clone().add_(y),
+    "an addition to what is given": lambda x, y: x.add_(y),
+    "a write into a part": lambda x, y: x.clone()[:, 1:].copy_(y[:, 1:]),
+    "a sum into what is given": lambda x, y: torch.add(x, y, out=torch.empty_like(x)),
+    "a sum into what is too small": lambda x, y: torch.add(x, y, out=torch.empty(0)),
+    "a transposition in place": lambda x, y: x.clone().transpose_(0, 1),
+    "another's storage": lambda x, y: torch.empty_like(x).set_(y),
     "a mask": lambda x, y: x.masked_fill(y > 0, -1.0),
 }
 

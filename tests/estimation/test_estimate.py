@@ -169,18 +169,31 @@ DEEP = {
 )
 def test_many_layers_from_few_are_all_of_them(name: str, policy: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     config = DEEP[name]
-    monkeypatch.setattr(model_estimator, "find_stacks", lambda *arguments: [])
-    whole = estimate(config, seq_len=512, policy=policy)
-    monkeypatch.undo()
-    few = []
-    simulate = model_estimator.simulate
-    monkeypatch.setattr(
-        model_estimator, "simulate", lambda *given, **options: few.append(1) or simulate(*given, **options)
-    )
-    found = estimate(config, seq_len=512, policy=policy)
+    whole, found, steps = by_all_layers_and_by_few(monkeypatch, config, policy=policy)
     assert dict(found.moments) == dict(whole.moments)
     assert found.activation_bytes == whole.activation_bytes
-    assert len(few) == 2
+    assert steps == 2
+
+
+def by_all_layers_and_by_few(
+    monkeypatch: pytest.MonkeyPatch, config: Any, **options: Any
+) -> tuple[Estimate, Estimate, int]:
+    """Both estimates, and how many steps the second one ran."""
+    with monkeypatch.context() as patched:
+        patched.setattr(model_estimator, "find_stacks", lambda *given, **how: [])
+        whole = estimate(config, seq_len=512, **options)
+    steps = []
+    simulate = model_estimator.simulate
+    monkeypatch.setattr(model_estimator, "simulate", lambda *given, **how: steps.append(1) or simulate(*given, **how))
+    return whole, estimate(config, seq_len=512, **options), len(steps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DEEP)
+def test_one_step_is_enough_under_a_further_policy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, found, steps = by_all_layers_and_by_few(monkeypatch, DEEP[name], advise=True)
+    assert found.advice == whole.advice
+    assert steps < 2 * 5, "with no policy, elementwise, auto, full, and without logits"
 
 
 def test_layers_that_differ_are_all_run(monkeypatch: pytest.MonkeyPatch) -> None:
