@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from recompute.kernels import launch
-from recompute.kernels.cross_entropy_rows import Statistics, launch_settings
+from recompute.kernels.cross_entropy_rows import launch_settings
 from recompute.kernels.launch import jit, tl
 from recompute.kernels.loss_settings import LossSettings
+from recompute.kernels.row_statistics import Statistics
 from recompute.kernels.scores import Scores, finite_gap, gap, score, scored, unscore, unscored
 
 KINDS = ("forward_kl", "reverse_kl", "jsd", "total_variation")

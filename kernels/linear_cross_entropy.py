@@ -40,7 +40,7 @@ from recompute.kernels.cross_entropy import (
     row_gradients,
     with_extras,
 )
-from recompute.kernels.cross_entropy_rows import conclude, differentiate, new_statistics, observe
+from recompute.kernels.cross_entropy_rows import conclude, differentiate, observe
 from recompute.kernels.linears import (
     autocast_dtype,
     cast,
@@ -58,6 +58,7 @@ from recompute.kernels.loss_settings import (
     checked_settings,
     wide_dtype,
 )
+from recompute.kernels.row_statistics import new_statistics
 
 
 def linear_cross_entropy(

@@ -34,7 +34,7 @@ from torch.nn import functional as F
 from recompute.errors import KernelError
 from recompute.kernels import launch
 from recompute.kernels.cross_entropy import row_gradients
-from recompute.kernels.cross_entropy_rows import new_statistics, observe
+from recompute.kernels.cross_entropy_rows import observe
 from recompute.kernels.divergence_rows import (
     DIVERGENCE_SCHEMA,
     FORWARD_KL,
@@ -51,6 +51,7 @@ from recompute.kernels.linear_cross_entropy import head_losses
 from recompute.kernels.linears import autocast_dtype, cast, check_head, head_operands, in_dtypes_of, without_autocast
 from recompute.kernels.logit_blocks import BlockPlan, Head, logits_nbytes, may_hold
 from recompute.kernels.loss_settings import Targets, wide_dtype
+from recompute.kernels.row_statistics import new_statistics
 from recompute.kernels.scores import check_scores, scored
 
 
