@@ -20,7 +20,8 @@ from recompute.engine.thread_state import is_fake, local
 from recompute.errors import warn
 from recompute.substitution.held_memory import HeldMemory
 from recompute.substitution.kernel_runner import KernelRunner, is_plain_linear, only_argument
-from recompute.substitution.lazy_tensors import PRODUCTS, LazyTensor, mode_of
+from recompute.substitution.lazy_scores import SOFTMAXES, LazyScores
+from recompute.substitution.lazy_tensors import PRODUCTS, ROWS, LazyTensor, mode_of, rows_of
 from recompute.units import humanize
 
 LossCounter = Callable[[Tensor, Tensor, int], None]
@@ -113,6 +114,8 @@ class _Head:
     """How many of the three steps of ``cap * tanh(logits / cap)`` were taken: the division, the tanh, the product."""
     tanh_nbytes: int = 0
     """The bytes that the tanh would hold for backward."""
+    temperature: float = 1.0
+    """What capped logits are divided by."""
 
 
 class LazyLogits(LazyTensor):
@@ -124,8 +127,8 @@ class LazyLogits(LazyTensor):
     """
 
     _head: _Head
-    _family: list[weakref.ref[LazyLogits]]
-    """All lazy logits that were made from the output of one run of the head."""
+    _family: list[weakref.ref[LazyTensor]]
+    """All that is lazy and was made from the output of one run of the head."""
 
     @staticmethod
     def of(
@@ -145,7 +148,7 @@ class LazyLogits(LazyTensor):
         head: _Head,
         dtype: torch.dtype,
         compute: Callable[[], Tensor],
-        family: list[weakref.ref[LazyLogits]],
+        family: list[weakref.ref[LazyTensor]],
         sources: Sequence[Tensor] | None = None,
     ) -> LazyLogits:
         shape = (*head.hidden.shape[:-1], head.weight.shape[0])
@@ -175,12 +178,16 @@ class LazyLogits(LazyTensor):
             return self._flattened(*args[1:], **kwargs)
         if function is Tensor.__getitem__:
             return self._indexed(args[1])
+        if function in ROWS:
+            return rows_of(self, function, args[1:], kwargs)
         if function is Tensor.float or (function is Tensor.to and args[1:] == (torch.float32,) and not kwargs):
             if self.dtype is torch.float32:
                 return self
             return self._then(Tensor.float, self._head, torch.float32)
         if function is Tensor.contiguous and not kwargs:
             return self._then(Tensor.contiguous, self._head)
+        if function in SOFTMAXES:
+            return LazyScores.softmax(self, function, args[1:], kwargs)
         return NotImplemented if kwargs else self._scaled(function, args[1:])
 
     def _then(self, function: Callable[[Tensor], Tensor], head: _Head, dtype: torch.dtype | None = None) -> LazyLogits:
@@ -234,6 +241,8 @@ class LazyLogits(LazyTensor):
             head = replace(head, cap_steps=2, tanh_nbytes=self.numel() * self.dtype.itemsize)
         elif head.cap_steps == 2 and function in PRODUCTS and number == head.cap:
             head = replace(head, cap_steps=3)
+        elif head.cap_steps == 3 and number is not None and function in _DIVISIONS:
+            head = replace(head, temperature=head.temperature * number)
         else:
             return NotImplemented
         return self._then(lambda value: function(value, *rest), head)
@@ -249,7 +258,10 @@ class LazyLogits(LazyTensor):
         reduction: str = "mean",
         label_smoothing: float = 0.0,
     ) -> Any:
-        if input is not self or self._head.cap_steps == 2 or size_average is not None or reduce is not None:
+        settings = self.score_settings()
+        if input is not self or settings is None or size_average is not None or reduce is not None:
+            return NotImplemented
+        if settings["temperature"] != 1:
             return NotImplemented
         if self.dim() != 2 or not isinstance(target, Tensor) or target.shape != self.shape[:1]:
             return NotImplemented  # classes are in another dimension than the last
@@ -258,11 +270,9 @@ class LazyLogits(LazyTensor):
         from recompute.kernels.linear_cross_entropy import linear_cross_entropy
 
         head = self._head
-        if head.cap_steps == 1 and head.cap is not None:
-            head = replace(head, scale=head.scale / head.cap, cap=None)
-        hidden, bias = head.hidden, head.bias
-        if head.scale != 1:  # of the tokens, which are smaller than their logits
-            hidden, bias = hidden * head.scale, None if bias is None else bias * head.scale
+        hidden, bias, scale = head.hidden, head.bias, settings["scale"]
+        if scale != 1:  # of the tokens, which are smaller than their logits
+            hidden, bias = hidden * scale, None if bias is None else bias * scale
         with self.autocast_as_made():
             loss = linear_cross_entropy(
                 hidden,
@@ -271,7 +281,7 @@ class LazyLogits(LazyTensor):
                 bias,
                 ignore_index=ignore_index,
                 label_smoothing=label_smoothing,
-                softcap=head.cap,
+                softcap=settings["softcap"],
                 class_weights=weight,
                 reduction=reduction,
                 return_argmax=head.observe is not None,
@@ -284,9 +294,45 @@ class LazyLogits(LazyTensor):
         dtype = self.dtype
         if mode_of(self.device)[1] and dtype is not torch.float64:
             dtype = torch.float32  # of PyTorch's log-probabilities and loss under autocast
+        self._count(hidden, dtype)
+        return loss.to(dtype)
+
+    @property
+    def operands(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The head's input, weight and bias."""
+        return self._head.hidden, self._head.weight, self._head.bias
+
+    def score_settings(self) -> dict[str, Any] | None:
+        """``scale``, ``softcap`` and ``temperature`` as ``linear_log_probs`` takes them; None within a cap's steps."""
+        head = self._head
+        if head.cap_steps == 2:
+            return None
+        if head.cap_steps == 1 and head.cap is not None:  # it was a divisor
+            return {"scale": head.scale / head.cap, "softcap": None, "temperature": 1.0}
+        return {"scale": head.scale, "softcap": head.cap, "temperature": head.temperature}
+
+    def log_probs(self, target: Tensor, *, entropy: bool = False, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
+        """The log-probabilities of targets, (...) or (..., K); and the entropies, (...), where ``entropy`` asks."""
+        from recompute.kernels.linear_log_probs import linear_log_probs
+
+        settings = self.score_settings()
+        assert settings is not None, "nothing lazy is made within a cap's steps"
+        hidden, weight, bias = self.operands
+        with self.autocast_as_made():
+            found = linear_log_probs(
+                *(hidden, weight, target, bias),
+                **settings,
+                entropy=entropy,
+                ignore_index=ignore_index,
+                logits_bytes=self._head.logits_bytes,
+            )
+        self._count(hidden, self.dtype)
+        return (found, found) if isinstance(found, Tensor) else found
+
+    def _count(self, hidden: Tensor, dtype: torch.dtype) -> None:
+        head = self._head
         if head.count is not None:
             head.count(hidden, head.weight, self.shape.numel() * dtype.itemsize + head.tanh_nbytes)
-        return loss.to(dtype)
 
 
 _RESHAPES = frozenset({Tensor.view, Tensor.reshape, torch.reshape})

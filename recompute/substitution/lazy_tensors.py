@@ -26,6 +26,9 @@ from recompute.errors import MutationError, UnsupportedError
 
 PRODUCTS = frozenset({Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul, torch.multiply})
 
+_UNBINDS = frozenset({Tensor.unbind, torch.unbind})  # which iterating over a tensor calls
+ROWS = _UNBINDS | {Tensor.split, torch.split}
+
 _METADATA = frozenset(
     {
         *(getattr(Tensor, name) for name in ("size", "dim", "numel", "__len__", "is_floating_point", "is_complex")),
@@ -245,6 +248,16 @@ class LazyTensor(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.value().__reduce_ex__(protocol)
+
+
+def rows_of(tensor: Tensor, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """``function(tensor, *args, **kwargs)``, one of ``ROWS``, by indexing; or NotImplemented."""
+    size, *dims = (1, *args) if function in _UNBINDS else args or (None,)
+    if tensor.dim() < 2 or not isinstance(size, int) or size < 1 or [*dims, *kwargs.values()] not in ([], [0]):
+        return NotImplemented
+    if function in _UNBINDS:
+        return tuple([tensor[row] for row in range(len(tensor))])
+    return tuple([tensor[first : first + size] for first in range(0, max(len(tensor), 1), size)])
 
 
 def values_of(tensor: Tensor) -> Tensor:

@@ -263,6 +263,25 @@ def test_without_logits_a_step_holds_less() -> None:
     assert held(plain, lambda: loss_of(plain)) - without > TOKENS * vocabulary * 4
 
 
+@pytest.mark.parametrize("name", ["Llama", *slow("Cohere", "Granite", "Gemma2")])
+def test_log_probabilities_and_entropies_of_ones_own_go_without_logits_too(name: str) -> None:
+    def loss(model: nn.Module) -> Tensor:
+        logits = model(input_ids=IDS, use_cache=False).logits
+        scores = F.log_softmax(logits[:, :-1] / 0.7, -1)
+        entropy = -(scores.exp() * scores).sum(-1)
+        assert type(logits) is Tensor or logits.is_lazy
+        return (scores.gather(-1, IDS[:, 1:, None]).squeeze(-1) - 0.01 * entropy).mean()
+
+    model, plain = make(name), make(name)
+    recompute.apply(model, POLICY)
+    found, expected = loss(model), loss(plain)
+    torch.testing.assert_close(found, expected)
+    found.backward()
+    expected.backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
 def test_a_loss_of_ones_own_goes_without_logits_too() -> None:
     def loss(model: nn.Module) -> Tensor:
         logits = model(input_ids=IDS).logits

@@ -303,7 +303,19 @@ def test_logits_may_be_shaped_and_capped_on_the_way(shaping: Callable[[Tensor], 
         lambda logits: logits * logits.new_tensor(3.0),
         lambda logits: torch.tanh(logits / 3.0) * 3.0 * 2.0,
         lambda logits: logits.argmax(-1),
-        lambda logits: logits.softmax(-1),
+        lambda logits: logits.log_softmax(0),
+        lambda logits: logits.log_softmax(-1) + 0,
+        lambda logits: logits.softmax(-1).square(),
+        lambda logits: logits.softmax(-1, torch.float64).sum(-1),
+        lambda logits: logits.log_softmax(-1).sum(-1),
+        lambda logits: logits.log_softmax(-1).gather(0, torch.zeros(1, 3, 2, dtype=torch.int64)),
+        lambda logits: logits.log_softmax(-1).gather(-1, torch.zeros(1, 3, 2, dtype=torch.int64)),
+        lambda logits: (logits.softmax(-1) * logits.softmax(-1)).sum(-1),
+        lambda logits: (logits.softmax(-1) * logits.log_softmax(-1)).sum(-1, keepdim=True),
+        lambda logits: (logits.softmax(-1) * (2 * logits).log_softmax(-1)).sum(-1),
+        lambda logits: F.log_softmax(torch.tanh(logits / 3.0), -1) * 1,
+        lambda logits: torch.stack(logits.split([1, 1])),
+        lambda logits: logits.split(2, -1)[0],
     ],
 )
 def test_anything_else_sees_the_logits(use: Callable[[Tensor], Tensor]) -> None:
@@ -311,6 +323,81 @@ def test_anything_else_sees_the_logits(use: Callable[[Tensor], Tensor]) -> None:
     found = use(logits)
     assert type(found) is Tensor
     assert torch.equal(found, use(whole))
+
+
+def entropy(scores: Tensor) -> Tensor:
+    return -(torch.exp(scores) * scores).sum(-1)
+
+
+INDEX = torch.tensor([[1, 9, 3], [10, 0, 2]])
+SCORES: dict[str, Callable[[Tensor], Tensor]] = {
+    "log-probabilities": lambda logits: F.log_softmax(logits, -1).gather(-1, INDEX[..., None]).squeeze(-1),
+    "of several words": lambda logits: torch.gather(
+        logits.log_softmax(2), 2, torch.arange(12).view(2, 3, 2) % VOCABULARY
+    ),
+    "shifted": lambda logits: logits[:, :-1].log_softmax(-1).gather(-1, INDEX[:, 1:, None]),
+    "shifted later": lambda logits: logits.log_softmax(-1)[:, :-1].gather(-1, INDEX[:, 1:, None]),
+    "with a temperature": lambda logits: (logits / 0.7).log_softmax(-1).gather(-1, INDEX[..., None]),
+    "capped, with a temperature": lambda logits: (
+        (torch.tanh(logits / 3.0) * 3.0 / 0.7).log_softmax(-1).gather(-1, INDEX[..., None])
+    ),
+    "row by row, as TRL's": lambda logits: torch.stack(
+        [F.log_softmax(row, -1).gather(-1, words[:, None]) for row, words in zip(logits, INDEX, strict=True)]
+    ),
+    "a sign": lambda logits: (-logits.log_softmax(-1)).gather(-1, INDEX[..., None]),
+    "entropy": lambda logits: entropy(F.log_softmax(logits, -1)),
+    "entropy of both": lambda logits: -(logits.softmax(-1) * logits.log_softmax(-1)).sum(dim=-1),
+    "entropy in chunks, as TRL's": lambda logits: torch.cat(
+        [entropy(F.log_softmax(chunk, -1)) for chunk in logits.reshape(-1, VOCABULARY).split(4, dim=0)]
+    ),
+    "with a sign inside": lambda logits: (-logits.softmax(-1) * logits.log_softmax(-1)).sum(-1),
+}
+
+
+@pytest.mark.parametrize("score", SCORES.values(), ids=SCORES)
+def test_log_probabilities_and_entropies_go_without_the_logits(score: Callable[[Tensor], Tensor]) -> None:
+    logits, whole = head()
+    found, expected = score(logits), score(whole)
+    assert logits.is_lazy
+    assert type(found) is Tensor
+    torch.testing.assert_close(found, expected)
+    inputs = [logits._head.hidden, logits._head.weight, logits._head.bias]
+    gradient = make(*found.shape, seed=4).detach()
+    gradients = torch.autograd.grad(found, inputs, gradient)
+    others = [make(2, 3, HIDDEN), make(VOCABULARY, HIDDEN, seed=1), make(VOCABULARY, seed=2)]
+    for one, other in zip(gradients, torch.autograd.grad(score(F.linear(*others)), others, gradient), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_scores_of_logits_that_are_there_are_made_of_them() -> None:
+    logits, whole = head()
+    scores = logits.log_softmax(-1)
+    logits + 0
+    assert torch.equal(scores.gather(-1, INDEX[..., None]), whole.log_softmax(-1).gather(-1, INDEX[..., None]))
+    logits, whole = head()
+    scores = logits.log_softmax(-1)
+    with torch.no_grad():
+        logits.mul_(2)
+    assert torch.equal(scores + 0, whole.log_softmax(-1))
+
+
+def test_an_index_out_of_bounds_is_refused_as_by_pytorch() -> None:
+    for wrong in (-100, VOCABULARY):
+        with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+            head()[0].log_softmax(-1).gather(-1, torch.full((2, 3, 1), wrong))
+
+
+@pytest.mark.parametrize("casts", [False, True])
+def test_scores_have_the_dtype_that_pytorch_gives_them(casts: bool) -> None:
+    hidden, weight = make(2, 3, HIDDEN).bfloat16(), make(VOCABULARY, HIDDEN, seed=1).bfloat16()
+    with autocast(casts):
+        for function in (F.log_softmax, lambda logits, dim: F.log_softmax(logits, dim, dtype=torch.float32)):
+            found, expected = (
+                function(logits, -1).gather(-1, INDEX[..., None])
+                for logits in (LazyLogits.of(hidden, weight), F.linear(hidden, weight))
+            )
+            assert found.dtype is expected.dtype
+            torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
 
 
 def test_logits_in_float32_are_still_lazy() -> None:
