@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 from recompute.engine.thread_state import is_fake
 from recompute.errors import ModelError
 from recompute.estimation.cuda_semantics import as_on_cuda
-from recompute.estimation.layer_extrapolation import find_stacks, shortened
+from recompute.estimation.layer_stacks import find_stacks, shortened
 
 _PREDICTS_TOKENS = re.compile("CausalLM|LMHead|MaskedLM|ConditionalGeneration")
 _IMAGE_PATCHES = 32

@@ -21,7 +21,8 @@ from recompute.estimation.attention_choice import Platform
 from recompute.estimation.estimate_options import EstimateOptions
 from recompute.estimation.estimate_result import Advice, Estimate, EstimateSettings, ModuleActivations
 from recompute.estimation.fake_tensors import shapes_chosen_in_turn
-from recompute.estimation.layer_extrapolation import Growth, extrapolated_step, find_stacks
+from recompute.estimation.layer_extrapolation import Growth, extrapolated_step
+from recompute.estimation.layer_stacks import find_stacks
 from recompute.estimation.model_and_batch import ModelAndBatch
 from recompute.estimation.module_tracker import LOSS, parameter_shapes, pattern_of, unit_of
 from recompute.estimation.simulation import SimulatedStep, Surroundings, optimizer_peak_nbytes, run_forward, simulate
@@ -198,7 +199,7 @@ class ModelEstimator:
     ) -> Iterator[Callable[[], SimulatedStep]]:
         """Inside, the model is under the policy, which has learned what it does.
 
-        first: what is around the forwards in which it learns.
+        first: what is around the first forward of those in which it learns.
 
         Yields a function that runs a step of the model with the layers that it then has.
         """
@@ -212,9 +213,10 @@ class ModelEstimator:
         surroundings = Surroundings(self._platform, torch.bfloat16 if autocast else None)
         try:
             if policy is not None and any(_learns(rule) for rule in policy.rules):
-                # Where regions of two kinds begin alike, one takes the other's plan in the first forward.
-                with first():
-                    for _ in range(2):
+                # Where regions of two kinds begin alike, one takes the other's plan in the first forward. And each
+                # checkpoint learns by itself.
+                for around in (first, nullcontext):
+                    with around():
                         run_forward(subject.model, subject.run, surroundings)
             yield lambda: simulate(
                 subject.model, subject.run, surroundings, tokens=self._tokens(), classes=self._classes()

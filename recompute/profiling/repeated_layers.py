@@ -19,7 +19,7 @@ from typing import NamedTuple
 from torch import nn
 
 from recompute.errors import ModelError
-from recompute.estimation.layer_extrapolation import shortened_list, structure_of
+from recompute.estimation.layer_stacks import shortened_list, structure_of
 from recompute.profiling.cost_table import Place
 from recompute.profiling.dry_run import DryRun
 from recompute.profiling.regions import find_regions
