@@ -187,7 +187,7 @@ class LazyLogits(LazyTensor):
         if function is Tensor.contiguous and not kwargs:
             return self._then(Tensor.contiguous, self._head)
         if function in SOFTMAXES:
-            return LazyScores.softmax(self, function, args[1:], kwargs)
+            return LazyScores.of_softmax(self, function, args[1:], kwargs)
         return NotImplemented if kwargs else self._scaled(function, args[1:])
 
     def _then(self, function: Callable[[Tensor], Tensor], head: _Head, dtype: torch.dtype | None = None) -> LazyLogits:

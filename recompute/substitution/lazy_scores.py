@@ -64,7 +64,7 @@ class LazyScores(LazyTensor):
         return made
 
     @staticmethod
-    def softmax(logits: LazyLogits, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def of_softmax(logits: LazyLogits, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """``function(logits, *args, **kwargs)``, one of ``SOFTMAXES``; or NotImplemented."""
         named = {key: value for key, value in kwargs.items() if key != "_stacklevel"}
         dtype = named.pop("dtype", None)
