@@ -79,6 +79,9 @@ class LazyScores(LazyTensor):
     def pass_by(self) -> None:
         self._logits.pass_by()
 
+    def before_change(self) -> None:
+        self._logits.before_change()  # others are made of this, and have to keep the values from before the change
+
     def fused(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if not self._logits.is_lazy:  # they are there, so use them
             return NotImplemented

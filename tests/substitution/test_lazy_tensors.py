@@ -379,6 +379,12 @@ def test_scores_of_logits_that_are_there_are_made_of_them() -> None:
     with torch.no_grad():
         logits.mul_(2)
     assert torch.equal(scores + 0, whole.log_softmax(-1))
+    logits, whole = head()
+    scores = logits.log_softmax(-1)
+    probabilities = scores.exp()
+    with torch.no_grad():
+        scores.mul_(2)
+    assert torch.equal(probabilities + 0, whole.log_softmax(-1).exp())
 
 
 def test_an_index_out_of_bounds_is_refused_as_by_pytorch() -> None:
