@@ -36,8 +36,9 @@ from recompute.engine.checkpoint.region import StateHook
 from recompute.engine.cut.save_plan import LARGEST_COPY, PlanCache, SavePlan
 from recompute.engine.modes import count_dispatch_modes, count_function_modes
 from recompute.engine.numerics import Numerics
+from recompute.engine.random_sources import is_random_source
 from recompute.engine.reachable_objects import walk_references
-from recompute.engine.rng import RngState, is_random_source
+from recompute.engine.rng import RngState
 from recompute.engine.saved_tensors import RegionStatistics, has_only_our_hooks, top_hooks
 from recompute.engine.tape.recorder import TapeRegion
 from recompute.engine.thread_state import is_in_cuda_graph, local

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeVar, get_args
 
 from pydantic import (
@@ -24,6 +23,7 @@ from pydantic import (
 
 from recompute.errors import BudgetError
 from recompute.policy.document import dump_document, raises_policy_error, with_unit
+from recompute.policy.layer_spans import LAYERS, LayerSpan
 from recompute.units import parse_size
 
 Action = Literal["keep", "recompute", "checkpoint", "offload", "compress"]
@@ -71,56 +71,6 @@ _BELONGS_TO = {
 }
 _OFFLOAD_KEYS = ("fraction", "min_bytes", "max_host_bytes", "to", "path")
 _VERSION = 1
-_LAYERS = "a layer number, or '0-15', 'every 2', 'every 2 from 1', 'first 4' or 'last 4', or a list of these"
-
-
-@dataclass(frozen=True)
-class LayerSpan:
-    """Some indices of a ModuleList. ``spelling`` is how the policy writes them, ``span`` what that means."""
-
-    spelling: int | str
-    span: slice = field(compare=False, repr=False)
-
-    @classmethod
-    def parse(cls, spelling: object) -> LayerSpan:
-        """Read ``7``, ``"0-15"``, ``"every 2"``, ``"every 2 from 1"``, ``"first 4"`` or ``"last 4"``.
-
-        Raises ``ValueError``, also where the selector could never select a layer.
-        """
-        if isinstance(spelling, LayerSpan):
-            return spelling
-        if isinstance(spelling, bool) or not isinstance(spelling, (int, str)):
-            raise ValueError(f"expected {_LAYERS}")
-        return cls(spelling, _parse_span(str(spelling).strip()))
-
-    def selects(self, index: int, count: int) -> bool:
-        """Whether this names layer ``index`` of ``count``. What lies beyond ``count`` names nothing."""
-        return index in range(count)[self.span]
-
-    def exceeds(self, count: int) -> bool:
-        """Whether this names a layer, or a number of layers, beyond ``count``."""
-        start, stop, _ = self.span.start, self.span.stop, self.span.step
-        return max(stop or 0, -(start or 0), (start or 0) + 1) > count
-
-
-def _parse_span(text: str) -> slice:
-    if match := re.fullmatch(r"([0-9]{1,9})(?:\s*-\s*([0-9]{1,9}))?", text):
-        first, last = int(match[1]), int(match[2] or match[1])
-        if last < first:
-            raise ValueError(f"expected a range from low to high, such as '{last}-{first}'")
-        return slice(first, last + 1)
-    if match := re.fullmatch(r"every\s+([0-9]{1,9})(?:\s+from\s+([0-9]{1,9}))?", text):
-        if int(match[1]) == 0:
-            raise ValueError("expected a step of at least 1")
-        return slice(int(match[2] or 0), None, int(match[1]))
-    if match := re.fullmatch(r"(first|last)\s+([0-9]{1,9})", text):
-        count = int(match[2])
-        if count == 0:
-            raise ValueError(f"expected at least 1 layer, such as '{match[1]} 1'")
-        return slice(count) if match[1] == "first" else slice(-count, None)
-    if text.startswith("-"):
-        raise ValueError("expected layer numbers from 0 up ('last 1' is the last layer)")
-    raise ValueError(f"expected {_LAYERS}")
 
 
 def _path_glob(value: object) -> str:
@@ -237,7 +187,7 @@ def _as_written(values: Sequence[object] | None) -> Any:
 
 def _not_empty(layers: tuple[LayerSpan, ...] | None) -> tuple[LayerSpan, ...] | None:
     if layers == ():
-        raise ValueError(f"expected {_LAYERS}")
+        raise ValueError(f"expected {LAYERS}")
     return layers
 
 

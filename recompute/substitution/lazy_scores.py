@@ -14,16 +14,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from recompute.substitution.lazy_tensors import PRODUCTS, ROWS, LazyTensor, rows_of
-
-if TYPE_CHECKING:
-    from recompute.substitution.head import LazyLogits
 
 
 class Score(Enum):
@@ -50,13 +47,14 @@ _NO_WORD = -(2**62)
 class LazyScores(LazyTensor):
     """``factor`` times log-probabilities, probabilities, or the products of both, of lazy logits."""
 
-    _logits: LazyLogits
+    _logits: Any
+    """``LazyLogits``, which import this file."""
     _score: Score
     _factor: float
 
     @staticmethod
     def of(
-        logits: LazyLogits, score: Score, compute: Callable[[], Tensor], dtype: torch.dtype, factor: float = 1.0
+        logits: Any, score: Score, compute: Callable[[], Tensor], dtype: torch.dtype, factor: float = 1.0
     ) -> LazyScores:
         made = LazyScores(tuple(logits.shape), logits.operands, compute, dtype, logits._sources)
         made._logits, made._score, made._factor = logits, score, factor
@@ -64,7 +62,7 @@ class LazyScores(LazyTensor):
         return made
 
     @staticmethod
-    def of_softmax(logits: LazyLogits, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def of_softmax(logits: Any, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """``function(logits, *args, **kwargs)``, one of ``SOFTMAXES``; or NotImplemented."""
         named = {key: value for key, value in kwargs.items() if key != "_stacklevel"}
         dtype = named.pop("dtype", None)
@@ -112,7 +110,7 @@ class LazyScores(LazyTensor):
         rest: tuple,
         kwargs: dict[str, Any],
         *,
-        logits: LazyLogits | None = None,
+        logits: Any = None,
         score: Score | None = None,
         factor: float | None = None,
     ) -> LazyScores:

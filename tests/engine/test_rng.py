@@ -16,14 +16,15 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from recompute.counters import memory_trace
-from recompute.engine import rng
+from recompute.engine import random_sources
+from recompute.engine.random_sources import is_random_source
 from recompute.engine.reachable_objects import find_generators
-from recompute.engine.rng import RngState, is_random_source
+from recompute.engine.rng import RngState
 
 
 def test_generators_are_read_as_quickly_where_the_package_is_imported_under_fake_tensors() -> None:
     with FakeTensorMode():
-        memory = rng._GlobalCpu().memory()
+        memory = random_sources._GlobalCpu().memory()
     assert memory is not None
     seen = memory[0].raw
     torch.rand(1)
@@ -101,7 +102,7 @@ def test_the_state_of_the_default_generators_is_not_read_again_where_nobody_draw
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     RngState()
-    for kind in (rng._CpuSource, rng._PythonSource, rng._LegacyNumpySource):
+    for kind in (random_sources.CpuSource, random_sources._PythonSource, random_sources._LegacyNumpySource):
         monkeypatch.setattr(kind, "state", lambda _: pytest.fail("it was read"))
     assert RngState().drawn() is None
 
@@ -114,7 +115,7 @@ def test_the_cpus_generator_alone_is_not_read_again_where_nobody_draws_from_it(m
     with before.replayed():
         assert torch.equal(torch.rand(1), expected)
     again = RngState.of(torch.default_generator, "a region")
-    monkeypatch.setattr(rng._CpuSource, "state", lambda _: pytest.fail("it was read"))
+    monkeypatch.setattr(random_sources.CpuSource, "state", lambda _: pytest.fail("it was read"))
     assert RngState.of(torch.default_generator, "a region").drawn() is again.drawn() is None
 
 

@@ -26,7 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from recompute.engine.checkpoint.module_state import HeldModule, LearnedBuffers
 from recompute.engine.checkpoint.reached_state import Places, ReachedState
 from recompute.engine.cut.ops import EFFECT, facts, is_effect_registered
-from recompute.engine.rng import RngState, is_random_source
+from recompute.engine.random_sources import is_random_source
+from recompute.engine.rng import RngState
 from recompute.engine.tape.autocast import run_as_called
 from recompute.engine.tape.op_arguments import generators_of
 

@@ -39,8 +39,9 @@ from recompute.engine.modes import (
     hidden_from_modes,
 )
 from recompute.engine.parameter_memory import may_hold_memory
+from recompute.engine.random_sources import is_random_source
 from recompute.engine.recipes import Handle, Recipe
-from recompute.engine.rng import RngState, is_random_source
+from recompute.engine.rng import RngState
 from recompute.engine.saved_tensors import (
     KeptTensor,
     PackedDTensor,
