@@ -6,9 +6,6 @@ must be what that says it is, or all layers run. It may be off by a tensor that 
 embeddings: backward frees it in the first layer that reads it, which need not be the first of all.
 
 Two steps also show which layers a moment outside of the lists adds up. Under the next policy one step is then enough.
-
-Two steps also show which layers a moment outside of the layers adds up. That is so under any policy, so that one step
-is enough under the next one.
 """
 
 from __future__ import annotations
