@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 MAX_LAYOUTS = 128
-"""Layouts of arguments of which a function remembers anything."""
+"""The layouts of arguments that a function remembers."""
 
 P = ParamSpec("P")
 R = TypeVar("R")

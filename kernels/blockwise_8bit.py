@@ -1,6 +1,6 @@
 """Blockwise quantization: a tensor as codes of 8 bits, and one scale for each block of consecutive elements.
 
-With x of N elements in the order of their memory, cut into ceil(N / block) blocks of which the last may be shorter:
+With x of N elements in the order of their memory, cut into ceil(N / block) blocks, the last maybe shorter:
 
     absmax = max |x| of the block's finite elements    (blocks,)
     scale  = fp8:  the least power of 2 with absmax / scale <= 448, the largest number of e4m3
@@ -118,7 +118,7 @@ BLOCK = 128
 """Consecutive elements that share a scale, unless a caller says otherwise."""
 LARGEST_BLOCK = 4096
 QUANTIZE_TILE = 4096
-"""Elements a program. Smaller tiles would make more programs, each of which updates the one error."""
+"""Elements a program. Smaller tiles would make more programs, and each updates the one error."""
 # Without fused multiply-adds, so that a kernel rounds where the reference does, and gives the same bits.
 QUANTIZE_SETTINGS = {"num_warps": 4, "enable_fp_fusion": False}
 DEQUANTIZE_TILE = 1024

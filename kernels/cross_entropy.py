@@ -214,7 +214,7 @@ def cross_entropy_reference(
 
 
 def _losses_and_entropy(s: Tensor, target: Tensor, settings: LossSettings) -> Tensor | tuple[Tensor, Tensor]:
-    """Of each target, of which a token may have several, without the options of a loss."""
+    """Of each target, without the options of a loss. A token may have several targets."""
     labels = target if target.dim() == s.dim() else target[..., None]
     counts, log_p = labels != settings.ignore_index, torch.log_softmax(s, -1)
     losses = -log_p.gather(-1, labels.where(counts, 0)).where(counts, 0.0).view(target.shape)

@@ -106,7 +106,7 @@ class CapturedRegion:
         """The generated kernels that its code may run in."""
         self._checkpoint = checkpoint
         if checkpoint is not None:
-            # The tape's own, of which nobody asks for more than what runs again.
+            # The tape's own: nobody asks for more of it than what runs again.
             tape.statistics = RegionStatistics(self.statistics.name, regenerated=self.statistics.regenerated)
         self._frames = 0
         self.recorded: RecordedFrame | None = None
@@ -137,7 +137,7 @@ class CapturedRegion:
         self._first_replays: dict[Program, tuple[int, int]] = {}
         """Programs with such backwards: in which frame that happened first, and how often it has."""
         self._trusted: set[Program] = set()
-        """Programs of which backward has come, and has always been as it was recorded."""
+        """Programs whose backward has come, and has always been as it was recorded."""
         self._kernel_counts: list[tuple[RegionStatistics, Counts]] = []
         """For each kernel, what it has counted in the last frame that was recorded, beside what the tape counts."""
         self._frame_counts: dict[int, list[tuple[RegionStatistics, Counts]]] = {}

@@ -51,7 +51,7 @@ class Code:
     where autograd has saved a view. Elsewhere backward reads the new memory.
     """
     saved_views: Collection[int] = ()
-    """The buffers of the parameters of which autograd has saved a view."""
+    """The buffers of the parameters whose views autograd has saved."""
     reruns: list[Call] = field(default_factory=list)
     """The calls in it that run again."""
     _parts: dict[Use, int] = field(default_factory=dict)

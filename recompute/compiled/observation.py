@@ -100,7 +100,7 @@ class Observation:
         self._saved_whole: set[int] = set()
         """The buffers of the parameters that autograd has saved as they are."""
         self._saved_views: set[int] = set()
-        """The buffers of the parameters of which it has saved views."""
+        """The buffers of the parameters whose views it has saved."""
         self._gradients: list[int | None] = []
         self._reaches: list[frozenset[int]] = []
         """For each output, the positions of the inputs that its gradient reaches."""
@@ -344,7 +344,7 @@ class Observation:
     def _see(self, gradient: Tensor, use: Use) -> None:
         """A gradient inside of the region has come: what one call gave, or the sum of what several did."""
         if use.buffer in self._sums:
-            self._sums.remove(use.buffer)  # from now on it is a tensor like others, of which there may be views
+            self._sums.remove(use.buffer)  # from now on it is a tensor like others, and may have views
             self._recording.bind(gradient, use.buffer)
             if not _is_alike(Layout.of(gradient), use.layout):
                 raise NotCapturable("autograd adds up gradients of several layouts")

@@ -190,7 +190,7 @@ class ProgramWriter:
     parameters: Collection[int]
     """The positions of the parameters among the inputs."""
     saved_views: Collection[int]
-    """The buffers of the parameters of which autograd has saved a view."""
+    """The buffers of the parameters whose views autograd has saved."""
     fixed: Collection[int]
     """The outputs that take no gradient."""
     numerics: Numerics

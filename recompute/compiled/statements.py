@@ -26,7 +26,7 @@ class Statement:
     writes: tuple[str, ...] = ()
     """The variables whose memory it writes to, beside those that it makes."""
     is_ordered: bool = False
-    """Whether it stays behind others of which this is true: it draws random numbers, or may have an effect."""
+    """Whether it keeps its order among others that do so, too: it draws random numbers, or may have an effect."""
 
 
 def lines_of(statements: Sequence[Statement], last: Collection[str], lasting: Collection[str]) -> list[list[str]]:

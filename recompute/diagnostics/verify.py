@@ -289,7 +289,7 @@ def _refuse_idle(handle: AppliedPolicy, model: nn.Module, is_exact: bool) -> Non
         return
     paths = [each.path or type(model).__name__ for each in handle._attachments if each.rule is not None]
     did_nothing = "which ran and neither dropped, offloaded nor compressed anything"
-    found = did_nothing if stats.frames else "none of which ran with gradients"
+    found = did_nothing if stats.frames else "none of them ran with gradients"
     raise NoEffectError(
         f"policy {policy.name} governs {listed(paths)}, {found} on this batch: there is nothing to verify. "
         "handle.explain(), after a forward under recompute.apply(), says why each tensor is kept"

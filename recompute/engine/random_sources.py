@@ -313,7 +313,7 @@ GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.G
 
 
 def source_of(value: Any) -> RandomSource | None:
-    """The source that ``value`` is, or of which it is a method; None if it is neither."""
+    """The source that ``value`` is, or whose method it is; None if it is neither."""
     if isinstance(value, torch.Generator):
         return CudaSource(value) if value.device.type == "cuda" else CpuSource(value)
     value = getattr(value, "__self__", value) if isinstance(value, (MethodType, BuiltinMethodType)) else value

@@ -34,7 +34,7 @@ class RngState:
     def of(generator: torch.Generator, name: str) -> RngState:
         """The state of one generator alone."""
         captured = object.__new__(RngState)
-        source: RandomSource = GLOBALS.cpu  # of which a region on CUDA asks, too, and does not draw
+        source: RandomSource = GLOBALS.cpu  # a region on CUDA asks for its state, too, and does not draw
         if generator is not torch.default_generator:
             source = CudaSource(generator) if generator.device.type == "cuda" else CpuSource(generator)
         try:

@@ -45,7 +45,7 @@ def build(
 
     source: one of
 
-        - an ablation's configuration file (YAML), of which the section ``model`` counts,
+        - an ablation's configuration file (YAML): its section ``model`` counts,
         - a Hugging Face configuration, its ``config.json``, the folder of that, or the name of the model,
         - ``package.module:factory``, a function that returns a model and a batch, whose sizes are its own.
     sequence_length: token ids are (batch_size, sequence_length). Where the configuration has fewer positions, the model

@@ -62,7 +62,7 @@ def estimate(
         pipelines. ``batch`` and ``batch_size`` are one microbatch's.
     gpu: the device whose kernels are assumed, by a name that ``recompute.estimation.gpus`` knows; by default this
         machine's, or an H100.
-    advise: whether to try changes for ``advice``, each of which takes an estimate of its own.
+    advise: whether to try changes for ``advice``, and each takes an estimate of its own.
 
     Raises ``EstimateError`` for an unknown option, ``PolicyError`` for a bad policy, and ``ModelError`` where there is
     no such model, or where it cannot run on tensors without values: then the error names the module.

@@ -110,7 +110,7 @@ def _key(name: str) -> str:
 def read_gpu(
     name: str | None, *, memory: str | None = None, tflops: float | None = None, bandwidth: str | None = None
 ) -> Gpu | None:
-    """The GPU that a command line describes: by name, by figures, or by a name of which figures are replaced.
+    """The GPU that a command line describes: by name, by figures, or by a name with some figures replaced.
 
     memory: such as "24GiB".
     tflops: without sparsity, in the dtype that is trained in.

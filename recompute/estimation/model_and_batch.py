@@ -32,7 +32,7 @@ class ModelAndBatch(NamedTuple):
     """What the caller did not say of the batch."""
 
     def of_sizes(self, batch_size: int, length: int) -> ModelAndBatch:
-        """The same model with a batch of other sizes, of which the length is at most that of this one."""
+        """The same model with a batch of other sizes, whose length is at most that of this one."""
         dtype = next(self.model.parameters()).dtype
         batch = batch_of(self.model, self.name, length, batch_size, dtype, torch.device("cpu"))
         return self._replace(batch=batch, name=describe(self.model, batch))

@@ -271,7 +271,7 @@ def _following(model: nn.Module, tracker: ModuleTracker) -> Iterator[None]:
 
 @contextmanager
 def _naming(model: nn.Module, failed: Callable[[], str]) -> Iterator[None]:
-    """Raise ``ModelError`` for any error, which names the module of which ``failed`` returns the path."""
+    """Raise ``ModelError`` for any error, which names the module whose path ``failed`` returns."""
     try:
         yield
     except RecomputeError:

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 _OF_THE_RANK = ("model", "machine")
 _LEAST = ("capacity_nbytes", "link")
-"""Keys of a profile of which the least of all ranks counts, and nothing where one of them has nothing."""
+"""Keys of a profile whose least value over all ranks counts, and nothing where one rank has nothing."""
 
 
 def agree(profile: Profile, group: dist.ProcessGroup | None = None) -> Profile:

@@ -53,7 +53,7 @@ class RepeatedLayers(NamedTuple):
 
 
 def find_repeated(model: nn.Module) -> list[RepeatedLayers]:
-    """The outermost lists of layers of which a part is enough."""
+    """The outermost lists of layers that a part can stand for."""
     found: list[RepeatedLayers] = []
     lists: list[str] = []
     for path, module in model.named_modules():

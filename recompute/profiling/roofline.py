@@ -75,8 +75,8 @@ def roofline(
     sharding, devices: as ``recompute.estimate`` takes them. Bytes are then those of one device. Communication between
         devices takes no time here.
 
-    Raises ``ModelError`` for a device that is not known, and a model that cannot run without values or of which nothing
-    requires a gradient; ``EstimateError`` for a sharding that is not known.
+    Raises ``ModelError`` for a device that is not known, and for a model that cannot run without values or has nothing
+    to train; ``EstimateError`` for a sharding that is not known.
     """
     gpu = device if isinstance(device, Gpu) else find_gpu(device)
     sharding = check_sharding(sharding, devices)

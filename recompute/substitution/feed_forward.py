@@ -308,7 +308,7 @@ class KernelMLPRunner(KernelRunner):
 
     @property
     def wants_tape(self) -> bool:  # type: ignore[override]
-        return self.mlp.dropout is not None  # of which a tape drops the mask
+        return self.mlp.dropout is not None  # a tape drops its mask
 
     def _what(self) -> str:
         return f"{'gated_mlp' if self.mlp.is_gated else 'mlp'} ({self.mlp.activation}){how_it_holds(self, self.mlp)}"

@@ -92,7 +92,7 @@ class HeldMemoryCounter:
             self._add(x, held)
 
     def count_known(self, x: Tensor, kernels: HeldMemory, eager: HeldMemory) -> None:
-        """Count a run on ``x`` of which it is known what is held."""
+        """Count a run on ``x``. What it holds is known."""
         if _is_counted():
             self._add(x, KernelAndEager(kernels, eager))
 

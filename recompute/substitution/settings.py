@@ -44,7 +44,7 @@ class Settings:
         return Settings(tuple([(path, _copy(value)) for path, value in settings.items()]))
 
     def are_those_of(self, module: nn.Module) -> bool:
-        # Not by ``vars``, of which torch's frontend makes no guards.
+        # Not by ``vars``: torch's frontend makes no guards of it.
         try:
             return all([_value(module, path) == value for path, value in self.values])
         except AttributeError:  # one is gone

@@ -143,8 +143,8 @@ class Dropless(nn.Module):
             rules(rule("Linear", "recompute", via="hook")),
             r"governs layer, which ran and neither dropped, offloaded nor compressed anything on this batch",
         ),
-        (rules(rule("TinyRMSNorm")), r"governs unused, none of which ran with gradients on this batch"),
-        (rules(rule("TinyRMSNorm", "recompute", via="kernel")), r"governs unused, none of which ran with gradients"),
+        (rules(rule("TinyRMSNorm")), r"governs unused, none of them ran with gradients on this batch"),
+        (rules(rule("TinyRMSNorm", "recompute", via="kernel")), r"governs unused, none of them ran with gradients"),
     ],
 )
 def test_a_policy_that_dropped_nothing_is_not_said_to_be_right(policy: Any, complaint: str) -> None:

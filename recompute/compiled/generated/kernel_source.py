@@ -57,7 +57,7 @@ class KernelSource:
     inputs: dict[str, int] = field(default_factory=dict)
     """The variables that it reads, and the buffer that each has."""
     elsewhere: set[str] = field(default_factory=set)
-    """Those of which a program reads other elements than it writes."""
+    """Those whose elements a program reads elsewhere than it writes."""
     lines: list[str] = field(default_factory=list)
     _values: dict[Any, str] = field(default_factory=dict)
     _counter: itertools.count = field(default_factory=itertools.count)

@@ -48,7 +48,7 @@ class OpPolicy:
         return decision
 
     def decide_by(self, known: OpFacts) -> Decision:
-        """The decision on an op, or on one call of it, of which ``known`` is known."""
+        """The decision on an op, or on one call of it. known: its facts."""
         return Decision(known, known.reason or self._reason_to_keep(known))
 
     def may_rerun_compiled(self, op: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
@@ -58,7 +58,7 @@ class OpPolicy:
         keeps, because AOTAutograd has made the graph functional. One is factories: nothing writes unseen to what they
         made. The other collects statistics: it returns them instead of writing them.
 
-        An op of another library, of which no tag says that it draws random numbers, never runs again there: it may draw
+        An op of another library never runs again there, unless a tag says that it draws random numbers: it may draw
         all the same, and nobody watches the generators.
         """
         known = facts_of_call(op, args, kwargs)

@@ -393,7 +393,7 @@ class TapeFrame:
         unobserved: bool,
         op_policy: OpPolicy,
     ) -> None:
-        """A storage, of which ``tensor`` is a view, is handed out: it holds another value from now on.
+        """The storage that ``tensor`` is a view of is handed out: it holds another value from now on.
 
         unobserved: that value stays what it is, as only the code that runs now writes to it. Otherwise others may write
         to it at any time. parameter: the one that the storage belongs to.
@@ -439,7 +439,7 @@ class TapeFrame:
         )
 
     def parameter_in(self, storage: torch.UntypedStorage, tensor: Tensor | None) -> Tensor | None:
-        """The parameter in a storage, of which ``tensor`` may be a view."""
+        """The parameter in the storage that ``tensor`` may be a view of."""
         return self._values.parameter_in(storage, tensor)
 
     def note_dtensors(self, tensors: Iterable[Tensor]) -> None:

@@ -190,7 +190,7 @@ class FrameValues:
                     self._dtensors[key] = weakref.ref(tensor)
 
     def dtensor_of(self, part: Tensor) -> Tensor | None:
-        """The DTensor of which this is the part of this rank; None if it is gone, or is a parameter."""
+        """The DTensor whose part on this rank this is; None if it is gone, or is a parameter."""
         reference = self._dtensors.get(part.untyped_storage()._cdata) if self._dtensors else None
         return None if reference is None else reference()
 
@@ -207,7 +207,7 @@ class FrameValues:
         return [tensor for tensor in map(self.part_of, tensors) if is_plain(tensor)]
 
     def parameter_in(self, storage: torch.UntypedStorage, tensor: Tensor | None) -> Tensor | None:
-        """The parameter in a storage, of which ``tensor`` may be a view."""
+        """The parameter in the storage that ``tensor`` may be a view of."""
         number = self.number_in(storage)
         parameter = self.sharded_parameters.get(storage._cdata) if number is None else self.parameters.get(number)
         return parameter_of(tensor) if parameter is None and tensor is not None else parameter

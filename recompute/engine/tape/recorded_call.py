@@ -131,7 +131,7 @@ def _read_whole(
         raise NotRegenerable("it changes several tensors in place")
     value = facts_of(values, plan, ref.value)
     if not is_dense(value.layout, value.nbytes):
-        raise NotRegenerable("it changes in place a tensor of which the module has seen a part")
+        raise NotRegenerable("it changes in place a tensor whose part the module has seen")
     template[place] = ValueRef(ref.value, value.layout)  # type: ignore[index]
     return {place: ref.layout}
 
@@ -166,7 +166,7 @@ def _is_new(value: Any, others: Container[int]) -> bool:
 
 
 def _whole_layout(values: FrameValues, plan: SavePlan | None, tensor: Tensor, foreseen: Layout | None = None) -> Layout:
-    """The layout that sees all of a value, of which ``tensor`` may be a part."""
+    """The layout that sees all of a value. ``tensor`` may be a part of it."""
     number = values.known_number(tensor)
     if number is not None:
         return facts_of(values, plan, number).layout

@@ -113,7 +113,7 @@ def _kinds_of(arguments: Iterable[Any]) -> tuple[Hashable, ...]:
             kinds.append((value.shape, value.stride(), value.dtype, value.requires_grad))
         elif value is None or type(value) is bool:
             kinds.append(value)
-        elif isinstance(module := getattr(value, "__self__", None), nn.Module):  # of which adapters may take turns
+        elif isinstance(module := getattr(value, "__self__", None), nn.Module):  # its adapters may take turns
             kinds.append(tuple([parameter.requires_grad for parameter in module.parameters()]))
         else:
             kinds.append(type(value))
