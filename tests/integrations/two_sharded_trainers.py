@@ -38,7 +38,8 @@ def options(way: str) -> dict[str, Any]:
     if way == "fsdp2":
         shards = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
         return {"fsdp": True, "fsdp_config": {**shards, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
-    zero = {"stage": int(way[-1]), "stage3_param_persistence_threshold": 0}
+    # No prefetch: of so small a model it is all weights, gathered at the end of forward for what runs again.
+    zero = {"stage": int(way[-1]), "stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 0}
     config = {"zero_optimization": zero, "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
     sizes = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
     return {"deepspeed": {**config, **dict.fromkeys(sizes, "auto")}}
