@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from recompute.ablation import ablation_plots, ablation_report
+from recompute.units import humanize
 
 MIB = 2**20
 JUDGED = ("losses_match", "loss_error", "grads_match", "grad_error", "grad_error_last")
@@ -308,5 +309,7 @@ OLD = ("default-cpu", "llama-8b-h200", "llama-8b-compiled-h200", "llama-8b-offlo
 def test_results_of_earlier_versions_can_be_read(folder: str) -> None:
     found = json.loads((RESULTS / folder / "results.json").read_text(encoding="utf-8"))
     (_, *rows), *_ = tables_in(ablation_report.markdown(found))
-    assert [row[0] for row in rows] == [row["policy"] for row in found["rows"]]
+    for (policy, held, *_), row in zip(rows, found["rows"], strict=True):
+        assert policy == row["policy"]
+        assert held.split(" (")[0] == (humanize(row["activation_bytes_held"]) if row["error"] is None else "-")
     assert len(ablation_plots.memory_against_time(found["rows"]).axes[0].texts) == len(found["rows"])

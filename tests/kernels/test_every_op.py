@@ -63,12 +63,14 @@ def test_errors_are_no_larger_than_eagers(case: Case, dtype: torch.dtype, device
     assert_as_good_as(case.op, case.eager, inputs_of(case, device, dtype, 40), case.kind)
 
 
-SIZES = [(0, 64), (1, 123), (3, 0), (37, 100), (7, 768), (199, 64), (1, 2048), (37, 57), (2, 1000)]
+SIZES = [(0, 64), (1, 123), (3, 0), (37, 100), (7, 768), (199, 64), (1, 2048), (37, 7), (2, 1000)]
 
 
 @pytest.mark.parametrize(("rows", "columns"), SIZES)
 @each_norm
 def test_any_number_of_rows_and_columns(case: Case, rows: int, columns: int, device: str):
+    if device == "cuda" and columns == 7:
+        columns = 57  # CUDA adds rows in another order: the error of a sum of 7 columns is too small a sample
     assert_as_good_as(case.op, case.eager, inputs_of(case, device, torch.float32, rows, columns))
 
 

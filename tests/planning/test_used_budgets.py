@@ -83,10 +83,10 @@ def test_little_of_a_budget_is_left_also_with_few_layers(profile: Profile, in_fl
     budgets = list(budgets_of(coarse))
     left, left_by_prices = unused(fine, budgets), unused(coarse, budgets)
     assert max(left) <= at_most < 0.7 * max(left_by_prices)
-    assert sum(left) <= 0.45 * sum(left_by_prices)
+    assert sum(left) <= 0.4 * sum(left_by_prices)
 
 
-@pytest.mark.parametrize(("allowed", "some_faster"), [(WITH_KERNELS, 6), (EXACT, 0)])
+@pytest.mark.parametrize(("allowed", "some_faster"), [(WITH_KERNELS, 8), (EXACT, 0)])
 def test_plans_are_never_slower_for_it_nor_than_a_uniform_policy(
     profile: Profile, allowed: list[str], some_faster: int
 ) -> None:
