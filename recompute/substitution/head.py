@@ -20,7 +20,7 @@ from recompute.engine.thread_state import is_fake, local
 from recompute.errors import warn
 from recompute.substitution.held_memory import HeldMemory
 from recompute.substitution.kernel_runner import KernelRunner, is_plain_linear, only_argument
-from recompute.substitution.lazy_scores import SOFTMAXES, LazyScores
+from recompute.substitution.lazy_probabilities import SOFTMAXES, LazyProbabilities
 from recompute.substitution.lazy_tensors import PRODUCTS, ROWS, LazyTensor, mode_of, rows_of
 from recompute.units import humanize
 
@@ -187,7 +187,7 @@ class LazyLogits(LazyTensor):
         if function is Tensor.contiguous and not kwargs:
             return self._then(Tensor.contiguous, self._head)
         if function in SOFTMAXES:
-            return LazyScores.of_softmax(self, function, args[1:], kwargs)
+            return LazyProbabilities.of_softmax(self, function, args[1:], kwargs)
         return NotImplemented if kwargs else self._scaled(function, args[1:])
 
     def _then(self, function: Callable[[Tensor], Tensor], head: _Head, dtype: torch.dtype | None = None) -> LazyLogits:

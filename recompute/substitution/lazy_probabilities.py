@@ -23,16 +23,18 @@ from torch.nn import functional as F
 from recompute.substitution.lazy_tensors import PRODUCTS, ROWS, LazyTensor, rows_of
 
 
-class Score(Enum):
+class Quantity(Enum):
     LOG_PROBS = "log_probs"
     PROBS = "probs"
     PRODUCTS = "products"
     """Of probabilities and log-probabilities."""
 
 
-SOFTMAXES: dict[Any, Score] = {
-    **dict.fromkeys([F.log_softmax, torch.log_softmax, Tensor.log_softmax, torch.special.log_softmax], Score.LOG_PROBS),
-    **dict.fromkeys([F.softmax, torch.softmax, Tensor.softmax, torch.special.softmax], Score.PROBS),
+SOFTMAXES: dict[Any, Quantity] = {
+    **dict.fromkeys(
+        [F.log_softmax, torch.log_softmax, Tensor.log_softmax, torch.special.log_softmax], Quantity.LOG_PROBS
+    ),
+    **dict.fromkeys([F.softmax, torch.softmax, Tensor.softmax, torch.special.softmax], Quantity.PROBS),
 }
 """What each function makes of logits."""
 SHAPES = frozenset({Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten, Tensor.__getitem__})
@@ -44,20 +46,20 @@ _NO_WORD = -(2**62)
 """No index is ignored: PyTorch's ``gather`` refuses what is out of bounds."""
 
 
-class LazyScores(LazyTensor):
+class LazyProbabilities(LazyTensor):
     """``factor`` times log-probabilities, probabilities, or the products of both, of lazy logits."""
 
     _logits: Any
     """``LazyLogits``, which import this file."""
-    _score: Score
+    _quantity: Quantity
     _factor: float
 
     @staticmethod
     def of(
-        logits: Any, score: Score, compute: Callable[[], Tensor], dtype: torch.dtype, factor: float = 1.0
-    ) -> LazyScores:
-        made = LazyScores(tuple(logits.shape), logits.operands, compute, dtype, logits._sources)
-        made._logits, made._score, made._factor = logits, score, factor
+        logits: Any, quantity: Quantity, compute: Callable[[], Tensor], dtype: torch.dtype, factor: float = 1.0
+    ) -> LazyProbabilities:
+        made = LazyProbabilities(tuple(logits.shape), logits.operands, compute, dtype, logits._sources)
+        made._logits, made._quantity, made._factor = logits, quantity, factor
         logits._family.append(weakref.ref(made))
         return made
 
@@ -72,7 +74,9 @@ class LazyScores(LazyTensor):
             return NotImplemented
         one = torch.empty(1, dtype=logits.dtype, device=logits.device)
         dtype = function(one, -1, dtype=dtype).dtype  # that of autocast, where it is on
-        return LazyScores.of(logits, SOFTMAXES[function], lambda: function(logits.value(), *args, **kwargs), dtype)
+        return LazyProbabilities.of(
+            logits, SOFTMAXES[function], lambda: function(logits.value(), *args, **kwargs), dtype
+        )
 
     def pass_by(self) -> None:
         self._logits.pass_by()
@@ -87,7 +91,7 @@ class LazyScores(LazyTensor):
             return self._product(function, *args)
         if not args or args[0] is not self:
             return NotImplemented
-        if function in _GATHERS and self._score is Score.LOG_PROBS:
+        if function in _GATHERS and self._quantity is Quantity.LOG_PROBS:
             return self._gathered(*args[1:], **kwargs)
         if function in SHAPES:
             moved = self._logits.fused(function, (self._logits, *args[1:]), kwargs)
@@ -95,11 +99,11 @@ class LazyScores(LazyTensor):
         if function in ROWS:
             return rows_of(self, function, args[1:], kwargs)
         if function in _EXPONENTIALS and len(args) == 1 and not kwargs:
-            is_log = self._score is Score.LOG_PROBS and self._factor == 1.0
-            return self._then(function, (), {}, score=Score.PROBS) if is_log else NotImplemented
+            is_log = self._quantity is Quantity.LOG_PROBS and self._factor == 1.0
+            return self._then(function, (), {}, quantity=Quantity.PROBS) if is_log else NotImplemented
         if function in _NEGATIONS and len(args) == 1 and not kwargs:
             return self._then(function, (), {}, factor=-self._factor)
-        if function in _SUMS and self._score is Score.PRODUCTS and _is_last(self, args[1:], kwargs):
+        if function in _SUMS and self._quantity is Quantity.PRODUCTS and _is_last(self, args[1:], kwargs):
             target = torch.zeros(self.shape[:-1], dtype=torch.int64, device=self.device)
             return self._logits.log_probs(target, entropy=True)[1].mul(-self._factor).to(self.dtype)
         return NotImplemented
@@ -111,23 +115,25 @@ class LazyScores(LazyTensor):
         kwargs: dict[str, Any],
         *,
         logits: Any = None,
-        score: Score | None = None,
+        quantity: Quantity | None = None,
         factor: float | None = None,
-    ) -> LazyScores:
+    ) -> LazyProbabilities:
         """``function(self, *rest, **kwargs)``, still lazy."""
         factor = self._factor if factor is None else factor
         logits = self._logits if logits is None else logits
         compute = lambda: function(self.value(), *rest, **kwargs)  # noqa: E731
-        return LazyScores.of(logits, score or self._score, compute, self.dtype, factor)
+        return LazyProbabilities.of(logits, quantity or self._quantity, compute, self.dtype, factor)
 
     def _product(self, function: Any, one: Any, other: Any) -> Any:
-        if not (isinstance(one, LazyScores) and isinstance(other, LazyScores) and one._logits is other._logits):
+        if not (
+            isinstance(one, LazyProbabilities) and isinstance(other, LazyProbabilities) and one._logits is other._logits
+        ):
             return NotImplemented
-        if {one._score, other._score} != {Score.PROBS, Score.LOG_PROBS}:
+        if {one._quantity, other._quantity} != {Quantity.PROBS, Quantity.LOG_PROBS}:
             return NotImplemented
         dtype, factor = torch.promote_types(one.dtype, other.dtype), one._factor * other._factor
         compute = lambda: function(one.value(), other.value())  # noqa: E731
-        return LazyScores.of(self._logits, Score.PRODUCTS, compute, dtype, factor)
+        return LazyProbabilities.of(self._logits, Quantity.PRODUCTS, compute, dtype, factor)
 
     def _gathered(self, dim: Any = None, index: Any = None, **kwargs: Any) -> Any:
         fits = isinstance(index, Tensor) and index.dtype is torch.int64 and index.shape[:-1] == self.shape[:-1]

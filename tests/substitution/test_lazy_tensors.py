@@ -325,12 +325,12 @@ def test_anything_else_sees_the_logits(use: Callable[[Tensor], Tensor]) -> None:
     assert torch.equal(found, use(whole))
 
 
-def entropy(scores: Tensor) -> Tensor:
-    return -(torch.exp(scores) * scores).sum(-1)
+def entropy(log_probs: Tensor) -> Tensor:
+    return -(torch.exp(log_probs) * log_probs).sum(-1)
 
 
 INDEX = torch.tensor([[1, 9, 3], [10, 0, 2]])
-SCORES: dict[str, Callable[[Tensor], Tensor]] = {
+QUANTITIES: dict[str, Callable[[Tensor], Tensor]] = {
     "log-probabilities": lambda logits: F.log_softmax(logits, -1).gather(-1, INDEX[..., None]).squeeze(-1),
     "of several words": lambda logits: torch.gather(
         logits.log_softmax(2), 2, torch.arange(12).view(2, 3, 2) % VOCABULARY
@@ -354,10 +354,10 @@ SCORES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("score", SCORES.values(), ids=SCORES)
-def test_log_probabilities_and_entropies_go_without_the_logits(score: Callable[[Tensor], Tensor]) -> None:
+@pytest.mark.parametrize("quantity", QUANTITIES.values(), ids=QUANTITIES)
+def test_log_probabilities_and_entropies_go_without_the_logits(quantity: Callable[[Tensor], Tensor]) -> None:
     logits, whole = head()
-    found, expected = score(logits), score(whole)
+    found, expected = quantity(logits), quantity(whole)
     assert logits.is_lazy
     assert type(found) is Tensor
     torch.testing.assert_close(found, expected)
@@ -365,25 +365,25 @@ def test_log_probabilities_and_entropies_go_without_the_logits(score: Callable[[
     gradient = make(*found.shape, seed=4).detach()
     gradients = torch.autograd.grad(found, inputs, gradient)
     others = [make(2, 3, HIDDEN), make(VOCABULARY, HIDDEN, seed=1), make(VOCABULARY, seed=2)]
-    for one, other in zip(gradients, torch.autograd.grad(score(F.linear(*others)), others, gradient), strict=True):
+    for one, other in zip(gradients, torch.autograd.grad(quantity(F.linear(*others)), others, gradient), strict=True):
         torch.testing.assert_close(one, other)
 
 
-def test_scores_of_logits_that_are_there_are_made_of_them() -> None:
+def test_probabilities_of_logits_that_are_there_are_made_of_them() -> None:
     logits, whole = head()
-    scores = logits.log_softmax(-1)
+    log_probs = logits.log_softmax(-1)
     logits + 0
-    assert torch.equal(scores.gather(-1, INDEX[..., None]), whole.log_softmax(-1).gather(-1, INDEX[..., None]))
+    assert torch.equal(log_probs.gather(-1, INDEX[..., None]), whole.log_softmax(-1).gather(-1, INDEX[..., None]))
     logits, whole = head()
-    scores = logits.log_softmax(-1)
+    log_probs = logits.log_softmax(-1)
     with torch.no_grad():
         logits.mul_(2)
-    assert torch.equal(scores + 0, whole.log_softmax(-1))
+    assert torch.equal(log_probs + 0, whole.log_softmax(-1))
     logits, whole = head()
-    scores = logits.log_softmax(-1)
-    probabilities = scores.exp()
+    log_probs = logits.log_softmax(-1)
+    probabilities = log_probs.exp()
     with torch.no_grad():
-        scores.mul_(2)
+        log_probs.mul_(2)
     assert torch.equal(probabilities + 0, whole.log_softmax(-1).exp())
 
 
@@ -394,7 +394,7 @@ def test_an_index_out_of_bounds_is_refused_as_by_pytorch() -> None:
 
 
 @pytest.mark.parametrize("casts", [False, True])
-def test_scores_have_the_dtype_that_pytorch_gives_them(casts: bool) -> None:
+def test_log_probabilities_have_the_dtype_that_pytorch_gives_them(casts: bool) -> None:
     hidden, weight = make(2, 3, HIDDEN).bfloat16(), make(VOCABULARY, HIDDEN, seed=1).bfloat16()
     with autocast(casts):
         for function in (F.log_softmax, lambda logits, dim: F.log_softmax(logits, dim, dtype=torch.float32)):
