@@ -21,6 +21,7 @@ from recompute.compiled.function_calls import FunctionCall
 from recompute.compiled.generated.compact_rows import READERS, part_of_rows
 from recompute.compiled.generated.fusing import fused
 from recompute.compiled.generated.generated_kernel import GeneratedKernel
+from recompute.compiled.generated.out_of_place import out_of_place
 from recompute.compiled.generated.row_sums import can_add_rows, index_put_rows
 from recompute.compiled.generated.switch import Generates
 from recompute.compiled.recording import Buffer, Call, ObjectUse, Recording, Use, uses_in
@@ -62,6 +63,8 @@ class Code:
         """Write a call of an op whose arguments have variables. again: it runs on copies of what it writes to."""
         if again:
             self.reruns.append(call)
+        if self.recording.is_generated and call.written and (again or self._makes(call.written[0][0])):
+            call = out_of_place(call, self.recording) or call
         rounds = self.recording.is_generated and self.recording.generates is Generates.ROUNDED
         if rounds and call.op in READERS:
             parts = {use: self._part(use, again) for use in call.uses()}

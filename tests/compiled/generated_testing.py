@@ -13,7 +13,7 @@ from recompute.compiled.codegen import Code
 from recompute.compiled.generated.generated_kernel import GeneratedKernel
 from recompute.compiled.generated.groupable import can_be_generated
 from recompute.compiled.generated.kernel_source import KernelSource
-from recompute.compiled.generated.switch import Generates
+from recompute.compiled.generated.switch import Generates, generating_on
 from recompute.compiled.recording import Recording
 
 
@@ -43,8 +43,9 @@ def written(
         numbers = [recording.use(output).buffer for output in outputs]
     code = Code(recording)
     code.tensors |= {number: f"t{number}" for number in range(len(tensors))}
-    for call in recording.calls:
-        code.call(call)
+    with generating_on(tensors[0].device.type):
+        for call in recording.calls:
+            code.call(call)
     recording.close()
     return code, numbers
 
@@ -63,7 +64,7 @@ def generated(function: Callable[..., Any], *tensors: Tensor) -> tuple[Generated
         return outputs if isinstance(outputs, tuple) else (outputs,)
 
     kernel = GeneratedKernel(source.text(), aten, source.space, [buffers[number].layout for number in stored])
-    return kernel, [tensors[buffer] for buffer in source.inputs.values()]
+    return kernel, [tensors[buffer] for buffer in source.given.values()]
 
 
 def as_one_kernel(function: Callable[..., Any], *tensors: Tensor) -> Callable[[], tuple[tuple, tuple]]:

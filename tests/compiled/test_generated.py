@@ -38,6 +38,27 @@ def rotation_backward(gradient: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return left + slice_backward(turned[..., half:], shape, 3, 0, half, 1) + gradient * cos
 
 
+def written_in_place(x: Tensor, y: Tensor) -> Tensor:
+    x = x * 2
+    before = x + 1
+    x.mul_(y).div_(3.0).masked_fill_(y > 0, 0.5)
+    return x.copy_(before - x) * before
+
+
+def filled_by_parts(x: Tensor, y: Tensor) -> Tensor:
+    """As keys are put together of a part for each head and one for all heads."""
+    keys = x.new_empty(2, 3, 5, 12)
+    keys[..., :8] = x.transpose(1, 2)
+    keys[..., 8:] = y.transpose(1, 2).expand(2, 3, 5, 4)
+    keys[:, 1] = keys[:, 0] * 2
+    return keys.add_(1)
+
+
+def strided_gradients(even: Tensor, odd: Tensor) -> Tensor:
+    slice_backward, size = torch.ops.aten.slice_backward, [3, 8]
+    return slice_backward(even * 2, size, 1, 0, 2**63 - 1, 2) + slice_backward(odd, size, 1, 1, 2**63 - 1, 2)
+
+
 def draw(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
@@ -55,6 +76,11 @@ GROUPS: dict[str, tuple[Callable[..., Any], list[Tensor]]] = {
     "several outputs": (lambda g, a, b: (g * b, g * a, (a * b).exp()), [draw(4, 6)] * 1 + [draw(6, 4).t(), draw(4, 6)]),
     "casts": (lambda x: (x.to(torch.float16).mul(3).float() + 1, x * 2), [draw(4, 6)]),
     "one place of each row": (lambda x, i, v: x.scatter(-1, i, v) * 2, [draw(9, 5), draw(9, 1).long() % 5, draw(9, 1)]),
+    "what is written in place": (written_in_place, [draw(6, 8), draw(8)]),
+    "parts that are filled one by one": (filled_by_parts, [draw(2, 5, 3, 8), draw(2, 5, 1, 4)]),
+    "gradients of strided slices": (strided_gradients, [draw(3, 4), draw(3, 4)]),
+    "integers": (lambda i: (i // 4, (i > 3).bitwise_not(), i.to(torch.bool)), [draw(9, 5).mul(30).long()]),
+    "zeros like a tensor": (lambda x, y: torch.zeros_like(x) + y * 2, [draw(9, 5), draw(9, 5)]),
     "masks": (lambda x, y: torch.where(x > y, x, y).masked_fill(x == y, 0.5) * (x > 0), [draw(4, 6), draw(4, 6) * 2]),
 }
 
@@ -310,6 +336,19 @@ class TestGrouping:
         assert [kernel._reused for kernel in kernels] == [{0: 1}]
         assert len(others) == 2
 
+    def test_memory_that_is_filled_in_part_is_read(self) -> None:
+        def filled(x: Tensor, parts: int) -> Tensor:
+            whole = x.new_empty(8, 8)
+            for part in range(parts):
+                whole[part * 4 : part * 4 + 4] = x * part
+            return whole.exp()
+
+        for parts, others_left in ((2, 0), (1, 1)):
+            with generating_on("cpu"):
+                kernels, others = kernels_of(lambda x, parts=parts: filled(x, parts), draw(4, 8))
+            assert len(kernels) == 1
+            assert len(others) == others_left
+
     def test_what_reads_no_tensor_is_no_kernel(self) -> None:
         kernels, others = kernels_of(lambda x: x.new_zeros(1, 8).expand(64, 8).clone(), draw(64))
         assert kernels == []
@@ -359,7 +398,10 @@ def test_a_captured_region_in_generated_kernels_is_exact(action: dict[str, str])
 
         def forward(self, x: Tensor) -> Tensor:
             hidden = self.up(x)
-            return x + self.down(F.relu(hidden) * hidden * 0.5) * 0.25
+            parts = hidden.new_empty(4, 16)
+            parts[:, :8] = (F.relu(hidden) * hidden)[:, 8:]
+            parts[:, 8:] = hidden[:, ::2]
+            return x + self.down(parts.mul_(0.5)) * 0.25
 
     torch.manual_seed(0)
     plain = nn.Sequential(Block(), Block())

@@ -184,3 +184,10 @@ def gelu_backward(gradient, x):
 @jit
 def relu(x):
     return tl.where(x > 0.0, x, tl.where(x == x, 0.0, x))
+
+
+@jit
+def floor_divide(x, number):
+    """Of integers, by a positive one. Triton rounds towards zero."""
+    rest = x % number
+    return (x - tl.where(rest < 0, rest + number, rest)) // number

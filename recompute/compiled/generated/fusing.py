@@ -50,7 +50,7 @@ def _generated(
     buffers = source.recording.buffers
     numbers = source.stored
     made = [f"t{number}" for number in numbers]
-    read = list(source.inputs)
+    read = list(source.given)
     body = list(_with_views(members, views, made))
     lines = [line for own in lines_of(body, made, names) for line in own]
     name = f"kernel{len(names)}"
@@ -58,7 +58,7 @@ def _generated(
     found = dict(names)
     exec(compile(aten, "<what a generated kernel computes>", "exec"), found)
     layouts = [buffers[number].layout for number in numbers]
-    reused = _reused(source, layouts, [variable for variable in read if variable in dying])
+    reused = _reused(source, layouts, [variable for variable in source.inputs if variable in dying])
     places = {index: read.index(variable) for index, variable in reused.items()}
     own = sum(buffers[number].nbytes for number in source.group)
     written = sum(buffers[number].nbytes for number in numbers)

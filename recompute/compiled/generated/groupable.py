@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -56,15 +56,17 @@ def can_be_generated(call: Call, recording: Recording) -> bool:
         return True
     values = arguments_of(call)
     if call.op in COPIES:
-        # Whether a copy to bool or to integers rounds as Triton does was not reviewed.
-        return values["self"].layout.dtype == output.layout.dtype or output.layout.dtype in FLOATS
+        return _can_be_cast(values["self"].layout.dtype, output.layout.dtype)
     if call.op in REPLACED:
         return _replaces_one(values)
     if call.op in PLACED:
         if call.op in (_ATEN.cat.default, _ATEN.stack.default):
             alike = {(len(use.layout.shape), use.layout.dtype) for use in values["tensors"]}
             return len(alike) == 1 and len(values["tensors"]) <= 8
-        return values.get("step", 1) == 1
+        if call.op is _ATEN.as_strided_scatter.default:
+            source = values["src"].layout.dtype
+            return _can_be_cast(source, output.layout.dtype) and part_of(values) is not None
+        return True
     row = ROWS.get(call.op)
     if row is None or any(type(values[name]) not in (Use, *_NUMBERS) for name in row.operands):
         return False
@@ -79,19 +81,57 @@ def can_be_generated(call: Call, recording: Recording) -> bool:
         return False
     if callable(row.expression):
         probe = {name: "x" if type(value) is Use else value for name, value in values.items()}
-        return row.expression(probe | {"dtype": "tl.float32"}) is not None
+        return row.expression(probe | {"dtype": TRITON_DTYPES[dtype]}) is not None
     return True
+
+
+def _can_be_cast(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether a cast is reviewed: those of floating-point numbers to integers are not."""
+    return source is target or target in (*FLOATS, torch.bool) or source not in FLOATS
+
+
+class Span(NamedTuple):
+    """Where a part of a tensor lies along one of the tensor's dimensions."""
+
+    start: int
+    size: int
+    dimension: int | None
+    """The part's own dimension there; None if it has none."""
+
+
+def part_of(values: dict[str, Any]) -> list[Span] | None:
+    """Where ``as_strided_scatter`` puts its elements: a span for each dimension; None if that is no box."""
+    whole, rest, spans = values["self"].layout, values["storage_offset"], []
+    own = {
+        stride: place
+        for place, (size, stride) in enumerate(zip(values["size"], values["stride"], strict=True))
+        if size > 1
+    }
+    order = sorted(range(len(whole.shape)), key=lambda each: -whole.stride[each])
+    starts = {}
+    for each in order:
+        if whole.shape[each] > 1:
+            starts[each], rest = divmod(rest, whole.stride[each])
+    for each, (size, stride) in enumerate(zip(whole.shape, whole.stride, strict=True)):
+        place = own.pop(stride, None) if size > 1 else None
+        span = Span(starts.get(each, 0), 1 if place is None else values["size"][place], place)
+        if span.start + span.size > size:
+            return None
+        spans.append(span)
+    return None if own or rest else spans
 
 
 def is_slow_alone(call: Call | None, recording: Recording) -> bool:
     """Whether ATen moves a call's elements slowly, so that a kernel of its own pays.
 
-    It puts beside each other what has gaps, pads with zeros, or repeats an operand over many elements.
+    It puts beside each other what has gaps, pads with zeros, repeats an operand over many elements, or takes new
+    memory for what was written in place.
     """
     if call is None or call.op in ROW_OPS:
         return False
-    count = elements_of(call, recording)
-    return call.op in PLACED or (count >= LARGE and any(_is_repeated(use, count) for use in call.uses()))
+    count, number = elements_of(call, recording), call.results[0]
+    is_in_place = number is not None and recording.buffers[number].root != number  # as it is for a kernel
+    return is_in_place or call.op in PLACED or (count >= LARGE and any(_is_repeated(use, count) for use in call.uses()))
 
 
 def _is_repeated(use: Use, count: int) -> bool:

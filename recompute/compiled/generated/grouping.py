@@ -12,11 +12,15 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from recompute.compiled.generated.groupable import NotOneKernel, can_be_generated, space_of
+import torch
+
+from recompute.compiled.generated.groupable import NotOneKernel, can_be_generated, elements_of, space_of
 from recompute.compiled.generated.kernel_source import KernelSource
+from recompute.compiled.generated.pointwise_ops import EMPTY
 from recompute.compiled.generated.row_ops import ROW_OPS
 from recompute.compiled.recording import Recording
 from recompute.compiled.statements import Statement
@@ -49,6 +53,9 @@ class Grouping:
     def __post_init__(self) -> None:
         self.fits = [self._fits(statement) for statement in self.statements]
         self._depends()
+        for index, statement in enumerate(self.statements):
+            if self.fits[index] and statement.call is not None and statement.call.op in EMPTY:
+                self.fits[index] = self._is_filled(index)
         for index in reversed(range(len(self.statements))):
             if self.statements[index].view_of is None:
                 self._place(index)
@@ -60,6 +67,19 @@ class Grouping:
         if call is None or not can_be_generated(call, self.recording):
             return False
         return call.op not in ROW_OPS or call.results[0] not in self.recording.stable
+
+    def _is_filled(self, index: int) -> bool:
+        """Whether generated kernels fill what a statement gives, part by part, before anybody reads it."""
+        missing = elements_of(self.statements[index].call, self.recording)
+        while missing > 0:
+            readers = set(self.readers[index])
+            if index in self.at_end or len(readers) != 1 or not self.fits[index := readers.pop()]:
+                return False
+            call = self.statements[index].call
+            if call is None or call.op is not torch.ops.aten.as_strided_scatter.default:
+                return False
+            missing -= math.prod(call.args[2])
+        return True
 
     def _depends(self) -> None:
         """Find what each statement has to come after, and who reads what it makes. A view is part of what reads it."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from recompute.compiled.generated.groupable import NotOneKernel, equal_parts, space_of
+from recompute.compiled.generated.groupable import NotOneKernel, equal_parts, part_of, space_of
 from recompute.compiled.generated.index_forms import Form
 from recompute.compiled.generated.pointwise_ops import (
     COPIES,
@@ -56,6 +56,8 @@ class KernelSource:
     stored: Sequence[int]
     inputs: dict[str, int] = field(default_factory=dict)
     """The variables that it reads, and the buffer that each has."""
+    templates: dict[str, int] = field(default_factory=dict)
+    """The variables of which ATen's calls read the layout, and their buffers."""
     elsewhere: set[str] = field(default_factory=set)
     """Those whose elements a program reads elsewhere than it writes."""
     lines: list[str] = field(default_factory=list)
@@ -76,6 +78,11 @@ class KernelSource:
             self._store(number)
 
     @property
+    def given(self) -> dict[str, int]:
+        """The variables that it takes, and their buffers."""
+        return self.inputs | self.templates
+
+    @property
     def name(self) -> str:
         """What it computes, as a profiler is to show it."""
         calls = {id(statement): statement.call for statement in self.group.values()}
@@ -87,9 +94,9 @@ class KernelSource:
     def text(self) -> str:
         """The kernel."""
         buffers = self.recording.buffers
-        used = [*self.inputs.values(), *self.stored]
+        used = [*self.given.values(), *self.stored]
         is_long = max(_end(buffers[number]) for number in used) > MAX_ADDRESS
-        parameters = [*[f"in_{name}" for name in self.inputs], *[f"out{number}" for number in self.stored]]
+        parameters = [*[f"in_{name}" for name in self.given], *[f"out{number}" for number in self.stored]]
         names = {name: f"p{index}" for index, name in enumerate(parameters)}
         first = self.space.lines(".to(tl.int64)" if is_long else "")
         lines = [f"def {self.name}({', '.join(names.values())}):", *first]
@@ -132,12 +139,16 @@ class KernelSource:
                 continue
             digit = address.digit(stride, size)
             if digit is None:
-                name = self._fresh("i", str(address))
-                text = f"({name} // {stride}) % {size}"
-                digit = Form.of_variable(self._fresh("i", text), size)
-                self._variables[digit.terms[0].variable] = self._counts_by(address)
+                text = f"({self._fresh('i', str(address))} // {stride}) % {size}"
+                digit = self._variable(text, size, address)
             index.append(digit)
         return tuple(index)
+
+    def _variable(self, text: str, size: int, form: Form) -> Form:
+        """A variable of its own, below ``size``, for a number that is computed from ``form``."""
+        name = self._fresh("i", text)
+        self._variables[name] = self._counts_by(form)
+        return Form.of_variable(name, size)
 
     def _counts_by(self, *forms: Form) -> frozenset[str]:
         """The variables of the space that forms are made of."""
@@ -203,9 +214,14 @@ class KernelSource:
             return self._joined(statement, values, index, output)
         if call.op in REPLACED:
             return self._replaced(statement, values, index)
+        if call.op is _ATEN.as_strided_scatter.default:
+            return self._with_part(statement, values, index, output)
         if call.op in PLACED:
             return self._padded(statement, values, index, output)
         row = ROWS[call.op]
+        if not row.operands:  # ATen's call reads the tensor that it makes another one like
+            others = [use.buffer for use in call.uses() if use.buffer not in self.group]
+            self.templates |= {statement.variables[buffer]: buffer for buffer in others}
         dtype = computing_dtype(row, values, output.dtype)
         operands: dict[str, Any] = dict(values, dtype=TRITON_DTYPES[output.dtype])
         for name in row.operands:
@@ -225,6 +241,8 @@ class KernelSource:
         return self._cast(self._fresh("x", text), computed, output.dtype)
 
     def _cast(self, value: str, source: torch.dtype, target: torch.dtype) -> str:
+        if target is torch.bool and source is not target:
+            return self._fresh("x", f"{value} != 0")
         return value if source is target else self._fresh("x", f"{value}.to({TRITON_DTYPES[target]})")
 
     def _joined(self, statement: Statement, values: dict[str, Any], index: Index, output: Layout) -> str:
@@ -240,7 +258,7 @@ class KernelSource:
             else:
                 inner = (*index[:dim], Form.total([(index[dim], 1)], -start), *index[dim + 1 :])
             condition = self._fresh("b", f"({place} >= {start}) & ({place} < {stop})")
-            value = self._under(condition, index[dim], statement, use, inner)
+            value = self._under(condition, self._counts_by(index[dim]), statement, use, inner)
             value = self._cast(value, use.layout.dtype, output.dtype)
             result = value if not result else self._fresh("x", f"tl.where({condition}, {value}, {result})")
         return result
@@ -254,13 +272,35 @@ class KernelSource:
             start = values["index"] % output.shape[dim]
             condition, inner = f"{place} == {start}", index[:dim] + index[dim + 1 :]
         else:
-            start, stop, _ = slice(values["start"], values["end"]).indices(output.shape[dim])
-            condition = f"({place} >= {start}) & ({place} < {stop})"
-            inner = (*index[:dim], Form.total([(index[dim], 1)], -start), *index[dim + 1 :])
+            start, stop, step = slice(values["start"], values["end"], values["step"]).indices(output.shape[dim])
+            condition, own = f"({place} >= {start}) & ({place} < {stop})", Form.total([(index[dim], 1)], -start)
+            if step > 1:
+                condition += f" & (({place} - {start}) % {step} == 0)"
+                own = self._variable(f"({place} - {start}) // {step}", use.layout.shape[dim], index[dim])
+            inner = (*index[:dim], own, *index[dim + 1 :])
         condition = self._fresh("b", condition)
-        value = self._under(condition, index[dim], statement, use, inner)
+        value = self._under(condition, self._counts_by(index[dim]), statement, use, inner)
         value = self._cast(value, use.layout.dtype, output.dtype)
         return self._fresh("x", f"tl.where({condition}, {value}, 0.0).to({TRITON_DTYPES[output.dtype]})")
+
+    def _with_part(self, statement: Statement, values: dict[str, Any], index: Index, output: Layout) -> str:
+        """What has a tensor's elements in a part, and another's around that."""
+        spans, use = part_of(values), values["src"]
+        assert spans is not None
+        inner, conditions, variables = [Form()] * len(use.layout.shape), [], frozenset[str]()
+        for form, span, size in zip(index, spans, output.shape, strict=True):
+            if span.dimension is not None:
+                inner[span.dimension] = Form.total([(form, 1)], -span.start)
+            if span.size < size:
+                place, stop = self._fresh("i", str(form)), span.start + span.size
+                conditions.append(f"({place} >= {span.start}) & ({place} < {stop})")
+                variables |= self._counts_by(form)
+        if not conditions:
+            return self._cast(self._read(statement, use, tuple(inner)), use.layout.dtype, output.dtype)
+        condition = self._fresh("b", " & ".join(conditions))
+        value = self._under(condition, variables, statement, use, tuple(inner))
+        value = self._cast(value, use.layout.dtype, output.dtype)
+        return self._fresh("x", f"tl.where({condition}, {value}, {self._read(statement, values['self'], index)})")
 
     def _replaced(self, statement: Statement, values: dict[str, Any], index: Index) -> str:
         """What has other elements at one place of each row."""
@@ -270,9 +310,9 @@ class KernelSource:
         place, old = self._fresh("i", str(index[dim])), self._read(statement, values["self"], index)
         return self._fresh("x", f"tl.where({place} == {target}, {new}, {old})")
 
-    def _under(self, condition: str, place: Form, statement: Statement, use: Use, index: Index) -> str:
-        """The value of a tensor at an index that is inside of it where ``condition`` on ``place`` holds."""
-        self._conditions.append((condition, self._counts_by(place)))
+    def _under(self, condition: str, variables: frozenset[str], statement: Statement, use: Use, index: Index) -> str:
+        """The value of a tensor at an index that is inside of it where ``condition`` holds, which counts by these."""
+        self._conditions.append((condition, variables))
         try:
             return self._read(statement, use, index)
         finally:

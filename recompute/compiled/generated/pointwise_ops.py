@@ -106,6 +106,18 @@ def _gelu_backward(values: dict[str, Any]) -> str:
     return f"{function}({values['grad_output']}, {values['self']})"
 
 
+def _bitwise_not(values: dict[str, Any]) -> str | None:
+    return f"{values['self']} == 0" if values["dtype"] == "tl.int1" else None
+
+
+def _floor_divide(values: dict[str, Any]) -> str | None:
+    """Of integers, which Triton rounds towards zero."""
+    number = values["other"]
+    if values["dtype"] not in ("tl.int32", "tl.int64") or type(number) is not int or number <= 0:
+        return None
+    return f"functions.floor_divide({values['self']}, {number})"
+
+
 def _dropout_backward(values: dict[str, Any]) -> str:
     return f"{values['grad_output']} * {values['mask']} * {text_of(values['scale'])}"
 
@@ -133,6 +145,14 @@ def _compare(operator: str) -> Row:
     return Row(("self", "other"), f"{{self}} {operator} {{other}}", Promotion.ALWAYS_BOOL, takes_all=True)
 
 
+EMPTY = (
+    _ATEN.empty.memory_format,
+    _ATEN.empty_like.default,
+    _ATEN.empty_strided.default,
+    _ATEN.new_empty.default,
+    _ATEN.new_empty_strided.default,
+)
+"""What gives memory with anything in it."""
 _BINARY = ("self", "other")
 ROWS: dict[Any, Row] = {
     _ATEN.add.Tensor: Row(_BINARY, _add),
@@ -179,11 +199,14 @@ ROWS: dict[Any, Row] = {
     _ATEN.zeros.default: _constant(0),
     _ATEN.new_zeros.default: _constant(0),
     _ATEN.zeros_like.default: _constant(0),
+    **dict.fromkeys(EMPTY, _constant(0)),
     _ATEN.ones.default: _constant(1),
     _ATEN.ones_like.default: _constant(1),
     _ATEN.logical_and.default: Row(_BINARY, "({self} != 0) & ({other} != 0)", Promotion.ALWAYS_BOOL, takes_all=True),
     _ATEN.logical_or.default: Row(_BINARY, "({self} != 0) | ({other} != 0)", Promotion.ALWAYS_BOOL, takes_all=True),
     _ATEN.logical_not.default: Row(("self",), "{self} == 0", Promotion.ALWAYS_BOOL, takes_all=True),
+    _ATEN.bitwise_not.default: Row(("self",), _bitwise_not, takes_all=True),
+    _ATEN.floor_divide.default: Row(_BINARY, _floor_divide, takes_all=True),
     _ATEN.eq.Tensor: _compare("=="),
     _ATEN.eq.Scalar: _compare("=="),
     _ATEN.ne.Tensor: _compare("!="),
@@ -202,8 +225,14 @@ COPIES = (_ATEN._to_copy.default, _ATEN.clone.default)
 """What gives the same elements, perhaps in another dtype, or in another order in memory."""
 REPLACED = (_ATEN.scatter.src,)
 """What gives the elements of a tensor, but for one of each row."""
-PLACED = (_ATEN.cat.default, _ATEN.slice_backward.default, _ATEN.select_backward.default, _ATEN.stack.default)
-"""What gives elements at other places, and zeros elsewhere."""
+PLACED = (
+    _ATEN.cat.default,
+    _ATEN.slice_backward.default,
+    _ATEN.select_backward.default,
+    _ATEN.stack.default,
+    _ATEN.as_strided_scatter.default,
+)
+"""What gives elements at other places, and zeros or another tensor's elements elsewhere."""
 
 
 def arguments_of(call: Call) -> dict[str, Any]:
@@ -222,9 +251,10 @@ def computing_dtype(row: Row, values: dict[str, Any], output: torch.dtype) -> to
     if row.promotion is None:
         return output
     operands = [values[name] for name in row.operands if name not in row.masks]
-    operands = [_stand_in(value) if type(value) is Use else value for value in operands]
+    operands = [stand_in(value) if type(value) is Use else value for value in operands]
     return elementwise_dtypes(*operands, type_promotion_kind=row.promotion)[0]
 
 
-def _stand_in(use: Use) -> torch.Tensor:
+def stand_in(use: Use) -> torch.Tensor:
+    """A tensor without values in the place of one that a call reads."""
     return torch.empty_strided(use.layout.shape, use.layout.stride, dtype=use.layout.dtype, device="meta")

@@ -34,8 +34,9 @@ def is_generating(device: torch.device) -> bool:
 @contextmanager
 def generating_on(device_type: str) -> Iterator[None]:
     """Generate for devices of this type, too: on a CPU, Triton's interpreter runs the kernels."""
-    _devices.add(device_type)
+    added = {device_type} - _devices
+    _devices.update(added)
     try:
         yield
     finally:
-        _devices.discard(device_type)
+        _devices.difference_update(added)
