@@ -22,7 +22,7 @@ from recompute.compiled.generated.compact_rows import READERS, part_of_rows
 from recompute.compiled.generated.fusing import fused
 from recompute.compiled.generated.generated_kernel import GeneratedKernel
 from recompute.compiled.generated.out_of_place import out_of_place
-from recompute.compiled.generated.row_sums import can_add_rows, index_put_rows
+from recompute.compiled.generated.row_sums import index_put_rows, keeps_bits, rows_added
 from recompute.compiled.generated.switch import Generates
 from recompute.compiled.recording import Buffer, Call, ObjectUse, Recording, Use, uses_in
 from recompute.compiled.statements import Statement, lines_of
@@ -69,6 +69,9 @@ class Code:
         if rounds and call.op in READERS:
             parts = {use: self._part(use, again) for use in call.uses()}
             call = call._replace(args=_with(call.args, parts), kwargs=_with(call.kwargs, parts))
+        added = rows_added(call, self.recording, self.tensors) if self.recording.is_generated else None
+        if adds_rows := added is not None and (rounds or keeps_bits(added)):
+            call = added
         if again and call.written:
             for before, after in call.written:
                 name = self.tensors[after] = f"t{after}"
@@ -86,7 +89,6 @@ class Code:
                 self.tensors[after] = self.tensors[before]
         variables = {use.buffer: self._memory(use, again) for use in call.uses()}
         writes = tuple([self.tensors[after] for _, after in call.written])
-        adds_rows = rounds and can_add_rows(call, self.recording)
         function = self.named(index_put_rows) if adds_rows else self._function(call.op)
         text = f"{function}({', '.join(arguments)})"
         if makes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from recompute.compiled.generated import device_functions, generated_kernel
 from recompute.compiled.generated.fusing import fused
 from recompute.compiled.generated.generated_kernel import GeneratedKernel
 from recompute.compiled.generated.index_forms import Form
-from recompute.compiled.generated.row_sums import can_add_rows, index_put_rows
+from recompute.compiled.generated.row_sums import index_put_rows, rows_added
 from recompute.compiled.generated.spaces import Elements
 from recompute.compiled.generated.switch import Generates, generating_on
 from recompute.compiled.program import ProgramWriter
@@ -252,9 +253,9 @@ class TestRowSums:
             lambda x, i, v: x.index_put([i], v, accumulate=True), initial, index, values, generates=Generates.ROUNDED
         )
         (call,) = code.recording.calls
-        assert can_add_rows(call, code.recording)
+        assert rows_added(call, code.recording, code.tensors) is not None
         exact = initial.double().index_put([index], values.double(), accumulate=True).to(dtype)
-        return index_put_rows(initial, [index], values, True), exact
+        return index_put_rows(initial, index, values), exact
 
     @interpreted
     @pytest.mark.parametrize("name", ADDED)
@@ -278,6 +279,36 @@ class TestRowSums:
             with generating_on("cpu"):
                 code, _ = written(gradient, *given, generates=generates)
             assert (index_put_rows in code.names.values()) is by_kernel
+
+    @pytest.mark.parametrize(
+        "device", [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
+    )
+    @pytest.mark.parametrize(
+        ("generates", "counts"), [(Generates.EXACT, [0, 1, 1]), (Generates.ROUNDED, [2, 1, 1])], ids=str
+    )
+    def test_rows_that_were_sorted_by_their_experts_are_not_sorted_again(
+        self, device: str, generates: Generates, counts: list[int]
+    ) -> None:
+        """counts: how often each of two places, and of all, gets its rows by an order that is known."""
+
+        def gradients(experts: Tensor, v: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
+            order = experts.sort().indices
+            inverse = torch.empty_like(order)
+            inverse[order] = torch.arange(len(order), device=order.device)
+            to_tokens = torch.zeros_like(tokens).index_put([order // 2], v, accumulate=True)
+            one_each = [torch.zeros_like(v).index_put([index], v, accumulate=True) for index in (order, inverse)]
+            return to_tokens, *one_each
+
+        given = [each.to(device) for each in (draw(12).mul(4).long(), draw(12, 6), draw(6, 6))]
+        with generating_on(device):
+            code, numbers = written(gradients, *given, generates=generates)
+            names = [code.tensors[number] for number in numbers]
+            run = code.compiled(["def run(t0, t1, t2):"], f"({', '.join(names)})", names)
+        lines = [line for line in run.source.splitlines() if re.match(rf"\s*({'|'.join(names)}) =", line)]
+        assert ["None, 0" not in line and "aten" not in line for line in lines] == [count > 0 for count in counts]
+        for found, expected, count in zip(run(*given), gradients(*given), counts, strict=True):
+            torch.testing.assert_close(found, expected)
+            assert count != 1 or torch.equal(found, expected)
 
 
 class TestGrouping:

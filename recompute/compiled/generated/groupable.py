@@ -90,7 +90,7 @@ def _can_be_cast(source: torch.dtype, target: torch.dtype) -> bool:
     return source is target or target in (*FLOATS, torch.bool) or source not in FLOATS
 
 
-class Span(NamedTuple):
+class _Span(NamedTuple):
     """Where a part of a tensor lies along one of the tensor's dimensions."""
 
     start: int
@@ -99,7 +99,7 @@ class Span(NamedTuple):
     """The part's own dimension there; None if it has none."""
 
 
-def part_of(values: dict[str, Any]) -> list[Span] | None:
+def part_of(values: dict[str, Any]) -> list[_Span] | None:
     """Where ``as_strided_scatter`` puts its elements: a span for each dimension; None if that is no box."""
     whole, rest, spans = values["self"].layout, values["storage_offset"], []
     own = {
@@ -114,7 +114,7 @@ def part_of(values: dict[str, Any]) -> list[Span] | None:
             starts[each], rest = divmod(rest, whole.stride[each])
     for each, (size, stride) in enumerate(zip(whole.shape, whole.stride, strict=True)):
         place = own.pop(stride, None) if size > 1 else None
-        span = Span(starts.get(each, 0), 1 if place is None else values["size"][place], place)
+        span = _Span(starts.get(each, 0), 1 if place is None else values["size"][place], place)
         if span.start + span.size > size:
             return None
         spans.append(span)
