@@ -7,6 +7,7 @@ the caller is told instead, and runs the call in another way.
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import sys
 import threading
@@ -106,6 +107,7 @@ def _prepare_frontend() -> None:
 
     @functools.wraps(begin)
     def noting(parent: Any, function: Any, args: Any, *others: Any, **options: Any) -> Any:
+        function = _enabled(parent, function, getattr(function, "fn", None)) or function
         if local.is_tracing and _local.called is not None and args:
             _local.called.note(getattr(function, "fn", None), _value_of(args[0]))
         return begin(parent, function, args, *others, **options)
@@ -113,6 +115,7 @@ def _prepare_frontend() -> None:
     InliningInstructionTranslator.build_inline_tracer = staticmethod(noting)  # type: ignore[method-assign,assignment]
 
     _take_functions_whole()
+    _look_into_disabled()
 
     # Since torch 2.13 ``torch.compiler.is_compiling()`` is true in all threads while one of them traces.
     session = getattr(torch.compiler, "_compile_session_context", None)
@@ -151,6 +154,37 @@ def _take_functions_whole() -> None:
         return wrap_fx_proxy(tx=translator, proxy=node)
 
     AutogradFunctionVariable.call_method = whole  # type: ignore[method-assign,assignment]
+
+
+def _enabled(translator: Any, variable: Any, function: Any) -> Any:
+    """What stands for the function in ``torch.compiler.disable(function)`` while a region is traced, else None.
+
+    Its author keeps it from compilers. Here nothing is compiled: what a graph calls is compared with what has run.
+    """
+    own = getattr(function, "_torchdynamo_orig_callable", None)
+    if not local.is_tracing or own is None or not inspect.getattr_static(function, "_torchdynamo_disable", False):
+        return None
+    from torch._dynamo.source import AttrSource
+    from torch._dynamo.variables.base import VariableTracker
+
+    source = variable.source and AttrSource(variable.source, "_torchdynamo_orig_callable")
+    return VariableTracker.build(translator, own, source)
+
+
+def _look_into_disabled() -> None:
+    """Have torch's frontend trace functions under ``torch.compiler.disable``."""
+    from torch._dynamo.variables.functions import SkipFunctionVariable
+
+    call = SkipFunctionVariable.call_function
+
+    @functools.wraps(call)
+    def looking(self: Any, translator: Any, args: Any, kwargs: Any) -> Any:
+        enabled = _enabled(translator, self, self.value)
+        return (
+            call(self, translator, args, kwargs) if enabled is None else enabled.call_function(translator, args, kwargs)
+        )
+
+    SkipFunctionVariable.call_function = looking  # type: ignore[method-assign]
 
 
 MISSED = object()

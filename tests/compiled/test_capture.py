@@ -203,6 +203,34 @@ def test_an_output_that_is_a_view_made_without_gradients() -> None:
         twins.step(step)
 
 
+@torch.compiler.disable
+def halved(x: Tensor, factor: float = 0.5) -> Tensor:
+    return F.gelu(x) * factor
+
+
+class Disabled(nn.Module):
+    """As some packages keep what they launch from compilers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(SIZE, SIZE)
+
+    @torch.compiler.disable(recursive=False)
+    def inner(self, x: Tensor) -> Tensor:
+        return F.silu(self.lin(x))
+
+    @torch.compiler.disable
+    def forward(self, x: Tensor) -> Tensor:
+        return halved(self.inner(x), factor=0.25)
+
+
+def test_what_is_kept_from_compilers_is_captured() -> None:
+    twins = Twins(Around(nn.Sequential(nn.Linear(SIZE, SIZE), Disabled(), nn.GELU())))
+    for _ in range(STEPS_TO_SETTLE):
+        twins.step(train(tokens()))
+    assert twins.is_captured, twins.why_not
+
+
 def test_a_forward_that_the_frontend_cannot_take_is_tried_a_few_times(traced: list[Any]) -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         torch._dynamo.graph_break()
