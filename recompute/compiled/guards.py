@@ -184,7 +184,7 @@ def _look_into_disabled() -> None:
             call(self, translator, args, kwargs) if enabled is None else enabled.call_function(translator, args, kwargs)
         )
 
-    SkipFunctionVariable.call_function = looking  # type: ignore[method-assign]
+    SkipFunctionVariable.call_function = looking  # type: ignore[method-assign,assignment]
 
 
 MISSED = object()

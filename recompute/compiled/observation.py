@@ -280,6 +280,15 @@ class Observation:
             self._reaches[position] = self._reached(number)
         if not any(self._reaches):
             raise NotCapturable("the gradients of its outputs reach none of its inputs")
+        outputs = self._apart(outputs, number_of)
+        self._nodes = {numbers[node]: index for node, index in self._nodes.items() if node in numbers}
+        for node, number in numbers.items():
+            node.register_prehook(partial(self._before, number))
+            node.register_hook(partial(self._after, number))
+        return outputs
+
+    def _apart(self, outputs: Sequence[Tensor], number_of: Callable[[Any], int]) -> list[Tensor]:
+        """The outputs, with a node of its own for each that the region itself reads."""
         read = {edge for edges in self._edges for edge in edges}
         outputs = list(outputs)
         for place, position in list(self._outputs.items()):
@@ -288,10 +297,6 @@ class Observation:
                 outputs[position] = alias = outputs[position].view_as(outputs[position])
                 self._outputs[number_of(alias.grad_fn), 0] = position
                 self._edges[-1].append(place)
-        self._nodes = {numbers[node]: index for node, index in self._nodes.items() if node in numbers}
-        for node, number in numbers.items():
-            node.register_prehook(partial(self._before, number))
-            node.register_hook(partial(self._after, number))
         return outputs
 
     def _reached(self, number: int) -> frozenset[int]:

@@ -246,17 +246,7 @@ class CheckpointFrame(Recipe):
         effect = self._region.learned.effect
         given, held = self._inputs.settle()
         inputs = set(map(storage_key, given))
-        alive: dict[StorageKey, Tensor] = {}
-        # By where their memory begins: several may have one storage.
-        parameters: dict[tuple[StorageKey, Any], Tensor] = {}
-        for each in self._state.tensors():  # parameters first: an attribute may be the ``data`` of one
-            if (place := storage_key(each)) is not None:
-                parameters.setdefault((place, local_of(each).storage_offset()), each)
-                alive.setdefault(place, each)
-        restored = {storage_key(tensor): tensor for tensor in held}
-        alive |= restored
-        for place in inputs - restored.keys():  # an argument comes back as another tensor
-            alive.pop(place, None)
+        alive, parameters = self._alive_after(inputs, held)
         pinned: set[StorageKey] = {None}  # the key of what has no storage of its own
         pinned.update([storage_key(pin.tensor) for pin in self._pins])
         compares = is_verifying()
@@ -286,25 +276,39 @@ class CheckpointFrame(Recipe):
             self._region.learned.note_generators(self._rng)
             self._rng = self._rng.drawn()
         if changed is not None or effect:
-            self.statistics.kept_nbytes += sum(saved.values())
-            self.statistics.eager_nbytes += sum(saved.values())
-            self._state.unlearn()
-            if changed is not None:
-                name = re.sub("[0-9]+", "*", self.statistics.name)  # one warning for all layers
-                warn(f"{name} cannot run again as it ran, so nothing is dropped there: {changed}.")
-            del (
-                self._inputs,
-                self._state,
-                self._reached,
-                self._context,
-                self._function,
-                self._expected,
-            )  # it will not run again
+            self._give_up(changed, sum(saved.values()))
             return
         savings = [nbytes for place, nbytes in saved.items() if place not in inputs]  # others hold inputs (invariant 7)
         self.statistics.dropped_tensors += len(savings)
         self.statistics.dropped_nbytes += sum(savings)
         self.statistics.eager_nbytes += sum(savings)
+
+    def _alive_after(
+        self, inputs: set[StorageKey], held: Iterable[Tensor]
+    ) -> tuple[dict[StorageKey, Tensor], dict[tuple[StorageKey, Any], Tensor]]:
+        """What backward finds in memory anyway, by its storage; and the module's tensors by where their memory begins.
+
+        inputs: the storages of the arguments. held: the arguments that are held as they are.
+        """
+        alive, parameters = {}, {}  # several parameters may have one storage
+        for each in self._state.tensors():  # parameters first: an attribute may be the ``data`` of one
+            if (place := storage_key(each)) is not None:
+                parameters.setdefault((place, local_of(each).storage_offset()), each)
+                alive.setdefault(place, each)
+        alive |= (restored := {storage_key(tensor): tensor for tensor in held})
+        for place in inputs - restored.keys():  # an argument comes back as another tensor
+            alive.pop(place, None)
+        return alive, parameters
+
+    def _give_up(self, changed: str | None, nbytes: int) -> None:
+        """It will not run again: all of the ``nbytes`` that autograd saved are kept."""
+        self.statistics.kept_nbytes += nbytes
+        self.statistics.eager_nbytes += nbytes
+        self._state.unlearn()
+        if changed is not None:
+            name = re.sub("[0-9]+", "*", self.statistics.name)  # one warning for all layers
+            warn(f"{name} cannot run again as it ran, so nothing is dropped there: {changed}.")
+        del self._inputs, self._state, self._reached, self._context, self._function, self._expected
 
     def _kept(self, tensor: Tensor, version: int, parameter: Tensor | None, all_are: bool) -> PackedTensor:
         """What holds a tensor as it is, without its graph: the node that saved it may be part of that (invariant 8)."""
