@@ -286,11 +286,9 @@ class CheckpointFrame(Recipe):
     def _alive_after(
         self, inputs: set[StorageKey], held: Iterable[Tensor]
     ) -> tuple[dict[StorageKey, Tensor], dict[tuple[StorageKey, Any], Tensor]]:
-        """What backward finds in memory anyway, by its storage; and the module's tensors by where their memory begins.
-
-        inputs: the storages of the arguments. held: the arguments that are held as they are.
-        """
-        alive, parameters = {}, {}  # several parameters may have one storage
+        """What is in memory in backward anyway, by its storage; and the module's tensors by where their memory begins."""
+        alive: dict[StorageKey, Tensor] = {}
+        parameters: dict[tuple[StorageKey, Any], Tensor] = {}  # several may have one storage
         for each in self._state.tensors():  # parameters first: an attribute may be the ``data`` of one
             if (place := storage_key(each)) is not None:
                 parameters.setdefault((place, local_of(each).storage_offset()), each)
