@@ -286,7 +286,7 @@ class CheckpointFrame(Recipe):
     def _alive_after(
         self, inputs: set[StorageKey], held: Iterable[Tensor]
     ) -> tuple[dict[StorageKey, Tensor], dict[tuple[StorageKey, Any], Tensor]]:
-        """What is in memory in backward anyway, by its storage; and the module's tensors by where their memory begins."""
+        """What is alive in backward anyway, by its storage; and the module's tensors by where their memory begins."""
         alive: dict[StorageKey, Tensor] = {}
         parameters: dict[tuple[StorageKey, Any], Tensor] = {}  # several may have one storage
         for each in self._state.tensors():  # parameters first: an attribute may be the ``data`` of one
