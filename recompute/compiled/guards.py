@@ -116,6 +116,7 @@ def _prepare_frontend() -> None:
 
     _take_functions_whole()
     _look_into_disabled()
+    _name_torchs_classes()
 
     # Since torch 2.13 ``torch.compiler.is_compiling()`` is true in all threads while one of them traces.
     session = getattr(torch.compiler, "_compile_session_context", None)
@@ -185,6 +186,24 @@ def _look_into_disabled() -> None:
         )
 
     SkipFunctionVariable.call_function = looking  # type: ignore[method-assign,assignment]
+
+
+def _name_torchs_classes() -> None:
+    """Have torch's frontend know the names of torch's classes: PEFT calls methods of ``type(parameter).__module__``."""
+    from torch._dynamo.variables.base import VariableTracker
+    from torch._dynamo.variables.misc import GetAttrVariable
+
+    call = GetAttrVariable.call_method
+
+    @functools.wraps(call)
+    def named(self: Any, translator: Any, name: str, args: Any, kwargs: Any) -> Any:
+        owner = getattr(self.obj, "value", None)
+        if local.is_tracing and isinstance(owner, type) and self.name in ("__module__", "__name__", "__qualname__"):
+            self = VariableTracker.build(translator, getattr(owner, self.name))
+            return self.call_method(translator, name, args, kwargs)
+        return call(self, translator, name, args, kwargs)
+
+    GetAttrVariable.call_method = named  # type: ignore[method-assign,assignment]
 
 
 MISSED = object()

@@ -231,6 +231,19 @@ def test_what_is_kept_from_compilers_is_captured() -> None:
     assert twins.is_captured, twins.why_not
 
 
+def test_a_forward_that_asks_where_the_class_of_a_parameter_is_from_is_captured() -> None:
+    """As PEFT's DoRA does."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        is_quantized = type(self.lin.weight).__module__.startswith("torchao.")
+        return x if is_quantized else F.gelu(self.lin(x))
+
+    twins = Twins(Around(body(forward, lin=nn.Linear(SIZE, SIZE))))
+    for _ in range(STEPS_TO_SETTLE):
+        twins.step(train(tokens()))
+    assert twins.is_captured, twins.why_not
+
+
 def test_a_forward_that_the_frontend_cannot_take_is_tried_a_few_times(traced: list[Any]) -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         torch._dynamo.graph_break()
