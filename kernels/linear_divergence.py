@@ -134,7 +134,7 @@ def linear_divergence(
     theirs = Head(*head_operands(op, "teacher", teacher, teacher_weight.detach(), teacher_bias, narrow))
     itemsize = ours.hidden.dtype.itemsize + theirs.hidden.dtype.itemsize
     nbytes = logits_nbytes(op, logits_bytes, ours.tokens, len(student_weight), itemsize)
-    return _LinearDivergence.apply(*ours, *theirs, settings, narrow, nbytes, hold_logits and may_hold(ours))
+    return _LinearDivergence.apply(*ours[:3], *theirs[:3], settings, narrow, nbytes, hold_logits and may_hold(ours))
 
 
 def _checked_kind(kind: str, beta: float) -> tuple[int, float]:

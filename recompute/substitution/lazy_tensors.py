@@ -27,7 +27,8 @@ from recompute.errors import MutationError, UnsupportedError
 PRODUCTS = frozenset({Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul, torch.multiply})
 
 _UNBINDS = frozenset({Tensor.unbind, torch.unbind})  # which iterating over a tensor calls
-ROWS = _UNBINDS | {Tensor.split, torch.split}
+_CHUNKS = frozenset({Tensor.chunk, torch.chunk})
+ROWS = _UNBINDS | _CHUNKS | {Tensor.split, torch.split}
 
 _METADATA = frozenset(
     {
@@ -93,6 +94,18 @@ class _Node(Function):
         return None, None, *[next(found) if needs else None for needs in needed]
 
 
+class _OfFunction(Function):
+    """Values that were made without gradients, of a lazy tensor that a Function then gave its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, lazy: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return None, gradient
+
+
 class LazyTensor(Tensor):
     """Stands for the result of ``compute()``, a tensor of ``shape``, until somebody needs its values."""
 
@@ -140,6 +153,11 @@ class LazyTensor(Tensor):
         pass
 
     @property
+    def trains(self) -> bool | None:
+        """Whether it has a gradient, from what it is made of; None where a custom ``autograd.Function`` returned it."""
+        return None if self.requires_grad and not self._mode[0] else self.requires_grad
+
+    @property
     def is_lazy(self) -> bool:
         """Whether nobody has asked for the values yet."""
         return self._value is None
@@ -148,7 +166,9 @@ class LazyTensor(Tensor):
         """What this stands for, computed when first asked for."""
         if self._value is None:
             assert self._deferred is not None, "it is there until there are values"
-            self._value, self._deferred = self._deferred.value(), None
+            self._value, was, self._deferred = self._deferred.value(), self.trains, None
+            if was is None:
+                self._value = _OfFunction.apply(self._value, self)
             if self._value.requires_grad:
                 for hook in self._waiting.values():
                     self._value.register_hook(hook)
@@ -217,7 +237,11 @@ class LazyTensor(Tensor):
             if isinstance(argument, LazyTensor) and argument.is_lazy:
                 if argument._deferred is not None:
                     argument._deferred.check()
-                result = argument.fused(function, args, kwargs)
+                trains = [each.trains for each in (*args, *kwargs.values()) if isinstance(each, LazyTensor)]
+                if None in trains:
+                    continue
+                with torch.set_grad_enabled(torch.is_grad_enabled() and any(trains)):
+                    result = argument.fused(function, args, kwargs)
                 if result is not NotImplemented:
                     if argument._value is None and not isinstance(result, LazyTensor):
                         argument.pass_by()
@@ -255,6 +279,8 @@ def rows_of(tensor: Tensor, function: Any, args: tuple, kwargs: dict[str, Any]) 
     size, *dims = (1, *args) if function in _UNBINDS else args or (None,)
     if tensor.dim() < 2 or not isinstance(size, int) or size < 1 or [*dims, *kwargs.values()] not in ([], [0]):
         return NotImplemented
+    if function in _CHUNKS:
+        size = -(-len(tensor) // size) or 1
     if function in _UNBINDS:
         return tuple([tensor[row] for row in range(len(tensor))])
     return tuple([tensor[first : first + size] for first in range(0, max(len(tensor), 1), size)])

@@ -28,7 +28,7 @@ from transformers import Trainer, TrainerCallback
 
 from recompute.errors import PolicyWarning, UnsupportedError
 from recompute.integrations.transformers import RecomputeCallback, RecomputeTrainingArguments, refuse_arguments
-from recompute.substitution.head import LazyLogits
+from recompute.substitution.lazy_logits import LazyLogits
 
 HEAD = {"name": "head", "rules": [{"match": "lm_head", "action": "recompute", "via": "kernel"}]}
 

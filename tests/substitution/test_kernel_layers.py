@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import recompute
-from recompute.substitution.head import LazyLogits
+from recompute.substitution.lazy_logits import LazyLogits
 
 TOKENS = BATCH * LENGTH
 LAYERS = 1  # the others are as the first
