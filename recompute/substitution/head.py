@@ -39,6 +39,8 @@ class KernelHeadRunner(KernelRunner):
     observe: LossObserver | None = field(default=None, init=False)
     observe_logits: Callable[[], None] | None = field(default=None, init=False)
     """Called whenever logits are computed because something other than a loss reads them."""
+    _readers: list[str] = field(default_factory=list, init=False)
+    """The functions that did."""
 
     def _what(self) -> str:
         room = "" if self.logits_bytes is None else f", with {humanize(self.logits_bytes)} for logits"
@@ -57,9 +59,16 @@ class KernelHeadRunner(KernelRunner):
         (hidden,) = cast((x,), narrow)  # the logits have its dtype
         observe = self.observe if torch.is_grad_enabled() else None
         made = LazyLogits.of(hidden, weight, bias, observe, self._count, self.logits_bytes)
-        if self.observe_logits is not None and torch.is_grad_enabled():
-            made.tell(self.observe_logits)
+        if torch.is_grad_enabled():
+            made.tell(self._note_reader)
         return made
+
+    def _note_reader(self, name: str) -> None:
+        if name not in self._readers:
+            self._readers.append(name)
+            self.note = f"{self._note()}; logits were made for {', '.join(self._readers)}"
+        if self.observe_logits is not None:
+            self.observe_logits()
 
     def run_kernel_compiled(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         _warn_of_logits(self.statistics.name)

@@ -22,8 +22,8 @@ from recompute.substitution.lazy_rows import (
     by_rows,
     fixed,
     highest_of,
-    is_index,
     is_last,
+    words_of,
 )
 from recompute.substitution.lazy_tensors import PRODUCTS, ROWS, LazyTensor, mode_of, rows_of, values_of
 
@@ -107,8 +107,9 @@ class LazyLogits(LazyTensor):
 
     def _few(self, function: Any, rest: tuple, kwargs: dict[str, Any]) -> Any:
         """A few numbers a row, or all logits' sum or mean; or NotImplemented."""
-        if function in GATHERS and len(rest) == 2 and not kwargs and is_index(self, *rest):
-            return self._picked(rest[1]).to(self.dtype)
+        if function in GATHERS:
+            words = words_of(self, *rest, **kwargs)
+            return NotImplemented if words is None else self._picked(words).to(self.dtype)
         if function in TOPKS:
             return highest_of(self, function, rest, kwargs)
         if function not in REDUCTIONS:

@@ -136,7 +136,7 @@ class LazyRows(LazyTensor):
         if function in ROWS:
             return rows_of(self, function, args[1:], kwargs)
         if function in GATHERS:
-            return self._gathered(*args[1:], **kwargs)
+            return self._gathered(words_of(self, *args[1:], **kwargs))
         if function in TOPKS:
             return highest_of(self, function, args[1:], kwargs)
         if function in _TOTALS and len(args) == 1 and not kwargs:
@@ -180,8 +180,8 @@ class LazyRows(LazyTensor):
         total = made.fused(torch.sum, (made,), {})
         return total / {"batchmean": len(self), "mean": self.numel()}.get(reduction, 1)
 
-    def _gathered(self, dim: Any = None, index: Any = None, **kwargs: Any) -> Any:
-        if kwargs or not is_index(self, dim, index):
+    def _gathered(self, index: Tensor | None) -> Any:
+        if index is None:
             return NotImplemented
         if self._quantity is Quantity.LOG_PROBS:
             found = self._logits[0].log_probs(index, ignore_index=_NO_WORD)[0].mul(self._factor)
@@ -269,10 +269,12 @@ def is_last(tensor: Tensor, args: tuple, kwargs: dict[str, Any]) -> bool:
     return len(args) + len(kwargs) == len(dims) == 1 and dims[0] in (-1, tensor.dim() - 1, (-1,), [-1])
 
 
-def is_index(tensor: Tensor, dim: Any, index: Any) -> bool:
-    """Whether these are a gather's arguments, of a few words for each row."""
+def words_of(tensor: Tensor, dim: Any = None, index: Any = None, **others: Any) -> Tensor | None:
+    """The index of a gather with these arguments, if that is of a few words for each row."""
     fits = isinstance(index, Tensor) and index.dtype is torch.int64 and index.shape[:-1] == tensor.shape[:-1]
-    return fits and dim in (-1, tensor.dim() - 1) and 0 < index.shape[-1] <= MOST_WORDS
+    return (
+        index if fits and dim in (-1, tensor.dim() - 1) and 0 < index.shape[-1] <= MOST_WORDS and not others else None
+    )
 
 
 def fixed(index: Any) -> Any:

@@ -8,6 +8,7 @@ any other operation the values are computed, once, and used.
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -92,6 +93,14 @@ class _Node(Function):
             local.regenerating -= 1
         found = iter(torch.autograd.grad(value, wanted, gradient, create_graph=create, allow_unused=True))
         return None, None, *[next(found) if needs else None for needs in needed]
+
+
+class _Asking(threading.local):
+    name = "what is no function of torch's"
+
+
+_asking = _Asking()
+"""Which function has this thread compute values."""
 
 
 class _OfFunction(Function):
@@ -183,14 +192,14 @@ class LazyTensor(Tensor):
         """The span in which autocast is as it was where this was made."""
         return autocast_as(self._mode, self.device)
 
-    def tell(self, observe: Callable[[], None]) -> None:
-        """Have ``observe`` called when the values are computed."""
+    def tell(self, observe: Callable[[str], None]) -> None:
+        """Have ``observe`` called when the values are computed, with the name of the function that asked for them."""
         deferred = self._deferred
         assert deferred is not None, "it has just been made"
         compute = deferred.compute
 
         def observed() -> Tensor:
-            observe()
+            observe(_asking.name)
             return compute()
 
         deferred.compute = observed
@@ -246,7 +255,11 @@ class LazyTensor(Tensor):
                     if argument._value is None and not isinstance(result, LazyTensor):
                         argument.pass_by()
                     return result
-        args, kwargs = tree_map_only(LazyTensor, lambda lazy: lazy.value(), (args, kwargs))
+        before, _asking.name = _asking.name, getattr(function, "__name__", str(function))
+        try:
+            args, kwargs = tree_map_only(LazyTensor, lambda lazy: lazy.value(), (args, kwargs))
+        finally:
+            _asking.name = before
         return function(*args, **kwargs)
 
     @classmethod

@@ -360,7 +360,7 @@ QUANTITIES: dict[str, Callable[[Tensor], Tensor]] = {
     "logsumexp": lambda logits: torch.logsumexp(logits / 0.7, -1),
     "logsumexp of capped": lambda logits: torch.logsumexp(torch.tanh(logits / 3.0) * 3.0, dim=-1, keepdim=True),
     "by logsumexp, as TRL's": lambda logits: (
-        torch.gather(logits, -1, INDEX[..., None]).squeeze(-1)
+        torch.gather(logits, dim=-1, index=INDEX[..., None]).squeeze(-1)
         - torch.stack([torch.logsumexp(row, -1) for row in logits])
     ),
     "the highest": lambda logits: logits.max(-1).values,
