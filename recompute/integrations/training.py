@@ -64,8 +64,8 @@ class PolicyInTraining:
     def end_step(self) -> None:
         """Call this after the last of the forwards whose gradients one step of the optimizer takes."""
         why = None
-        if self._options.logits is False and not self._meter.has_losses:
-            why = "no loss was computed from the output of the model's head"
+        if self._options.logits is False and self._meter.reads_logits and not self._meter.has_losses:
+            why = "no loss was computed from the output of the model's head, which was read"
         elif self._options.logits is False and self._meter.reads_logits:
             why = "something that no kernel computes read the output of the model's head, and so it was computed"
         if why is not None:

@@ -18,6 +18,7 @@ from recompute.substitution.lazy_rows import (
     REDUCTIONS,
     SOFTMAXES,
     TOPKS,
+    TOTALS,
     LazyRows,
     by_rows,
     fixed,
@@ -114,7 +115,7 @@ class LazyLogits(LazyTensor):
             return highest_of(self, function, rest, kwargs)
         if function not in REDUCTIONS:
             return NotImplemented
-        is_total = not rest and not kwargs and function in (Tensor.mean, torch.mean, Tensor.sum, torch.sum)
+        is_total = not rest and not kwargs and function in TOTALS
         kwargs = dict(kwargs)
         keepdim = kwargs.pop("keepdim", False)
         if not is_total and not is_last(self, rest, kwargs):
@@ -122,10 +123,23 @@ class LazyLogits(LazyTensor):
         if function in LOGSUMEXPS:  # of any word
             word = torch.zeros((*self.shape[:-1], 1), dtype=torch.int64, device=self.device)
             found = (self._picked(word) - self.log_probs(word)[0]).squeeze(-1)
+        elif function in TOTALS and self._head.settled().cap is None:
+            found = self._sums() / (self.shape[-1] if function in (Tensor.mean, torch.mean) else 1)
         else:
             found = by_rows((self,), lambda rows: function(rows[0], -1))
         found = function(found) if is_total else found.unsqueeze(-1) if keepdim else found
         return found.to(self.dtype) if found.is_floating_point() else found
+
+    def _sums(self) -> Tensor:
+        """The sum of each row's logits, in float32: of a product it is the product with a sum."""
+        from recompute.kernels.loss_settings import wide_dtype
+
+        wide = wide_dtype(self._head.hidden)
+        hidden, weight, bias, *adapter = self.operands
+        pairs = [(hidden, weight), *([tuple(adapter)] if adapter else [])]
+        with torch.autocast(self.device.type, enabled=False):
+            found = sum(rows.to(wide) @ columns.sum(0, dtype=wide) for rows, columns in pairs)
+            return self._head.scored(found if bias is None else found + bias.sum(dtype=wide))
 
     def _picked(self, words: Tensor) -> Tensor:
         """The logits of some words, (..., K), in float32, as a softmax takes them."""

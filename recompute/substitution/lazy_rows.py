@@ -61,8 +61,8 @@ _ELEMENTWISE = frozenset(
         *(Tensor.div, Tensor.__truediv__, torch.div, Tensor.square, torch.square, torch.logaddexp, F.kl_div),
     }
 )
-_TOTALS = frozenset({Tensor.sum, torch.sum, Tensor.mean, torch.mean})
-REDUCTIONS = _TOTALS | LOGSUMEXPS | {Tensor.argmax, torch.argmax, Tensor.amax, torch.amax}
+TOTALS = frozenset({Tensor.sum, torch.sum, Tensor.mean, torch.mean})
+REDUCTIONS = TOTALS | LOGSUMEXPS | {Tensor.argmax, torch.argmax, Tensor.amax, torch.amax}
 """Functions that make one number of a row."""
 MOST_WORDS = 64
 """A gather of more than these, or a ``topk``, has whole logits."""
@@ -139,7 +139,7 @@ class LazyRows(LazyTensor):
             return self._gathered(words_of(self, *args[1:], **kwargs))
         if function in TOPKS:
             return highest_of(self, function, args[1:], kwargs)
-        if function in _TOTALS and len(args) == 1 and not kwargs:
+        if function in TOTALS and len(args) == 1 and not kwargs:
             rows = self.fused(torch.sum, (self, -1), {})
             return rows.sum() if function in _SUMS else rows.sum() / self.numel()
         return self._reduced(function, args[1:], kwargs) if function in REDUCTIONS else NotImplemented
@@ -272,9 +272,8 @@ def is_last(tensor: Tensor, args: tuple, kwargs: dict[str, Any]) -> bool:
 def words_of(tensor: Tensor, dim: Any = None, index: Any = None, **others: Any) -> Tensor | None:
     """The index of a gather with these arguments, if that is of a few words for each row."""
     fits = isinstance(index, Tensor) and index.dtype is torch.int64 and index.shape[:-1] == tensor.shape[:-1]
-    return (
-        index if fits and dim in (-1, tensor.dim() - 1) and 0 < index.shape[-1] <= MOST_WORDS and not others else None
-    )
+    fits = fits and dim in (-1, tensor.dim() - 1) and not others
+    return index if fits and 0 < index.shape[-1] <= MOST_WORDS else None
 
 
 def fixed(index: Any) -> Any:
