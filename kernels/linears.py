@@ -61,7 +61,7 @@ def head_operands(
     bias: Tensor | None,
     narrow: torch.dtype | None,
     adapter: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor | None, ...]:
+) -> tuple[Any, ...]:
     """What a Function takes of a head under autocast to ``narrow``; refuses several dtypes. ``prefix``: see above."""
     thin, up = adapter or (None, None)
     named = dict(zip(_names(prefix), (hidden, weight, bias), strict=True)) | {"thin": thin, "up": up}

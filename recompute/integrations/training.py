@@ -141,8 +141,8 @@ def _paths_of_head(model: nn.Module, logits: bool) -> list[str]:
 
     Raises ``UnsupportedError`` for several, or, if there are to be no logits, where no plain Linear makes them.
     """
-    paths = {module: path for path, module in model.named_modules()}
-    heads = {paths[head]: head for head in _heads(model) if head in paths}
+    names = {module: path for path, module in model.named_modules()}
+    heads = {names[head]: head for head in _heads(model) if head in names}
     if len(heads) > 1:
         raise UnsupportedError(
             f"logits={logits}: expected one head; {type(model).__name__} has {', '.join(map(repr, heads))}. Name the "

@@ -277,7 +277,7 @@ class LazyLogits(LazyTensor):
             loss = linear_cross_entropy(
                 *(hidden, rows, target, bias),
                 **settings,
-                adapter=adapter or None,
+                adapter=tuple(adapter) or None,
                 ignore_index=ignore_index,
                 label_smoothing=label_smoothing,
                 class_weights=weight,
@@ -353,7 +353,7 @@ class LazyLogits(LazyTensor):
             found = linear_log_probs(
                 *(hidden, weight, target, bias),
                 **settings,
-                adapter=adapter or None,
+                adapter=tuple(adapter) or None,
                 entropy=entropy,
                 ignore_index=ignore_index,
                 logits_bytes=self._head.logits_bytes,

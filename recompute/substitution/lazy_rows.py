@@ -227,11 +227,9 @@ def _combined(function: Any, args: tuple, known: _Known | None) -> Any:
 
     parts = [part(each) for each in args]
     like = [torch.empty(1, dtype=each.dtype) if isinstance(each, LazyRows) else each for each in args]
-    return LazyRows.of(
-        *(tuple(logits), lambda rows: function(*[make(rows) for make in parts])),
-        lambda: function(*[each.value() if isinstance(each, LazyRows) else each for each in args]),
-        *(function(*like).dtype, quantity, factor),
-    )
+    compute = lambda: function(*[each.value() if isinstance(each, LazyRows) else each for each in args])  # noqa: E731
+    make = lambda rows: function(*[make(rows) for make in parts])  # noqa: E731
+    return LazyRows.of(tuple(logits), make, compute, function(*like).dtype, quantity, factor)
 
 
 def _known(function: Any, args: tuple) -> _Known | None:
