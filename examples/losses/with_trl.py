@@ -37,12 +37,7 @@ def main() -> None:
     trl = importlib.import_module(f"trl.experimental.{name.lower()}" if name in ("ORPO", "CPO") else "trl")
     arguments = getattr(trl, f"{name}Config")(
         tempfile.mkdtemp(),
-        max_steps=5,
-        learning_rate=1e-3,
-        lr_scheduler_type="constant",
-        logging_steps=1,
-        report_to=[],
-        bf16=False,
+        **{"max_steps": 5, "logging_steps": 1, "learning_rate": 1e-3, "report_to": [], "bf16": False},
         gradient_checkpointing=False,  # the policy is in its place
     )
     trainer = getattr(trl, f"{name}Trainer")(

@@ -46,8 +46,8 @@ class RecomputeCallback(HoldsPolicy, TrainerCallback):
     kernels: whether kernels stand in where they compute what a module does (True), or hooks regenerate everything
         (False); None for what each rule of the policy says (``via``).
     logits: False to compute the loss without logits, by a kernel, which rounds in its own way whatever the policy; True
-        to have them in training; None for what the policy says. Without gradients, and in ``eval()`` mode, they are
-        always there.
+        to have them in training; None for what the policy says. They are made where something else reads them, as in
+        evaluation.
     logs: whether to add to the Trainer's logs. Figures are of the steps since the log before:
 
         - ``recompute_eager_nbytes`` (held without the policy), ``recompute_kept_nbytes`` (held with it),

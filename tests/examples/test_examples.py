@@ -79,6 +79,20 @@ def test_a_loss_falls_and_no_logits_are_made(
     assert source.count("\n") < 60
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ORPO", "CPO", "SFT", "DPO", "KTO"])
+def test_trls_trainers_learn_without_logits(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("trl")
+    monkeypatch.syspath_prepend(EXAMPLES / "losses")
+    output = output_of("losses/with_trl.py", name, monkeypatch=monkeypatch, capsys=capsys)
+    losses = [float(loss) for loss in re.findall(r"^step \d: loss (\S+)$", output, re.MULTILINE)]
+    assert len(losses) == 5
+    assert losses[4] < losses[0]
+    assert (EXAMPLES / "losses" / "with_trl.py").read_text(encoding="utf-8").count("\n") < 60
+
+
 def test_decorate_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     output = output_of("decorate_module.py", monkeypatch=monkeypatch, capsys=capsys)
     held = re.findall(r"^(a \w+): ([\d,]+) bytes held without, ([\d,]+) with$", output, re.MULTILINE)
