@@ -148,6 +148,7 @@ def linear_cross_entropy(
     if return_logits:
         if words.group:
             raise KernelError(f"{op}: return_logits with the words shared by a group; expected one of the two.")
+        logits_nbytes(op, logits_bytes, 0, len(weight), 1)  # refuses what makes no sense
         logits = _scored_logits(Head(hidden, weight, bias, *(adapter or ())), settings)
         results = losses_of(logits, target, class_weights, settings._replace(scale=1.0, softcap=0.0, temperature=1.0))
     else:
@@ -238,7 +239,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         saved, needed, settings = ctx.saved_tensors, ctx.needs_input_grad, ctx.settings
         if dloss is None:  # of an entropy alone
             dloss = saved[7].new_zeros(saved[5].shape)
-        if settings.with_entropy and dentropy is None:
+        if settings.with_entropy and dentropy is None and torch.is_grad_enabled():
             dentropy = saved[7].new_zeros(saved[0].shape[:-1])
         with without_autocast(dloss.device.type):
             if torch.is_grad_enabled():
@@ -322,6 +323,8 @@ def _gradients(
     plan = head.plan(logits_bytes, holds, dweight is not None)
     blocks = head.blocks(plan, dweight, kept)
     dlosses = row_gradients(dloss, total, target.numel())
+    if dentropy is None:  # as where an entropy is only looked at: it costs nothing here
+        normalizers = normalizers[:, :2].contiguous()
     dentropies = None if dentropy is None else row_gradients(dentropy, None, head.tokens)
 
     def turn(block: int, tile: Tensor) -> None:

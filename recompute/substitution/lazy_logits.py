@@ -145,8 +145,9 @@ class LazyLogits(LazyTensor):
         """The logits of some words, (..., K), in float32, as a softmax takes them."""
         from recompute.kernels.linears import autocast_dtype, cast
 
-        if bool(((words < 0) | (words >= self.shape[-1])).any()) and words.device.type == "cpu":
-            raise IndexError(f"index {words[(words < 0) | (words >= self.shape[-1])][0]} is out of bounds")
+        wrong = (words < 0) | (words >= self.shape[-1])
+        if words.device.type == "cpu" and wrong.any():  # CUDA refuses it itself
+            raise IndexError(f"index {words[wrong][0]} is out of bounds for {self.shape[-1]} words")
         with self.autocast_as_made():
             tensors = cast(self.head_of_rows().tensors, autocast_dtype(self.device.type))
         (hidden, weight, bias, thin, up), words_ = tensors, words.reshape(-1, words.shape[-1])

@@ -503,7 +503,8 @@ def test_an_adapter_adds_to_logits_that_stay_lazy(scaling: Any, adapters: int) -
         logits = make_logits(*inputs)
         for n in range(adapters):
             logits = logits + make_logits(*thin[2 * n : 2 * n + 2]) * 1.5
-        logits = scaling(logits)
+        offset = make(1, VOCABULARY, seed=11)
+        logits = scaling(offset + logits)
         losses = [
             F.cross_entropy(logits, TARGET),
             logits.log_softmax(-1).gather(-1, TARGET.clamp_min(0)[:, None]).sum(),
@@ -511,7 +512,7 @@ def test_an_adapter_adds_to_logits_that_stay_lazy(scaling: Any, adapters: int) -
             logits.softmax(-1).square().sum(),
         ]
         assert plain or logits.is_lazy
-        results.append([*losses, *torch.autograd.grad(sum(losses), [*inputs, *thin])])
+        results.append([*losses, *torch.autograd.grad(sum(losses), [*inputs, *thin, offset])])
     torch.testing.assert_close(*results)
 
 
