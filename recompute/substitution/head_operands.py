@@ -68,18 +68,8 @@ class HeadOperands:
         head = replace(self, thin=thin, up=up)
         return head if other.bias is None else head.plus(other.bias * other.scale)
 
-    def scores(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, thin: Tensor | None, up: Tensor | None
-    ) -> Tensor:
-        """What a softmax is taken of, (rows, V), in float32 (float64 of float64), of operands in the place of these."""
-        from recompute.kernels.linears import autocast_dtype, cast
-        from recompute.kernels.logit_blocks import Head
-
-        narrow = autocast_dtype(hidden.device.type)
-        logits = Head(*cast((hidden, weight, bias, thin, up), narrow)).logits()
-        return self.scored(logits)
-
     def scored(self, logits: Tensor) -> Tensor:
+        """What a softmax is taken of, in float32 (float64 of float64)."""
         from recompute.kernels.scores import Scores, scored
 
         head = self.settled()

@@ -143,17 +143,14 @@ class LazyLogits(LazyTensor):
 
     def _picked(self, words: Tensor) -> Tensor:
         """The logits of some words, (..., K), in float32, as a softmax takes them."""
-        from recompute.kernels.linears import autocast_dtype, cast
-
         wrong = (words < 0) | (words >= self.shape[-1])
         if words.device.type == "cpu" and wrong.any():  # CUDA refuses it itself
             raise IndexError(f"index {words[wrong][0]} is out of bounds for {self.shape[-1]} words")
-        with self.autocast_as_made():
-            tensors = cast(self.head_of_rows().tensors, autocast_dtype(self.device.type))
-        (hidden, weight, bias, thin, up), words_ = tensors, words.reshape(-1, words.shape[-1])
+        (hidden, weight, bias, thin, up), words_ = self.head_of_rows().tensors, words.reshape(-1, words.shape[-1])
 
         def products(rows: Tensor, table: Tensor) -> Tensor:
-            return torch.stack([(F.embedding(each, table) * rows).sum(-1) for each in words_.t()], -1)
+            columns = [F.embedding(each, table).to(rows.dtype)[..., None] for each in words_.t()]
+            return torch.cat([(rows[:, None] @ each)[..., 0] for each in columns], -1)
 
         logits = products(hidden, weight)
         logits = logits if bias is None else logits + bias[words_]

@@ -319,8 +319,11 @@ class _Call:
 
     def __init__(self, function: Callable[..., Tensor], heads: Sequence[Any], others: Sequence[Tensor]):
         self.function, self.heads, self.others = function, heads, others
+        from recompute.kernels.linears import autocast_dtype
         from recompute.kernels.logit_blocks import WIDTH
 
+        self.narrow = autocast_dtype(heads[0].hidden.device.type)
+        """What autocast has matrix products computed in, in forward and again in backward."""
         tokens, vocabulary = heads[0].tensors[0].shape[0], len(heads[0].tensors[1])
         room = heads[0].logits_bytes or tokens * WIDTH * heads[0].tensors[0].dtype.itemsize
         rows = max(int(room / (vocabulary * heads[0].tensors[0].dtype.itemsize)), 256)
@@ -331,8 +334,13 @@ class _Call:
         return [t if t is None or index % 5 not in (0, 3) else t[span] for index, t in enumerate(tensors)]
 
     def run(self, span: slice, tensors: Sequence[Tensor | None]) -> Tensor:
-        rows = [head.scores(*tensors[5 * index : 5 * index + 5]) for index, head in enumerate(self.heads)]
-        return self.function(rows, *[each[span] for each in self.others])
+        from recompute.kernels.linears import cast, without_autocast
+        from recompute.kernels.logit_blocks import Head
+
+        narrowed = [cast(tensors[first : first + 5], self.narrow) for first in range(0, len(tensors), 5)]
+        with without_autocast(self.heads[0].hidden.device.type):
+            rows = [head.scored(Head(*each).logits()) for head, each in zip(self.heads, narrowed, strict=True)]
+            return self.function(rows, *[each[span] for each in self.others])
 
 
 class _ByRows(torch.autograd.Function):

@@ -408,6 +408,25 @@ def test_what_was_made_without_gradients_gives_none() -> None:
     assert of_a_reference.is_lazy
 
 
+@pytest.mark.parametrize("quantity", QUANTITIES.values(), ids=QUANTITIES)
+def test_under_autocast_they_round_as_its_matrix_products_do(quantity: Callable[[Tensor], Tensor]) -> None:
+    results = []
+    for plain in (False, True):
+        hidden, weight, bias = (
+            each.float().detach().requires_grad_()
+            for each in (make(2, 3, HIDDEN), make(VOCABULARY, HIDDEN, seed=1), make(VOCABULARY, seed=2))
+        )
+        with autocast(enabled=True):
+            made = F.linear(hidden, weight, bias) if plain else LazyLogits.of(hidden.bfloat16(), weight, bias)
+            value = quantity(made)
+            assert plain or made.is_lazy
+        gradients = torch.autograd.grad(
+            value, (hidden, weight, bias), make(*value.shape, seed=4).detach().to(value.dtype)
+        )
+        results.append([value.float(), *gradients])
+    torch.testing.assert_close(*results, rtol=0.1, atol=0.15)
+
+
 class Triples(torch.autograd.Function):
     """Gives what is lazy again."""
 
