@@ -24,12 +24,13 @@ written over.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from recompute.errors import KernelError
 from recompute.kernels import launch
 from recompute.kernels.cross_entropy import (
     CrossEntropy,
@@ -59,6 +60,10 @@ from recompute.kernels.loss_settings import (
     wide_dtype,
 )
 from recompute.kernels.row_statistics import new_statistics
+from recompute.kernels.word_shards import any_dtensor, local_parts, over_ranks, sum_over_ranks, words_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 def linear_cross_entropy(
@@ -70,13 +75,18 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    scale: float = 1.0,
     softcap: float | None = None,
+    temperature: float = 1.0,
     class_weights: Tensor | None = None,
     reduction: str = "mean",
     return_token_accuracy: bool = False,
     return_argmax: bool = False,
     return_max_logit: bool = False,
     return_logits: bool = False,
+    adapter: tuple[Tensor, Tensor] | None = None,
+    group: ProcessGroup | None = None,
+    vocabulary: int | None = None,
     logits_bytes: float | None = None,
     hold_logits: bool = True,
 ) -> Tensor | CrossEntropy:
@@ -92,10 +102,20 @@ def linear_cross_entropy(
         target: (...), int64: classes, or ``ignore_index`` for what has no loss and no gradient.
         bias: (V,), of the dtype of ``hidden``.
         ignore_index, label_smoothing, z_loss, softcap, class_weights: as of ``cross_entropy``.
+        scale, temperature: the loss is that of ``softcap * tanh(scale * logits / softcap) / temperature``, or without a
+            softcap of ``scale * logits / temperature``. Cohere's models scale; in Granite's it is 1 / their divisor.
         reduction: ``mean``, ``sum`` or ``none``. You may divide a sum by any number: gradients stay as exact.
         return_token_accuracy, return_argmax, return_max_logit: what to return beside the loss.
         return_logits: also return the logits, (..., V), which may have gradients, too. This makes and holds them as a
             whole, so that ``logits_bytes`` and ``hold_logits`` have no effect.
+        adapter: ``thin``, (..., R), and ``up``, (V, R), whose product is added to the logits, as a LoRA adapter on the
+            head does with ``scaling * lora_A(hidden)`` and the weight of ``lora_B``.
+        group: the process group whose ranks share the words: each has all tokens, and its own rows of ``weight``,
+            ``bias`` and ``up``, as ``torch.chunk`` cuts them. ``target`` and ``class_weights`` are of all words. Two
+            small sums go between the ranks in forward (three with an arg-max), and the gradient of ``hidden`` in
+            backward: every rank has the whole loss and gradient. A ``weight`` that is a DTensor, ``Shard(0)``, names
+            its group itself.
+        vocabulary: the words of all ranks of ``group``; None where each has as many.
         logits_bytes: the most memory for logits, in bytes; ``math.inf`` to hold all of them. None is one block of 8448
             columns, 17 KB a token in bfloat16. What is held need not be made again: the more, the faster. Unless all
             are held, backward takes further memory to sum the gradient of ``hidden`` in float32.
@@ -113,20 +133,27 @@ def linear_cross_entropy(
         IndexError: for a target that is neither a class nor ``ignore_index``, on the CPU. On CUDA an assertion on the
             device fails, as PyTorch's own does, which the next wait for the device reports.
     """
-    _check(hidden, weight, target, bias, class_weights)
+    op = "linear_cross_entropy"
+    if any_dtensor(hidden, weight, target, bias):
+        hidden, weight, target, bias, group, vocabulary = local_parts(op, hidden, weight, target, bias)
+    launch.check(op, hidden=hidden, weight=weight, bias=bias, class_weights=class_weights)
+    check_head(op, "", hidden, weight, bias, adapter)
+    words = words_of(op, weight, group, vocabulary)
+    check_target(op, target, class_weights, hidden.shape[:-1], words.vocabulary or len(weight), hidden.device)
     settings = checked_settings(
-        *("linear_cross_entropy", ignore_index, label_smoothing, z_loss, softcap, reduction),
-        *(return_max_logit, return_argmax or return_token_accuracy),
-    )
+        *(op, ignore_index, label_smoothing, z_loss, softcap, reduction),
+        *(return_max_logit, return_argmax or return_token_accuracy, scale, temperature),
+    )._replace(**words._asdict())
     logits = None
     if return_logits:
-        narrow = autocast_dtype(hidden.device.type)
-        logits = F.linear(*cast(head_operands("linear_cross_entropy", "", hidden, weight, bias, narrow), narrow))
-        logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-        results = losses_of(logits, target, class_weights, settings._replace(softcap=0.0))
+        if words.group:
+            raise KernelError(f"{op}: return_logits with the words shared by a group; expected one of the two.")
+        logits_nbytes(op, logits_bytes, 0, len(weight), 1)  # refuses what makes no sense
+        logits = _scored_logits(Head(hidden, weight, bias, *(adapter or ())), settings)
+        results = losses_of(logits, target, class_weights, settings._replace(scale=1.0, softcap=0.0, temperature=1.0))
     else:
-        operands = (hidden, weight, bias, target, class_weights)
-        results = head_losses("linear_cross_entropy", *operands, settings, logits_bytes, hold_logits)[:-1]
+        operands = (hidden, weight, bias, adapter, target, class_weights)
+        results = head_losses(op, *operands, settings, logits_bytes, hold_logits)[:-1]
     return with_extras(*results, target, settings, return_token_accuracy, return_argmax, logits)
 
 
@@ -135,6 +162,7 @@ def head_losses(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
+    adapter: tuple[Tensor, Tensor] | None,
     target: Tensor,
     class_weights: Tensor | None,
     settings: LossSettings,
@@ -146,17 +174,19 @@ def head_losses(
     target: (...), or (..., K) for K losses of each token.
     """
     narrow = autocast_dtype(hidden.device.type)
-    head = Head(*head_operands(op, "", hidden, weight, bias, narrow))
+    head = Head(*head_operands(op, "", hidden, weight, bias, narrow, adapter))
     nbytes = logits_nbytes(op, logits_bytes, head.tokens, len(weight), head.hidden.dtype.itemsize)
     hold = hold_logits and may_hold(head)
     return _LinearCrossEntropy.apply(*head, target, class_weights, settings, narrow, nbytes, hold)
 
 
-def _check(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weights: Tensor | None) -> None:
-    op = "linear_cross_entropy"
-    launch.check(op, hidden=hidden, weight=weight, bias=bias, class_weights=class_weights)
-    check_head(op, "", hidden, weight, bias)
-    check_target(op, target, class_weights, hidden.shape[:-1], len(weight), hidden.device)
+def _scored_logits(head: Head, settings: LossSettings) -> Tensor:
+    """The logits as the loss takes them, in their own dtype."""
+    narrow = autocast_dtype(head.hidden.device.type)
+    logits = Head(*cast(head_operands("linear_cross_entropy", "", *head[:3], narrow, head.adapter), narrow)).logits()
+    logits = logits if settings.scale == 1 else logits * settings.scale
+    logits = settings.softcap * torch.tanh(logits / settings.softcap) if settings.softcap else logits
+    return logits if settings.temperature == 1 else logits / settings.temperature
 
 
 def held_nbytes(hidden: Tensor, weight: Tensor, logits_bytes: float | None = None) -> int:
@@ -180,6 +210,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        thin: Tensor | None,
+        up: Tensor | None,
         target: Tensor,
         class_weights: Tensor | None,
         settings: LossSettings,
@@ -187,12 +219,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         logits_bytes: int,
         hold: bool,
     ) -> tuple[Tensor | None, ...]:
-        """narrow: the dtype to cast weight and bias to, in forward and again in backward."""
-        cast_weight, cast_bias = cast((weight, bias), narrow)
-        inputs = (hidden, cast_weight, cast_bias, target, class_weights)
+        """narrow: the dtype to cast weight, bias and ``up`` to, in forward and again in backward."""
+        inputs = (*_narrowed((hidden, weight, bias, thin, up), narrow), target, class_weights)
         memory = logits_bytes, hold, ctx.needs_input_grad[1]
         loss, normalizers, total, max_logit, argmax, entropy, *held = _forward_op(*inputs, *settings, *memory)
-        ctx.save_for_backward(hidden, weight, bias, target, class_weights, normalizers, total)
+        ctx.save_for_backward(hidden, weight, bias, thin, up, target, class_weights, normalizers, total)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(extra for extra in (max_logit, argmax) if extra is not None))
         ctx.settings, ctx.narrow, ctx.logits_bytes = settings, narrow, logits_bytes
@@ -204,60 +235,72 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any, dloss: Tensor | None, _: None, __: None, dentropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         if dloss is None and dentropy is None:
-            return (None,) * 9
+            return (None,) * 11
         saved, needed, settings = ctx.saved_tensors, ctx.needs_input_grad, ctx.settings
         if dloss is None:  # of an entropy alone
-            dloss = saved[5].new_zeros(saved[3].shape)
-        if settings.with_entropy and dentropy is None:
-            dentropy = saved[5].new_zeros(saved[0].shape[:-1])
+            dloss = saved[7].new_zeros(saved[5].shape)
+        if settings.with_entropy and dentropy is None and torch.is_grad_enabled():
+            dentropy = saved[7].new_zeros(saved[0].shape[:-1])
         with without_autocast(dloss.device.type):
             if torch.is_grad_enabled():
-                inputs = (*saved[:5], settings, ctx.narrow)
+                if settings.group:
+                    raise KernelError(
+                        "linear_cross_entropy: a gradient of the gradient, of words that a group shares; expected "
+                        "first derivatives alone (create_graph=False)."
+                    )
+                inputs = (*saved[:7], settings, ctx.narrow)
                 given = (dloss, dentropy) if settings.with_entropy else dloss
-                found = launch.differentiable_gradients(linear_cross_entropy_reference, inputs, needed[:7], given)
+                found = launch.differentiable_gradients(linear_cross_entropy_reference, inputs, needed[:9], given)
                 return *found, None, None
-            weight, bias = cast(saved[1:3], ctx.narrow)
-            inputs = (saved[0], weight, bias, *saved[3:])
-            arguments = (dloss, dentropy, *inputs, *settings, ctx.logits_bytes, *needed[:3])
+            inputs = (*_narrowed(saved[:5], ctx.narrow), *saved[5:])
+            arguments = (dloss, dentropy, *inputs, *settings, ctx.logits_bytes, *needed[:5])
             if ctx.held is None or torch.compiler.is_compiling():
-                dhidden, dweight, dbias = _backward_op(*arguments)
+                dhidden, dweight, *others = _backward_op(*arguments)
             else:
                 (dweight, kept), ctx.held = ctx.held, None  # this backward writes over them, so a second one has none
                 if dweight is None and needed[1]:
-                    dweight = weight.new_empty(weight.shape)
-                dhidden, dbias = _backward_held_op(dweight, kept, *arguments)
+                    dweight = inputs[1].new_empty(inputs[1].shape)
+                dhidden, *others = _backward_held_op(dweight, kept, *arguments)
                 dweight = dweight if needed[1] else None
-            del weight, bias, inputs, arguments
-            return dhidden, *in_dtypes_of(saved[1:3], (dweight, dbias)), *(None,) * 6
+            del inputs, arguments
+            return dhidden, *in_dtypes_of(saved[1:5], (dweight, *others)), *(None,) * 6
+
+
+def _narrowed(head: Sequence[Tensor | None], narrow: torch.dtype | None) -> tuple[Any, ...]:
+    """A head's operands, with parameters as autocast has them."""
+    return Head(head[0], *cast(head[1:], narrow))  # type: ignore[arg-type]
 
 
 def _forward(*arguments: Any) -> tuple[Tensor | None, ...]:
-    head, (target, class_weights), flat, memory = Head(*arguments[:3]), arguments[3:5], arguments[5:-3], arguments[-3:]
+    head, (target, class_weights), flat, memory = Head(*arguments[:5]), arguments[5:7], arguments[7:-3], arguments[-3:]
     plan = head.plan(*memory)
     dweight, kept = head.held(plan)
     blocks = head.blocks(plan, dweight, kept)
     targets = Targets.of(target, class_weights, head.hidden, blocks.vocabulary, flat)
     statistics = new_statistics(blocks.hidden, head.tokens, plan.blocks, targets.settings, targets.per_row)
     for block in range(plan.blocks):
-        observe(statistics, block, blocks.columns(block).start, blocks.make(block), targets)
+        first = targets.settings.first + blocks.columns(block).start
+        observe(statistics, block, first, blocks.make(block), targets)
+    if targets.settings.group:
+        statistics = over_ranks(statistics, targets, blocks.vocabulary)
     losses = conclude(statistics, targets)
     return *reduced(losses, target.shape, head.hidden.shape[:-1], targets.settings.reduction), dweight, kept
 
 
 def _forward_outputs(*arguments: Any) -> tuple[Tensor | None, ...]:
-    head, target, flat, memory = Head(*arguments[:3]), arguments[3], arguments[5:-3], arguments[-3:]
+    head, target, flat, memory = Head(*arguments[:5]), arguments[5], arguments[7:-3], arguments[-3:]
     return *loss_outputs(head.hidden, target, LossSettings(*flat)), *head.held(head.plan(*memory))
 
 
-def _backward(*arguments: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    weight, needs_weight = arguments[3], arguments[-2]
+def _backward(*arguments: Any) -> tuple[Tensor | None, ...]:
+    weight, needs_weight = arguments[3], arguments[-4]
     dweight = weight.new_empty(weight.shape) if needs_weight else None
-    dhidden, dbias = _gradients(dweight, None, *arguments, holds=False)
-    return dhidden, dweight, dbias
+    dhidden, *others = _gradients(dweight, None, *arguments, holds=False)
+    return dhidden, dweight, *others
 
 
 def _backward_outputs(*arguments: Any) -> tuple[Tensor | None, ...]:
-    pairs = zip(arguments[2:5], arguments[-3:], strict=True)
+    pairs = zip(arguments[2:7], arguments[-5:], strict=True)
     return tuple(None if like is None or not needed else like.new_empty(like.shape) for like, needed in pairs)
 
 
@@ -268,45 +311,58 @@ def _gradients(
     dentropy: Tensor | None,
     *arguments: Any,
     holds: bool = True,
-) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of hidden and bias. That of weight is written to ``dweight``.
+) -> tuple[Tensor | None, ...]:
+    """The gradients of hidden, bias and an adapter. That of weight is written to ``dweight``.
 
     holds: whether forward has left logits in ``dweight`` and ``kept``, which are written over.
     """
-    head, (target, class_weights, normalizers, total) = Head(*arguments[:3]), arguments[3:7]
-    logits_bytes, needs_hidden, needs_weight, needs_bias = arguments[-4:]
-    targets = Targets.of(target, class_weights, head.hidden, len(head.weight), arguments[7:-4])
+    head, (target, class_weights, normalizers, total) = Head(*arguments[:5]), arguments[5:9]
+    logits_bytes, needs_hidden, needs_weight, *needed = arguments[-6:]
+    needs_bias, needs_thin, needs_up = needed
+    targets = Targets.of(target, class_weights, head.hidden, len(head.weight), arguments[9:-6])
     plan = head.plan(logits_bytes, holds, dweight is not None)
     blocks = head.blocks(plan, dweight, kept)
     dlosses = row_gradients(dloss, total, target.numel())
+    if dentropy is None:  # as where an entropy is only looked at: it costs nothing here
+        normalizers = normalizers[:, :2].contiguous()
     dentropies = None if dentropy is None else row_gradients(dentropy, None, head.tokens)
 
     def turn(block: int, tile: Tensor) -> None:
-        differentiate(tile, tile, block * plan.width, targets, normalizers, dlosses, dentropies)
+        first = targets.settings.first + block * plan.width
+        differentiate(tile, tile, first, targets, normalizers, dlosses, dentropies)
 
-    dhidden, dbias = blocks.gradients(turn, dweight if needs_weight else None, needs_hidden, needs_bias)
+    written = dweight if needs_weight else None
+    dhidden, dthin, dbias, dup = blocks.gradients(turn, written, needs_hidden, needs_bias, needs_thin, needs_up)
     del blocks  # frees memory before a second dhidden is made
-    return None if dhidden is None else dhidden.to(head.hidden.dtype).view(head.hidden.shape), dbias
+    for each in (dhidden, dthin):
+        sum_over_ranks(each, targets.settings.group)
+    dhidden, dthin = (
+        None if each is None or like is None else each.to(like.dtype).view(like.shape)
+        for each, like in ((dhidden, head.hidden), (dthin, head.thin))
+    )
+    return dhidden, dbias, dthin, dup
 
 
 def linear_cross_entropy_reference(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
+    thin: Tensor | None,
+    up: Tensor | None,
     target: Tensor,
     class_weights: Tensor | None,
     settings: LossSettings,
     narrow: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``linear_cross_entropy`` in plain PyTorch, with the logits as a whole; differentiable any number of times."""
-    weight, bias = cast((weight, bias), narrow)
-    return cross_entropy_reference(F.linear(hidden, weight, bias), target, class_weights, settings)
+    head = Head(*_narrowed((hidden, weight, bias, thin, up), narrow))
+    return cross_entropy_reference(head.logits(), target, class_weights, settings)
 
 
-_INPUTS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weights"
+_INPUTS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor? thin, Tensor? up, Tensor target, Tensor? class_weights"
 _FOR_BACKWARD = (
     f"Tensor dloss, Tensor? dentropy, {_INPUTS}, Tensor normalizers, Tensor? total, {LOSS_SCHEMA}, SymInt logits_bytes,"
-    " bool needs_hidden, bool needs_weight, bool needs_bias"
+    " bool needs_hidden, bool needs_weight, bool needs_bias, bool needs_thin, bool needs_up"
 )
 _forward_op = launch.register(
     f"linear_cross_entropy_forward({_INPUTS}, {LOSS_SCHEMA}, SymInt logits_bytes, bool hold,"
@@ -316,13 +372,14 @@ _forward_op = launch.register(
     _forward_outputs,
 )
 _backward_op = launch.register(
-    f"linear_cross_entropy_backward({_FOR_BACKWARD}) -> (Tensor? dhidden, Tensor? dweight, Tensor? dbias)",
+    f"linear_cross_entropy_backward({_FOR_BACKWARD}) -> (Tensor? dhidden, Tensor? dweight, Tensor? dbias,"
+    " Tensor? dthin, Tensor? dup)",
     _backward,
     _backward_outputs,
 )
 _backward_held_op = launch.register(
     f"linear_cross_entropy_backward_held(Tensor(a!)? dweight, Tensor(b!)? kept, {_FOR_BACKWARD})"
-    " -> (Tensor? dhidden, Tensor? dbias)",
+    " -> (Tensor? dhidden, Tensor? dbias, Tensor? dthin, Tensor? dup)",
     _gradients,
-    lambda dweight, kept, *arguments: _backward_outputs(*arguments)[::2],
+    lambda dweight, kept, *arguments: tuple(_backward_outputs(*arguments)[at] for at in (0, 2, 3, 4)),
 )

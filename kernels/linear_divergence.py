@@ -117,7 +117,7 @@ def linear_divergence(
     teacher = teacher.detach()
     if teacher_indices is not None:
         _check_words(student, teacher, teacher_indices, teacher_logsumexp, teacher_weight, code)
-        operands = (student, student_weight, student_bias, teacher_indices, None, settings.losses(False))
+        operands = (student, student_weight, student_bias, None, teacher_indices, None, settings.losses(False))
         log_p = -head_losses(op, *operands, logits_bytes, hold_logits)[0]
         return _divergence_of_words(log_p, teacher, teacher_indices, teacher_logsumexp, settings)
     teacher_weight = _given(teacher_weight)
@@ -134,7 +134,7 @@ def linear_divergence(
     theirs = Head(*head_operands(op, "teacher", teacher, teacher_weight.detach(), teacher_bias, narrow))
     itemsize = ours.hidden.dtype.itemsize + theirs.hidden.dtype.itemsize
     nbytes = logits_nbytes(op, logits_bytes, ours.tokens, len(student_weight), itemsize)
-    return _LinearDivergence.apply(*ours, *theirs, settings, narrow, nbytes, hold_logits and may_hold(ours))
+    return _LinearDivergence.apply(*ours[:3], *theirs[:3], settings, narrow, nbytes, hold_logits and may_hold(ours))
 
 
 def _checked_kind(kind: str, beta: float) -> tuple[int, float]:
@@ -341,7 +341,7 @@ def _gradients(
     def turn(block: int, tile: Tensor) -> None:
         differentiate(tile, blocks[1].get(block), normalizers, means, gradients, settings)
 
-    dhidden, dbias = blocks[0].gradients(turn, dweight if needs_weight else None, needs_hidden, needs_bias)
+    dhidden, _, dbias, _ = blocks[0].gradients(turn, dweight if needs_weight else None, needs_hidden, needs_bias)
     blocks.clear()  # frees memory before a second dhidden is made
     hidden = both.student.hidden
     return None if dhidden is None else dhidden.to(hidden.dtype).view(hidden.shape), dbias

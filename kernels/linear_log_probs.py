@@ -17,6 +17,8 @@ of them once, for the entropy too, and backward once.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
 from recompute.errors import KernelError
@@ -25,6 +27,10 @@ from recompute.kernels.linear_cross_entropy import head_losses
 from recompute.kernels.linears import check_head
 from recompute.kernels.loss_settings import LossSettings, check_target
 from recompute.kernels.scores import check_scores
+from recompute.kernels.word_shards import any_dtensor, local_parts, words_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 def linear_log_probs(
@@ -38,6 +44,9 @@ def linear_log_probs(
     softcap: float | None = None,
     entropy: bool = False,
     ignore_index: int = -100,
+    adapter: tuple[Tensor, Tensor] | None = None,
+    group: ProcessGroup | None = None,
+    vocabulary: int | None = None,
     logits_bytes: float | None = None,
     hold_logits: bool = True,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -57,7 +66,7 @@ def linear_log_probs(
         entropy: also return the entropy of each token's distribution.
         ignore_index: a target that has the log-probability 0 and no gradient. Where a token has no other target, nor
             has its entropy.
-        logits_bytes, hold_logits: as of ``linear_cross_entropy``.
+        adapter, group, vocabulary, logits_bytes, hold_logits: as of ``linear_cross_entropy``.
 
     Returns:
         Log-probabilities of the target's shape; and the entropies, (...), if asked. Both are float32 (float64 of
@@ -70,17 +79,21 @@ def linear_log_probs(
             device fails, as PyTorch's own does, which the next wait for the device reports.
     """
     op = "linear_log_probs"
+    if any_dtensor(hidden, weight, target, bias):
+        hidden, weight, target, bias, group, vocabulary = local_parts(op, hidden, weight, target, bias)
     launch.check(op, hidden=hidden, weight=weight, bias=bias)
-    check_head(op, "", hidden, weight, bias)
+    check_head(op, "", hidden, weight, bias, adapter)
     check_scores(op, temperature=temperature, scale=scale, softcap=softcap)
     tokens = hidden.shape[:-1]
     several = isinstance(target, Tensor) and target.dim() == hidden.dim()
     if several and target.shape[-1] == 0:
         raise KernelError(f"{op}: target has shape {tuple(target.shape)}; expected at least one word a token.")
     shape = (*tokens, target.shape[-1]) if several else tokens
-    check_target(op, target, None, shape, len(weight), hidden.device)
+    words = words_of(op, weight, group, vocabulary)
+    check_target(op, target, None, shape, words.vocabulary or len(weight), hidden.device)
     numbers = int(ignore_index), 0.0, 0.0, float(softcap or 0.0)
-    settings = LossSettings(*numbers, "none", False, False, float(scale), float(temperature), bool(entropy))
-    losses, _, _, entropies = head_losses(op, hidden, weight, bias, target, None, settings, logits_bytes, hold_logits)
+    settings = LossSettings(*numbers, "none", False, False, float(scale), float(temperature), bool(entropy), *words)
+    operands = (hidden, weight, bias, adapter, target, None)
+    losses, _, _, entropies = head_losses(op, *operands, settings, logits_bytes, hold_logits)
     log_probs = 0.0 - losses  # which has no zeros with a sign
     return log_probs if entropies is None else (log_probs, entropies)

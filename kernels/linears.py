@@ -26,7 +26,14 @@ def check_dtypes(
         raise KernelError(f"{op}: expected one dtype, found {found}.")
 
 
-def check_head(op: str, prefix: str, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def check_head(
+    op: str,
+    prefix: str,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    adapter: tuple[Tensor, Tensor] | None = None,
+) -> None:
     """Refuse shapes that are not those of a head. ``prefix``: what the names of its arguments begin with."""
     fits = hidden.dim() > 0 and weight.dim() == 2 and hidden.shape[-1] == weight.shape[1] and weight.numel() > 0
     if not fits or (bias is not None and bias.shape != weight.shape[:1]):
@@ -35,6 +42,11 @@ def check_head(op: str, prefix: str, hidden: Tensor, weight: Tensor, bias: Tenso
         found = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors if tensor is not None)
         expected = f"{names[0]} (..., H), {names[1]} (V, H) with H, V > 0, {names[2]} (V,)"
         raise KernelError(f"{op}: expected {expected}; found {found}.")
+    if adapter is not None:
+        thin, up = (tuple(each.shape) for each in adapter)
+        if thin[:-1] != hidden.shape[:-1] or up != (len(weight), thin[-1]):
+            expected = f"thin {(*hidden.shape[:-1], 'R')} and up ({len(weight)}, R)"
+            raise KernelError(f"{op}: adapter is {thin} and {up}; expected {expected}.")
 
 
 def _names(prefix: str) -> tuple[str, str, str]:
@@ -42,11 +54,20 @@ def _names(prefix: str) -> tuple[str, str, str]:
 
 
 def head_operands(
-    op: str, prefix: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, narrow: torch.dtype | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    op: str,
+    prefix: str,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    narrow: torch.dtype | None,
+    adapter: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Any, ...]:
     """What a Function takes of a head under autocast to ``narrow``; refuses several dtypes. ``prefix``: see above."""
-    check_dtypes(op, {}, dict(zip(_names(prefix), (hidden, weight, bias), strict=True)), narrow)
-    return (*cast((hidden,), narrow), *cast_if_made((weight, bias), narrow))
+    thin, up = adapter or (None, None)
+    named = dict(zip(_names(prefix), (hidden, weight, bias), strict=True)) | {"thin": thin, "up": up}
+    check_dtypes(op, {}, named, narrow)
+    (hidden, thin), (weight, bias, up) = cast((hidden, thin), narrow), cast_if_made((weight, bias, up), narrow)
+    return (hidden, weight, bias) if adapter is None else (hidden, weight, bias, thin, up)
 
 
 def cast(tensors: Sequence[Tensor | None], narrow: torch.dtype | None) -> tuple[Any, ...]:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from recompute.errors import KernelError
 from recompute.kernels import launch
@@ -86,6 +87,14 @@ class Head(NamedTuple):
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
+    thin: Tensor | None = None
+    """(..., R): what an adapter adds the product of, with ``up``."""
+    up: Tensor | None = None
+    """(V, R)"""
+
+    @property
+    def adapter(self) -> tuple[Tensor, Tensor] | None:
+        return None if self.thin is None or self.up is None else (self.thin, self.up)
 
     @property
     def tokens(self) -> int:
@@ -102,8 +111,14 @@ class Head(NamedTuple):
         return dweight, self.hidden.new_empty(size) if plan.beside > 0 else None
 
     def blocks(self, plan: BlockPlan, dweight: Tensor | None, kept: Tensor | None) -> Blocks:
-        rows = self.hidden.reshape(-1, self.hidden.shape[-1])
-        return Blocks(plan, rows, self.weight, self.bias, dweight, kept)
+        rows, *thin = (None if each is None else each.reshape(-1, each.shape[-1]) for each in (self.hidden, self.thin))
+        assert rows is not None
+        return Blocks(plan, rows, self.weight, self.bias, thin[0], self.up, dweight, kept)
+
+    def logits(self) -> Tensor:
+        """All of them, in plain PyTorch."""
+        logits = F.linear(self.hidden, self.weight, self.bias)
+        return logits if self.adapter is None else logits + F.linear(*self.adapter)
 
 
 def may_hold(head: Head) -> bool:
@@ -122,10 +137,12 @@ class Blocks:
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        thin: Tensor | None,
+        up: Tensor | None,
         dweight: Tensor | None,
         kept: Tensor | None,
     ):
-        self.plan, self.hidden, self.weight, self.bias = plan, hidden, weight, bias
+        self.plan, self.hidden, self.weight, self.bias, self.thin, self.up = plan, hidden, weight, bias, thin, up
         self.vocabulary = weight.shape[0]
         self.size = hidden.shape[0] * plan.stride
         self.dweight = None if dweight is None else dweight.view(-1)[: _aligned(dweight.numel())]
@@ -159,35 +176,51 @@ class Blocks:
         columns, logits = self.columns(block), self.place(block)
         weight = self.weight[columns].t()
         if self.bias is None:
-            return torch.mm(self.hidden, weight, out=logits)
-        return torch.addmm(self.bias[columns], self.hidden, weight, out=logits)
+            torch.mm(self.hidden, weight, out=logits)
+        else:
+            torch.addmm(self.bias[columns], self.hidden, weight, out=logits)
+        if self.thin is not None and self.up is not None:
+            torch.addmm(logits, self.thin, self.up[columns].t(), out=logits)
+        return logits
 
     def get(self, block: int) -> Tensor:
         """The logits of a block: those that are held, or made again."""
         return self.place(block) if block < self.held else self.make(block)
 
     def gradients(
-        self, differentiate: Callable[[int, Tensor], None], dweight: Tensor | None, needs_hidden: bool, needs_bias: bool
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """The gradients of hidden states, in the dtype they are summed in, and of the bias.
+        self,
+        differentiate: Callable[[int, Tensor], None],
+        dweight: Tensor | None,
+        needs_hidden: bool,
+        needs_bias: bool,
+        needs_thin: bool = False,
+        needs_up: bool = False,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        """The gradients of hidden states and ``thin``, in the dtype they are summed in, of the bias and of ``up``.
 
         differentiate: turns the logits of a block, of that number, into their gradient.
         dweight: the weight's gradient is written to it, and so over the logits that are held there.
         """
-        hidden, bias = self.hidden, self.bias
+        hidden, bias, thin, up = self.hidden, self.bias, self.thin, self.up
         sum_dtype = wide_dtype(hidden) if self.plan.blocks > 1 else hidden.dtype
         dhidden = hidden.new_zeros(hidden.shape, dtype=sum_dtype) if needs_hidden else None
+        dthin = thin.new_zeros(thin.shape, dtype=sum_dtype) if needs_thin and thin is not None else None
         dbias = bias.new_empty(bias.shape) if needs_bias and bias is not None else None
+        dup = up.new_empty(up.shape) if needs_up and up is not None else None
         for block in range(self.plan.blocks):
             columns, tile = self.columns(block), self.get(block)
             differentiate(block, tile)
             if dhidden is not None:
                 _add_product(dhidden, tile, self.weight[columns])
+            if dthin is not None and up is not None:
+                _add_product(dthin, tile, up[columns])
             if dbias is not None:
                 torch.sum(tile, 0, out=dbias[columns])
+            if dup is not None and thin is not None:
+                torch.mm(tile.t(), thin, out=dup[columns])
             if dweight is not None:
                 torch.mm(tile.t(), hidden, out=dweight[columns])
-        return dhidden, dbias
+        return dhidden, dthin, dbias, dup
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

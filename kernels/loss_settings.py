@@ -31,6 +31,12 @@ class LossSettings(NamedTuple):
     temperature: float = 1.0
     with_entropy: bool = False
     """Whether the entropy of each token is returned, too."""
+    group: str = ""
+    """The name of the process group whose ranks share the words; empty where this rank has all of them."""
+    first: int = 0
+    """The first of the words that this rank has."""
+    vocabulary: int = 0
+    """The words of all ranks; 0 where this rank has all."""
 
     @property
     def scores(self) -> Scores:
@@ -39,7 +45,7 @@ class LossSettings(NamedTuple):
 
 LOSS_SCHEMA = (
     "int ignore_index, float label_smoothing, float z_loss, float softcap, str reduction, bool with_max,"
-    " bool with_argmax, float scale, float temperature, bool with_entropy"
+    " bool with_argmax, float scale, float temperature, bool with_entropy, str group, SymInt first, SymInt vocabulary"
 )
 """``LossSettings`` as a registered op takes them: one argument a field."""
 
@@ -53,6 +59,8 @@ def checked_settings(
     reduction: str,
     with_max: bool,
     with_argmax: bool,
+    scale: float = 1.0,
+    temperature: float = 1.0,
 ) -> LossSettings:
     """The settings of the op called ``op``.
 
@@ -63,11 +71,11 @@ def checked_settings(
         raise KernelError(f"{op}: label_smoothing is {label_smoothing}; expected a number from 0 to 1.")
     if not z_loss >= 0.0:
         raise KernelError(f"{op}: z_loss is {z_loss}; expected a number of at least 0.")
-    check_scores(op, softcap=softcap)
+    check_scores(op, scale=scale, temperature=temperature, softcap=softcap)
     if reduction not in REDUCTIONS:
         raise KernelError(f"{op}: unknown reduction {reduction!r}; expected one of {', '.join(REDUCTIONS)}.")
     numbers = int(ignore_index), float(label_smoothing), float(z_loss), float(softcap or 0.0)
-    return LossSettings(*numbers, reduction, with_max, with_argmax)
+    return LossSettings(*numbers, reduction, with_max, with_argmax, float(scale), float(temperature))
 
 
 def check_target(
@@ -97,6 +105,7 @@ class Targets(NamedTuple):
     class_weights: Tensor | None
     """(V,), contiguous, of the dtype that sums have."""
     vocabulary: int
+    """The words of all ranks."""
     settings: LossSettings
 
     @classmethod
@@ -108,7 +117,9 @@ class Targets(NamedTuple):
         if class_weights is not None:
             class_weights = launch.dense(class_weights.to(wide_dtype(logits)))
         per_row = target.shape[-1] if target.dim() == logits.dim() else 1
-        return cls(launch.dense(target.reshape(-1)), per_row, class_weights, vocabulary, LossSettings(*flat))
+        settings = LossSettings(*flat)
+        vocabulary = settings.vocabulary or vocabulary
+        return cls(launch.dense(target.reshape(-1)), per_row, class_weights, vocabulary, settings)
 
     def weight_sum(self) -> Tensor | None:
         """The sum of the class weights, for label smoothing."""

@@ -120,6 +120,7 @@ HIDDEN_IMPORTS = {
     ),
     # Parts of torch that it does not load itself, which only what is compiled or wrapped needs.
     "recompute.compiled": ("torch",),
+    "recompute.kernels.word_shards": ("torch",),
     "recompute.integrations.training": ("torch",),
     # A tape's first cut needs it, and `import recompute` does not.
     "recompute.engine.cut.minimum_cut": ("networkx",),

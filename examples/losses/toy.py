@@ -15,9 +15,9 @@ IGNORED = -100
 """The label of what is not to be learned."""
 
 
-def make_model(layers: int = 2, seed: int = 0) -> PreTrainedModel:
+def make_model(layers: int = 2, seed: int = 0, words: int = 256) -> PreTrainedModel:
     torch.manual_seed(seed)
-    sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+    sizes = {"vocab_size": words, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
     return LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, use_cache=False, **sizes)).to(DEVICE)
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from recompute.attach.attachments import attach, attachments_of, detach, detach_all, refuse_governed
 from recompute.attach.check_effect import has_effect
 from recompute.attach.explain import WIDTH, Attachment, Stats, explanation, stats
+from recompute.attach.module_entries import module_entries
 from recompute.attach.own_checkpointing import Checkpointing, find_checkpointing, said_of, warn_of_checkpointing
 from recompute.compiled.captured_region import CaptureCache
 from recompute.compiled.unwrap import uncompiled
@@ -23,9 +24,10 @@ from recompute.engine.cut.save_plan import SavePlan
 from recompute.engine.host.host_memory import pool_in
 from recompute.engine.stopwatch import Stopwatch
 from recompute.policy.loading import load_policy
-from recompute.policy.meaning import meaning_of
-from recompute.policy.rules import Policy
-from recompute.substitution.head import KernelHeadRunner, LossObserver
+from recompute.policy.meaning import Kernels, meaning_of
+from recompute.policy.rules import HEAD, Policy
+from recompute.substitution.head import KernelHeadRunner, is_head, why_no_head
+from recompute.substitution.head_operands import LossObserver
 from recompute.substitution.kernel_runner import kernel_of
 
 PolicyLike = Policy | Mapping[str, Any] | str | os.PathLike[str]
@@ -267,8 +269,26 @@ class AppliedPolicy(PolicyReport):
         if self.removed:
             return ["It was removed: what stands here is of before."]
         model = self._model()
-        found = [] if model is None or not has_effect(self.policy) else find_checkpointing(model)
-        return [said_of(found, type(model).__name__)] if found else []
+        if model is None:
+            return []
+        found = find_checkpointing(model) if has_effect(self.policy) else []
+        return [*([said_of(found, type(model).__name__)] if found else []), *self._notes_on_head(model)]
+
+    def _notes_on_head(self, model: nn.Module) -> list[str]:
+        """Why a loss has logits, where a rule is for heads and no kernel stands in for any."""
+        asks = [HEAD in rule.type and meaning_of(rule).kernels is not Kernels.NEVER for rule in self.policy.rules]
+        kernels = [kernel_of(attachment.runner) for attachment in self._attachments]
+        if not any(asks) or any(isinstance(kernel, KernelHeadRunner) for kernel in kernels):
+            return []
+        entries, modules = module_entries(model, type(model).__name__)
+        heads = [each.path for each in entries if each.is_head]
+        if not heads:
+            return [
+                "No loss goes without logits: no Linear outside of the layers has as many inputs and outputs as the "
+                "words' Embedding, and no module is called lm_head."
+            ]
+        why = "; ".join(f"{path} is {why_no_head(modules[path])}" for path in heads if not is_head(modules[path]))
+        return [f"No loss goes without logits: {why or 'other rules have ' + ', '.join(heads)}."]
 
     def observe_losses(self, observe: LossObserver, observe_logits: Callable[[], None]) -> bool:
         """Have ``observe(argmax, target, ignore_index)`` called for each loss that is computed without logits.

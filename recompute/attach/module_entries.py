@@ -84,16 +84,32 @@ def _heads(parent: nn.Module, blocks: Collection[str], size: tuple[int, int] | N
 
     It is a Linear as large as the words' Embedding and in no block. Weights need not be tied. Or else it is called
     lm_head: a kernel stands in for Linears alone, so where lm_head has such a Linear inside, as RoBERTa's, that counts.
+    A thinner Linear beside it, with as many outputs, is an adapter's way up, whose logits are added.
 
     size: rows and columns of the words' Embedding.
     """
-    for child_path, child, _ in _children(parent, path):
-        if isinstance(child, nn.Linear) and (child.out_features, child.in_features) == size:
+    children = list(_children(parent, path))
+    adapted = bool(path) and any(_is_as_large(child, size) for _, child, _ in children)
+    for child_path, child, _ in children:
+        if _is_as_large(child, size):
             yield child_path
+            continue
+        if adapted:
+            yield from _ways_up(child, child_path, size)
             continue
         inside = [] if child_path in blocks else list(_heads(child, blocks, size, child_path))
         is_named = child_path.rpartition(".")[2] == "lm_head"
         yield from [child_path] if is_named and not inside else inside
+
+
+def _is_as_large(module: nn.Module, size: tuple[int, int] | None) -> bool:
+    return isinstance(module, nn.Linear) and (module.out_features, module.in_features) == size
+
+
+def _ways_up(module: nn.Module, path: str, size: tuple[int, int] | None) -> Iterator[str]:
+    for name, part in module.named_modules(prefix=path):
+        if isinstance(part, nn.Linear) and size is not None and part.out_features == size[0]:
+            yield name
 
 
 def _size_of_words(model: nn.Module) -> tuple[int, int] | None:

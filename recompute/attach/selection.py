@@ -22,8 +22,8 @@ from recompute.engine.cut.op_policy import op_policy
 from recompute.engine.saved_tensors import RegionStatistics
 from recompute.policy.meaning import Kernels, Meaning, Mechanism
 from recompute.substitution.formulas import is_decorated
-from recompute.substitution.head import KernelHeadRunner
-from recompute.substitution.kernel_runner import KernelRunner, is_plain_linear
+from recompute.substitution.head import KernelHeadRunner, is_head
+from recompute.substitution.kernel_runner import KernelRunner
 from recompute.substitution.recognition import find_kernel
 
 
@@ -63,7 +63,7 @@ def _runners(
         yield path, module, TapeRunner(statistics, meaning, cache)
     else:
         runner: Runner
-        if meaning.tapes_kernels and not is_plain_linear(module):
+        if meaning.tapes_kernels and not is_head(module):
             kernel = _find_named_kernel(statistics, module, _instead_of_kernel(statistics, meaning), meaning)
             runner = TapeRunner(statistics, meaning, cache, kernel)
         else:
@@ -86,7 +86,7 @@ def _find_named_kernel(
     statistics: RegionStatistics, module: nn.Module, fallback: Runner | None, meaning: Meaning
 ) -> KernelRunner | None:
     """The kernels for a module that a rule itself names. If that is a Linear, it is a head."""
-    if is_plain_linear(module):
+    if is_head(module):
         return KernelHeadRunner(statistics, fallback and PlainRunner(statistics, "it runs as it is"), meaning.hold)
     kernel = find_kernel(statistics, module, fallback)
     if kernel is not None:

@@ -44,8 +44,8 @@ class RecomputeCallback(HoldsPolicy, Callback):
     kernels: whether kernels stand in where they compute what a module does (True), or hooks regenerate everything
         (False); None for what each rule of the policy says (``via``).
     logits: False to compute the loss without logits, by a kernel, which rounds in its own way whatever the policy; True
-        to have them in training; None for what the policy says. Without gradients, and in ``eval()`` mode, they are
-        always there.
+        to have them in training; None for what the policy says. They are made where something else reads them, as in
+        evaluation.
     logs: whether to log, by the LightningModule's ``log_dict``, at each step that the Trainer logs. Figures are of the
         steps since it logged the last time:
 

@@ -16,7 +16,7 @@ from recompute.counters import allocated_nbytes, start_peak
 from recompute.errors import UnsupportedError, warn
 from recompute.policy.matching import assign
 from recompute.policy.rules import Policy, Rule
-from recompute.substitution.kernel_runner import is_plain_linear
+from recompute.substitution.head import is_head, why_no_head
 
 
 class Options(BaseModel):
@@ -64,10 +64,10 @@ class PolicyInTraining:
     def end_step(self) -> None:
         """Call this after the last of the forwards whose gradients one step of the optimizer takes."""
         why = None
-        if self._options.logits is False and self._meter.step is None and self._meter.total is None:
-            why = "no cross-entropy was computed from the output of the model's head"
+        if self._options.logits is False and self._meter.reads_logits and not self._meter.has_losses:
+            why = "no loss was computed from the output of the model's head, which was read"
         elif self._options.logits is False and self._meter.reads_logits:
-            why = "something beside the cross-entropy read the output of the model's head, and so it was computed"
+            why = "something that no kernel computes read the output of the model's head, and so it was computed"
         if why is not None:
             warn(f"logits=False has no effect: {why}. {self._advice}, or drop logits=False.")
             self._options = self._options.model_copy(update={"logits": None})  # so that it is said once
@@ -124,25 +124,25 @@ def _adapted(policy: Policy, model: nn.Module, options: Options) -> Policy:
         via = "auto" if options.kernels else "hook"
         rules = [rule.model_copy(update={"via": via}) if rule.action == "recompute" else rule for rule in rules]
     if options.logits is not None:
-        path = _path_of_head(model, options.logits)
-        if path is None:
+        paths = _paths_of_head(model, options.logits)
+        if not paths:
             return policy.model_copy(update={"rules": tuple(rules)})
         governed = assign(policy, module_entries(model, type(model).__name__)[0])
-        index = governed.get(path)
+        index = governed.get(paths[0])
         if not options.logits or index is not None:
-            if index is not None and list(governed.values()).count(index) == 1:  # this rule is for the head alone
-                del rules[index]
-            rules.insert(0, Rule(match=path, action="recompute", via="hook" if options.logits else "kernel"))
+            if index is not None and {path for path, rule in governed.items() if rule == index} <= {*paths}:
+                del rules[index]  # it is for the head alone
+            rules.insert(0, Rule(match=paths, action="recompute", via="hook" if options.logits else "kernel"))
     return policy.model_copy(update={"rules": tuple(rules)})
 
 
-def _path_of_head(model: nn.Module, logits: bool) -> str | None:
-    """The path of the Linear that makes logits; None if there is none.
+def _paths_of_head(model: nn.Module, logits: bool) -> list[str]:
+    """The path of the Linear that makes logits, and those of what an adapter on it adds; none if there is no head.
 
     Raises ``UnsupportedError`` for several, or, if there are to be no logits, where no plain Linear makes them.
     """
-    paths = {module: path for path, module in model.named_modules()}
-    heads = {paths[head]: head for head in _heads(model) if head in paths}
+    names = {module: path for path, module in model.named_modules()}
+    heads = {names[head]: head for head in _heads(model) if head in names}
     if len(heads) > 1:
         raise UnsupportedError(
             f"logits={logits}: expected one head; {type(model).__name__} has {', '.join(map(repr, heads))}. Name the "
@@ -150,14 +150,20 @@ def _path_of_head(model: nn.Module, logits: bool) -> str | None:
             "the head a rule in the policy."
         )
     path, head = next(iter(heads.items()), (None, None))
-    if not logits and (head is None or not is_plain_linear(head)):
-        found = "no output embeddings" if head is None else f"{type(head).__name__} at {path!r}, or hooks on it"
+    if path is None or head is None or is_head(head):
+        paths = [] if path is None else [path]
+    else:
+        entries, modules = module_entries(model, type(model).__name__)
+        paths = [each.path for each in entries if each.is_head and each.path.startswith(f"{path}.")] or [path]
+        paths = paths if logits or all(is_head(modules[each]) for each in paths) else []
+    if not logits and not paths:
+        found = "no output embeddings" if head is None else f"at {path!r} {why_no_head(head)}"
         raise UnsupportedError(
-            f"logits=False: expected a language model whose head is a plain nn.Linear; {type(model).__name__} has "
-            f"{found}. Take the adapter or the hook off the head (in PEFT: no 'lm_head' in target_modules or "
-            "modules_to_save), or drop logits=False."
+            f"logits=False: expected a language model whose head is a plain nn.Linear, or one with a LoRA adapter; "
+            f"{type(model).__name__} has {found}. Take the hook off the head, quantize all but the head, or drop "
+            "logits=False."
         )
-    return path
+    return paths
 
 
 def _heads(module: nn.Module) -> Iterator[nn.Module]:
@@ -178,13 +184,18 @@ class TokenMeter:
         """The two counts (right, all) of the step under way, int64."""
         self.last: Tensor | None = None
         self.total: Tensor | None = None
+        self.has_losses = False
+        """Whether any loss was computed without logits."""
         self.reads_logits = False
         """Whether logits were computed all the same."""
 
     def read_logits(self) -> None:
         self.reads_logits = True
 
-    def __call__(self, argmax: Tensor, target: Tensor, ignore_index: int) -> None:
+    def __call__(self, argmax: Tensor | None, target: Tensor, ignore_index: int) -> None:
+        self.has_losses = True
+        if argmax is None:
+            return
         counts = target != ignore_index
         found = torch.stack([((argmax == target) & counts).sum(), counts.sum()])
         self.step = found if self.step is None else self.step + found.to(self.step.device)

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,7 @@ from recompute.errors import UnsupportedError
 from recompute.integrations.training import HoldsPolicy, Options, PolicyInTraining
 from recompute.policy.document import validate
 from recompute.policy.loading import load_policy
+from recompute.substitution.lazy_tensors import LazyTensor
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +34,8 @@ _NAME = "recompute"
 """The name by which the Trainer finds the callback among those that it reports to."""
 
 _ADVICE = (
-    "Have the model compute its loss from `labels` (a `compute_loss_func` is given logits, and TRL's fused head goes "
-    "without them by itself)"
+    "Have the model compute its loss from `labels`, or write it as functions of the logits that kernels compute, as "
+    "`log_softmax` and `gather` (the handle's `explain()` says which others had them made)"
 )
 
 
@@ -43,8 +46,8 @@ class RecomputeCallback(HoldsPolicy, TrainerCallback):
     kernels: whether kernels stand in where they compute what a module does (True), or hooks regenerate everything
         (False); None for what each rule of the policy says (``via``).
     logits: False to compute the loss without logits, by a kernel, which rounds in its own way whatever the policy; True
-        to have them in training; None for what the policy says. Without gradients, and in ``eval()`` mode, they are
-        always there.
+        to have them in training; None for what the policy says. They are made where something else reads them, as in
+        evaluation.
     logs: whether to add to the Trainer's logs. Figures are of the steps since the log before:
 
         - ``recompute_eager_nbytes`` (held without the policy), ``recompute_kept_nbytes`` (held with it),
@@ -93,7 +96,7 @@ class RecomputeCallback(HoldsPolicy, TrainerCallback):
         if getattr(args, "torch_compile", False):
             _refuse_cache(model)
         self._training = PolicyInTraining(unwrapped(model), self.policy, self._options, _ADVICE)
-        self._training.undo.append(self._training.memory.watch(model))
+        self._training.undo += [self._training.memory.watch(model), _keep_lazy_in_trl()]
         logger.info("%r, until training ends", self.handle)
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -199,6 +202,23 @@ class RecomputeTrainingArguments(RecomputeArguments, TrainingArguments):
     From Python, YAML, JSON or the command line (``HfArgumentParser``), where a mapping is written as JSON. Raises as
     ``RecomputeCallback`` does, when made.
     """
+
+
+def _keep_lazy_in_trl() -> Callable[[], None]:
+    """Have TRL's functions of logits write out what they compute, instead of giving lazy logits to a kernel of theirs.
+
+    Returns a function that ends this.
+    """
+    utils, name = sys.modules.get("trl.trainer.utils"), "_supports_trl_loss_kernel"
+    supports = getattr(utils, name, None)
+    if supports is None:
+        return lambda: None
+
+    def supports_made(logits: Any, *args: Any, **kwargs: Any) -> bool:
+        return not (isinstance(logits, LazyTensor) and logits.is_lazy) and supports(logits, *args, **kwargs)
+
+    setattr(utils, name, supports_made)
+    return lambda: setattr(utils, name, supports)
 
 
 def _register() -> None:

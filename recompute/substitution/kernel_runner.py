@@ -88,7 +88,7 @@ class KernelRunner(Runner, ABC):
         return self.run_kernel(module, forward, args, kwargs)
 
     def run_compiled(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        if _is_transformed():
+        if is_transformed():
             return forward(*args, **kwargs)
         if self.fallback is not None and not self.is_where_kernels_are(args, kwargs):
             return self.fallback.run(module, forward, args, kwargs)
@@ -97,7 +97,7 @@ class KernelRunner(Runner, ABC):
         return self.compiled_region.run(self.run_kernel_compiled, (module, forward, args, kwargs), {})
 
     def run_plain(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        if _is_transformed():
+        if is_transformed():
             return forward(*args, **kwargs)
         if not torch.compiler.is_compiling():
             return self.run_training(module, forward, args, kwargs)  # training and inference compute the same
@@ -148,7 +148,7 @@ class CreditedTo:
             local.statistics = self._outer
 
 
-def _is_transformed() -> bool:
+def is_transformed() -> bool:
     """Whether ``torch.func`` or forward-mode differentiation is at work, which our Functions do not support."""
     if torch.compiler.is_compiling():  # the compiler always has an interpreter of torch.func (torch 2.11 and 2.13)
         return forward_ad._current_level >= 0

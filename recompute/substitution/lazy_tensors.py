@@ -8,6 +8,7 @@ any other operation the values are computed, once, and used.
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -27,7 +28,8 @@ from recompute.errors import MutationError, UnsupportedError
 PRODUCTS = frozenset({Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul, torch.multiply})
 
 _UNBINDS = frozenset({Tensor.unbind, torch.unbind})  # which iterating over a tensor calls
-ROWS = _UNBINDS | {Tensor.split, torch.split}
+_CHUNKS = frozenset({Tensor.chunk, torch.chunk})
+ROWS = _UNBINDS | _CHUNKS | {Tensor.split, torch.split}
 
 _METADATA = frozenset(
     {
@@ -93,6 +95,26 @@ class _Node(Function):
         return None, None, *[next(found) if needs else None for needs in needed]
 
 
+class _Asking(threading.local):
+    name = "what is no function of torch's"
+
+
+_asking = _Asking()
+"""Which function has this thread compute values."""
+
+
+class _OfFunction(Function):
+    """Values that were made without gradients, of a lazy tensor that a Function then gave its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, lazy: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return None, gradient
+
+
 class LazyTensor(Tensor):
     """Stands for the result of ``compute()``, a tensor of ``shape``, until somebody needs its values."""
 
@@ -140,6 +162,11 @@ class LazyTensor(Tensor):
         pass
 
     @property
+    def trains(self) -> bool | None:
+        """Whether it has a gradient, from what it is made of; None where a custom ``autograd.Function`` returned it."""
+        return None if self.requires_grad and not self._mode[0] else self.requires_grad
+
+    @property
     def is_lazy(self) -> bool:
         """Whether nobody has asked for the values yet."""
         return self._value is None
@@ -148,7 +175,9 @@ class LazyTensor(Tensor):
         """What this stands for, computed when first asked for."""
         if self._value is None:
             assert self._deferred is not None, "it is there until there are values"
-            self._value, self._deferred = self._deferred.value(), None
+            self._value, was, self._deferred = self._deferred.value(), self.trains, None
+            if was is None:
+                self._value = _OfFunction.apply(self._value, self)
             if self._value.requires_grad:
                 for hook in self._waiting.values():
                     self._value.register_hook(hook)
@@ -163,14 +192,14 @@ class LazyTensor(Tensor):
         """The span in which autocast is as it was where this was made."""
         return autocast_as(self._mode, self.device)
 
-    def tell(self, observe: Callable[[], None]) -> None:
-        """Have ``observe`` called when the values are computed."""
+    def tell(self, observe: Callable[[str], None]) -> None:
+        """Have ``observe`` called when the values are computed, with the name of the function that asked for them."""
         deferred = self._deferred
         assert deferred is not None, "it has just been made"
         compute = deferred.compute
 
         def observed() -> Tensor:
-            observe()
+            observe(_asking.name)
             return compute()
 
         deferred.compute = observed
@@ -217,12 +246,20 @@ class LazyTensor(Tensor):
             if isinstance(argument, LazyTensor) and argument.is_lazy:
                 if argument._deferred is not None:
                     argument._deferred.check()
-                result = argument.fused(function, args, kwargs)
+                trains = [each.trains for each in (*args, *kwargs.values()) if isinstance(each, LazyTensor)]
+                if None in trains:
+                    continue
+                with torch.set_grad_enabled(torch.is_grad_enabled() and any(trains)):
+                    result = argument.fused(function, args, kwargs)
                 if result is not NotImplemented:
                     if argument._value is None and not isinstance(result, LazyTensor):
                         argument.pass_by()
                     return result
-        args, kwargs = tree_map_only(LazyTensor, lambda lazy: lazy.value(), (args, kwargs))
+        before, _asking.name = _asking.name, getattr(function, "__name__", str(function))
+        try:
+            args, kwargs = tree_map_only(LazyTensor, lambda lazy: lazy.value(), (args, kwargs))
+        finally:
+            _asking.name = before
         return function(*args, **kwargs)
 
     @classmethod
@@ -255,6 +292,8 @@ def rows_of(tensor: Tensor, function: Any, args: tuple, kwargs: dict[str, Any]) 
     size, *dims = (1, *args) if function in _UNBINDS else args or (None,)
     if tensor.dim() < 2 or not isinstance(size, int) or size < 1 or [*dims, *kwargs.values()] not in ([], [0]):
         return NotImplemented
+    if function in _CHUNKS:
+        size = -(-len(tensor) // size) or 1
     if function in _UNBINDS:
         return tuple([tensor[row] for row in range(len(tensor))])
     return tuple([tensor[first : first + size] for first in range(0, max(len(tensor), 1), size)])

@@ -49,6 +49,20 @@ def test_train_llama(
     assert '"what the policy adds"' in (tmp_path / "step.json").read_text(encoding="utf-8")
 
 
+def test_losses_are_the_same_of_logits_and_without(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES / "losses")
+    out, ways = tmp_path / "losses.json", ("plain", "on lazy logits", "ours")
+    shape = ("--shape", "4", "16", "32", "64", "--steps", "1")
+    output_of("losses/compare.py", *shape, "--ways", *ways, "--out", str(out), monkeypatch=monkeypatch, capsys=capsys)
+    rows = json.loads(out.read_text(encoding="utf-8"))["rows"]
+    values = {(row["loss"], row["way"]): row["value"] for row in rows}
+    for loss in {row["loss"] for row in rows}:
+        expected = values[loss, "plain"]
+        assert [values[loss, way] for way in ways] == pytest.approx([expected] * 3, rel=1e-3), loss
+
+
 @pytest.mark.parametrize("arguments", [["distillation", "--top-k"], *([each] for each in LOSSES)], ids=" ".join)
 def test_a_loss_falls_and_no_logits_are_made(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -63,6 +77,20 @@ def test_a_loss_falls_and_no_logits_are_made(
     assert losses[4] < losses[0]
     source = (EXAMPLES / "losses" / f"{name}.py").read_text(encoding="utf-8")
     assert source.count("\n") < 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ORPO", "CPO", "SFT", "DPO", "KTO"])
+def test_trls_trainers_learn_without_logits(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("trl")
+    monkeypatch.syspath_prepend(EXAMPLES / "losses")
+    output = output_of("losses/with_trl.py", name, monkeypatch=monkeypatch, capsys=capsys)
+    losses = [float(loss) for loss in re.findall(r"^step \d: loss (\S+)$", output, re.MULTILINE)]
+    assert len(losses) == 5
+    assert losses[4] < losses[0]
+    assert (EXAMPLES / "losses" / "with_trl.py").read_text(encoding="utf-8").count("\n") < 60
 
 
 def test_decorate_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,7 +28,7 @@ from transformers import Trainer, TrainerCallback
 
 from recompute.errors import PolicyWarning, UnsupportedError
 from recompute.integrations.transformers import RecomputeCallback, RecomputeTrainingArguments, refuse_arguments
-from recompute.substitution.head import LazyLogits
+from recompute.substitution.lazy_logits import LazyLogits
 
 HEAD = {"name": "head", "rules": [{"match": "lm_head", "action": "recompute", "via": "kernel"}]}
 
@@ -168,16 +168,18 @@ def test_the_switch_goes_before_the_policy(policy: Any, logits: Any, kind: type,
     assert bool(logged(trainer, "token_accuracy")) is (kind is LazyLogits)
 
 
-def as_dpo(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return logits.logsumexp(-1).mean()
+def that_reads_logits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return logits.tanh().mean()
 
 
-def as_orpo(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def that_reads_logits_too(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Beside a cross-entropy of some of the logits."""
-    return F.cross_entropy(logits[:1, :-1].flatten(0, 1), labels[:1, 1:].flatten()) + as_dpo(logits, labels)
+    return F.cross_entropy(logits[:1, :-1].flatten(0, 1), labels[:1, 1:].flatten()) + that_reads_logits(logits, labels)
 
 
-@pytest.mark.parametrize(("loss", "why"), [(as_dpo, "no cross-entropy"), (as_orpo, "beside the cross-entropy")])
+@pytest.mark.parametrize(
+    ("loss", "why"), [(that_reads_logits, "no loss was"), (that_reads_logits_too, "that no kernel computes")]
+)
 def test_a_loss_that_does_not_go_that_way_is_told_of(loss: Any, why: str, tmp_path: Path) -> None:
     def loss_of(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         return loss(outputs.logits, labels)
@@ -188,7 +190,7 @@ def test_a_loss_that_does_not_go_that_way_is_told_of(loss: Any, why: str, tmp_pa
     with pytest.warns(PolicyWarning, match=rf"logits=False has no effect: .*{why}.*or drop logits=False") as caught:
         trainer.train()
     assert len([each for each in caught if each.category is PolicyWarning]) == 1
-    assert bool(logged(trainer, "token_accuracy")) is (loss is as_orpo)
+    assert bool(logged(trainer, "token_accuracy")) is (loss is that_reads_logits_too)
 
 
 class Around(nn.Module):

@@ -18,6 +18,7 @@ from kernel_testing import (
     doubled,
     each_device_of_compiled_code,
     each_dtype,
+    eager_cross_entropy,
     make,
     relative_error,
     same_bits,
@@ -36,8 +37,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
+from recompute.errors import KernelError
 from recompute.kernels.cross_entropy import cross_entropy
 from recompute.kernels.linear_cross_entropy import linear_cross_entropy
+from recompute.kernels.linear_log_probs import linear_log_probs
 
 # Every two values of two options meet in one row at least.
 OPTIONS = [
@@ -199,6 +202,7 @@ def test_a_target_that_is_no_class_fails_an_assertion_on_the_device(dtype: str):
     script = f"""
 import torch
 from recompute.kernels.linear_cross_entropy import linear_cross_entropy
+from recompute.kernels.linear_log_probs import linear_log_probs
 x, w = (torch.randn(4, 16, device="cuda", dtype=torch.{dtype}) for _ in range(2))
 y = torch.tensor([0, -100, 3, 1], device="cuda")
 graph = torch.cuda.CUDAGraph()
@@ -368,3 +372,58 @@ def test_more_than_two_to_the_31_logits():
     assert relative_error(found[0][last], exact) <= 1.35 * relative_error(peer, exact)  # of 100 samples
     for value, other in zip(found, blocks, strict=True):  # a logit that is rounded the other way moves its token's
         assert relative_error(value, other.double()) <= 0.01
+
+
+def adapted(
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, thin: Tensor, up: Tensor, **options: Any
+) -> Tensor:
+    """Eager: an adapter's logits are added, then all are scaled, capped and cooled."""
+    scale, temperature = options.pop("scale", 1.0), options.pop("temperature", 1.0)
+    softcap = options.pop("softcap", None)
+    logits = (F.linear(hidden, weight, bias) + F.linear(thin, up)) * scale
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    return eager_cross_entropy(logits / temperature, target, **options)
+
+
+@ON_CPU
+@pytest.mark.parametrize("logits_bytes", [None, 0])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"scale": 1.5, "temperature": 0.7},
+        {"scale": 0.5, "softcap": 3.0, "temperature": 0.7, "label_smoothing": 0.1},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_an_adapter_adds_to_the_logits(device: str, options: dict, logits_bytes: int | None, frozen: bool) -> None:
+    (hidden, weight, bias), target = make_inputs(device)
+    thin, up = (make(rows, 4, seed=7).to(device).requires_grad_() for rows in (M, V))
+    if frozen:
+        weight.requires_grad_(False)
+        bias.requires_grad_(False)
+    trained = [each for each in (hidden, weight, bias, thin, up) if each.requires_grad]
+    found = linear_cross_entropy(hidden, weight, target, bias, adapter=(thin, up), logits_bytes=logits_bytes, **options)
+    whole = linear_cross_entropy(hidden, weight, target, bias, adapter=(thin, up), return_logits=True, **options)
+    expected = adapted(hidden, weight, target, bias, thin, up, **options)
+    for loss in (found, whole.loss):
+        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
+        gradients = (torch.autograd.grad(each, trained, retain_graph=True) for each in (loss, expected))
+        torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
+    log_probs = linear_log_probs(hidden, weight, target, bias, adapter=(thin, up))
+    torch.testing.assert_close(log_probs, -adapted(hidden, weight, target, bias, thin, up, reduction="none"))
+
+
+def test_an_adapted_loss_is_differentiable_twice() -> None:
+    (hidden, weight, _), target = make_inputs("cpu", torch.float64, 3, 4, 5)
+    thin, up = (make(rows, 2, seed=7).double().requires_grad_() for rows in (3, 5))
+    loss = lambda *given: linear_cross_entropy(*given[:2], target, adapter=given[2:], scale=0.5)  # noqa: E731
+    assert torch.autograd.gradgradcheck(loss, (hidden, weight, thin, up), fast_mode=True)
+
+
+def test_an_adapter_of_other_shapes_is_refused() -> None:
+    (hidden, weight, bias), target = make_inputs("cpu")
+    for thin, up in ((M, V - 1), (M - 1, V)):
+        with pytest.raises(KernelError, match=r"adapter is .* expected thin \(12, 'R'\) and up \(600, R\)"):
+            linear_cross_entropy(hidden, weight, target, bias, adapter=(torch.ones(thin, 2), torch.ones(up, 2)))

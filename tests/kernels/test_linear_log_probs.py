@@ -21,6 +21,7 @@ from loss_testing import ON_CPU, H, M, V, make_inputs
 from torch import Tensor
 from torch.nn import functional as F
 
+from recompute.kernels import linear_cross_entropy as linear_cross_entropy_module
 from recompute.kernels import logit_blocks
 from recompute.kernels.linear_cross_entropy import linear_cross_entropy
 from recompute.kernels.linear_log_probs import linear_log_probs
@@ -164,3 +165,21 @@ def test_no_tensor_is_larger_than_the_memory_for_logits(device: str):
         outputs = listed(linear_log_probs(*inputs[:2], words_of(3, device, tokens), entropy=True, logits_bytes=allowed))
         torch.autograd.backward(outputs, [torch.ones_like(each) for each in outputs])
     assert 256 * tokens * 4 <= seen.largest_nbytes <= allowed
+
+
+@ON_CPU
+def test_an_entropy_that_is_only_looked_at_costs_backward_nothing(device: str, monkeypatch: pytest.MonkeyPatch):
+    inputs, target = make_inputs(device)
+    seen: list[tuple[int, bool]] = []
+    differentiate = linear_cross_entropy_module.differentiate
+
+    def noted(*arguments: Any) -> None:
+        seen.append((arguments[4].shape[1], arguments[6] is None))
+        differentiate(*arguments)
+
+    monkeypatch.setattr(linear_cross_entropy_module, "differentiate", noted)
+    log_probs, _ = linear_log_probs(*inputs[:2], target, inputs[2], entropy=True)
+    found = torch.autograd.grad(log_probs.sum(), inputs)
+    assert {*seen} == {(2, True)}
+    expected = torch.autograd.grad(linear_log_probs(*inputs[:2], target, inputs[2]).sum(), inputs)
+    assert same_bits(found, expected)

@@ -168,6 +168,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: loss(softcap=0.0), "softcap is 0.0; expected None or a number above 0"),
     (lambda: loss(reduction="max"), "unknown reduction 'max'; expected one of mean, sum, none"),
     (lambda: loss(logits_bytes=-1), "logits_bytes is -1; expected at least 0 bytes"),
+    (lambda: loss(logits_bytes=-1, return_logits=True), "logits_bytes is -1; expected at least 0 bytes"),
     (lambda: log_probs(ROWS, ones(3, 5), CLASSES), "linear_log_probs: expected hidden (..., H), weight (V, H) with"),
     (lambda: log_probs(*HEAD, ones(4)), "bias (4,)"),
     (lambda: log_probs(ROWS.half(), ones(3, 4), CLASSES), "found hidden torch.float16, weight torch.float32"),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import recompute
-from recompute.substitution.head import LazyLogits
+from recompute.substitution.lazy_logits import LazyLogits
 
 WIDTH, HEADS, VOCABULARY = 32, 2, 50
 

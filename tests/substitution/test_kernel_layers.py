@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import recompute
-from recompute.substitution.head import LazyLogits
+from recompute.substitution.lazy_logits import LazyLogits
 
 TOKENS = BATCH * LENGTH
 LAYERS = 1  # the others are as the first
@@ -251,6 +251,10 @@ def test_training_makes_no_logits_and_evaluation_does() -> None:
     torch.testing.assert_close(output.loss, expected.loss)
     torch.testing.assert_close(output.logits + 0, expected.logits)
     with torch.no_grad():
+        output = model(input_ids=IDS, labels=IDS)
+        assert output.logits.is_lazy
+        torch.testing.assert_close(output.loss, expected.loss)
+    with torch.inference_mode():
         assert type(model(input_ids=IDS, labels=IDS).logits) is Tensor
     assert type(model.eval()(input_ids=IDS, labels=IDS).logits) is Tensor
 

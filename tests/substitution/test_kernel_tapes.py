@@ -22,7 +22,7 @@ import recompute
 from recompute.engine.cut.frontier import Point, finer_frontier, frontier
 from recompute.errors import PolicyError
 from recompute.estimation.build_model import build, build_fake
-from recompute.substitution.head import LazyLogits
+from recompute.substitution.lazy_logits import LazyLogits
 
 TOKENS = BATCH * LENGTH
 LAYERS = 1

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recompute.errors import MutationError, UnsupportedError
-from recompute.substitution.head import LazyLogits
+from recompute.substitution.lazy_logits import LazyLogits
 from recompute.substitution.lazy_tensors import LazyTensor
 
 TOKENS, HIDDEN, VOCABULARY = 6, 8, 11
@@ -302,18 +302,16 @@ def test_logits_may_be_shaped_and_capped_on_the_way(shaping: Callable[[Tensor], 
         lambda logits: logits * -3.0,
         lambda logits: logits * logits.new_tensor(3.0),
         lambda logits: torch.tanh(logits / 3.0) * 3.0 * 2.0,
-        lambda logits: logits.argmax(-1),
         lambda logits: logits.log_softmax(0),
-        lambda logits: logits.log_softmax(-1) + 0,
-        lambda logits: logits.softmax(-1).square(),
         lambda logits: logits.softmax(-1, torch.float64).sum(-1),
-        lambda logits: logits.log_softmax(-1).sum(-1),
         lambda logits: logits.log_softmax(-1).gather(0, torch.zeros(1, 3, 2, dtype=torch.int64)),
         lambda logits: logits.log_softmax(-1).gather(-1, torch.zeros(1, 3, 2, dtype=torch.int64)),
-        lambda logits: (logits.softmax(-1) * logits.softmax(-1)).sum(-1),
-        lambda logits: (logits.softmax(-1) * logits.log_softmax(-1)).sum(-1, keepdim=True),
-        lambda logits: (logits.softmax(-1) * (2 * logits).log_softmax(-1)).sum(-1),
         lambda logits: F.log_softmax(torch.tanh(logits / 3.0), -1) * 1,
+        lambda logits: logits.log_softmax(-1).tanh(),
+        lambda logits: logits.log_softmax(-1) * torch.ones(VOCABULARY, dtype=logits.dtype),
+        lambda logits: logits.sum(0),
+        lambda logits: logits.topk(1, 0).values,
+        lambda logits: logits + logits.new_zeros(2, 3, 1),
         lambda logits: torch.stack(logits.split([1, 1])),
         lambda logits: logits.split(2, -1)[0],
     ],
@@ -351,7 +349,190 @@ QUANTITIES: dict[str, Callable[[Tensor], Tensor]] = {
         [entropy(F.log_softmax(chunk, -1)) for chunk in logits.reshape(-1, VOCABULARY).split(4, dim=0)]
     ),
     "with a sign inside": lambda logits: (-logits.softmax(-1) * logits.log_softmax(-1)).sum(-1),
+    "entropy, with its dimension": lambda logits: (logits.softmax(-1) * logits.log_softmax(-1)).sum(-1, keepdim=True),
+    "entropy in bits": lambda logits: (-logits.softmax(-1) * logits.log_softmax(-1) / 0.6931).sum(-1),
+    "entropy of order 2": lambda logits: -torch.log(logits.softmax(-1).square().sum(-1)),
+    "entropy across temperatures": lambda logits: (logits.softmax(-1) * (2 * logits).log_softmax(-1)).sum(-1),
+    "of rows that a mask has": lambda logits: logits[INDEX > 1].log_softmax(-1).gather(-1, INDEX[INDEX > 1][:, None]),
+    "of later rows of a mask": lambda logits: logits.log_softmax(-1)[INDEX > 1].gather(-1, INDEX[INDEX > 1][:, None]),
+    "of rows by number": lambda logits: logits[torch.tensor([1, 0]), 1].log_softmax(-1).gather(-1, INDEX[:, :1]),
+    "of halves": lambda logits: torch.cat([each.logsumexp(-1) for each in logits.chunk(2)]),
+    "logsumexp": lambda logits: torch.logsumexp(logits / 0.7, -1),
+    "logsumexp of capped": lambda logits: torch.logsumexp(torch.tanh(logits / 3.0) * 3.0, dim=-1, keepdim=True),
+    "by logsumexp, as TRL's": lambda logits: (
+        torch.gather(logits, dim=-1, index=INDEX[..., None]).squeeze(-1)
+        - torch.stack([torch.logsumexp(row, -1) for row in logits])
+    ),
+    "the highest": lambda logits: logits.max(-1).values,
+    "the highest few": lambda logits: logits.topk(3).values,
+    "the most probable few": lambda logits: logits.log_softmax(-1).topk(3, dim=-1)[0],
+    "the mean": lambda logits: logits[:, :-1].mean(),
+    "sums": lambda logits: (2 * logits).sum(-1),
+    "with a bias": lambda logits: (logits + torch.ones(VOCABULARY, dtype=logits.dtype)).logsumexp(-1),
+    "with the mean of all": lambda logits: logits.log_softmax(-1).mean(),
 }
+
+
+FEW: dict[str, Callable[[Tensor], Any]] = {
+    "argmax": lambda logits: logits.argmax(-1),
+    "argmax of probabilities": lambda logits: logits.softmax(-1).argmax(dim=-1),
+    "topk": lambda logits: logits.topk(3),
+    "topk of the lowest": lambda logits: logits.float().topk(2, -1, largest=False),
+    "max": lambda logits: logits.max(dim=-1),
+    "without gradients": lambda logits: logits.detach().mean(),
+}
+
+
+@pytest.mark.parametrize("few", [*FEW.values(), *QUANTITIES.values()], ids=[*FEW, *QUANTITIES])
+def test_without_gradients_a_few_numbers_go_without_the_logits(few: Callable[[Tensor], Any]) -> None:
+    logits, whole = head()
+    with torch.no_grad():
+        found = few(logits)
+    assert logits.is_lazy
+    expected = few(whole.detach())
+    torch.testing.assert_close(found, expected)
+    assert type(found) is type(expected)
+    assert not any(each.requires_grad for each in (found if isinstance(found, tuple) else [found]))
+
+
+def test_what_was_made_without_gradients_gives_none() -> None:
+    logits, _ = head()
+    with torch.no_grad():
+        log_probs = logits.log_softmax(-1)
+    assert not log_probs.requires_grad
+    assert not log_probs.gather(-1, INDEX[..., None]).requires_grad
+    assert not logits.detach().logsumexp(-1).requires_grad
+    with torch.no_grad():
+        of_a_reference, _ = head()
+    assert not of_a_reference.log_softmax(-1).gather(-1, INDEX[..., None]).requires_grad
+    assert of_a_reference.is_lazy
+
+
+@pytest.mark.parametrize("quantity", QUANTITIES.values(), ids=QUANTITIES)
+def test_under_autocast_they_round_as_its_matrix_products_do(quantity: Callable[[Tensor], Tensor]) -> None:
+    results = []
+    for plain in (False, True):
+        hidden, weight, bias = (
+            each.float().detach().requires_grad_()
+            for each in (make(2, 3, HIDDEN), make(VOCABULARY, HIDDEN, seed=1), make(VOCABULARY, seed=2))
+        )
+        with autocast(enabled=True):
+            made = F.linear(hidden, weight, bias) if plain else LazyLogits.of(hidden.bfloat16(), weight, bias)
+            value = quantity(made)
+            assert plain or made.is_lazy
+        gradients = torch.autograd.grad(
+            value, (hidden, weight, bias), make(*value.shape, seed=4).detach().to(value.dtype)
+        )
+        results.append([value.float(), *gradients])
+    torch.testing.assert_close(*results, rtol=0.1, atol=0.15)
+
+
+class Triples(torch.autograd.Function):
+    """Gives what is lazy again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 3
+
+
+def test_what_a_function_makes_of_logits_has_the_gradient_that_it_gives() -> None:
+    gradients = []
+    for plain in (False, True):
+        hidden, weight = make(2, 3, HIDDEN), make(VOCABULARY, HIDDEN, seed=1)
+        logits = F.linear(hidden, weight) if plain else LazyLogits.of(hidden, weight)
+        loss = F.cross_entropy(Triples.apply(logits).view(-1, VOCABULARY), TARGET)
+        gradients.append([loss, *torch.autograd.grad(loss, (hidden, weight))])
+    torch.testing.assert_close(*gradients)
+
+
+def jensen_shannon(p: Tensor, q: Tensor) -> Tensor:
+    both = (p + q) * 0.5
+    return ((p * (p.log() - both.log())).sum(-1) + (q * (q.log() - both.log())).sum(-1)) / 2
+
+
+DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "forward": lambda ours, theirs: F.kl_div(ours.log_softmax(-1), theirs.softmax(-1), reduction="batchmean"),
+    "of logarithms": lambda ours, theirs: F.kl_div(
+        F.log_softmax(ours / 0.7, -1), F.log_softmax(theirs / 0.7, -1), reduction="sum", log_target=True
+    ),
+    "reverse": lambda ours, theirs: F.kl_div(theirs.log_softmax(-1), ours.softmax(-1), reduction="none").sum(-1),
+    "of rows that a mask has": lambda ours, theirs: F.kl_div(
+        ours.log_softmax(-1), theirs.softmax(-1), reduction="none"
+    )[INDEX > 1].sum(),
+    "written out": lambda ours, theirs: (theirs.softmax(-1) * (theirs.log_softmax(-1) - ours.log_softmax(-1))).sum(-1),
+    "capped": lambda ours, theirs: F.kl_div(
+        (torch.tanh(ours / 3.0) * 3.0).log_softmax(-1), theirs.softmax(-1), reduction="mean"
+    ),
+    "of two temperatures": lambda ours, theirs: F.kl_div(
+        (torch.tanh(ours / 3.0) * 3.0 / 0.7).log_softmax(-1), theirs.softmax(-1), reduction="batchmean"
+    ),
+    "Jensen and Shannon's": lambda ours, theirs: jensen_shannon(ours.softmax(-1), theirs.softmax(-1)),
+}
+
+
+@pytest.mark.parametrize("trains", ["student", "both"])
+@pytest.mark.parametrize("divergence", DIVERGENCES.values(), ids=DIVERGENCES)
+def test_divergences_of_two_heads_go_without_the_logits_of_either(divergence: Any, trains: str) -> None:
+    results = []
+    for plain in (False, True):
+        inputs = [make(2, 3, HIDDEN), make(VOCABULARY, HIDDEN, seed=1)]
+        others = [make(2, 3, HIDDEN, seed=5), make(VOCABULARY, HIDDEN, seed=6)]
+        make_logits = F.linear if plain else LazyLogits.of
+        logits = make_logits(*inputs)
+        with torch.set_grad_enabled(trains == "both"):
+            taught = make_logits(*others)
+        value = divergence(logits, taught)
+        if not plain:
+            assert logits.is_lazy
+            assert taught.is_lazy
+        gradient = make(*value.shape, seed=4).detach()
+        trained = [*inputs, *(others if trains == "both" else [])]
+        results.append([value, *torch.autograd.grad(value, trained, gradient)])
+    torch.testing.assert_close(*results)
+
+
+def test_rows_are_few_at_a_time_and_second_derivatives_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+    for plain in (False, True):
+        hidden, weight = make(700, HIDDEN), make(VOCABULARY, HIDDEN, seed=1)
+        logits = F.linear(hidden, weight) if plain else LazyLogits.of(hidden, weight, logits_bytes=1)
+        value = logits.softmax(-1).square().sum(-1)
+        assert plain or logits.is_lazy
+        first = torch.autograd.grad(value.sum(), (hidden, weight), create_graph=True)
+        once = torch.autograd.grad(value.sum(), (hidden, weight), retain_graph=True)
+        second = torch.autograd.grad(first[0].square().sum(), (hidden, weight))
+        results.append([value, *first, *once, *second])
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("adapters", [1, 2])
+@pytest.mark.parametrize(
+    "scaling", [lambda logits: logits, lambda logits: torch.tanh(logits / 3.0) * 3.0, lambda logits: logits * 2]
+)
+def test_an_adapter_adds_to_logits_that_stay_lazy(scaling: Any, adapters: int) -> None:
+    results = []
+    for plain in (False, True):
+        inputs = [make(6, HIDDEN), make(VOCABULARY, HIDDEN, seed=1), make(VOCABULARY, seed=2)]
+        thin = [each for n in range(adapters) for each in (make(6, 2, seed=3 + n), make(VOCABULARY, 2, seed=7 + n))]
+        make_logits = F.linear if plain else LazyLogits.of
+        logits = make_logits(*inputs)
+        for n in range(adapters):
+            logits = logits + make_logits(*thin[2 * n : 2 * n + 2]) * 1.5
+        offset = make(1, VOCABULARY, seed=11)
+        logits = scaling(offset + logits)
+        losses = [
+            F.cross_entropy(logits, TARGET),
+            logits.log_softmax(-1).gather(-1, TARGET.clamp_min(0)[:, None]).sum(),
+            logits.logsumexp(-1).sum(),
+            logits.softmax(-1).square().sum(),
+        ]
+        assert plain or logits.is_lazy
+        results.append([*losses, *torch.autograd.grad(sum(losses), [*inputs, *thin, offset])])
+    torch.testing.assert_close(*results)
 
 
 @pytest.mark.parametrize("quantity", QUANTITIES.values(), ids=QUANTITIES)
@@ -548,10 +729,10 @@ def test_fsdps_hook_on_what_a_model_returns_makes_no_logits_and_fires_if_they_ar
     logits.register_hook(wrap(pre_backward))
     logits.register_hook(wrap(pre_backward)).remove()
     assert logits.is_lazy
-    logits.sum().backward(retain_graph=True)
+    (logits + 1).sum().backward(retain_graph=True)
     assert len(fired) == 1
     logits.register_hook(wrap(pre_backward))
-    logits.sum().backward()
+    (logits + 1).sum().backward()
     assert len(fired) == 3
 
 

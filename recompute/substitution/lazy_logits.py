@@ -1,0 +1,374 @@
+"""A head's output, of which losses and other few numbers a row are computed without it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from recompute.substitution.head_operands import HeadOperands, LossCounter, LossObserver
+from recompute.substitution.lazy_rows import (
+    GATHERS,
+    LOGSUMEXPS,
+    REDUCTIONS,
+    SOFTMAXES,
+    TOPKS,
+    TOTALS,
+    LazyRows,
+    by_rows,
+    fixed,
+    highest_of,
+    is_last,
+    words_of,
+)
+from recompute.substitution.lazy_tensors import PRODUCTS, ROWS, LazyTensor, mode_of, rows_of, values_of
+
+
+class LazyLogits(LazyTensor):
+    """A head's output, which a cross-entropy can do without.
+
+    Before the loss, a model may reshape and index leading dimensions, cast to float32, multiply and divide by numbers,
+    as Cohere and Granite do, and cap the logits by ``cap * tanh(logits / cap)``. The results of these operations are
+    lazy, too.
+    """
+
+    _head: HeadOperands
+    _family: list[weakref.ref[LazyTensor]]
+    """All that is lazy and was made from the output of one run of the head."""
+
+    @staticmethod
+    def of(
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        observe: LossObserver | None = None,
+        count: LossCounter | None = None,
+        logits_bytes: int | None = None,
+    ) -> LazyLogits:
+        """observe, count: called for each loss that is computed without the logits. logits_bytes: what it may hold."""
+        head = HeadOperands(hidden, weight, bias, observe=observe, count=count, logits_bytes=logits_bytes)
+        return LazyLogits._of(head, hidden.dtype, lambda: F.linear(hidden, weight, bias), [])
+
+    @staticmethod
+    def _of(
+        head: HeadOperands,
+        dtype: torch.dtype,
+        compute: Callable[[], Tensor],
+        family: list[weakref.ref[LazyTensor]],
+        sources: Sequence[Tensor] | None = None,
+    ) -> LazyLogits:
+        shape = (*head.hidden.shape[:-1], head.weight.shape[0])
+        made = LazyLogits(shape, head.tensors, compute, dtype, sources)
+        made._head, made._family = head, family
+        family.append(weakref.ref(made))
+        return made
+
+    def pass_by(self) -> None:
+        for reference in self._family:
+            if (member := reference()) is not None:
+                member._is_passed_by = True
+
+    def before_change(self) -> None:
+        for reference in self._family:  # some are copies of this, and have to keep the values from before the change
+            if (member := reference()) is not None:
+                member.value()
+
+    def fused(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if function is F.cross_entropy:
+            return self._loss(*args, **kwargs)
+        if function in _ADDITIONS and len(args) == 2 and not kwargs:
+            return self._plus(function, *args)
+        if not args or args[0] is not self:
+            return NotImplemented
+        if function in _RESHAPES:
+            return self._reshaped(function, args[1:], kwargs)
+        if function in _FLATTENS:
+            return self._flattened(*args[1:], **kwargs)
+        if function is Tensor.__getitem__:
+            return self._indexed(args[1])
+        if function in ROWS:
+            return rows_of(self, function, args[1:], kwargs)
+        dtype = torch.float32 if function is Tensor.float else args[1] if function is Tensor.to and args[1:] else None
+        if isinstance(dtype, torch.dtype) and dtype.is_floating_point and len(args) <= 2 and not kwargs:
+            return self if self.dtype is dtype else self._then(lambda value: value.to(dtype), self._head, dtype)
+        if function is Tensor.contiguous and not kwargs:
+            return self._then(Tensor.contiguous, self._head)
+        if function is Tensor.detach:
+            with torch.no_grad():
+                return self._then(Tensor.detach, self._head)
+        if function in SOFTMAXES:
+            return LazyRows.of_softmax(self, function, args[1:], kwargs)
+        found = NotImplemented if self.score_settings() is None else self._few(function, args[1:], kwargs)
+        return self._scaled(function, args[1:]) if found is NotImplemented and not kwargs else found
+
+    def _few(self, function: Any, rest: tuple, kwargs: dict[str, Any]) -> Any:
+        """A few numbers a row, or all logits' sum or mean; or NotImplemented."""
+        if function in GATHERS:
+            words = words_of(self, *rest, **kwargs)
+            return NotImplemented if words is None else self._picked(words).to(self.dtype)
+        if function in TOPKS:
+            return highest_of(self, function, rest, kwargs)
+        if function not in REDUCTIONS:
+            return NotImplemented
+        is_total = not rest and not kwargs and function in TOTALS
+        kwargs = dict(kwargs)
+        keepdim = kwargs.pop("keepdim", False)
+        if not is_total and not is_last(self, rest, kwargs):
+            return NotImplemented
+        if function in LOGSUMEXPS:  # of any word
+            word = torch.zeros((*self.shape[:-1], 1), dtype=torch.int64, device=self.device)
+            found = (self._picked(word) - self.log_probs(word)[0]).squeeze(-1)
+        elif function in TOTALS and self._head.settled().cap is None:
+            found = self._sums() / (self.shape[-1] if function in (Tensor.mean, torch.mean) else 1)
+        else:
+            found = by_rows((self,), lambda rows: function(rows[0], -1))
+        found = function(found) if is_total else found.unsqueeze(-1) if keepdim else found
+        return found.to(self.dtype) if found.is_floating_point() else found
+
+    def _sums(self) -> Tensor:
+        """The sum of each row's logits, in float32: of a product it is the product with a sum."""
+        from recompute.kernels.loss_settings import wide_dtype
+
+        wide = wide_dtype(self._head.hidden)
+        hidden, weight, bias, *adapter = self.operands
+        pairs = [(hidden, weight), *([tuple(adapter)] if adapter else [])]
+        with torch.autocast(self.device.type, enabled=False):
+            found = sum(rows.to(wide) @ columns.sum(0, dtype=wide) for rows, columns in pairs)
+            return self._head.scored(found if bias is None else found + bias.sum(dtype=wide))
+
+    def _picked(self, words: Tensor) -> Tensor:
+        """The logits of some words, (..., K), in float32, as a softmax takes them."""
+        wrong = (words < 0) | (words >= self.shape[-1])
+        if words.device.type == "cpu" and wrong.any():  # CUDA refuses it itself
+            raise IndexError(f"index {words[wrong][0]} is out of bounds for {self.shape[-1]} words")
+        (hidden, weight, bias, thin, up), words_ = self.head_of_rows().tensors, words.reshape(-1, words.shape[-1])
+
+        def products(rows: Tensor, table: Tensor) -> Tensor:
+            columns = [F.embedding(each, table).to(rows.dtype)[..., None] for each in words_.t()]
+            return torch.cat([(rows[:, None] @ each)[..., 0] for each in columns], -1)
+
+        logits = products(hidden, weight)
+        logits = logits if bias is None else logits + bias[words_]
+        logits = logits if thin is None or up is None else logits + products(thin, up)
+        return self._head.scored(logits).reshape(words.shape)
+
+    def _plus(self, function: Any, one: Any, other: Any) -> Any:
+        """Logits and a vector, as BART adds, or and those of a thinner head, as a LoRA adapter gives."""
+        head = self._head.settled()
+        if head.cap_steps or not all(isinstance(each, Tensor) for each in (one, other)):
+            return NotImplemented
+        dtype = torch.promote_types(one.dtype, other.dtype)
+        compute = lambda: function(values_of(one), values_of(other))  # noqa: E731
+        if not isinstance(one, LazyLogits) or not isinstance(other, LazyLogits):
+            vector = other if one is self else one
+            if isinstance(vector, LazyTensor) or vector.shape.numel() != self.shape[-1] or vector.dim() > self.dim():
+                return NotImplemented
+            if vector.dim() == 0 or vector.shape[-1] != self.shape[-1]:
+                return NotImplemented
+            return self._joined(head.plus(vector), dtype, compute, [vector])
+        base, added = (one, other) if one._head.hidden.shape[-1] >= other._head.hidden.shape[-1] else (other, one)
+        heads = base._head.settled(), added._head.settled()
+        if one.shape != other.shape or any(each.cap_steps for each in heads) or heads[1].thin is not None:
+            return NotImplemented
+        if not (base.is_lazy and added.is_lazy):
+            return NotImplemented
+        if base._family is not added._family:
+            base._family.extend(added._family)
+            for reference in added._family:
+                if isinstance(member := reference(), LazyLogits):
+                    member._family = base._family
+        return base._joined(heads[0].adapted(heads[1]), dtype, compute, added._sources)
+
+    def _joined(
+        self, head: HeadOperands, dtype: torch.dtype, compute: Callable[[], Tensor], others: Sequence[Tensor]
+    ) -> Any:
+        made = LazyLogits._of(head, dtype, compute, self._family, [*self._sources, *others])
+        made.set_mode((made._mode[0], *self._mode[1:]))
+        return made
+
+    def _then(
+        self, function: Callable[[Tensor], Tensor], head: HeadOperands, dtype: torch.dtype | None = None
+    ) -> LazyLogits:
+        """``function(self)``, still lazy. A loss of it is computed from ``head``, under the autocast of this."""
+        return self._joined(head, dtype or self.dtype, lambda: function(self.value()), ())
+
+    def _reshaped(self, function: Any, shape: tuple, kwargs: dict[str, Any]) -> Any:
+        sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
+        if kwargs or len(sizes) < 2 or sizes[-1] != self.shape[-1] or not all(isinstance(size, int) for size in sizes):
+            return NotImplemented
+        head = self._head.moved(lambda rows: rows.reshape(*sizes[:-1], rows.shape[-1]))
+        return self._then(lambda value: function(value, *shape), head)
+
+    def _flattened(self, start_dim: Any = 0, end_dim: Any = -1, *names: Any, **named: Any) -> Any:
+        """Lazy only where the last dimension stays by itself."""
+        dims = [dim + self.dim() if isinstance(dim, int) and dim < 0 else dim for dim in (start_dim, end_dim)]
+        if names or named or not all(isinstance(dim, int) for dim in dims):
+            return NotImplemented
+        if not 0 <= dims[0] <= dims[1] < self.dim() - 1:
+            return NotImplemented
+        sizes = (*self.shape[: dims[0]], self.shape[dims[0] : dims[1] + 1].numel(), *self.shape[dims[1] + 1 :])
+        return self._reshaped(Tensor.reshape, sizes, {})
+
+    def _indexed(self, index: Any) -> Any:
+        """Lazy only where indexing leaves the last dimension whole."""
+        index = fixed(index)
+        parts = list(index) if isinstance(index, tuple) else [index]
+        whole = [at for at, part in enumerate(parts) if part is ...]
+        if len(whole) > 1 or not all(part is ... or isinstance(part, (int, slice, Tensor)) for part in parts):
+            return NotImplemented
+        dims = [part.dim() if isinstance(part, Tensor) and part.dtype is torch.bool else 1 for part in parts]
+        if whole:
+            parts[whole[0] : whole[0] + 1] = [slice(None)] * (self.dim() - sum(dims) + 1)
+            dims = dims[: whole[0]] + [1] * (self.dim() - sum(dims) + 1) + dims[whole[0] + 1 :]
+        if sum(dims) == self.dim() and not (isinstance(parts[-1], slice) and parts.pop() == slice(None)):
+            return NotImplemented
+        if sum(dims) > self.dim() or any(isinstance(part, Tensor) and part.dtype is torch.uint8 for part in parts):
+            return NotImplemented
+        return self._then(lambda value: value[index], self._head.moved(lambda rows: rows[tuple(parts)]))
+
+    def _scaled(self, function: Any, rest: tuple) -> Any:
+        """A product with a number, or one step of ``cap * tanh(logits / cap)``."""
+        head = self._head
+        number = rest[0] if len(rest) == 1 and isinstance(rest[0], (int, float)) and rest[0] > 0 else None
+        if head.cap_steps < 2 and number is not None and function in (_DIVISIONS | PRODUCTS):
+            head = head.settled()
+            is_product = function in PRODUCTS
+            head = replace(head, scale=head.scale * number) if is_product else replace(head, cap_steps=1, cap=number)
+        elif head.cap_steps == 1 and function in _TANHS and not rest:
+            head = replace(head, cap_steps=2, tanh_nbytes=self.numel() * self.dtype.itemsize)
+        elif head.cap_steps == 2 and function in PRODUCTS and number == head.cap:
+            head = replace(head, cap_steps=3)
+        elif head.cap_steps == 3 and number is not None and function in _DIVISIONS:
+            head = replace(head, temperature=head.temperature * number)
+        else:
+            return NotImplemented
+        return self._then(lambda value: function(value, *rest), head)
+
+    def _loss(
+        self,
+        input: Any,
+        target: Any,
+        weight: Tensor | None = None,
+        size_average: Any = None,
+        ignore_index: int = -100,
+        reduce: Any = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> Any:
+        settings = self.score_settings()
+        if input is not self or settings is None or size_average is not None or reduce is not None:
+            return NotImplemented
+        if self.dim() != 2 or not isinstance(target, Tensor) or target.shape != self.shape[:1]:
+            return NotImplemented  # classes are in another dimension than the last
+        if target.dtype is not torch.int64 or (weight is not None and weight.requires_grad):
+            return NotImplemented  # targets are probabilities, or PyTorch has an error to raise
+        from recompute.kernels.linear_cross_entropy import linear_cross_entropy
+
+        head = self._head
+        hidden, rows, bias, *adapter = self.operands
+        with self.autocast_as_made():
+            loss = linear_cross_entropy(
+                *(hidden, rows, target, bias),
+                **settings,
+                adapter=tuple(adapter) or None,
+                ignore_index=ignore_index,
+                label_smoothing=label_smoothing,
+                class_weights=weight,
+                reduction=reduction,
+                return_argmax=head.observe is not None,
+                logits_bytes=head.logits_bytes,
+            )
+        if not isinstance(loss, Tensor):
+            if head.observe is not None and loss.argmax is not None:
+                head.observe(loss.argmax, target, ignore_index)
+            loss = loss.loss
+        dtype = self.dtype
+        if mode_of(self.device)[1] and dtype is not torch.float64:
+            dtype = torch.float32  # of PyTorch's log-probabilities and loss under autocast
+        self._count(hidden, dtype)
+        return loss.to(dtype)
+
+    @property
+    def operands(self) -> tuple[Any, ...]:
+        """The head's input, weight and bias, and what an adapter adds; they give no gradient where this has none."""
+        tensors = self._head.tensors
+        found = tensors if self.requires_grad else [None if each is None else each.detach() for each in tensors]
+        return tuple(found if self._head.thin is not None else found[:3])
+
+    def head_of_rows(self) -> HeadOperands:
+        """The head with ``operands``, of tokens in one dimension."""
+        names = ("hidden", "weight", "bias", "thin", "up")
+        head = replace(self._head, **dict(zip(names, self.operands, strict=False)))
+        return head.moved(lambda rows: rows.reshape(-1, rows.shape[-1]))
+
+    def divergence(self, other: LazyLogits) -> Any:
+        """The Kullback-Leibler divergence of other from this, (...); NotImplemented for what no kernel computes."""
+        from recompute.kernels.linear_divergence import linear_divergence
+
+        student, teacher, kind = (self, other, "reverse_kl") if self.requires_grad else (other, self, "forward_kl")
+        ours, theirs = student.score_settings(), teacher.score_settings()
+        if ours is None or theirs is None or len(student.operands) + len(teacher.operands) > 6:
+            return NotImplemented
+        if teacher.requires_grad or ours.pop("temperature") != theirs.pop("temperature"):
+            return NotImplemented
+        names = [{f"{who}_{key}": each[key] for key in each} for who, each in (("student", ours), ("teacher", theirs))]
+        hidden, weight, bias = student.operands
+        taught, teacher_weight, teacher_bias = teacher.operands
+        with self.autocast_as_made():
+            found = linear_divergence(
+                *(hidden, weight, taught, teacher_weight),
+                student_bias=bias,
+                teacher_bias=teacher_bias,
+                **(names[0] | names[1]),
+                kind=kind,
+                temperature=self._head.temperature,
+                logits_bytes=student._head.logits_bytes,
+            )
+        student._count(hidden, student.dtype)
+        return found
+
+    def score_settings(self) -> dict[str, Any] | None:
+        """``scale``, ``softcap`` and ``temperature`` as ``linear_log_probs`` takes them; None within a cap's steps."""
+        head = self._head
+        if head.cap_steps == 2:
+            return None
+        head = head.settled()
+        return {"scale": head.scale, "softcap": head.cap, "temperature": head.temperature}
+
+    def log_probs(self, target: Tensor, *, entropy: bool = False, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
+        """The log-probabilities of targets, (...) or (..., K); and the entropies, (...), where ``entropy`` asks."""
+        from recompute.kernels.linear_log_probs import linear_log_probs
+
+        settings = self.score_settings()
+        assert settings is not None, "nothing lazy is made within a cap's steps"
+        hidden, weight, bias, *adapter = self.operands
+        with self.autocast_as_made():
+            found = linear_log_probs(
+                *(hidden, weight, target, bias),
+                **settings,
+                adapter=tuple(adapter) or None,
+                entropy=entropy,
+                ignore_index=ignore_index,
+                logits_bytes=self._head.logits_bytes,
+            )
+        self._count(hidden, self.dtype)
+        if self._head.observe is not None:
+            self._head.observe(None, target, ignore_index)
+        return (found, found) if isinstance(found, Tensor) else found
+
+    def _count(self, hidden: Tensor, dtype: torch.dtype) -> None:
+        head = self._head
+        if head.count is not None and torch.is_grad_enabled():
+            head.count(hidden, head.weight, self.shape.numel() * dtype.itemsize + head.tanh_nbytes)
+
+
+_RESHAPES = frozenset({Tensor.view, Tensor.reshape, torch.reshape})
+_FLATTENS = frozenset({Tensor.flatten, torch.flatten})
+_ADDITIONS = frozenset({Tensor.add, Tensor.__add__, Tensor.__radd__, torch.add})
+_DIVISIONS = frozenset({Tensor.div, Tensor.__truediv__, torch.div})
+_TANHS = frozenset({Tensor.tanh, torch.tanh})

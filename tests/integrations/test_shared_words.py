@@ -1,0 +1,49 @@
+"""A head whose words the ranks of a group share: losses without logits, and without gathering any."""
+
+from __future__ import annotations
+
+import pytest
+import two_shards
+from two_processes import TwoProcesses
+from two_shards import OPTIONS, TOKENS
+
+
+@pytest.mark.parametrize("words", [two_shards.WORDS, 600, 2])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_a_cross_entropy_is_that_of_all_words(two_processes: TwoProcesses, option: str, words: int) -> None:
+    for sums in two_processes.run(two_shards.cross_entropy_is_as_whole, option, words):
+        forward, backward = sums[:-2], sums[-2:]
+        assert len(forward) == (3 if option == "extras" else 2)
+        assert max(forward) <= 3 * TOKENS
+        assert backward == [TOKENS * two_shards.HIDDEN, TOKENS * 4]  # gradients of hidden states and of an adapter's
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("several", [False, True])
+def test_log_probabilities_are_those_of_all_words(two_processes: TwoProcesses, several: bool, entropy: bool) -> None:
+    two_processes.run(two_shards.log_probs_are_as_whole, several, entropy)
+
+
+@pytest.mark.parametrize("shares_tokens", [False, True])
+def test_a_dtensor_says_itself_which_words_it_has(two_processes: TwoProcesses, shares_tokens: bool) -> None:
+    two_processes.run(two_shards.dtensors_are_as_whole, shares_tokens)
+
+
+def test_it_trains_under_fsdp2(two_processes: TwoProcesses) -> None:
+    two_processes.run(two_shards.trains_under_fsdp)
+
+
+def test_what_does_not_fit_is_refused(two_processes: TwoProcesses) -> None:
+    for found in two_processes.run(two_shards.refusals):
+        assert [words in error for words, error in zip(EXPECTED, found, strict=True)] == [True] * len(EXPECTED), found
+
+
+EXPECTED = [
+    "weight has 100 rows on rank",
+    "vocabulary is 7 for 601 words; expected group beside it",
+    "expected Shard(0) over a mesh of one dimension",
+    "weight is a DTensor and bias is none",
+    "expected weight to be one",
+    "return_logits with the words shared by a group",
+    "first derivatives alone (create_graph=False)",
+]

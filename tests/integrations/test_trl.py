@@ -1,0 +1,142 @@
+"""TRL's trainers under ``logits=False``: what they write on logits is computed without them, with adapters too."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from recompute.integrations.transformers import RecomputeCallback, _keep_lazy_in_trl
+from recompute.substitution.lazy_logits import LazyLogits
+
+VOCABULARY = 1031
+SHAPE = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+WORDS = ["<pad>", "<s>", "</s>", "<unk>", *(f"w{index}" for index in range(VOCABULARY - 4))]
+PAIRS = [{"prompt": f"w{n} w5", "chosen": f" w{n + 9} w7 w8", "rejected": f" w{n + 20} w9"} for n in range(8)]
+ROWS: dict[str, list[dict[str, Any]]] = {
+    "ORPO": PAIRS,
+    "CPO": PAIRS,
+    "DPO": PAIRS,
+    "SFT": [{"text": f"w{n} w5 w6 w7 w8"} for n in range(8)],
+    "KTO": [{"prompt": f"w{n} w5", "completion": f" w{n + 9} w7", "label": bool(n % 2)} for n in range(8)],
+    "GRPO": [{"prompt": f"w{n} w5"} for n in range(8)],
+    "RLOO": [{"prompt": f"w{n} w5"} for n in range(8)],
+}
+SAMPLES = {"num_generations": 2, "max_completion_length": 6, "beta": 0.0}
+
+
+class WideTensors(TorchDispatchMode):
+    """Notes the rows of each tensor that is as wide as the vocabulary, where these are tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[int] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = op(*args, **(kwargs or {}))
+        for each in tree_leaves(results):
+            if isinstance(each, Tensor) and each.dim() > 1 and each.shape[-1] == VOCABULARY and not is_weight(each):
+                self.rows.append(each.shape[:-1].numel())
+        return results
+
+
+def is_weight(tensor: Tensor) -> bool:
+    """Whether it is a head's or an adapter's, turned around."""
+    return tensor.dim() == 2 and tensor.shape[0] in (SHAPE["hidden_size"], 4)
+
+
+def make_model() -> transformers.PreTrainedModel:
+    torch.manual_seed(0)
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = transformers.LlamaConfig(**SHAPE, **ids, num_attention_heads=4, max_position_embeddings=64)
+    return transformers.LlamaForCausalLM(config)
+
+
+def make_tokenizer() -> Any:
+    words = Tokenizer(WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<unk>"))
+    words.pre_tokenizer = Whitespace()  # type: ignore[assignment]
+    names = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, **names)
+
+
+def trained(name: str, directory: Path, callbacks: list[Any], adapts: bool) -> tuple[Any, list[int]]:
+    trl = pytest.importorskip("trl")
+    datasets = pytest.importorskip("datasets")
+    if name in ("ORPO", "CPO"):
+        os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+        trl = importlib.import_module(f"trl.experimental.{name.lower()}")
+    options = SAMPLES if name in ("GRPO", "RLOO") else {}
+    arguments = getattr(trl, f"{name}Config")(
+        str(directory),
+        **{"max_steps": 2, "per_device_train_batch_size": 2, "logging_steps": 1, "report_to": [], "use_cpu": True},
+        **{"gradient_checkpointing": False, "bf16": False, "save_strategy": "no", "disable_tqdm": True, **options},
+    )
+    given: dict[str, Any] = {}
+    if name in ("GRPO", "RLOO"):
+        given["reward_funcs"] = [lambda completions, **_: [float(len({*each})) for each in completions]]
+    if adapts:
+        peft = pytest.importorskip("peft")
+        modules = ["q_proj", *(["lm_head"] if name in ("ORPO", "CPO") else [])]  # TRL's fused head takes no adapter
+        given["peft_config"] = peft.LoraConfig(r=4, target_modules=modules)
+    elif name in ("DPO", "KTO"):
+        given["ref_model"] = make_model()
+    dataset, tokenizer = datasets.Dataset.from_list(ROWS[name]), make_tokenizer()
+    kind = getattr(trl, f"{name}Trainer")
+    model = make_model()
+    torch.manual_seed(1)
+    trainer = kind(
+        model, args=arguments, train_dataset=dataset, processing_class=tokenizer, callbacks=callbacks, **given
+    )
+    step, seen = trainer.training_step, WideTensors()
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        with seen:
+            return step(*args, **kwargs)
+
+    trainer.training_step = watched
+    trainer.train()
+    return trainer, seen.rows
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("error::recompute.errors.PolicyWarning")
+@pytest.mark.parametrize("adapts", [False, True], ids=["all", "adapters"])
+@pytest.mark.parametrize("name", ROWS)
+def test_no_trainer_makes_logits(name: str, adapts: bool, tmp_path: Path) -> None:
+    plain, whole = trained(name, tmp_path, [], adapts)
+    found, rows = trained(name, tmp_path, [RecomputeCallback("elementwise", logits=False)], adapts)
+    if name in ("ORPO", "CPO"):  # the others have TRL's own fused head, which makes blocks of logits
+        assert len(whole) > 8
+        assert len(rows) <= 8, "one block of each loss and of its gradient"
+    for key in ("loss", "grad_norm"):
+        expected = [entry[key] for entry in plain.state.log_history if key in entry]
+        assert [entry[key] for entry in found.state.log_history if key in entry] == pytest.approx(expected, rel=1e-4)
+
+
+def test_what_has_a_kernel_of_trls_is_written_out_where_logits_are_lazy(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    utils = SimpleNamespace(_supports_trl_loss_kernel=lambda logits, index=None: bool(asked.append(logits)) or True)
+    monkeypatch.setitem(sys.modules, "trl.trainer.utils", utils)
+    before, end = utils._supports_trl_loss_kernel, _keep_lazy_in_trl()
+    logits = LazyLogits.of(torch.randn(2, 4), torch.randn(8, 4))
+    assert not utils._supports_trl_loss_kernel(logits)
+    assert asked == []
+    logits + 0
+    assert utils._supports_trl_loss_kernel(logits, index=None)
+    end()
+    assert utils._supports_trl_loss_kernel is before
+    monkeypatch.setitem(sys.modules, "trl.trainer.utils", SimpleNamespace())
+    _keep_lazy_in_trl()()

@@ -1,0 +1,165 @@
+"""A head whose words two processes share: what each computes, beside the head as a whole, and what they exchange."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from recompute.errors import KernelError
+from recompute.kernels.linear_cross_entropy import linear_cross_entropy
+from recompute.kernels.linear_log_probs import linear_log_probs
+
+TOKENS, HIDDEN, WORDS = 12, 24, 601
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "all": {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 5.0, "scale": 1.5, "temperature": 0.7},
+    "weights": {"class_weights": torch.arange(WORDS) / WORDS, "label_smoothing": 0.1, "logits_bytes": 0},
+    "extras": {"return_argmax": True, "return_max_logit": True, "reduction": "none", "logits_bytes": 0},
+}
+
+
+def operands(words: int = WORDS) -> tuple[list[Tensor], Tensor]:
+    """hidden, weight, bias, and an adapter; and targets."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(TOKENS, HIDDEN), (words, HIDDEN), (words,), (TOKENS, 4), (words, 4)]
+    target = torch.randint(0, words, (TOKENS,), generator=generator)
+    target[::5] = -100
+    return [0.5 * torch.randn(shape, generator=generator) for shape in shapes], target
+
+
+def shards(tensors: list[Tensor]) -> list[Tensor]:
+    """Those of this rank, to be trained."""
+    rank, of_words = dist.get_rank(), (1, 2, 4)
+    parts = [each.chunk(2)[rank] if place in of_words else each for place, each in enumerate(tensors)]
+    return [each.clone().requires_grad_() for each in parts]
+
+
+def results(function: Any, operands: list[Tensor], target: Tensor, **options: Any) -> list[Tensor]:
+    """What an op returns, and the gradients of all operands."""
+    hidden, weight, bias, *adapter = operands
+    found = function(hidden, weight, target, bias, adapter=tuple(adapter) or None, **options)
+    found = [each for each in found if each is not None] if isinstance(found, tuple) else [found]
+    gradients = [torch.linspace(0.5, 2.0, each.numel()).view(each.shape) for each in found]
+    pairs = [(each, gradient) for each, gradient in zip(found, gradients, strict=True) if each.requires_grad]
+    return [*found, *torch.autograd.grad([one for one, _ in pairs], operands, [other for _, other in pairs])]
+
+
+def assert_as_whole(found: list[Tensor], whole: list[Tensor]) -> None:
+    """Outputs are those of all words, and gradients this rank's part."""
+    for one, other in zip(found, whole, strict=True):
+        expected = other if one.shape == other.shape else other.chunk(2)[dist.get_rank()]
+        torch.testing.assert_close(one, expected, rtol=1e-5, atol=1e-6)
+
+
+def cross_entropy_is_as_whole(option: str, words: int) -> list[int]:
+    """Returns the elements of each of the sums between ranks."""
+    (tensors, target), sums = operands(words), []
+    options = {key: value[:words] if key == "class_weights" else value for key, value in OPTIONS[option].items()}
+    whole = results(linear_cross_entropy, [each.requires_grad_() for each in tensors], target, **options)
+    own = shards([each.detach() for each in tensors])
+    reduce = dist.all_reduce
+
+    def noted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sums.append(tensor.numel())
+        return reduce(tensor, *args, **kwargs)
+
+    with mock.patch.object(dist, "all_reduce", noted):
+        found = results(linear_cross_entropy, own, target, group=dist.group.WORLD, vocabulary=words, **options)
+    assert_as_whole(found, whole)
+    return sums
+
+
+def log_probs_are_as_whole(several: bool, entropy: bool) -> None:
+    tensors, target = operands()
+    if several:
+        target = torch.stack([target, target.roll(1), target.flip(0)], -1)
+    options = {"entropy": entropy, "temperature": 0.7}
+    whole = results(linear_log_probs, [each.requires_grad_() for each in tensors], target, **options)
+    own = shards([each.detach() for each in tensors])
+    found = results(linear_log_probs, own, target, group=dist.group.WORLD, vocabulary=WORDS, **options)
+    assert_as_whole(found, whole)
+
+
+def dtensors_are_as_whole(shares_tokens: bool) -> None:
+    """Their own placement says which words a rank has."""
+    mesh = init_device_mesh("cpu", (2,))
+    (hidden, weight, bias, *_), target = operands()
+    whole = results(linear_log_probs, [each.requires_grad_() for each in (hidden, weight, bias)], target, entropy=True)
+    given = [distribute_tensor(each.detach(), mesh, [Shard(0)]).requires_grad_() for each in (hidden, weight, bias)]
+    if not shares_tokens:
+        given[0] = hidden.detach().clone().requires_grad_()
+    found = results(linear_log_probs, given, target, entropy=True)
+    found = [each.full_tensor() if isinstance(each, DTensor) else each for each in found]
+    assert_as_whole(found, whole)
+    replicated = distribute_tensor(weight.detach(), mesh, [Replicate()])
+    torch.testing.assert_close(linear_log_probs(hidden, replicated, target), linear_log_probs(hidden, weight, target))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(HIDDEN, HIDDEN)
+        self.head = nn.Linear(HIDDEN, WORDS, bias=False)
+
+    def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
+        return linear_cross_entropy(self.body(hidden), self.head.weight, target)
+
+
+def trains_under_fsdp() -> None:
+    """With weights shared by words, and these by FSDP2."""
+    (hidden, *_), target = operands()
+    models = []
+    for is_sharded in (False, True):
+        torch.manual_seed(0)
+        model: Any = Model()
+        if is_sharded:
+            mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "words"))
+            parallelize_module(model, mesh["words"], {"head": ColwiseParallel()})
+            fully_shard(model, mesh=mesh["data"])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        for _ in range(2):
+            loss = model(hidden, target)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        weights = [each.full_tensor() if isinstance(each, DTensor) else each for each in model.parameters()]
+        models.append([*losses, *weights])
+    torch.testing.assert_close(*models)
+
+
+def refusals() -> list[str]:
+    (hidden, weight, bias, *_), target = operands()
+    group, mesh = dist.group.WORLD, init_device_mesh("cpu", (2,))
+    half = weight.chunk(2)[dist.get_rank()].clone().requires_grad_()
+
+    def twice() -> None:
+        loss = linear_cross_entropy(hidden, half, target, group=group, vocabulary=WORDS)
+        torch.autograd.grad(loss, half, create_graph=True)
+
+    columns, rows = (distribute_tensor(weight, mesh, [Shard(dim)]) for dim in (1, 0))
+    wrong = [
+        lambda: linear_cross_entropy(hidden, weight[:100], target, group=group, vocabulary=WORDS),
+        lambda: linear_log_probs(hidden, weight, target, vocabulary=7),
+        lambda: linear_log_probs(hidden, columns, target),
+        lambda: linear_log_probs(hidden, rows, target, bias),
+        lambda: linear_log_probs(distribute_tensor(hidden, mesh, [Shard(0)]), weight, target),
+        lambda: linear_cross_entropy(hidden, half, target, group=group, vocabulary=WORDS, return_logits=True),
+        twice,
+    ]
+    found = []
+    for call in wrong:
+        try:
+            call()
+        except KernelError as error:
+            found.append(str(error))
+    return found

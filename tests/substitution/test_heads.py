@@ -1,0 +1,226 @@
+"""Which heads go without logits: of many families, adapted, frozen; and what is said of those that do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import recompute
+
+WORDS, TOKENS, WIDTH = 517, 32, 64
+POLICY = {"rules": [{"type": "head", "action": "recompute", "via": "kernel"}]}
+IDS = torch.randint(5, WORDS, (2, TOKENS // 2), generator=torch.Generator().manual_seed(0))
+SHAPE = {
+    "vocab_size": WORDS, "hidden_size": WIDTH, "intermediate_size": 96, "num_hidden_layers": 1,
+    "num_attention_heads": 4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False,
+}  # fmt: skip
+PARTS = {
+    "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 96, "decoder_ffn_dim": 96, "d_model": WIDTH, "dropout": 0.0, "vocab_size": WORDS,
+}  # fmt: skip
+
+
+def causal(name: str, **options: Any) -> Callable[[], nn.Module]:
+    return lambda: transformers.AutoModelForCausalLM.from_config(
+        getattr(transformers, f"{name}Config")(**{**SHAPE, **options})
+    )
+
+
+def t5(tied: bool) -> nn.Module:
+    sizes = {"vocab_size": WORDS, "d_model": WIDTH, "d_kv": 16, "d_ff": 96, "num_layers": 1, "num_heads": 4}
+    config = transformers.T5Config(
+        **sizes, tie_word_embeddings=tied, dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0
+    )
+    return transformers.T5ForConditionalGeneration(config)
+
+
+GPT = {"n_layer": 1, "n_head": 4}
+FAMILIES: dict[str, Callable[[], nn.Module]] = {
+    "llama": causal("Llama"),
+    "tied": causal("Llama", tie_word_embeddings=True),
+    "cohere": causal("Cohere"),
+    "granite": causal("Granite", logits_scaling=8.0),
+    "gemma 2": causal("Gemma2", head_dim=16),
+    "gemma 3": causal("Gemma3Text", head_dim=16),
+    "gemma 3 with a cap": causal("Gemma3Text", head_dim=16, final_logit_softcapping=20.0),
+    "falcon": causal("Falcon", hidden_dropout=0.0),
+    "bloom": causal("Bloom", **GPT),
+    "mpt": causal("Mpt", d_model=WIDTH, n_heads=4, n_layers=1, max_seq_len=64),
+    "phi, with a bias": causal("Phi"),
+    "t5": lambda: t5(tied=True),
+    "t5, untied": lambda: t5(tied=False),
+    "bart, whose bias is a buffer": lambda: transformers.BartForConditionalGeneration(transformers.BartConfig(**PARTS)),
+}
+
+
+class Wide(TorchDispatchMode):
+    """Notes ops that give tensors as wide as the vocabulary, with a row for every token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[str] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = op(*args, **(kwargs or {}))
+        tensors = [each for each in tree_leaves(results) if isinstance(each, Tensor) and each.dim() > 1]
+        if any(each.shape[-1] == WORDS and each.shape[:-1].numel() in (TOKENS, TOKENS - 2) for each in tensors):
+            self.ops.append(str(op))
+        return results
+
+
+def step(model: nn.Module, **options: Any) -> tuple[dict[str, Tensor], list[str]]:
+    """The loss and gradients of a step, and the ops that gave logits."""
+    torch.manual_seed(1)
+    model.zero_grad()
+    with Wide() as wide:
+        loss = model(input_ids=IDS, labels=IDS, **options).loss
+        loss.backward()
+    return {"loss": loss.detach()} | {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, wide.ops
+
+
+def assert_goes_without_logits(model: nn.Module) -> Any:
+    expected, ops = step(model)
+    assert ops
+    handle = recompute.apply(model, POLICY)
+    found, ops = step(model)
+    assert ops == []
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    return handle
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_heads_of_many_families_make_no_logits(family: str) -> None:
+    torch.manual_seed(0)
+    handle = assert_goes_without_logits(FAMILIES[family]().train())
+    assert "linear_cross_entropy (if nothing else reads the logits)" in handle.explain()
+
+
+class Adapted(nn.Module):
+    """A Linear with a LoRA adapter, as PEFT puts it in the place of the Linear."""
+
+    def __init__(self, base: nn.Linear, dropout: float = 0.0, dtype: torch.dtype = torch.float32):
+        super().__init__()
+        self.base_layer = base.requires_grad_(False)
+        self.lora_dropout = nn.Dropout(dropout)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(base.in_features, 4, bias=False, dtype=dtype)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(4, base.out_features, bias=False, dtype=dtype)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = self.base_layer(x)
+        thin = self.lora_A["default"](self.lora_dropout(x.to(self.lora_A["default"].weight.dtype)))
+        return (result + self.lora_B["default"](thin) * 2.0).to(result.dtype)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("family", ["llama", "gemma 3 with a cap", "granite"])
+def test_an_adapter_on_the_head_adds_a_thin_product(family: str, dropout: float) -> None:
+    torch.manual_seed(0)
+    model: Any = FAMILIES[family]().train()
+    model.lm_head = Adapted(model.lm_head, dropout)
+    explained = assert_goes_without_logits(model).explain()
+    assert "lm_head.base_layer" in explained
+    assert "lm_head.lora_B.default" in explained
+    assert model.lm_head.base_layer.weight.grad is None
+
+
+def test_an_adapter_in_float32_on_a_narrower_head_rounds_as_the_head_does() -> None:
+    torch.manual_seed(0)
+    model: Any = FAMILIES["llama"]().train().bfloat16()
+    model.lm_head = Adapted(model.lm_head, dtype=torch.float32)
+    expected, _ = step(model)
+    recompute.apply(model, POLICY)
+    found, ops = step(model)
+    assert ops == []
+    for name, value in expected.items():
+        assert (found[name] - value).float().norm() <= 0.02 * value.float().norm(), name
+        assert found[name].dtype is value.dtype
+
+
+def test_a_frozen_head_gets_no_gradient() -> None:
+    torch.manual_seed(0)
+    model: Any = FAMILIES["llama"]().train()
+    model.lm_head.requires_grad_(False)
+    assert_goes_without_logits(model)
+    assert model.lm_head.weight.grad is None
+
+
+class Quantized(nn.Linear):
+    """As bitsandbytes has it: its forward is a Function of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Rounded.apply(x, self.weight)
+
+
+class _Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return F.linear(x, (weight * 64).round() / 64)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (weight,) = ctx.saved_tensors
+        return gradient @ weight, None
+
+
+class Packed(Tensor):
+    """As torchao has a quantized weight: a Parameter of a class of its own."""
+
+
+def replaced(how: str) -> nn.Module:
+    torch.manual_seed(0)
+    model: Any = FAMILIES["llama"]().train()
+    if how == "function":
+        head = Quantized(WIDTH, WORDS, bias=False)
+        model.lm_head = head
+    elif how == "weight":
+        model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().as_subclass(Packed), requires_grad=False)
+    else:
+        model.lm_head.register_forward_hook(lambda *_: None)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("function", "lm_head is a Quantized, or has hooks; expected a plain nn.Linear"),
+        ("weight", "lm_head is a Linear whose weight is a Packed, which no kernel takes"),
+        ("hook", "lm_head is a Linear, or has hooks; expected a plain nn.Linear"),
+    ],
+)
+def test_a_head_that_no_kernel_takes_has_logits_and_explain_says_why(how: str, why: str) -> None:
+    model = replaced(how)
+    handle = recompute.apply(model, POLICY)
+    found, ops = step(model)
+    assert ops
+    torch.testing.assert_close(found, step(replaced(how))[0])
+    assert f"No loss goes without logits: {why}." in handle.explain(width=1000)
+
+
+def test_explain_says_that_there_is_no_head() -> None:
+    torch.manual_seed(0)
+    model: Any = FAMILIES["llama"]()
+    policy = {"rules": [*POLICY["rules"], {"type": "block", "action": "recompute"}]}
+    with pytest.warns(recompute.errors.PolicyWarning, match="finds no head"):
+        handle = recompute.apply(model.model, policy)
+    assert "No loss goes without logits: no Linear outside of the layers has as many" in handle.explain(width=1000)
+    assert "without logits" not in recompute.apply(FAMILIES["tied"](), POLICY).explain(width=1000)
+
+
+def test_explain_names_what_had_logits_made() -> None:
+    torch.manual_seed(0)
+    model: Any = FAMILIES["llama"]().train()
+    handle = recompute.apply(model, POLICY)
+    for _ in range(2):
+        model(input_ids=IDS).logits.tanh().sum().backward()
+    with torch.no_grad():
+        model(input_ids=IDS).logits.exp()
+    assert "; logits were made for tanh\n" in handle.explain(width=1000)
