@@ -15,7 +15,7 @@ import transformers
 from layer_testing import CHANGES, TAPES, WAYS, Change, gradients, policy, run_in, runs_code
 from models import BATCH, HIDDEN, INTERMEDIATE, LENGTH, SHAPE, held
 from tiers import by_default, slow
-from tiny import assert_same, counted_ops, rule, rules
+from tiny import assert_same, counted_ops
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
