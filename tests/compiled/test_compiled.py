@@ -528,7 +528,7 @@ def outcome(model: nn.Module, name: str, **options: Any) -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", ["elementwise", "full"])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", *slow("gemma2", "gpt2")])
 def test_layers_of_hugging_face_compile_under_a_preset(name: str, preset: str) -> None:
     plain, model = models.make(name), models.make(name)
     recompute.apply(model, preset)

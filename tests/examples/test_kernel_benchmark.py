@@ -111,6 +111,8 @@ def test_bytes_held_are_those_of_the_formula(whole: Whole) -> None:
 def test_a_peer_that_is_missing_is_a_row_that_says_so(
     run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    for name in [name for name in sys.modules if name.startswith("liger_kernel.")]:
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "liger_kernel", None)
     results, printed = run("--ops", "swiglu")
     rows = [row for row in results["ops"]["swiglu"]["rows"] if row["way"] == "Liger"]

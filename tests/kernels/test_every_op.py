@@ -26,8 +26,6 @@ from cases import (
     ROPES,
     TILES,
     Case,
-    H,
-    M,
     each_case,
     each_kind,
     each_linear,
