@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import models
-import pytest
 import torch
 from models import HIDDEN
 from tiny import rule, rules
@@ -17,7 +15,6 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 import recompute
 from recompute.attach.runners import region_in
-from recompute.compiled import captured_function
 
 STEPS_TO_SETTLE = 8
 EVERYTHING = ["gemm", "convolution", "attention"]
@@ -73,30 +70,6 @@ def settle(model: nn.Module, handle: Any, **step: Any) -> None:
     found = [region for region in regions if region is not None]
     assert found
     assert all(region.is_captured for region in found), "; ".join(region.failure for region in found)
-
-
-@contextmanager
-def runs_code(storages: dict[int, int] | None = None) -> Iterator[Callable[[], int]]:
-    """Counts the frames that run as captured code.
-
-    storages: gets the bytes of what these hold for backward, by the address of the storage.
-    """
-    frames = 0
-    run = captured_function.CapturedFrame.run
-
-    def counted(frame: Any) -> Any:
-        nonlocal frames
-        frames += 1
-        outputs = run(frame)
-        if storages is not None:
-            held = [*frame.saved, *frame._kept, *(each[0] for each in frame._held if each is not None)]
-            for tensor in held:
-                storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
-        return outputs
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(captured_function.CapturedFrame, "run", counted)
-        yield lambda: frames
 
 
 class Adapter(nn.Module):

@@ -12,7 +12,8 @@ import models
 import pytest
 import torch
 import transformers
-from layer_testing import CHANGES, TAPES, WAYS, Change, gradients, policy, run_in, runs_code
+from corpus import counting
+from layer_testing import CHANGES, TAPES, WAYS, Change, gradients, policy, run_in
 from models import BATCH, HIDDEN, INTERMEDIATE, LENGTH, SHAPE, held
 from tiers import by_default, slow
 from tiny import assert_same, counted_ops
@@ -53,7 +54,7 @@ def settled(way: str) -> nn.Module:
     model, counts = shared(way), []
     while way == "captured" and counts[-1:] != [LAYERS]:
         assert len(counts) <= WARMUP_FRAMES, f"layers that ran as captured code, by step: {counts}"
-        with runs_code() as count:
+        with counting() as count:
             gradients(model, BATCH_OF_IDS)
         counts.append(count())
     return model
@@ -121,7 +122,7 @@ def test_as_captured_code_a_layer_has_the_bits_bytes_and_statistics_that_it_had(
         run_in({**options, **more}, changed, **step) for more in ({}, {"capture": False})
     )
     stats, stats_before = handle.stats(), of_before.stats()
-    with runs_code() as count:
+    with counting() as count:
         assert_same(gradients(code, BATCH_OF_IDS, **step), gradients(before, BATCH_OF_IDS, **step))
     assert count() == LAYERS
     assert f"model.layers.*: {LAYERS} of {LAYERS} run as captured code" in handle.explain(wide=True)
@@ -141,7 +142,7 @@ def test_layers_with_stacked_experts_are_captured_where_no_kernel_runs() -> None
     recompute.apply(code, "auto")
     for _ in range(8):
         gradients(code, batch)
-    with runs_code() as count:
+    with counting() as count:
         found = gradients(code, batch)
     assert count() == LAYERS + 1  # and the last norm
     assert_same(found, gradients(plain, batch))
@@ -154,7 +155,7 @@ def test_layers_are_captured_anew_under_each_setting_of_torch() -> None:
         for deterministic, precision in itertools.product((False, True), ("highest", "high")):
             torch.use_deterministic_algorithms(deterministic)
             torch.set_float32_matmul_precision(precision)
-            with runs_code() as count:
+            with counting() as count:
                 run_in({}, make)
             assert count() > 0
     finally:
@@ -434,7 +435,7 @@ def test_a_layer_holds_these_bytes_and_goes_on_to_as_captured_code(options: dict
     for _ in range(8):
         torch.autograd.backward(output := run(model), torch.ones_like(output))
     storages: dict[int, int] = {}
-    with runs_code(storages) as count:
+    with counting(storages) as count:
         output = run(model)
     assert count() == LAYERS
     alive = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
