@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections import Counter
 from typing import Any
 
 import models
@@ -140,55 +139,3 @@ def test_a_norms_output_that_a_linear_saves_is_dropped() -> None:
     assert held(model, lambda: model(x)) == 2 * x.nbytes + 2 * TOKENS * 4
     assert handle.stats().dropped_nbytes == x.nbytes
     torch.testing.assert_close(gradients(model, x), gradients(plain, x))
-
-
-@pytest.mark.slow
-def test_a_block_on_a_tape_has_its_norms_computed_by_kernels() -> None:
-    """And holds what it holds by hooks."""
-    batch, counts, kept, outcomes = batch_of("gpt2"), {}, {}, {}
-    for name, options in {"hook": {}, "kernel": {}, "tape": {"capture": False}}.items():
-        via = "hook" if name == "hook" else "kernel"
-        model = make("gpt2", activation_function="tanh")
-        handle = recompute.apply(model, rules(rule(["GPT2Block", "LayerNorm"], "recompute", via=via, **options)))
-        for _ in range(4):
-            outcome(model, batch)
-        with counted_ops() as ops:
-            outcome(model, batch)
-        counts[name], kept[name] = Counter(ops), handle.plans()["transformer.h.0"].kept_nbytes
-        outcomes[name] = outcome(model, batch)
-        assert ("kernel: layer_norm" in handle.explain(wide=True)) is (via == "kernel")
-        assert ("transformer.h.*: 2 of 2 run as captured code" in handle.explain(wide=True)) is (name != "tape")
-    assert counts["kernel"]["recompute.layer_norm_backward"] == counts["hook"]["aten.native_layer_norm_backward"] == 5
-    assert "aten.native_layer_norm" not in counts["kernel"]
-    assert kept["kernel"] == kept["tape"] == kept["hook"]
-    assert all(map(torch.equal, outcomes["kernel"], outcomes["tape"]))
-    torch.testing.assert_close(outcomes["kernel"], outcomes["hook"])
-
-
-LAYERS = ["olmo", "stablelm"]
-
-
-def hook(layer: nn.Module) -> None:
-    layer.post_attention_layernorm.register_forward_hook(lambda module, args, output: output * 1.5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*LAYERS[:1], *slow(*LAYERS[1:])])
-def test_a_tape_around_gives_the_bits_of_the_kernels_alone(name: str) -> None:
-    outcomes = []
-    for options in ({}, {"rerun": ["gemm", "attention"], "price": 0}):
-        model = make(name)
-        given = rules(rule(["*DecoderLayer", "*LayerNorm"], "recompute", via="kernel", **options))
-        handle = recompute.apply(model, given)
-        outcomes.append([outcome(model, batch_of(name)) for _ in range(3)])
-    assert handle.plans()["model.layers.0"].dropped_nbytes > 0
-    for found, expected in zip(*outcomes, strict=True):
-        assert all(map(torch.equal, found, expected))
-
-
-def test_the_mlp_of_a_whole_layer_runs_over_some_tokens_at_a_time_if_a_rule_says_so() -> None:
-    model, plain = make("olmo"), make("olmo")
-    given = rules(rule(["*DecoderLayer", "*LayerNorm"], "recompute", via="kernel", tile=8))
-    handle = recompute.apply(model, given)
-    assert "kernel: gated_mlp (silu), 8 tokens at a time" in handle.explain(wide=True)
-    torch.testing.assert_close(outcome(model, batch_of("olmo")), outcome(plain, batch_of("olmo")))
