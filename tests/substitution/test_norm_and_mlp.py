@@ -216,36 +216,6 @@ def test_an_activation_is_what_it_computes(activation: nn.Module, expected: str 
     assert (None if found is None else found.activation) == expected
 
 
-class Busy(TinyRMSNorm):
-    """Counts, logs, remembers and draws as it runs."""
-
-    def __init__(self) -> None:
-        super().__init__(HIDDEN)
-        self.register_buffer("calls", torch.zeros(()))
-        self.count, self.log, self.last = 0, [], None
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls.add_(1)
-        self.count += 1
-        self.log.append(self.count)
-        self.last = x
-        noise = torch.rand(1).item()
-        return super().forward(x) if noise < 2 else x
-
-
-@pytest.mark.parametrize("find", [find_norm, find_kernel_mlp])
-def test_looking_at_a_module_changes_nothing(find: Callable[[nn.Module], Any]) -> None:
-    module = Busy()
-    names, parameters = list(vars(module)), [*module.parameters(), *module.buffers()]
-    state = torch.get_rng_state()
-    assert not find(module)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert (module.count, module.log, module.last) == (0, [], None)
-    assert module.calls == 0
-    assert [*module.parameters(), *module.buffers()] == parameters
-    assert list(vars(module)) == names
-
-
 CONSTANT, GENERATOR = torch.ones(HIDDEN), torch.Generator()
 
 
