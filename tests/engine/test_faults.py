@@ -149,7 +149,9 @@ class Trial:
 
 @pytest.mark.parametrize("at_all_points", by_default({"some points": False, "all points": True}, "some points"))
 @pytest.mark.parametrize("points", POINTS, ids=lambda points: points.__name__)
-@pytest.mark.parametrize("frames", [0, 1], ids=["in the first frame", "in the second frame"])
+@pytest.mark.parametrize(
+    "frames", by_default({"in the first frame": 0, "in the second frame": 1}, "in the second frame")
+)
 @pytest.mark.parametrize("rule", by_default(RULES, "recompute", "checkpoint"))
 def test_an_exception_at_any_point_of_a_step_leaves_nothing_behind_and_the_next_step_is_right(
     rule: dict[str, Any], frames: int, points: Any, at_all_points: bool
