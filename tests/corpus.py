@@ -218,14 +218,22 @@ def assert_captured(handle: Any, captured: bool | str, code: int) -> None:
 
 
 @contextlib.contextmanager
-def counting() -> Iterator[Callable[[], int]]:
-    """Counts the frames that run as captured code in its span."""
+def counting(storages: dict[int, int] | None = None) -> Iterator[Callable[[], int]]:
+    """Counts the frames that run as captured code in its span.
+
+    storages: gets the bytes of what these hold for backward, by the address of the storage.
+    """
     run, count = captured_function.CapturedFrame.run, 0
 
     def counted(frame: Any) -> Any:
         nonlocal count
         count += 1
-        return run(frame)
+        outputs = run(frame)
+        if storages is not None:
+            held = [*frame.saved, *frame._kept, *(each[0] for each in frame._held if each is not None)]
+            for tensor in held:
+                storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        return outputs
 
     captured_function.CapturedFrame.run = counted  # type: ignore[method-assign]
     try:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import by_default
 from tiny import BATCH, HIDDEN, LENGTH, TinyAttention, TinyDecoderLayer
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -46,6 +47,8 @@ COSTS: dict[str, tuple[Any, int, int, int]] = {
     "a lower limit":     (each_layer(**RECOMPUTE, rerun="gemm", hold=4_500),            7_296, 55_296, 0),
 }
 # fmt: on
+SOME_COSTS = ("none", "elementwise", "kernel", "full", "gemms run again", "attention is kept", "within a limit")
+"""Each way to decide what is held; the other rows are between these."""
 
 
 class TwoHeads(TinyAttention):
@@ -96,8 +99,9 @@ def work_of_a_step(model: nn.Module, x: Tensor) -> tuple[int, int]:
     return work.flops, work.attentions
 
 
-@pytest.mark.parametrize(("policy", "held", "flops_again", "attentions_again"), COSTS.values(), ids=COSTS)
-def test_costs_of_each_policy(policy: Any, held: int, flops_again: int, attentions_again: int) -> None:
+@pytest.mark.parametrize("costs", by_default(COSTS, *SOME_COSTS))
+def test_costs_of_each_policy(costs: tuple[Any, int, int, int]) -> None:
+    policy, held, flops_again, attentions_again = costs
     torch.manual_seed(0)
     model, x = TwoLayers(), torch.randn(BATCH, LENGTH, HIDDEN, requires_grad=True)
     recompute.apply(model, policy)

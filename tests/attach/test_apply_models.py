@@ -180,22 +180,6 @@ every_size = pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (to
 
 
 @every_size
-def test_hook_drops_these_bytes_of_a_llama(dtype: torch.dtype, size: int) -> None:
-    model, without = make("llama", dtype), make("llama", dtype)
-    handle = applied(model, "hook")
-    assert_same(steps(model, 1), steps(without, 1))
-    stats = of_one_more(lambda: steps(model, 1), handle)
-    norms = 2 * LAYERS + 1
-    assert stats.dropped_nbytes == norms * norm_nbytes(TOKENS, HIDDEN, size) + LAYERS * mlp_nbytes(size)
-    assert stats.dropped_tensors == norms * (3 if size == 4 else 4) + LAYERS * 2
-    # A norm's input; gate and up. An MLP's input is a norm's output.
-    assert stats.kept_nbytes == norms * TOKENS * HIDDEN * size + LAYERS * 2 * TOKENS * INTERMEDIATE * size
-    assert stats.frames == norms + LAYERS
-    # pow, mean, add, rsqrt and two mul of a norm, and two casts if there are any; silu and mul of an MLP.
-    assert stats.regenerations == norms * (6 if size == 4 else 8) + LAYERS * 2
-
-
-@every_size
 def test_elementwise_drops_and_keeps_these_bytes_of_a_llama(dtype: torch.dtype, size: int) -> None:
     model, without = make("llama", dtype), make("llama", dtype)
     handle = applied(model, "elementwise")
@@ -210,16 +194,6 @@ def test_elementwise_drops_and_keeps_these_bytes_of_a_llama(dtype: torch.dtype, 
     last = TOKENS * HIDDEN * size  # the last norm's input
     assert stats.kept_nbytes == LAYERS * (TOKENS * a_token + 2 * LENGTH * head * size) + last
     assert stats.frames == LAYERS + 1
-
-
-def test_hook_drops_these_bytes_of_a_qwen3() -> None:
-    model = make("qwen3")
-    handle = applied(model, "hook")
-    steps(model, 1)
-    # Nobody saves the output of the norms over heads: rotary embedding saves cos and sin alone.
-    heads = sum(norm_nbytes(TOKENS * heads, 8, 4) - TOKENS * heads * 8 * 4 for heads in (4, 2))
-    norms = (2 * LAYERS + 1) * norm_nbytes(TOKENS, HIDDEN, 4)
-    assert handle.stats().dropped_nbytes == norms + LAYERS * (heads + mlp_nbytes(4))
 
 
 @pytest.mark.parametrize("preset", TAPES)
@@ -353,17 +327,6 @@ def test_saves_and_loads_as_without(preset: str, tmp_path: Path) -> None:
     assert loaded.config.architectures == ["LlamaForCausalLM"]
     assert [name for name, _ in loaded.named_parameters()] == names
     assert_same(steps(loaded), steps(make("llama")))
-
-
-def test_an_explained_llama() -> None:
-    handle = applied(make("llama"), "hook")
-    lines = [line.split() for line in handle.explain(wide=True).splitlines() if "rules[" in line]
-    assert {line[0]: (line[1], line[2]) for line in lines} == {
-        "model.layers.*.input_layernorm": ("2", "LlamaRMSNorm"),
-        "model.layers.*.post_attention_layernorm": ("2", "LlamaRMSNorm"),
-        "model.layers.*.mlp": ("2", "LlamaMLP"),
-        "model.norm": ("1", "LlamaRMSNorm"),
-    }
 
 
 MAMBA = {"state_size": 4, "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "num_hidden_layers": LAYERS}

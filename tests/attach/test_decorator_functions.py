@@ -150,16 +150,6 @@ class TestAFunction:
             assert decorated.__doc__ == "A function."
             assert inspect.signature(decorated) == inspect.signature(function)
 
-    def test_gives_gradients_to_a_module_that_it_closes_over(self) -> None:
-        run, _ = closing_over_a_module()
-        found = []
-        for each in (run, recompute.recompute(run), recompute.recompute(policy=CHECKPOINT)(run)):
-            LINEAR.zero_grad()
-            each(inputs()).sum().backward()
-            found.append([LINEAR.weight.grad.clone(), LINEAR.bias.grad.clone()])
-        assert_same(found[1], found[0])
-        assert_same(found[2], found[0])
-
     def test_refuses_a_weight_changed_before_backward(self) -> None:
         for run, policy in itertools.product((closing_over_a_module()[0], METHODS.method), (None, CHECKPOINT)):
             output = recompute.recompute(policy=policy)(run)(inputs().requires_grad_())
@@ -168,24 +158,6 @@ class TestAFunction:
                 linear.weight.add_(0.0)
             with pytest.raises(RuntimeError, match="modified in place"):
                 output.sum().backward()
-
-    def test_takes_modules_and_trees_of_tensors_as_arguments(self) -> None:
-        def run(batch: dict[str, list[Tensor]], module: nn.Module, flag: bool = False) -> tuple[Tensor, int]:
-            x, y = batch["xy"]
-            return (noted(module(x).tanh()) * y).square().sum(), 3 if flag else 4
-
-        x = inputs()
-        results = []
-        for each in (run, recompute.recompute(run), recompute.recompute(policy=CHECKPOINT)(run)):
-
-            def call(a: Tensor, b: Tensor, each: Callable[..., Any] = each) -> Tensor:
-                value, number = each({"xy": [a, b]}, module=LINEAR, flag=True)
-                assert number == 3
-                return value
-
-            results.append(gradients(call, x, x + 1))
-        assert_same(results[1], results[0])
-        assert_same(results[2], results[0])
 
     @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
     def test_is_called_plainly_where_nothing_is_recorded(self, mode: Callable[[], Any]) -> None:

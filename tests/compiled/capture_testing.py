@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from corpus import counting
 from engine_testing import assert_same, leaves, loss_of, module_of
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
@@ -208,28 +209,6 @@ class Twins:
         """Change both models."""
         for module in (self.plain, self.under):
             change(module)
-
-
-class counting:
-    """Counts the frames that run as code in its span."""
-
-    def __enter__(self) -> Callable[[], int]:
-        from recompute.compiled import captured_function
-
-        self._run = run = captured_function.CapturedFrame.run
-        self._count = 0
-
-        def counted(frame: Any) -> Any:
-            self._count += 1
-            return run(frame)
-
-        captured_function.CapturedFrame.run = counted  # type: ignore[method-assign]
-        return lambda: self._count
-
-    def __exit__(self, *error: object) -> None:
-        from recompute.compiled import captured_function
-
-        captured_function.CapturedFrame.run = self._run  # type: ignore[method-assign]
 
 
 def observed(module: nn.Module, step: Step) -> dict[str, Any]:

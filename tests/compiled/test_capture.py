@@ -283,29 +283,6 @@ def test_the_frontend_is_reset_afterwards() -> None:
     assert twins.runs_code(step) == 1
 
 
-def test_a_decoder_of_transformers() -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=16,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-    )
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config).train()
-    twins = Twins(model, rule("model.layers.*"))
-    ids = torch.randint(16, (2, 6))
-
-    def step(module: nn.Module) -> list[Any]:
-        result = module(input_ids=ids, labels=ids, use_cache=False)
-        result.loss.backward()
-        return [result.loss, result.logits]
-
-    twins.settle(step)
-
-
 def test_an_error_of_the_code_itself_while_it_is_watched_comes_as_without_a_policy() -> None:
     """What it drew until then is drawn again: the random stream goes on as in plain PyTorch."""
 

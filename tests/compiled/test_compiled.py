@@ -228,6 +228,7 @@ def test_dropout_draws_one_mask(backend: str, device: str, action: str) -> None:
         assert torch.equal(y == 0, gradient == 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dropout", [0.25, *slow(0.0)])
 def test_attentions_dropout_is_drawn_once(dropout: float) -> None:
     torch.manual_seed(0)
@@ -465,6 +466,7 @@ def test_a_head_that_makes_logits_in_compiled_code_says_so(compiling: Callable[[
     close(found, train(decoder(layers=1)))
 
 
+@pytest.mark.slow
 def test_a_head_beside_compiled_layers_has_nothing_to_say() -> None:
     model = decoder(layers=1)
     recompute.apply(model, rules(rule(LAYER), {"match": "lm_head", "action": "recompute", "via": "kernel"}))
@@ -528,7 +530,7 @@ def outcome(model: nn.Module, name: str, **options: Any) -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", ["elementwise", "full"])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", *slow("gemma2", "gpt2")])
 def test_layers_of_hugging_face_compile_under_a_preset(name: str, preset: str) -> None:
     plain, model = models.make(name), models.make(name)
     recompute.apply(model, preset)

@@ -17,11 +17,12 @@ from engine_testing import (
     loss_of,
     tokens,
 )
+from tiers import slow
 from torch import nn
 
 
 @every_policy_of_a_stack
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *slow(torch.float16)], ids=str)
 @pytest.mark.parametrize("where", ["outside", "inside", "inside another"])
 def test_backward_regenerates_in_the_autocast_dtype_of_forward(
     rules: dict[str, Any], dtype: torch.dtype, where: str

@@ -28,7 +28,7 @@ from engine_testing import (
     module_of,
     tokens,
 )
-from tiers import by_default, slow
+from tiers import by_default, one_in, slow
 from torch import Tensor, nn
 from torch.autograd import grad
 
@@ -39,7 +39,7 @@ import recompute
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
 @every_policy_of_a_stack
-@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+@pytest.mark.parametrize("run", one_in(2, RUNS))
 def test_a_run_of_a_stack_gives_what_it_gives_without_a_policy(run: Run, rules: dict[str, Any]) -> None:
     x = tokens()
 

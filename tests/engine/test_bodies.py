@@ -20,13 +20,13 @@ ON_THE_TAPE_ALONE = [name for name in BY_TAPE if BODIES[name].captured is None]
 """Of others the default tier claims it where they come to be captured, which they are by a tape."""
 
 
-@pytest.mark.parametrize("name", one_in(2, claimed_of(SETTINGS["checkpoint"])))
+@pytest.mark.parametrize("name", one_in(4, claimed_of(SETTINGS["checkpoint"])))
 def test_a_checkpoint_does_what_plain_pytorch_does(name: str) -> None:
     assert_as_plain(BODIES[name], {**SETTINGS["checkpoint"], "capture": False}, FEW_STEPS)
 
 
 @pytest.mark.parametrize(
-    "name", by_default(BY_TAPE, *[name for name in BY_TAPE if BODIES[name].captured is None][1::2])
+    "name", by_default(BY_TAPE, *[name for name in BY_TAPE if BODIES[name].captured is None][1::4])
 )
 def test_a_tape_does_what_plain_pytorch_does(name: str) -> None:
     assert_as_plain(BODIES[name], {**SETTINGS["recompute"], "capture": False}, FEW_STEPS)
@@ -40,7 +40,7 @@ def test_so_does_a_tape_under_other_rules(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", by_default(claimed_of(SETTINGS["checkpoint"]), *claimed_of(SETTINGS["checkpoint"])[::9])
+    "name", by_default(claimed_of(SETTINGS["checkpoint"]), *claimed_of(SETTINGS["checkpoint"])[::18])
 )
 @every_setting
 def test_so_does_a_decorated_function(name: str, setting: Setting) -> None:

@@ -153,105 +153,10 @@ def test_recompute_of_a_decoder_layer_keeps_what_gemms_and_attention_made() -> N
     assert kept >= free
 
 
-def test_a_norm_keeps_its_input_and_neither_float_copies_nor_its_output() -> None:
-    table = Table()
-    rms_norm(table, table.value("x", 2 * H), "norm", H)
-    assert table.cut()[0] == {"x", "norm.weight"}
-
-
-def test_four_bytes_of_rstd_are_kept_where_time_has_a_price() -> None:
-    table = Table()
-    rms_norm(table, table.value("x", 2 * H), "norm", H)
-    kept, rerun = table.cut(PRICE)
-    assert kept == {"x", "norm.weight", "norm.rstd"}
-    assert rerun.isdisjoint({"norm.pow", "norm.mean", "norm.add", "norm.rsqrt"})
-
-
 def test_at_a_high_price_all_that_is_saved_is_kept() -> None:
     table = decoder_layer(())
     saved = {name for name, value in zip(table.names, table.values, strict=True) if value.demanded}
     assert table.cut(1e30) == table.cut(1.7e308) == (saved, set())
-
-
-def test_swiglu_keeps_gate_and_up_alone() -> None:
-    table = Table()
-    swiglu(table, table.value("gate", 2 * INTER, saved=True), table.value("up", 2 * INTER, saved=True), INTER)
-    assert table.cut(PRICE) == ({"gate", "up"}, {"silu", "mul"})
-
-
-def test_a_small_value_far_back_is_kept_for_a_large_one() -> None:
-    table = Table()
-    bias = table.made("slice", table.value("table", 800), to="bias", nbytes=8)
-    table.made("exp", table.made("expand", bias, to="wide", nbytes=400), to="saved", nbytes=400, saved=True)
-    assert table.cut() == ({"bias"}, {"expand", "exp"})
-
-
-def test_among_equal_cuts_the_fewest_ops_run_again() -> None:
-    table = Table()
-    y = table.made("neg", table.value("x", 8), to="y", nbytes=8)
-    table.made("exp", y, to="z", nbytes=8, saved=True)
-    table.made("sum", y, to="s", nbytes=8)
-    assert table.cut() == ({"z"}, set())
-
-
-def test_one_run_of_an_op_regenerates_all_its_outputs() -> None:
-    table = Table()
-    table.value("x", 100, saved=True)
-    for name, nbytes in (("out", 60), ("mean", 4), ("rstd", 4)):
-        table.value(name, nbytes, saved=True)
-    table.op("layer_norm", ["x"], "out", "mean", "rstd")
-    once = table.ops[0].seconds
-    assert table.cut(67 / once) == ({"x"}, {"layer_norm"})
-    assert table.cut(69 / once) == ({"x", "out", "mean", "rstd"}, set())
-
-
-def test_what_lives_anyway_is_kept_and_all_else_made_from_it() -> None:
-    table = Table()
-    y = table.made("neg", table.value("x", 8), to="y", nbytes=80)
-    table.value("parameter", 1000, saved=True, alive=True)
-    table.made("mul", y, "parameter", to="z", nbytes=1000, saved=True)
-    table.value("alive", 8, alive=True)
-    table.op("exp", [y], "alive")
-    table.made("log", "alive", to="saved", nbytes=8, saved=True)
-    assert table.cut() == ({"x", "parameter", "alive"}, {"neg", "mul", "log"})
-
-
-def test_alive_output_of_an_op_that_runs_again_is_used_as_it_is() -> None:
-    table = Table()
-    table.value("x", 1)
-    table.value("alive", 10, saved=True, alive=True)
-    table.value("other", 10, saved=True)
-    table.op("split", ["x"], "alive", "other")
-    assert table.cut() == ({"x", "alive"}, {"split"})
-
-
-def test_what_was_written_over_is_regenerated_or_made_needless() -> None:
-    def table(*forbidden: str) -> Table:
-        table = Table(forbidden)
-        before = table.made("neg", table.value("x", 8), to="before", nbytes=None)
-        table.made("add_", before, to="after", nbytes=80, saved=True)
-        return table
-
-    assert table().cut() == ({"x"}, {"neg", "add_"})
-    assert table("neg").cut() == ({"after"}, set())
-
-
-def test_what_lives_but_was_written_over_cannot_be_kept() -> None:
-    table = Table()
-    table.value("before", None, alive=True)
-    table.made("exp", "before", to="saved", nbytes=80, saved=True)
-    assert table.cut() == ({"saved"}, set())
-
-
-def test_values_that_cannot_be_had_are_named() -> None:
-    table = Table(forbidden={"rand"})
-    table.value("x", 8, saved=True)
-    table.value("lost", None, saved=True)
-    table.made("rand", "x", to="noise", nbytes=None, saved=True)
-    table.made("mul", "noise", to="product", nbytes=None, saved=True)
-    table.made("neg", "x", to="regenerated", nbytes=None, saved=True)
-    with pytest.raises(ValueError, match=r"values \[1, 2, 3\] are demanded, but"):
-        table.cut()
 
 
 def test_one_byte_of_many_decides() -> None:
@@ -260,36 +165,6 @@ def test_one_byte_of_many_decides() -> None:
         table.value("x", nbytes)
         table.made("neg", "x", to="y", nbytes=2**60, saved=True)
         assert table.cut()[0] == {kept}
-
-
-def test_fractions_of_a_byte_add_up() -> None:
-    def kept(price: float) -> set[str]:
-        table = Table()
-        table.value("x", 1, alive=True)
-        table.made("neg", table.made("exp", "x", to="y", nbytes=2), to="z", nbytes=1, saved=True)
-        seconds = sum(op.seconds for op in table.ops)
-        return table.cut(price / seconds)[0]
-
-    assert kept(0.999) == {"x"}
-    assert kept(1.001) == {"z"}
-
-
-@pytest.mark.parametrize("large", ["left", "right"])
-def test_of_two_ops_that_share_an_input_one_runs_again_alone(large: str) -> None:
-    table = Table()
-    shared = table.made("neg", table.value("x", 8), to="shared", nbytes=1000)
-    for side in ("left", "right"):
-        table.made(side, shared, to=f"{side} output", nbytes=100 if side == large else 1, saved=True)
-    (small,) = {"left", "right"} - {large}
-    assert table.cut(0.01 / table.ops[0].seconds)[1] == {"neg", large, small}
-    assert table.cut(2 / table.ops[0].seconds) == ({"x", f"{small} output"}, {"neg", large})
-
-
-def test_nothing_is_kept_for_nothing() -> None:
-    table = Table()
-    table.made("neg", table.value("x", 8, alive=True), to="y", nbytes=8)
-    assert table.cut() == (set(), set())
-    assert minimum_cut([], [], 1.0) == (frozenset(), frozenset())
 
 
 Tables = tuple[list[Value], list[Op]]

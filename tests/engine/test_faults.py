@@ -28,7 +28,7 @@ RULES = {
 
 
 class Faults:
-    """Counts the points that a step passes, and raises at number ``at``."""
+    """Counts the points that a step passes, and raises at number ``at``: an error, or an interruption."""
 
     def __init__(self, at: int = 0):
         self.at = at
@@ -37,7 +37,7 @@ class Faults:
     def point(self) -> None:
         self.passed += 1
         if self.passed == self.at:
-            raise Boom
+            raise (Boom, KeyboardInterrupt)[self.at % 2]
 
 
 @contextmanager
@@ -149,7 +149,9 @@ class Trial:
 
 @pytest.mark.parametrize("at_all_points", by_default({"some points": False, "all points": True}, "some points"))
 @pytest.mark.parametrize("points", POINTS, ids=lambda points: points.__name__)
-@pytest.mark.parametrize("frames", [0, 1], ids=["in the first frame", "in the second frame"])
+@pytest.mark.parametrize(
+    "frames", by_default({"in the first frame": 0, "in the second frame": 1}, "in the second frame")
+)
 @pytest.mark.parametrize("rule", by_default(RULES, "recompute", "checkpoint"))
 def test_an_exception_at_any_point_of_a_step_leaves_nothing_behind_and_the_next_step_is_right(
     rule: dict[str, Any], frames: int, points: Any, at_all_points: bool
@@ -169,7 +171,7 @@ def test_an_exception_at_any_point_of_a_step_leaves_nothing_behind_and_the_next_
             for _ in range(frames):
                 trial.step()
             faults = Faults(at)
-            with pytest.raises(Boom):
+            with pytest.raises((Boom, KeyboardInterrupt)):
                 trial.step(points(faults))
             assert saved_tensors.top_hooks() is None
             assert (local.books, local.active_frames, local.regenerating) == ([], [], 0)

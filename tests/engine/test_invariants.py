@@ -28,7 +28,6 @@ from engine_testing import (
     POLICIES,
     TOKENS,
     Holder,
-    Layer,
     Projections,
     RMSNorm,
     Stack,
@@ -52,7 +51,7 @@ from torch.utils.checkpoint import checkpoint
 
 import recompute
 from recompute.counters import memory_trace
-from recompute.errors import MutationError, PolicyWarning
+from recompute.errors import MutationError
 
 FLOAT_NBYTES = 4
 ROW_NBYTES = TOKENS * HIDDEN * FLOAT_NBYTES
@@ -143,22 +142,6 @@ def test_3_knowing_a_storage_keeps_it_not_alive() -> None:
     assert alive == [False]
 
 
-# 4. What is not provably regenerable is kept
-
-
-def test_4_a_region_that_overwrites_its_input_is_kept_and_says_so() -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        return self.linear(self.relu(x)).sigmoid()
-
-    model = nn.Sequential(
-        nn.Linear(HIDDEN, HIDDEN), holding(forward, relu=nn.ReLU(inplace=True), linear=nn.Linear(HIDDEN, HIDDEN))
-    )
-    with pytest.warns(PolicyWarning, match=r"1\.inside|\*\.inside.*an argument.*in place"):
-        stats = assert_as_plain(model, policy(("1.inside", "checkpoint")), tokens())
-    assert (stats.dropped_tensors, stats.regenerations) == (0, 0)
-    assert stats.kept_nbytes == ROW_NBYTES  # sigmoid's result; relu's is in the memory of the input, which lives anyway
-
-
 # 5. Versions are checked
 
 
@@ -211,17 +194,6 @@ def test_7_dropped_bytes_are_those_of_the_intermediates_and_nothing_else() -> No
     assert stats.dropped_nbytes == 2 * ROW_NBYTES
     assert stats.dropped_tensors == 2
     assert stats.kept_nbytes == 0
-
-
-def test_7_a_checkpointed_stack_holds_its_layers_inputs_to_the_byte() -> None:
-    model, x = Stack(count=4, p=0.0).layers, tokens()
-    model = nn.Sequential(*model)
-    recompute.apply(model, policy(("*", "checkpoint")))
-    with memory_trace(torch.device("cpu")) as trace:
-        result = model(x)
-        trace.mark("after forward")
-    assert trace.held_nbytes["after forward"] == 4 * ROW_NBYTES, "three layers' inputs and the result"
-    result.sum().backward()
 
 
 def test_7_a_norm_saved_by_three_linears_is_not_held_after_forward() -> None:
@@ -284,22 +256,6 @@ def test_9_the_users_own_saved_tensor_hooks_hold_all_that_is_held(rules: dict[st
         result = model(x)
     assert [reference.expired() for reference in activations].count(False) == 2, "the head's result, the model's"
     loss_of(result).backward()
-
-
-def _hold(inside: nn.Module) -> nn.Module:
-    model = holding(lambda self, x: x)
-    model.inside = inside
-    return model
-
-
-@pytest.mark.parametrize("depth", [2, 3])
-def test_9_checkpoints_in_checkpoints_with_dropped_outputs_in_the_innermost(depth: int) -> None:
-    model: nn.Module = Layer()
-    for _ in range(depth):
-        model = _hold(model)
-    paths = [".".join(["inside"] * level) for level in range(1, depth + 1)]
-    rules = policy(*((path, "checkpoint") for path in paths), ("**.norm*", "recompute"), ("**.mlp", "recompute"))
-    assert_as_plain(model, rules, tokens())
 
 
 @pytest.mark.parametrize("rules", by_default(POLICIES, "both"))

@@ -26,8 +26,6 @@ from cases import (
     ROPES,
     TILES,
     Case,
-    H,
-    M,
     each_case,
     each_kind,
     each_linear,
@@ -61,6 +59,14 @@ from recompute.kernels import launch, launch_plan
 @each_case(*NORMS, *PRODUCTS, *MLPS, *ROPES)
 def test_errors_are_no_larger_than_eagers(case: Case, dtype: torch.dtype, device: str):
     assert_as_good_as(case.op, case.eager, inputs_of(case, device, dtype, 40), case.kind)
+
+
+ROWS, COLUMNS = 3, 40
+"""Of what is no claim about numbers."""
+
+
+def few(case: Case, device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return inputs_of(case, device, dtype, ROWS, COLUMNS)
 
 
 SIZES = [(0, 64), (1, 123), (3, 0), (37, 100), (7, 768), (199, 64), (1, 2048), (37, 7), (2, 1000)]
@@ -98,7 +104,7 @@ def test_gradients_in_float64_are_those_of_finite_differences(case: Case):
 @each_dtype
 @each_case()
 def test_a_second_backward_gives_the_same_bits_and_writes_nowhere(case: Case, dtype: torch.dtype, device: str):
-    inputs = inputs_of(case, device, dtype)
+    inputs = few(case, device, dtype)
     outputs = listed(case.op(*inputs))
     gradients = like(outputs)
     node: Any = outputs[0].grad_fn
@@ -123,7 +129,7 @@ def test_a_second_backward_gives_the_same_bits_and_writes_nowhere(case: Case, dt
 @each_dtype
 @each_case()
 def test_what_is_saved_is_known_to_the_byte(case: Case, dtype: torch.dtype, device: str):
-    inputs = inputs_of(case, device, dtype)
+    inputs = few(case, device, dtype)
     packed: list[Tensor] = []
     unpacked: list[Tensor] = []
     with saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: unpacked.append(t) or t):
@@ -133,10 +139,10 @@ def test_what_is_saved_is_known_to_the_byte(case: Case, dtype: torch.dtype, devi
     assert outputs[0].data_ptr() not in addresses
     if case not in LOSSES:  # those save targets, too, and a few numbers a row
         nbytes = sum(each.numel() * each.element_size() for each in packed)
-        assert nbytes == case.saved(M, H) * dtype.itemsize + case.saved_float32 * M * 4
+        assert nbytes == case.saved(ROWS, COLUMNS) * dtype.itemsize + case.saved_float32 * ROWS * 4
     else:
         wide = [each for each in packed if each.dtype is torch.float32 and dtype is not torch.float32]
-        assert sum(each.numel() for each in wide) - case.saved_float32 * M in (-case.saved_float32 * M, 0, 1)
+        assert sum(each.numel() for each in wide) - case.saved_float32 * ROWS in (-case.saved_float32 * ROWS, 0, 1)
     if case.kind != "rope":
         assert case.saves_a_sum or {each.data_ptr() for each in inputs} <= addresses
     torch.autograd.backward(outputs, like(outputs))
@@ -147,7 +153,7 @@ def test_what_is_saved_is_known_to_the_byte(case: Case, dtype: torch.dtype, devi
 @each_case()
 def test_frozen_inputs_get_no_gradient_and_change_no_other(case: Case, device: str, together: int):
     """together: how many are trained, or frozen, beside the others."""
-    inputs = inputs_of(case, device)
+    inputs = few(case, device)
     expected = run(case.op, inputs)[case.outputs :]
     for trained in itertools.product((False, True), repeat=len(inputs)):
         if not any(trained) or min(trained.count(True), trained.count(False)) > together:
@@ -162,7 +168,7 @@ def test_frozen_inputs_get_no_gradient_and_change_no_other(case: Case, device: s
 
 @each_case()
 def test_gradients_of_gradients_are_as_good_as_eagers(case: Case, device: str):
-    inputs = inputs_of(case, device)
+    inputs = few(case, device)
 
     def twice(function: Callable[..., Any], inputs: list[Tensor]) -> list[Tensor]:
         outputs = listed(function(*inputs))
@@ -227,7 +233,7 @@ def test_leading_dimensions_are_rows(case: Case, shape: tuple[int, ...], device:
 
 @each_case()
 def test_an_output_without_a_gradient_gives_none(case: Case, device: str):
-    inputs = inputs_of(case, device)
+    inputs = few(case, device)
     outputs = listed(case.op(*inputs))
     gradients = torch.autograd.grad(sum(NoGradient.apply(each).sum() for each in outputs), inputs, allow_unused=True)
     assert gradients == (None,) * len(inputs)
@@ -281,7 +287,7 @@ def test_the_graph_is_freed_without_the_garbage_collector(case: Case, device: st
         boxes.append(weakref.ref(box))
         return box
 
-    inputs = inputs_of(case, device)
+    inputs = few(case, device)
     gc.disable()
     try:
         with saved_tensors_hooks(pack, lambda box: box.tensor):
@@ -298,7 +304,7 @@ def test_the_graph_is_freed_without_the_garbage_collector(case: Case, device: st
 
 @each_kind
 def test_ops_pass_opcheck(case: Case, device: str):
-    inputs = inputs_of(case, device, torch.bfloat16, rows=3, columns=40)
+    inputs = few(case, device, torch.bfloat16)
     with Work() as seen:
         run(case.op, inputs)
         inputs[0].requires_grad_(False)
@@ -316,7 +322,7 @@ def test_ops_pass_opcheck(case: Case, device: str):
 def test_constants_of_kernels_are_given_by_name(case: Case, device: str):
     """By place, the kernel that was compiled for another constant would be launched again: see ``launch.run``."""
     with launch_plan.noted_launches() as launches:
-        run(case.op, inputs_of(case, device, rows=3, columns=40))
+        run(case.op, few(case, device))
     assert launches
     for launched in launches:
         parameters = list(inspect.signature(launched.kernel.fn).parameters.values())
@@ -327,7 +333,7 @@ def test_constants_of_kernels_are_given_by_name(case: Case, device: str):
 @each_device_of_compiled_code
 @each_case(*(case for case in CASES if case not in TILES), default=KINDS)  # compiled code makes no tiles
 def test_compiled_results_are_the_eager_ones(case: Case, device: str):
-    inputs = inputs_of(case, device)
+    inputs = few(case, device)
 
     def block(*inputs: Tensor) -> list[Tensor]:
         return [each * 2 for each in listed(case.op(*inputs))]
@@ -349,7 +355,7 @@ def test_meta_tensors_give_shapes_and_dtypes(case: Case, dtype: torch.dtype):
 
 @each_case()
 def test_no_grad_and_inference_mode_save_nothing(case: Case, device: str):
-    inputs = inputs_of(case, device)
+    inputs = few(case, device)
     expected = listed(case.op(*inputs))
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
@@ -417,7 +423,7 @@ def under_autocast(case: Case, inputs: list[Tensor], device: str) -> tuple[Tenso
 @each_linear
 def test_no_copy_of_a_parameter_is_held_and_of_what_is_made_the_smaller(case: Case, trains: bool, device: str):
     """Parameters are alive anyway, and cast again in backward."""
-    x, *parameters = inputs_of(case, device)
+    x, *parameters = few(case, device)
     shapes = {each.shape for each in parameters if each.dim() == 2}
     alive = [nn.Parameter(each.detach(), requires_grad=trains) for each in parameters]
     y, saved = under_autocast(case, [x, *alive], device)

@@ -1,227 +1,340 @@
-"""Kernels in the place of decoder layers, experts and heads of Hugging Face models: what runs, and what is held."""
+"""Layers in which kernels are: alone they give what the model gives, on a tape and as captured code their own bits."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
+import functools
+import gc
+import itertools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import models
 import pytest
 import torch
 import transformers
-from models import BATCH, HIDDEN, INTERMEDIATE, LENGTH, SHAPE, VOCABULARY, held
-from models import LAYERS_BY_KERNELS as POLICY
+from corpus import counting
+from layer_testing import CHANGES, TAPES, WAYS, Change, gradients, policy, run_in
+from models import BATCH, HIDDEN, INTERMEDIATE, LENGTH, SHAPE, held
 from tiers import by_default, slow
+from tiny import assert_same, counted_ops
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from transformers.models.llama.modeling_llama import LlamaMLP
+from torch.utils.checkpoint import checkpoint
 
 import recompute
-from recompute.substitution.lazy_logits import LazyLogits
+from recompute.attach.runners import region_in
+from recompute.compiled.captured_region import WARMUP_FRAMES
+from recompute.errors import PolicyWarning
+from recompute.kernels import launch
+from recompute.kernels.launch_plan import PlannedCall
 
 TOKENS = BATCH * LENGTH
-LAYERS = 1  # the others are as the first
-IDS = torch.randint(3, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
+LAYERS = 1
+"""Of each model: the others are as the first."""
+BATCH_OF_IDS = models.batch("llama")
 
 
-def make(name: str = "Llama", **options: Any) -> nn.Module:
+def make(name: str = "llama", dtype: torch.dtype = torch.float32, **options: Any) -> nn.Module:
+    if name in models.FAMILIES:
+        return models.make(name, dtype, **{"num_hidden_layers": LAYERS, **options})
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**{**SHAPE, "num_hidden_layers": LAYERS, **options})
     return transformers.AutoModelForCausalLM.from_config(config).train()
 
 
-def loss_of(model: nn.Module) -> Tensor:
-    return model(input_ids=IDS, labels=IDS, use_cache=False).loss
+@functools.cache
+def shared(way: str) -> nn.Module:
+    return run_in(WAYS[way], make)[0]
 
 
-def gradients(model: nn.Module) -> list[Tensor]:
-    model.zero_grad()
-    loss = loss_of(model)
-    loss.backward()
-    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+def settled(way: str) -> nn.Module:
+    """Shared by tests that change nothing about the model.
+
+    What other tests change about the classes of its layers has it captured again.
+    """
+    model, counts = shared(way), []
+    while way == "captured" and counts[-1:] != [LAYERS]:
+        assert len(counts) <= WARMUP_FRAMES, f"layers that ran as captured code, by step: {counts}"
+        with counting() as count:
+            gradients(model, BATCH_OF_IDS)
+        counts.append(count())
+    return model
 
 
-class Ops(TorchDispatchMode):
-    """Counts our ops."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function.namespace == "recompute":
-            self.counts[function._opname] += 1
-        return function(*args, **(kwargs or {}))
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+NAMES = ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "mixtral", "qwen3_moe"]
 
 
-def test_a_layer_holds_these_bytes_a_token() -> None:
+@functools.cache
+def of_the_kernels_alone(name: str, dtype: torch.dtype) -> list[Tensor]:
+    return gradients(run_in(WAYS["alone"], functools.partial(make, name, dtype))[0], models.batch(name))
+
+
+@pytest.mark.parametrize("dtype", by_default(DTYPES, "bfloat16"))
+@pytest.mark.parametrize("name", by_default(NAMES, "llama"))
+@pytest.mark.parametrize("options", by_default(TAPES, "everything"))
+def test_on_a_tape_gradients_are_those_of_the_kernels_alone(
+    name: str, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    model = make(name, dtype)
+    recompute.apply(model, policy(**options))
+    for _ in range(3):  # in the first a plan is made, which the others follow
+        assert_same(gradients(model, models.batch(name)), of_the_kernels_alone(name, dtype))
+
+
+def adapters(model: nn.Module) -> None:
+    """Train adapters of q and v alone."""
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    for name in ("an adapter on q", "an adapter on v"):
+        CHANGES[name](model)
+
+
+Captured = tuple[Callable[[], nn.Module], Change | None, dict[str, Any], dict[str, Any]]
+CAPTURED: dict[str, Captured] = {
+    **{
+        f"{name} in {dtype}": (functools.partial(make, name, DTYPES[dtype]), None, {}, {})
+        for name, dtype in itertools.product(["llama", "qwen2", "qwen3", "phi3"], DTYPES)
+    },
+    **{f"on a tape: {name}": (make, None, options, {}) for name, options in TAPES.items() if name != "an op kept"},
+    "layer norms": (functools.partial(make, "StableLm"), None, {}, {}),
+    "dropout": (functools.partial(make, attention_dropout=0.25), None, {}, {}),
+    "biases": (functools.partial(make, attention_bias=True, mlp_bias=True), None, {}, {}),
+    "adapters": (make, adapters, {}, {}),
+    "a hook": (make, CHANGES["a hook on k"], {}, {}),
+    "autocast": (make, None, {}, {"autocast": True}),
+    "autocast, on a tape": (make, None, TAPES["everything"], {"autocast": True}),
+    "a cache": (make, None, {}, {"use_cache": True}),
+}
+"""A model, what is changed about it before, options of its rule, and options of a step."""
+
+
+@pytest.mark.parametrize("case", by_default(CAPTURED, "llama in float32"))
+def test_as_captured_code_a_layer_has_the_bits_bytes_and_statistics_that_it_had(case: Captured) -> None:
+    build, change, options, step = case
+
+    def changed() -> nn.Module:
+        model = build()
+        if change is not None:
+            change(model)
+        return model
+
+    (code, handle), (before, of_before) = (
+        run_in({**options, **more}, changed, **step) for more in ({}, {"capture": False})
+    )
+    stats, stats_before = handle.stats(), of_before.stats()
+    with counting() as count:
+        assert_same(gradients(code, BATCH_OF_IDS, **step), gradients(before, BATCH_OF_IDS, **step))
+    assert count() == LAYERS
+    assert f"model.layers.*: {LAYERS} of {LAYERS} run as captured code" in handle.explain(wide=True)
+    found, expected = handle.stats() - stats, of_before.stats() - stats_before
+    for name in ("frames", "eager_nbytes"):
+        assert getattr(found, name) == getattr(expected, name) > 0, name
+    # Where a rotation runs again with a norm, that norm's roots need not be held.
+    assert found.kept_nbytes <= expected.kept_nbytes
+    assert found.dropped_nbytes >= expected.dropped_nbytes
+    assert handle.plans().keys() == of_before.plans().keys()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run there")
+def test_layers_with_stacked_experts_are_captured_where_no_kernel_runs() -> None:
+    code, plain = (make("mixtral", torch.bfloat16, output_router_logits=False) for _ in "ab")
+    batch = models.batch("mixtral")
+    recompute.apply(code, "auto")
+    for _ in range(8):
+        gradients(code, batch)
+    with counting() as count:
+        found = gradients(code, batch)
+    assert count() == LAYERS + 1  # and the last norm
+    assert_same(found, gradients(plain, batch))
+
+
+@pytest.mark.slow
+def test_layers_are_captured_anew_under_each_setting_of_torch() -> None:
+    before = torch.get_float32_matmul_precision()
+    try:
+        for deterministic, precision in itertools.product((False, True), ("highest", "high")):
+            torch.use_deterministic_algorithms(deterministic)
+            torch.set_float32_matmul_precision(precision)
+            with counting() as count:
+                run_in({}, make)
+            assert count() > 0
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.slow
+def test_captured_code_launches_what_the_kernels_launch(device: str) -> None:
+    code, kernels = (make().to(device) for _ in range(2))
+    batch = {key: value.to(device) for key, value in BATCH_OF_IDS.items()}
+    recompute.apply(kernels, policy(capture=False))
+    handle = recompute.apply(code, policy())
+    for _ in range(8):
+        gradients(code, batch)
+    assert_same(gradients(code, batch), [gradients(kernels, batch) for _ in range(2)][-1])
+    region: Any = region_in(handle._attachments[0].runner)
+    program = region._graphs()[0].program(region)
+    names = [*vars(program)["forward"].__globals__.values(), *vars(program)["backward"].__globals__.values()]
+    calls = [value for value in names if isinstance(value, PlannedCall)]
+    assert len(calls) == 4 + 4
+    assert all(call.is_planned for call in calls) == (device != "cpu" or launch.uses_triton(torch.empty(1)))
+
+
+def test_a_call_without_gradients_before_each_step_keeps_no_layer_from_being_captured() -> None:
+    """As where reinforcement learning scores what the model has written."""
     model = make()
-    layers = {"type": "*DecoderLayer", "action": "recompute", "via": "kernel", "keep": "gemm"}  # some are thin here
-    recompute.apply(model, {"rules": [layers, {"type": "*RMSNorm", "action": "recompute", "via": "kernel"}]})
-    embeddings = torch.randn(BATCH, LENGTH, HIDDEN, requires_grad=True)
-
-    def run() -> Tensor:
-        return model.model(inputs_embeds=embeddings, use_cache=False).last_hidden_state
-
-    run()
-    heads, kv, head = SHAPE["num_attention_heads"], SHAPE["num_key_value_heads"], SHAPE["head_dim"]
-    # The layer's input, q, attention's output and the stream after it; k and v; gate and up. A logarithm a head.
-    layer = (4 * HIDDEN + 2 * kv * head + 2 * INTERMEDIATE) * 4 + heads * 4
-    angles, last_norm = 2 * LENGTH * head * 4, HIDDEN * 4 + 4
-    assert held(model, run) == LAYERS * TOKENS * layer + angles + TOKENS * last_norm
+    handle = recompute.apply(model, policy())
+    for _ in range(8):
+        with torch.no_grad():
+            model(**BATCH_OF_IDS)
+        gradients(model, BATCH_OF_IDS)
+    assert f"model.layers.*: {LAYERS} of {LAYERS} run as captured code" in handle.explain(wide=True)
 
 
-class Adapter(nn.Module):
-    """Adds to what a Linear gives."""
+# What comes after the policy
 
-    def __init__(self, linear: nn.Module):
-        super().__init__()
-        self.linear, self.scale = linear, nn.Parameter(torch.tensor(0.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) + self.scale * x.mean(-1, keepdim=True)
-
-
-def adapt(path: str) -> Callable[[nn.Module], Any]:
-    def change(model: nn.Module) -> None:
-        for layer in model.model.layers:
-            parent, _, name = path.rpartition(".")
-            setattr(layer.get_submodule(parent), name, Adapter(layer.get_submodule(path)))
-
-    return change
-
-
-def hook(path: str) -> Callable[[nn.Module], Any]:
-    def change(model: nn.Module) -> None:
-        for layer in model.model.layers:
-            layer.get_submodule(path).register_forward_hook(lambda module, args, output: output * 1.5)
-
-    return change
-
-
-def hook_backward(path: str) -> Callable[[nn.Module], Any]:
-    def change(model: nn.Module) -> None:
-        for layer in model.model.layers:
-            layer.get_submodule(path).register_full_backward_hook(lambda _, inputs, outputs: (inputs[0] * 1.5,))
-
-    return change
-
-
-class Mean(nn.LayerNorm):
-    """Has the weight of an RMSNorm, and computes something else."""
-
-
-def replace(path: str, make_one: Callable[[nn.Module], nn.Module]) -> Callable[[nn.Module], Any]:
-    def change(model: nn.Module) -> None:
-        for layer in model.model.layers:
-            setattr(layer, path, make_one(getattr(layer, path)))
-
-    return change
-
-
-def sequence(mlp: nn.Module) -> nn.Module:
-    return nn.Sequential(mlp.gate_proj, nn.Tanh(), mlp.down_proj)
-
-
-def without_gradients(path: str) -> Callable[[nn.Module], Any]:
-    def change(model: nn.Module) -> None:
-        for layer in model.model.layers:
-            linear = layer.get_submodule(path)
-            linear.forward = torch.no_grad()(linear.forward)
-
-    return change
-
-
-def gelu(model: nn.Module) -> None:
-    for layer in model.model.layers:
-        layer.mlp.act_fn = nn.GELU()
-
-
-def set_to(path: str, name: str, value: Any) -> Callable[[nn.Module], Any]:
-    def change(model: nn.Module) -> None:
-        for layer in model.model.layers:
-            setattr(layer.get_submodule(path), name, value)
-
-    return change
-
-
-class Doubled(Tensor):
-    """Doubles what a Linear gives of which it is the weight."""
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = super().__torch_function__(function, types, args, kwargs or {})
-        return found.as_subclass(Tensor) * 2 if function is F.linear else found
-
-
-def doubled_by_its_weight(path: str) -> Callable[[nn.Module], Any]:
-    def change(model: nn.Module) -> None:
-        for layer in model.model.layers:
-            linear = layer.get_submodule(path)
-            linear.weight = nn.Parameter(linear.weight.detach().as_subclass(Doubled))
-
-    return change
-
-
-class Loud(LlamaMLP):
-    def __call__(self, x: Tensor) -> Tensor:
-        return super().__call__(x) * 2
-
-
-CHANGES = {
-    "another epsilon of the first norm": set_to("input_layernorm", "variance_epsilon", 0.5),
-    "another epsilon of the second norm": set_to("post_attention_layernorm", "variance_epsilon", 0.5),
-    "a weight of a class of its own": doubled_by_its_weight("mlp.gate_proj"),
-    "an MLP that is called otherwise": set_to("mlp", "__class__", Loud),
-    "an adapter on q": adapt("self_attn.q_proj"),
-    "an adapter on down": adapt("mlp.down_proj"),
-    "another activation": gelu,
-    "another first norm": replace("input_layernorm", lambda _: Mean(HIDDEN)),
-    "another second norm": replace("post_attention_layernorm", lambda _: Mean(HIDDEN)),
-    "another MLP": replace("mlp", sequence),
-    "q without gradients": without_gradients("self_attn.q_proj"),
-    "v without gradients": without_gradients("self_attn.v_proj"),
-    "a hook on the first norm": hook("input_layernorm"),
-    "a hook on the second norm": hook("post_attention_layernorm"),
-    "a hook on k": hook("self_attn.k_proj"),
-    "a hook on the backward of q": hook_backward("self_attn.q_proj"),
-    "a hook on the backward of attention's output": hook_backward("self_attn.o_proj"),
-    "a hook on gate": hook("mlp.gate_proj"),
-    "a hook on the MLP": hook("mlp"),
-    "a hook on attention's output": hook("self_attn.o_proj"),
+SOME_CHANGES = {
+    "llama": list(CHANGES),
+    "Olmo": ["another first norm", "a hook on the second norm", "an adapter on down"],  # whose norms have no weights
 }
 
 
+@pytest.mark.parametrize("way", by_default(WAYS, "alone", "captured"))
 @pytest.mark.parametrize(
-    "change",
-    by_default(CHANGES, "another epsilon of the second norm", "an adapter on q", "a hook on the backward of q"),
+    ("name", "change"),
+    [
+        pytest.param(name, change, marks=() if (name, change) in {("llama", "an adapter on q")} else pytest.mark.slow)
+        for name, changes in SOME_CHANGES.items()
+        for change in changes
+    ],
 )
-def test_what_comes_after_the_policy_is_not_passed_over(change: Callable[[nn.Module], Any]) -> None:
-    model, plain = make(), make()
-    recompute.apply(model, POLICY)
-    gradients(model)
+def test_what_comes_after_the_policy_is_not_passed_over(name: str, change: str, way: dict[str, Any]) -> None:
+    model, plain = run_in(way, functools.partial(make, name))[0], make(name)
     for each in (model, plain):
-        change(each)
-    expected = gradients(plain)
+        torch.manual_seed(0)
+        CHANGES[change](each)
+    expected = gradients(plain, BATCH_OF_IDS)
+    for _ in range(3):
+        torch.testing.assert_close(gradients(model, BATCH_OF_IDS), expected)
+
+
+# Surroundings
+
+Step = Callable[[nn.Module, Mapping[str, Tensor]], list[Tensor]]
+
+
+class _Checkpointed(nn.Module):
+    def __init__(self, model: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.model, self.reentrant = model, reentrant
+
+    def forward(self, **batch: Any) -> Any:
+        ids = batch["input_ids"]
+        embeddings = self.model.get_input_embeddings()(ids).requires_grad_()
+
+        def run(embeddings: Tensor) -> Tensor:
+            return self.model(inputs_embeds=embeddings, labels=ids, use_cache=False).loss
+
+        return type("Output", (), {"loss": checkpoint(run, embeddings, use_reentrant=self.reentrant)})
+
+
+def _expanded(model: nn.Module, batch: Mapping[str, Tensor]) -> list[Tensor]:
+    """The last layer gets a gradient of other strides than in the steps before."""
+    model.zero_grad()
+    model.model(batch["input_ids"], use_cache=False).last_hidden_state.mean().backward()
+    return [parameter.grad for parameter in model.model.parameters() if parameter.grad is not None]
+
+
+def _frozen(model: nn.Module, batch: Mapping[str, Tensor]) -> list[Tensor]:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("mlp" in name or "k_proj" in name)
+    found = gradients(model, batch)
+    model.requires_grad_(True)
+    assert len(found) == 1 + LAYERS * 4
+    return found
+
+
+def _without_gradients(model: nn.Module, batch: Mapping[str, Tensor]) -> list[Tensor]:
+    found = []
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode:
+            found.append(model(**batch).logits)
+    found.append(model.eval()(**batch).logits)
+    with torch.no_grad():
+        found.append(model.generate(batch["input_ids"][:, :4], max_new_tokens=4, do_sample=False))
+    model.train()
+    return [each.detach().clone() for each in found]
+
+
+def _other_weights(model: nn.Module, batch: Mapping[str, Tensor]) -> list[Tensor]:
+    """Swapped in for a call, and differentiated by a transform."""
+    weights = {name: parameter.detach() * 1.1 for name, parameter in model.named_parameters()}
+
+    def loss(weights: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(model, weights, (), {**batch, "use_cache": False}).loss
+
+    return [loss(weights), *torch.func.grad(loss)(weights).values()]
+
+
+def _two_backwards(model: nn.Module, batch: Mapping[str, Tensor]) -> list[Tensor]:
+    parameters = list(model.parameters())
+    loss = model(**batch, use_cache=False).loss
+    first = torch.autograd.grad(loss, parameters, retain_graph=True)
+    second = torch.autograd.grad(loss, parameters)
+    assert_same(first, second)
+    return list(first)
+
+
+def _gradients_of_gradients(model: nn.Module, batch: Mapping[str, Tensor]) -> list[Tensor]:
+    mlp = model.model.layers[-1].mlp  # behind all attention, whose gradient has none on the CPU
+    weights = [mlp.up_proj.weight, mlp.down_proj.weight]
+    first = torch.autograd.grad(model(**batch, use_cache=False).loss, weights, create_graph=True)
+    return list(torch.autograd.grad(sum(each.square().sum() for each in first), weights))
+
+
+SURROUNDINGS: dict[str, Step] = {
+    "autocast": lambda model, batch: gradients(model, batch, autocast=True),
+    "a cache": lambda model, batch: gradients(model, batch, use_cache=True),
+    "a checkpoint of torch's": lambda model, batch: gradients(_Checkpointed(model, False), batch),
+    "a reentrant checkpoint of torch's": lambda model, batch: gradients(_Checkpointed(model, True), batch),
+    "other lengths": lambda model, batch: gradients(model, {key: value[:, :-3] for key, value in batch.items()}),
+    "another order of gradients": _expanded,
+    "frozen weights": _frozen,
+    "no gradients": _without_gradients,
+    "other weights": _other_weights,
+    "two backwards": _two_backwards,
+    "gradients of gradients": _gradients_of_gradients,
+}
+SOME_SURROUNDINGS = ("other lengths", "frozen weights", "no gradients", "other weights", "two backwards")
+
+
+@pytest.mark.filterwarnings("ignore:.*differentiated in their turn")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "name",
+    by_default(list(SURROUNDINGS), "other lengths", "frozen weights", "no gradients", "other weights", "two backwards"),
+)
+def test_surroundings_give_what_they_give_without_a_policy_and_one_way_the_bits_of_another(name: str, way: str) -> None:
+    surrounding, model = SURROUNDINGS[name], settled(way)
+    expected = surrounding(make() if way == "alone" else settled("alone"), BATCH_OF_IDS)
     for _ in range(2):
-        torch.testing.assert_close(gradients(model), expected)
+        found = surrounding(model, BATCH_OF_IDS)
+        if way == "alone" and name == "autocast":
+            assert [each.dtype for each in found] == [each.dtype for each in expected]  # its errors are tested below
+        elif way == "alone" or name == "gradients of gradients":
+            torch.testing.assert_close(found, expected)
+        else:
+            assert_same(found, expected)
+    if way == "captured" and name == "gradients of gradients":
+        with pytest.warns(PolicyWarning, match="differentiated in their turn"):
+            surrounding(run_in({}, make)[0], BATCH_OF_IDS)
+    gradients(model, BATCH_OF_IDS)
 
 
 def test_autocast_casts_as_it_does_without_a_policy() -> None:
-    model, plain, exact = make(), make(), make().double()
-    recompute.apply(model, POLICY)
-    outcomes = []
-    for each in (model, plain, exact):
-        for _ in range(2):
-            each.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16, enabled=each is not exact), Ops() as ops:
-                loss = loss_of(each)
-            loss.backward()
-        outcomes.append([loss.detach(), *(parameter.grad for parameter in each.parameters())])
-        assert ops.counts["rms_norm_forward"] >= (2 * LAYERS + 1 if each is model else 0)
-    found, without, truth = outcomes
+    model, plain, exact = run_in(WAYS["alone"], make)[0], make(), make().double()
+    found, without = (gradients(each, BATCH_OF_IDS, autocast=True) for each in (model, plain))
+    truth = gradients(exact, BATCH_OF_IDS)
     assert [value.dtype for value in found] == [value.dtype for value in without]
 
     def error(outcome: list[Tensor]) -> float:
@@ -231,87 +344,12 @@ def test_autocast_casts_as_it_does_without_a_policy() -> None:
     assert 1e-3 < error(found) <= 1.1 * error(without)
 
 
-def test_frozen_weights_get_no_gradient_and_others_theirs() -> None:
-    model, plain = make(), make()
-    recompute.apply(model, POLICY)
-    for each in (model, plain):
-        for name, parameter in each.named_parameters():
-            parameter.requires_grad_("mlp" in name or "k_proj" in name)
-    for _ in range(2):
-        torch.testing.assert_close(gradients(model), gradients(plain))
-
-
-def test_training_makes_no_logits_and_evaluation_does() -> None:
-    model = make()
-    recompute.apply(model, POLICY)
-    output = model(input_ids=IDS, labels=IDS)
-    assert type(output.logits) is LazyLogits
-    assert output.logits.is_lazy
-    expected = make()(input_ids=IDS, labels=IDS)
-    torch.testing.assert_close(output.loss, expected.loss)
-    torch.testing.assert_close(output.logits + 0, expected.logits)
-    with torch.no_grad():
-        output = model(input_ids=IDS, labels=IDS)
-        assert output.logits.is_lazy
-        torch.testing.assert_close(output.loss, expected.loss)
-    with torch.inference_mode():
-        assert type(model(input_ids=IDS, labels=IDS).logits) is Tensor
-    assert type(model.eval()(input_ids=IDS, labels=IDS).logits) is Tensor
-
-
-def test_without_logits_a_step_holds_less() -> None:
-    vocabulary = 4096
-    model, plain = (make(vocab_size=vocabulary) for _ in range(2))
-    recompute.apply(model, POLICY)
-    without = held(model, lambda: loss_of(model))
-    assert held(plain, lambda: loss_of(plain)) - without > TOKENS * vocabulary * 4
-
-
-@pytest.mark.parametrize("name", ["Llama", *slow("Cohere", "Granite", "Gemma2")])
-def test_log_probabilities_and_entropies_of_ones_own_go_without_logits_too(name: str) -> None:
-    def loss(model: nn.Module) -> Tensor:
-        logits = model(input_ids=IDS, use_cache=False).logits
-        scores = F.log_softmax(logits[:, :-1] / 0.7, -1)
-        entropy = -(scores.exp() * scores).sum(-1)
-        assert type(logits) is Tensor or logits.is_lazy
-        return (scores.gather(-1, IDS[:, 1:, None]).squeeze(-1) - 0.01 * entropy).mean()
-
-    model, plain = make(name), make(name)
-    recompute.apply(model, POLICY)
-    found, expected = loss(model), loss(plain)
-    torch.testing.assert_close(found, expected)
-    found.backward()
-    expected.backward()
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad)
-
-
-def test_a_loss_of_ones_own_goes_without_logits_too() -> None:
-    def loss(model: nn.Module) -> Tensor:
-        logits = model(input_ids=IDS).logits
-        return F.cross_entropy(logits[:, :-1].reshape(-1, VOCABULARY), IDS[:, 1:].reshape(-1))
-
-    model, plain = make(), make()
-    recompute.apply(model, POLICY)
-    with Ops() as ops:
-        found = loss(model)
-    assert ops.counts["linear_cross_entropy_forward"] == 1
-    torch.testing.assert_close(found, loss(plain))
-
-
-def test_softcapped_logits_are_capped_in_the_loss() -> None:
-    model, plain = (make("Gemma2", final_logit_softcapping=2.0) for _ in range(2))
-    recompute.apply(model, POLICY)
-    with Ops() as ops:
-        loss_of(model)
-    assert ops.counts["linear_cross_entropy_forward"] == 1
-    torch.testing.assert_close(gradients(model), gradients(plain))
-
-
 @pytest.mark.slow
-def test_a_layer_compiles_with_kernels_in_its_place() -> None:
-    model, plain = make(), make()
-    recompute.apply(model, POLICY)
+@pytest.mark.parametrize("way", ["alone", "on a tape"])
+@pytest.mark.parametrize("name", ["llama", *slow("Olmo")])
+def test_a_layer_compiles_with_kernels_in_its_place(name: str, way: str) -> None:
+    model, plain = make(name), make(name)
+    recompute.apply(model, policy(**WAYS[way]))
     hidden = torch.randn(BATCH, LENGTH, HIDDEN)
     positions = model.model.rotary_emb(hidden, torch.arange(LENGTH)[None])
     layer = torch.compile(model.model.layers[0], backend="aot_eager", fullgraph=True)
@@ -319,45 +357,32 @@ def test_a_layer_compiles_with_kernels_in_its_place() -> None:
     torch.testing.assert_close(layer(hidden, position_embeddings=positions), expected)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("reentrant", [False, *slow(True)])
-def test_hugging_faces_checkpointing_runs_around_kernels(reentrant: bool) -> None:
-    model, plain = make(), make()
-    recompute.apply(model, POLICY)
-    for each in (model, plain):
-        each.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        each.enable_input_require_grads()
-    for _ in range(3):
-        torch.testing.assert_close(gradients(model), gradients(plain))
-
-
 @pytest.mark.parametrize("name", by_default(["llama", "gpt2", "gemma2", "bert"], "llama"))
-def test_layers_have_their_kernels_whether_hugging_faces_checkpointing_is_on_or_not(name: str) -> None:
-    notes = []
-    for is_on in (False, True):
+def test_layers_have_their_kernels_whether_hugging_faces_checkpointing_is_on_off_or_switched(name: str) -> None:
+    def noted(before: bool, after: bool) -> tuple[list[str], dict[str, int], list[Tensor]]:
         model = models.make(name)
-        if is_on:
+        if before:
             model.gradient_checkpointing_enable()
-        handle = recompute.apply(model, POLICY | {"rules": [{"type": "block", "action": "recompute", "via": "kernel"}]})
-        notes.append([attachment.runner.note for attachment in handle._attachments])
-    assert any("kernel: " in note for note in notes[0])
-    assert notes[0] == notes[1]
+        handle = recompute.apply(
+            model, models.LAYERS_BY_KERNELS | {"rules": [{**policy()["rules"][0], "type": "block"}]}
+        )
+        if before and not after:
+            model.gradient_checkpointing_disable()
+        notes = [attachment.runner.note for attachment in handle._attachments]
+        torch.manual_seed(0)
+        with counted_ops() as ops:
+            loss = model(**models.batch(name)).loss
+        ours = {op: count for op, count in ops.items() if op.startswith("recompute.")}
+        loss.backward()
+        return notes, ours, [loss.detach(), *(each.grad for each in model.parameters() if each.grad is not None)]
 
-
-def test_checkpointing_that_is_switched_leaves_layers_their_kernels() -> None:
-    model, plain = make(), make()
-    model.gradient_checkpointing_enable()
-    recompute.apply(model, POLICY)
-    model.gradient_checkpointing_disable()
-    always = make()
-    recompute.apply(always, POLICY)
-    counts = []
-    for each in (model, always):
-        with Ops() as ops:
-            found = gradients(each)
-        counts.append(ops.counts)
-        torch.testing.assert_close(found, gradients(plain))
-    assert counts[0] == counts[1]
+    (off, ops, found), (on, *_, checkpointed), (switched, ops_switched, _) = (
+        noted(*each) for each in ((False, False), (True, True), (True, False))
+    )
+    assert any("kernel: " in note for note in off)
+    assert off == on == switched
+    assert ops == ops_switched
+    torch.testing.assert_close(checkpointed, found)
 
 
 def test_a_checkpoint_of_ours_runs_around_kernels() -> None:
@@ -366,53 +391,69 @@ def test_a_checkpoint_of_ours_runs_around_kernels() -> None:
             super().__init__()
             self.inner = make()
 
-        def forward(self) -> Tensor:
-            return loss_of(self.inner)
+        def forward(self, **batch: Any) -> Any:
+            return self.inner(**batch)
 
-    model, plain = Model(), Model()
-    recompute.apply(model.inner, POLICY)
-    recompute.recompute(policy={"version": 1, "name": "all", "rules": [{"type": "Model", "action": "checkpoint"}]})(
-        Model
-    )
+    model, plain = Model(), make()
+    recompute.apply(model.inner, policy())
+    recompute.recompute(policy={"rules": [{"type": "Model", "action": "checkpoint"}]})(Model)
     for _ in range(3):
-        outcomes = []
-        for each, run in ((model, model), (plain, lambda: loss_of(plain.inner))):
-            each.zero_grad()
-            loss = run()
-            loss.backward()
-            outcomes.append([loss.detach(), *(parameter.grad for parameter in each.parameters())])
-        torch.testing.assert_close(*outcomes)
+        torch.testing.assert_close(*(gradients(each, BATCH_OF_IDS) for each in (model, plain)))
 
 
-def test_generates_the_same_with_a_cache() -> None:
-    model, plain = make().eval(), make().eval()
-    recompute.apply(model, POLICY)
-    found, expected = (each.generate(IDS[:, :4], max_new_tokens=4, do_sample=False) for each in (model, plain))
-    assert torch.equal(found, expected)
+# Memory
+
+ROW, LSE = TOKENS * HIDDEN * 4, TOKENS * SHAPE["num_attention_heads"] * 4
+ANGLES = 2 * LENGTH * SHAPE["head_dim"] * 4
+SAVED = 4 * ROW + TOKENS * 4 * (2 * SHAPE["num_key_value_heads"] * SHAPE["head_dim"] + 2 * INTERMEDIATE) + LSE
+"""A layer's input, q, attention's output and the stream after it; k and v; gate and up; attention's logarithms."""
 
 
-def test_functional_transforms_see_the_plain_model() -> None:
+@pytest.mark.parametrize(
+    ("options", "layer"),
+    [
+        pytest.param({"rerun": "gemm"}, 2 * ROW + LSE, id="gemm"),  # its input, and what attention gives
+        pytest.param(TAPES["everything"], ROW, id="everything", marks=pytest.mark.slow),
+        # What the kernels save, but for roots a row, which are the norm's whose output is made again anyway.
+        pytest.param({"price": 0}, SAVED, id="to the last byte"),
+        pytest.param({"keep": "gemm"}, SAVED, id="GEMMs kept"),  # some are thin here
+    ],
+)
+def test_a_layer_holds_these_bytes_and_goes_on_to_as_captured_code(options: dict[str, Any], layer: int) -> None:
+    embeddings = torch.randn(BATCH, LENGTH, HIDDEN, requires_grad=True)
+
+    def run(model: nn.Module) -> Tensor:
+        return model.model(inputs_embeds=embeddings, use_cache=False).last_hidden_state
+
     model, plain = make(), make()
-    recompute.apply(model, POLICY)
+    handle = recompute.apply(model, policy(**options))
+    run(model).sum().backward()
+    del plain.model.layers[:]
+    last_norm = held(plain, lambda: run(plain))
+    assert held(model, lambda: run(model)) == LAYERS * layer + ANGLES + last_norm
+    assert {plan.kept_nbytes for plan in handle.plans().values()} == {layer + ANGLES}
+    for _ in range(8):
+        torch.autograd.backward(output := run(model), torch.ones_like(output))
+    storages: dict[int, int] = {}
+    with counting(storages) as count:
+        output = run(model)
+    assert count() == LAYERS
+    alive = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    assert sum(nbytes for key, nbytes in storages.items() if key not in alive) == LAYERS * layer + ANGLES
+    del output
 
-    def loss(parameters: dict[str, Tensor], each: nn.Module) -> Tensor:
-        arguments = {"input_ids": IDS, "labels": IDS, "use_cache": False}
-        return torch.func.functional_call(each, parameters, (), arguments).loss
 
-    found, expected = (
-        torch.func.grad(loss)({name: p.detach() for name, p in each.named_parameters()}, each)
-        for each in (model, plain)
-    )
-    torch.testing.assert_close(found, expected)
-
-
-def test_weights_that_are_swapped_in_for_a_call_are_the_ones_used() -> None:
-    model, plain = make(), make()
-    recompute.apply(model, POLICY)
-    gradients(model)
-    other = {name: p.detach() * 1.1 for name, p in plain.named_parameters()}
-    arguments = {"input_ids": IDS, "labels": IDS, "use_cache": False}
-    for _ in range(2):
-        found, expected = (torch.func.functional_call(each, other, (), arguments).loss for each in (model, plain))
-        torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(gradients(model), gradients(plain))
+@pytest.mark.parametrize("way", by_default(WAYS, "on a tape", "captured"))
+def test_memory_is_freed_without_garbage_collection(way: dict[str, Any]) -> None:
+    model, _ = run_in(way, make)
+    gc.collect()
+    gc.disable()
+    try:
+        counts = []
+        for _ in range(3):
+            gradients(model, BATCH_OF_IDS)
+            model(**BATCH_OF_IDS, use_cache=False)  # whose graph never runs backward
+            counts.append(sum(issubclass(type(each), Tensor) for each in gc.get_objects()))
+    finally:
+        gc.enable()
+    assert len(set(counts)) == 1

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-import gc
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import models
 import pytest
 import torch
-from models import BATCH, HIDDEN, LENGTH, SHAPE, held
+from layer_testing import EVERYTHING, TAPES, gradients, policy
+from models import BATCH, HIDDEN, LENGTH, SHAPE
 from tiers import by_default, slow
 from tiny import assert_same, counted_ops, decoder, rule, rules, token_ids
 from torch import Tensor, nn
@@ -20,38 +18,13 @@ from transformers import LlamaConfig
 
 import recompute
 from recompute.engine.cut.frontier import Point, finer_frontier, frontier
-from recompute.errors import PolicyError
 from recompute.estimation.build_model import build, build_fake
-from recompute.substitution.lazy_logits import LazyLogits
 
 TOKENS = BATCH * LENGTH
 LAYERS = 1
 """Of most models. Where two have something to do with each other, there are two."""
-EVERYTHING = ["gemm", "convolution", "attention"]
 ROW, LSE = TOKENS * HIDDEN * 4, TOKENS * SHAPE["num_attention_heads"] * 4
 ANGLES = 2 * LENGTH * SHAPE["head_dim"] * 4
-OPTIONS: dict[str, dict[str, Any]] = {
-    "gemm": {"rerun": "gemm"},
-    "gemm, to the last byte": {"rerun": "gemm", "price": 0},
-    "everything": {"rerun": EVERYTHING, "price": 0},
-    "nothing": {"price": 1e18},
-    "an op kept": {"rerun": "gemm", "keep": "aten.mm"},
-    "a kernel kept": {"rerun": "gemm", "keep": "recompute.glu_forward"},
-    "a limit": {"rerun": EVERYTHING, "hold": "96KiB"},
-}
-
-
-def policy(via: str = "kernel", **options: Any) -> dict[str, Any]:
-    return rules(rule(["*DecoderLayer"], "recompute", via=via, **options))
-
-
-def gradients(model: nn.Module, batch: Mapping[str, Tensor], autocast: bool = False) -> list[Tensor]:
-    model.zero_grad()
-    torch.manual_seed(0)
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        loss = model(**batch, use_cache=False).loss
-    loss.backward()
-    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
 def three_steps(name: str, given: dict[str, Any], **options: Any) -> list[list[Tensor]]:
@@ -59,32 +32,6 @@ def three_steps(name: str, given: dict[str, Any], **options: Any) -> list[list[T
     model = models.make(name, **options)
     recompute.apply(model, given)
     return [gradients(model, models.batch(name)) for _ in range(3)]
-
-
-@pytest.mark.parametrize("dtype", by_default({"float32": torch.float32, "bfloat16": torch.bfloat16}, "bfloat16"))
-@pytest.mark.parametrize(
-    "name",
-    by_default(["llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "mixtral", "qwen3_moe"], "llama"),
-)
-@pytest.mark.parametrize("options", by_default(OPTIONS, "everything"))
-def test_gradients_are_those_of_the_kernels_alone(name: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
-    assert_same(three_steps(name, policy(**options), dtype=dtype), of_the_kernels_alone(name, dtype))
-
-
-@functools.cache
-def of_the_kernels_alone(name: str, dtype: torch.dtype) -> list[list[Tensor]]:
-    return three_steps(name, policy(), dtype=dtype)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", by_default(OPTIONS, "everything"))
-def test_gradients_under_autocast_are_those_of_the_kernels_alone(options: dict[str, Any]) -> None:
-    outcomes = []
-    for given in (policy(), policy(**options)):
-        model = models.make("llama", num_hidden_layers=LAYERS)
-        recompute.apply(model, given)
-        outcomes.append([gradients(model, models.batch("llama"), autocast=True) for _ in range(3)])
-    assert_same(*outcomes)
 
 
 def test_what_triton_ran_comes_back_from_triton(device: str) -> None:
@@ -96,34 +43,6 @@ def test_what_triton_ran_comes_back_from_triton(device: str) -> None:
         outcomes.append([gradients(model, batch) for _ in range(2)])
     assert_same(*outcomes)
     assert handle.plans()["model.layers.0"].dropped_nbytes > 0
-
-
-@pytest.mark.parametrize(
-    ("options", "layer"),
-    [
-        pytest.param({"rerun": "gemm"}, 2 * ROW + LSE, id="gemm"),  # its input, and what attention gives
-        pytest.param({"rerun": EVERYTHING, "price": 0}, ROW, id="everything", marks=pytest.mark.slow),
-        # What the kernels save, but for roots a row, which are the norm's whose output is made again anyway.
-        pytest.param({"price": 0}, None, id="to the last byte"),
-    ],
-)
-def test_a_layer_holds_these_bytes(options: dict[str, Any], layer: int | None) -> None:
-    kv = SHAPE["num_key_value_heads"] * SHAPE["head_dim"]
-    if layer is None:
-        layer = 4 * ROW + TOKENS * 4 * (2 * kv + 2 * SHAPE["intermediate_size"]) + LSE
-    model = models.make("llama", num_hidden_layers=LAYERS)
-    handle = recompute.apply(model, policy(**options))
-    embeddings = torch.randn(BATCH, LENGTH, HIDDEN, requires_grad=True)
-
-    def run() -> Tensor:
-        return model.model(inputs_embeds=embeddings, use_cache=False).last_hidden_state
-
-    run()
-    plain = models.make("llama", num_hidden_layers=LAYERS)
-    del plain.model.layers[:]
-    last_norm = held(plain, lambda: plain.model(inputs_embeds=embeddings, use_cache=False).last_hidden_state)
-    assert held(model, run) == LAYERS * layer + ANGLES + last_norm
-    assert {plan.kept_nbytes for plan in handle.plans().values()} == {layer + ANGLES}
 
 
 def test_backward_runs_six_of_seven_gemms_again() -> None:
@@ -249,14 +168,6 @@ def test_a_rule_around_layers_takes_their_kernels_onto_its_tape() -> None:
     assert_same(three_steps("llama", rules({**around, "rerun": EVERYTHING, "price": 0})), expected)
 
 
-def test_a_head_makes_no_logits_on_a_tape_either() -> None:
-    model, plain = models.make("llama", num_hidden_layers=LAYERS), models.make("llama", num_hidden_layers=LAYERS)
-    recompute.apply(model, rules({"match": "lm_head", "action": "recompute", "via": "kernel", "rerun": "gemm"}))
-    output = model(**models.batch("llama"))
-    assert type(output.logits) is LazyLogits
-    torch.testing.assert_close(output.loss, plain(**models.batch("llama")).loss)
-
-
 class Named(nn.Module):
     """A TinyDecoder's attention that names what it gives."""
 
@@ -285,7 +196,7 @@ def test_what_is_kept_by_name_is_not_made_again() -> None:
     assert reruns[False] == reruns[True] + 1  # attention's output projection
 
 
-@pytest.mark.parametrize("options", by_default(OPTIONS, "everything"))
+@pytest.mark.parametrize("options", by_default(TAPES, "everything"))
 def test_further_backwards_and_second_derivatives(options: dict[str, Any]) -> None:
     outcomes = []
     for given in (policy(), policy(**options)):
@@ -316,44 +227,6 @@ def test_every_regenerated_tensor_is_the_dropped_one(name: str, monkeypatch: pyt
     three_steps(name, policy(rerun=EVERYTHING, price=0))
 
 
-def test_without_gradients_or_training_kernels_run_as_without_a_tape() -> None:
-    model, alone = models.make("llama", num_hidden_layers=LAYERS), models.make("llama", num_hidden_layers=LAYERS)
-    handle = recompute.apply(model, policy(rerun="gemm"))
-    recompute.apply(alone, policy())
-    batch = models.batch("llama")
-    for run in (torch.no_grad(), torch.inference_mode()):
-        with run:
-            assert torch.equal(model(**batch).logits, alone(**batch).logits)
-    assert torch.equal(model.eval()(**batch).logits, alone.eval()(**batch).logits)
-    assert handle.plans() == {}
-
-
-@pytest.mark.slow
-def test_frozen_weights_get_no_gradient_and_others_theirs() -> None:
-    outcomes = []
-    for given in (policy(), policy(rerun=EVERYTHING, price=0)):
-        model = models.make("llama")
-        recompute.apply(model, given)
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_("layers.1.mlp" in name or "k_proj" in name)
-        outcomes.append([gradients(model, models.batch("llama")) for _ in range(3)])
-    assert len(outcomes[0][0]) == 1 + models.LAYERS + 3
-    assert_same(*outcomes)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("reentrant", [False, *slow(True)])
-def test_torchs_checkpoint_around_drops_everything_anyway(reentrant: bool) -> None:
-    outcomes = []
-    for given in (policy(), policy(rerun="gemm")):
-        model = models.make("llama", num_hidden_layers=LAYERS)
-        recompute.apply(model, given)
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        model.enable_input_require_grads()
-        outcomes.append([gradients(model, models.batch("llama")) for _ in range(3)])
-    assert_same(*outcomes)
-
-
 @pytest.mark.slow
 def test_a_checkpoint_inside_runs_as_it_does() -> None:
     class Checkpointed(nn.Module):
@@ -375,41 +248,3 @@ def test_a_checkpoint_inside_runs_as_it_does() -> None:
             model(token_ids()).sum().backward()
         outcomes.append([p.grad for p in model.parameters()])
     assert_same(*outcomes)
-
-
-@pytest.mark.slow
-def test_a_layer_compiles_with_kernels_and_no_tape() -> None:
-    model, plain = models.make("llama", num_hidden_layers=LAYERS), models.make("llama", num_hidden_layers=LAYERS)
-    recompute.apply(model, policy(rerun="gemm"))
-    hidden = torch.randn(BATCH, LENGTH, HIDDEN)
-    positions = model.model.rotary_emb(hidden, torch.arange(LENGTH)[None])
-    layer = torch.compile(model.model.layers[0], backend="aot_eager", fullgraph=True)
-    expected = plain.model.layers[0](hidden, position_embeddings=positions)
-    torch.testing.assert_close(layer(hidden, position_embeddings=positions), expected)
-
-
-def test_memory_goes_by_reference_count() -> None:
-    model = models.make("llama", num_hidden_layers=LAYERS)
-    recompute.apply(model, policy(rerun=EVERYTHING, price=0))
-
-    def count() -> int:
-        model.zero_grad()
-        return sum(issubclass(type(each), Tensor) for each in gc.get_objects())
-
-    for _ in range(8):
-        gradients(model, models.batch("llama"))
-    gc.collect()
-    gc.disable()
-    try:
-        before = count()
-        gradients(model, models.batch("llama"))
-        model(**models.batch("llama"), use_cache=False)  # whose graph never runs backward
-        assert count() == before
-    finally:
-        gc.enable()
-
-
-def test_a_price_that_is_none_is_refused() -> None:
-    with pytest.raises(PolicyError, match=r"rules\[0\].price: expected a number from 0 up"):
-        recompute.apply(decoder(), policy(price=-1))
-    assert recompute.Rule(type="a", action="recompute", price=0).price == 0

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import models
@@ -13,184 +11,19 @@ import pytest
 import torch
 import transformers
 from models import BATCH, HIDDEN, LENGTH, SHAPE, held
+from norm_tables import LAYER_NORMS
 from tiers import by_default, slow
 from tiny import counted_ops, gradients, rule, rules
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn import functional as F
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
-from transformers.models.cohere2.modeling_cohere2 import Cohere2LayerNorm
-from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
-from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
 
 import recompute
 from recompute.errors import PolicyWarning
 from recompute.estimation.cuda_semantics import as_on_cuda
-from recompute.substitution.norm import KernelLayerNorm, find_norm
 
 TOKENS = BATCH * LENGTH
 NORMS = rules(rule("*LayerNorm*", "recompute", via="kernel"))
-
-
-class WithForward(nn.LayerNorm):
-    """A LayerNorm whose forward is given."""
-
-    def __init__(self, forward: Callable[..., Tensor], **options: Any):
-        super().__init__(HIDDEN, **options)
-        self.run = forward
-        self.other = nn.Parameter(torch.ones(HIDDEN + 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.run(self, x)
-
-
-def of_its_weights_shape(self: Any, x: Tensor) -> Tensor:
-    return F.layer_norm(x, self.weight.shape, self.weight, self.bias, 1e-5)
-
-
-def in_float32(self: Any, x: Tensor) -> Tensor:
-    weight = None if self.weight is None else self.weight.float()
-    bias = None if self.bias is None else self.bias.float()
-    return F.layer_norm(x.float(), self.normalized_shape, weight, bias, self.eps).type_as(x)
-
-
-def written_out(self: Any, x: Tensor) -> Tensor:
-    wide = x.to(torch.float32)
-    mean = torch.mean(wide, -1, keepdim=True)
-    scale = torch.rsqrt((wide - mean).pow(2).mean(-1, keepdim=True) + self.eps)
-    return torch.add(torch.mul(scale * torch.sub(wide, mean), self.weight.float()), self.bias.float()).to(x.dtype)
-
-
-FOUND: dict[str, tuple[nn.Module, KernelLayerNorm]] = {
-    "torch": (nn.LayerNorm(HIDDEN, 1e-3), KernelLayerNorm("weight", "bias", 1e-3, HIDDEN, True)),
-    "torch, no bias": (nn.LayerNorm(HIDDEN, bias=False), KernelLayerNorm("weight", None, 1e-5, HIDDEN, True)),
-    "torch, no affine": (
-        nn.LayerNorm(HIDDEN, elementwise_affine=False),
-        KernelLayerNorm(None, None, 1e-5, HIDDEN, True),
-    ),
-    "of its weight's shape": (
-        WithForward(of_its_weights_shape),
-        KernelLayerNorm("weight", "bias", 1e-5, HIDDEN, True),
-    ),
-    "in float32": (WithForward(in_float32, eps=0.5), KernelLayerNorm("weight", "bias", 0.5, HIDDEN, False)),
-    "in float32, no bias": (
-        WithForward(in_float32, bias=False),
-        KernelLayerNorm("weight", None, 1e-5, HIDDEN, False),
-    ),
-    "written out": (WithForward(written_out), KernelLayerNorm("weight", "bias", 1e-5, None, False)),
-    "Cohere": (CohereLayerNorm(HIDDEN, 1e-3), KernelLayerNorm("weight", None, 1e-3, None, False)),
-    "Cohere 2": (Cohere2LayerNorm(HIDDEN), KernelLayerNorm("weight", None, 1e-5, None, False)),
-    "OLMo": (OlmoLayerNorm(HIDDEN), KernelLayerNorm(None, None, 1e-5, HIDDEN, False)),
-}
-each_found = pytest.mark.parametrize(("module", "norm"), FOUND.values(), ids=FOUND)
-
-
-@each_found
-def test_finds_the_norms_there_are(module: nn.Module, norm: KernelLayerNorm) -> None:
-    assert find_norm(module) == norm
-    assert find_norm(copy.deepcopy(module).eval()) == norm
-
-
-@pytest.mark.parametrize("dtype", [*slow(torch.float32), torch.bfloat16])
-@each_found
-def test_the_kernel_gives_what_the_norm_gives(module: nn.Module, norm: KernelLayerNorm, dtype: torch.dtype) -> None:
-    module = copy.deepcopy(module).to(dtype)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter += torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * 0.3
-    stand_in = copy.deepcopy(module)
-    handle = recompute.apply(stand_in, rules(rule(type(module).__name__, "recompute", via="kernel")))
-    assert "kernel: layer_norm" in handle.explain(wide=True)
-    x, dy = torch.randn(2, 5, 3, HIDDEN, generator=torch.Generator().manual_seed(0)).to(dtype)
-
-    def results(module: nn.Module, x: Tensor) -> list[Tensor]:
-        return gradients(lambda x: module(x) * dy, x)
-
-    exact = results(copy.deepcopy(module).double(), x.double())
-    for value, peer, truth in zip(results(stand_in, x), results(module, x), exact, strict=True):
-        assert value.dtype is peer.dtype
-        error, eagers = ((each.double() - truth).norm() for each in (value, peer))
-        # OLMo's and others' doubles are rounded to float32 on their way.
-        assert error <= 1.05 * eagers + 2**-20 * truth.norm()
-
-
-def mean_in_low_precision(self: Any, x: Tensor) -> Tensor:
-    return written_out(self, x - x.mean(-1, keepdim=True))
-
-
-def by_deviation(self: Any, x: Tensor) -> Tensor:
-    return self.weight * (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + self.eps) + self.bias
-
-
-def bias_after_rounding(self: Any, x: Tensor) -> Tensor:
-    return in_float32(self, x) + self.bias
-
-
-def weight_from_zero(self: Any, x: Tensor) -> Tensor:
-    return F.layer_norm(x, self.normalized_shape, self.weight + 1, self.bias, self.eps)
-
-
-def of_another_shape(self: Any, x: Tensor) -> Tensor:
-    return F.layer_norm(x, self.other.shape, self.weight, self.bias, self.eps)
-
-
-def over_two_dimensions(self: Any, x: Tensor) -> Tensor:
-    return F.layer_norm(x, (2, HIDDEN), None, None, self.eps)
-
-
-def of_something_else(self: Any, x: Tensor) -> Tensor:
-    return F.layer_norm(x * 2, self.normalized_shape, self.weight, self.bias, self.eps)
-
-
-def in_double_precision(self: Any, x: Tensor) -> Tensor:
-    return F.layer_norm(x.double(), self.normalized_shape, None, None, self.eps).type_as(x)
-
-
-def cast_and_not_back(self: Any, x: Tensor) -> Tensor:
-    return F.layer_norm(x.float(), self.normalized_shape, None, None, self.eps)
-
-
-def parameters_as_they_are(self: Any, x: Tensor) -> Tensor:
-    return F.layer_norm(x.float(), self.normalized_shape, self.weight, self.bias, self.eps).type_as(x)
-
-
-def difference_the_other_way(self: Any, x: Tensor) -> Tensor:
-    wide = x.to(torch.float32)
-    mean = wide.mean(-1, keepdim=True)
-    h = (mean - wide) * torch.rsqrt((wide - mean).pow(2).mean(-1, keepdim=True) + self.eps)
-    return (h * self.weight.float()).to(x.dtype)
-
-
-def uncentered_variance(self: Any, x: Tensor) -> Tensor:
-    wide = x.to(torch.float32)
-    h = (wide - wide.mean(-1, keepdim=True)) * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-    return (h * self.weight.float()).to(x.dtype)
-
-
-MISSES = [
-    mean_in_low_precision,
-    by_deviation,
-    bias_after_rounding,
-    weight_from_zero,
-    of_another_shape,
-    over_two_dimensions,
-    of_something_else,
-    in_double_precision,
-    cast_and_not_back,
-    parameters_as_they_are,
-    difference_the_other_way,
-    uncentered_variance,
-]
-
-
-@pytest.mark.parametrize("forward", MISSES)
-def test_what_is_nearly_a_layer_norm_is_none(forward: Callable[..., Tensor]) -> None:
-    assert find_norm(WithForward(forward)) is None
-
-
-def test_a_norm_that_computes_more_is_none() -> None:
-    assert find_norm(NemotronLayerNorm1P(HIDDEN)) is None
-    assert find_norm(nn.LayerNorm((2, HIDDEN))) is None
 
 
 def stood_in(module: nn.Module) -> nn.Module:
@@ -229,7 +62,7 @@ def test_a_weight_for_each_head_is_broadcast_by_the_module() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["torch", *slow("in float32"), "Cohere", *slow("OLMo")])
 def test_dtypes_under_the_autocast_of_cuda(kind: str, dtype: torch.dtype, x_dtype: torch.dtype) -> None:
-    module = copy.deepcopy(FOUND[kind][0]).to(dtype)
+    module = copy.deepcopy(LAYER_NORMS[kind][0]).to(dtype)
     stand_in = stood_in(module)
     with FakeTensorMode(allow_non_fake_inputs=True), as_on_cuda(autocast=torch.bfloat16):
         x = torch.empty(5, HIDDEN, dtype=x_dtype)
@@ -244,7 +77,7 @@ def test_dtypes_under_the_autocast_of_cuda(kind: str, dtype: torch.dtype, x_dtyp
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["torch", "in float32", "Cohere", "OLMo"])
 def test_autocast_casts_as_it_does_without_a_policy(kind: str, dtype: torch.dtype, x_dtype: torch.dtype) -> None:
-    module = copy.deepcopy(FOUND[kind][0]).to("cuda", dtype)
+    module = copy.deepcopy(LAYER_NORMS[kind][0]).to("cuda", dtype)
     x = torch.randn(5, HIDDEN, device="cuda", dtype=x_dtype)
     with torch.autocast("cuda", torch.bfloat16):
         found, expected = gradients(stood_in(module), x), gradients(module, x)
@@ -306,103 +139,3 @@ def test_a_norms_output_that_a_linear_saves_is_dropped() -> None:
     assert held(model, lambda: model(x)) == 2 * x.nbytes + 2 * TOKENS * 4
     assert handle.stats().dropped_nbytes == x.nbytes
     torch.testing.assert_close(gradients(model, x), gradients(plain, x))
-
-
-@pytest.mark.slow
-def test_a_block_on_a_tape_has_its_norms_computed_by_kernels() -> None:
-    """And holds what it holds by hooks."""
-    batch, counts, kept, outcomes = batch_of("gpt2"), {}, {}, {}
-    for name, options in {"hook": {}, "kernel": {}, "tape": {"capture": False}}.items():
-        via = "hook" if name == "hook" else "kernel"
-        model = make("gpt2", activation_function="tanh")
-        handle = recompute.apply(model, rules(rule(["GPT2Block", "LayerNorm"], "recompute", via=via, **options)))
-        for _ in range(4):
-            outcome(model, batch)
-        with counted_ops() as ops:
-            outcome(model, batch)
-        counts[name], kept[name] = Counter(ops), handle.plans()["transformer.h.0"].kept_nbytes
-        outcomes[name] = outcome(model, batch)
-        assert ("kernel: layer_norm" in handle.explain(wide=True)) is (via == "kernel")
-        assert ("transformer.h.*: 2 of 2 run as captured code" in handle.explain(wide=True)) is (name != "tape")
-    assert counts["kernel"]["recompute.layer_norm_backward"] == counts["hook"]["aten.native_layer_norm_backward"] == 5
-    assert "aten.native_layer_norm" not in counts["kernel"]
-    assert kept["kernel"] == kept["tape"] == kept["hook"]
-    assert all(map(torch.equal, outcomes["kernel"], outcomes["tape"]))
-    torch.testing.assert_close(outcomes["kernel"], outcomes["hook"])
-
-
-LAYERS = ["olmo", "stablelm"]
-LAYER_RULES = rules(rule(["*DecoderLayer", "*LayerNorm"], "recompute", via="kernel"))
-
-
-def adapt(layer: nn.Module) -> None:
-    layer.mlp.down_proj = nn.Sequential(layer.mlp.down_proj, nn.Linear(HIDDEN, HIDDEN))
-
-
-def hook(layer: nn.Module) -> None:
-    layer.post_attention_layernorm.register_forward_hook(lambda module, args, output: output * 1.5)
-
-
-def rms(layer: nn.Module) -> None:
-    layer.input_layernorm = nn.RMSNorm(HIDDEN, eps=1e-5)
-
-
-@pytest.mark.parametrize("change", [adapt, *slow(hook, rms)])
-def test_what_comes_after_the_policy_is_not_passed_over(change: Callable[[nn.Module], None]) -> None:
-    model, plain = make("olmo"), make("olmo")
-    recompute.apply(model, LAYER_RULES)
-    for each in (model, plain):
-        torch.manual_seed(0)
-        for layer in each.model.layers:
-            change(layer)
-    for _ in range(2):
-        torch.testing.assert_close(outcome(model, batch_of("olmo")), outcome(plain, batch_of("olmo")))
-
-
-@pytest.mark.slow
-def test_autocast_casts_layers_as_it_does_without_a_policy() -> None:
-    model, plain = make("stablelm"), make("stablelm")
-    recompute.apply(model, LAYER_RULES)
-    outcomes = []
-    for each in (model, plain):
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = each(**batch_of("stablelm")).loss
-        loss.backward()
-        outcomes.append([loss.detach(), *(p.grad for p in each.parameters())])
-    found, expected = outcomes
-    assert [value.dtype for value in found] == [value.dtype for value in expected]
-    for value, other in zip(found, expected, strict=True):
-        assert (value - other).norm() <= 0.05 * other.norm() + 1e-6
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*LAYERS[:1], *slow(*LAYERS[1:])])
-def test_a_tape_around_gives_the_bits_of_the_kernels_alone(name: str) -> None:
-    outcomes = []
-    for options in ({}, {"rerun": ["gemm", "attention"], "price": 0}):
-        model = make(name)
-        given = rules(rule(["*DecoderLayer", "*LayerNorm"], "recompute", via="kernel", **options))
-        handle = recompute.apply(model, given)
-        outcomes.append([outcome(model, batch_of(name)) for _ in range(3)])
-    assert handle.plans()["model.layers.0"].dropped_nbytes > 0
-    for found, expected in zip(*outcomes, strict=True):
-        assert all(map(torch.equal, found, expected))
-
-
-def test_the_mlp_of_a_whole_layer_runs_over_some_tokens_at_a_time_if_a_rule_says_so() -> None:
-    model, plain = make("olmo"), make("olmo")
-    given = rules(rule(["*DecoderLayer", "*LayerNorm"], "recompute", via="kernel", tile=8))
-    handle = recompute.apply(model, given)
-    assert "kernel: gated_mlp (silu), 8 tokens at a time" in handle.explain(wide=True)
-    torch.testing.assert_close(outcome(model, batch_of("olmo")), outcome(plain, batch_of("olmo")))
-
-
-@pytest.mark.slow
-def test_a_layer_compiles_with_kernels_in_its_place() -> None:
-    model, plain = make("olmo"), make("olmo")
-    recompute.apply(model, LAYER_RULES)
-    hidden = torch.randn(BATCH, LENGTH, HIDDEN)
-    positions = model.model.rotary_emb(hidden, torch.arange(LENGTH)[None])
-    layer = torch.compile(model.model.layers[0], backend="aot_eager", fullgraph=True)
-    expected = plain.model.layers[0](hidden, position_embeddings=positions)
-    torch.testing.assert_close(layer(hidden, position_embeddings=positions), expected)
