@@ -25,7 +25,8 @@ from recompute.estimation.layer_extrapolation import Growth, extrapolated_step
 from recompute.estimation.layer_stacks import find_stacks
 from recompute.estimation.model_and_batch import ModelAndBatch
 from recompute.estimation.module_tracker import LOSS, parameter_shapes, pattern_of, unit_of
-from recompute.estimation.simulation import SimulatedStep, Surroundings, optimizer_peak_nbytes, run_forward, simulate
+from recompute.estimation.optimizer_step import optimizer_peak_nbytes
+from recompute.estimation.simulation import SimulatedStep, Surroundings, run_forward, simulate
 from recompute.estimation.static_memory import (
     DTYPE_RECIPES,
     OPTIMIZERS,
@@ -226,14 +227,14 @@ class ModelEstimator:
                 handle.remove()
 
     def _optimizer_peak(self, options: EstimateOptions) -> int:
-        recipe = DTYPE_RECIPES[options.dtype]
-        make = _MAKERS[options.optimizer]
+        recipe, kind = DTYPE_RECIPES[options.dtype], OPTIMIZERS[options.optimizer]
         shapes = tuple(shard_shapes(self._parameters, options.sharding, options.devices))
         key = options.optimizer, shapes, recipe
         if key not in self._optimizer_peaks:
             dtype = torch.float32 if recipe.state == 4 else torch.bfloat16
             peak = 0
-            if make is not None:
+            if kind.torch_class and not kind.options.get("fused"):  # those are one kernel, in place
+                make = partial(getattr(torch.optim, kind.torch_class), **kind.options)
                 peak = optimizer_peak_nbytes(make, shapes, dtype)
             if recipe.master:  # the gradients once more, in the dtype of the master weights
                 peak += sum(torch.Size(shape).numel() for shape in shapes) * recipe.master
@@ -295,16 +296,6 @@ def _without_captured_code(policy: Policy) -> Policy:
 def _learns(rule: Rule) -> bool:
     """Whether a second forward may hold less than the first."""
     return meaning_of(rule).mechanism in (Mechanism.TAPE, Mechanism.CHECKPOINT)
-
-
-_MAKERS: Mapping[str, Callable[[list[Tensor]], torch.optim.Optimizer] | None] = {
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, foreach=True),
-    "adamw-fused": None,  # one kernel for all parameters, in place
-    "adamw-loop": lambda parameters: torch.optim.AdamW(parameters, foreach=False),
-    "adamw-8bit": None,  # one kernel a parameter, in place
-    "sgd": lambda parameters: torch.optim.SGD(parameters, foreach=True),
-    "sgd-momentum": lambda parameters: torch.optim.SGD(parameters, momentum=0.9, foreach=True),
-}
 
 
 def by_module(held: Mapping[str, int]) -> tuple[ModuleActivations, ...]:
