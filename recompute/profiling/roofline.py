@@ -25,6 +25,7 @@ from recompute.estimation.cuda_semantics import as_on_cuda
 from recompute.estimation.factories import describe
 from recompute.estimation.fake_tensors import fake_batch, fake_copy
 from recompute.estimation.gpus import Gpu, find_gpu
+from recompute.estimation.layer_stacks import shortened
 from recompute.estimation.optimizer_step import simulate_optimizer
 from recompute.estimation.static_memory import check_sharding
 from recompute.estimation.storage_tracker import BLOCK_NBYTES, StorageTrace
@@ -33,7 +34,7 @@ from recompute.profiling.cost_table import HostLink, Profile
 from recompute.profiling.dry_run import DryRun, OptimizerFactory, nbytes_of
 from recompute.profiling.measure_regions import Progress, measure_regions
 from recompute.profiling.model_run import Loss, arguments_of, named
-from recompute.profiling.repeated_layers import continued, representative, shortened
+from recompute.profiling.repeated_layers import continued, representative
 from recompute.profiling.shards import Shards
 from recompute.profiling.step_trace import StepTrace
 from recompute.substitution.formulas import looking_once
@@ -131,11 +132,11 @@ def _table(
     """The fields of a profile that training steps measure. Of layers that are alike, only a few run."""
     if progress is not None:
         progress("looking for layers that are alike", 0, 0)
-    repeated = representative(run, match)
+    stacks = representative(run, match)
     layers = {entry.path: entry.layer for entry in module_entries(run.model, "")[0]}
-    with shortened(repeated):
+    with shortened(stacks, "few"):
         table = measure_regions(run, match, kernels, 1, progress, may_offload, compress)
-    return {**table, "places": tuple(continued(table["places"], repeated, layers))}
+    return {**table, "places": tuple(continued(table["places"], stacks, layers))}
 
 
 @dataclass(frozen=True, kw_only=True)
