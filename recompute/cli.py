@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from recompute.policy.rules import Policy
 
 _INTERRUPTED = 130  # what a shell reports of a program that Ctrl-C ended
-_UNLIMITED = 1000  # columns, where no terminal wraps the table
 
 
 class _Commands(TyperGroup):
@@ -212,7 +211,7 @@ def ablate(
 
         command = shlex.join(["recompute", *sys.argv[1:]])
         outcome = request.run(command=command, progress=show, tell=tell, tell_left=show_left)
-    Console(width=None if sys.stdout.isatty() else _UNLIMITED).print(outcome.table)
+    typer.echo(outcome.table)
     if outcome.files:
         typer.echo(f"{_listed(outcome.files)} {'is' if len(outcome.files) == 1 else 'are'} in {out}")
     for problem in outcome.problems:

@@ -148,7 +148,7 @@ def record(experiment: Experiment, model: str, names: Sequence[str], out: str | 
         "machine": describe_machine(experiment.device) | {"recompute": results.package_version()},
         "config": {"model": model, **config},
     }
-    work = partial(RowRecorder.train, trainer=experiment, names=names, facts=experiment.facts)
+    work = partial(RowRecorder.train, ask=experiment.ask, names=names, facts=experiment.facts)
     return RowRecorder(head, None if out is None else user_path(out), work=work)
 
 
