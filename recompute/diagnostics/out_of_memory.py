@@ -27,7 +27,7 @@ from recompute.estimation.estimate_result import ModuleActivations
 from recompute.estimation.fake_tensors import fake_batch, fake_copy
 from recompute.estimation.model_and_batch import ModelAndBatch
 from recompute.estimation.model_estimator import ModelEstimator, by_module
-from recompute.estimation.module_tracker import pattern_of, unit_of
+from recompute.estimation.module_tracker import layer_of, pattern_of
 from recompute.estimation.simulation import SimulatedStep
 from recompute.policy.rules import Policy, Rule
 from recompute.units import humanize
@@ -255,19 +255,18 @@ def _rules(model: nn.Module, estimator: ModelEstimator, step: SimulatedStep) -> 
     """Rules to try: for the layers, for those of their parts that hold most, and for the head."""
     layers: dict[str, dict[str, int]] = {}
     for path, nbytes in step.held.items():
-        unit = unit_of(path)
-        if unit.split(".")[-1].isdigit():
-            parts = layers.setdefault(pattern_of(unit), {})
-            part = path.removeprefix(unit).removeprefix(".").split(".")[0]
+        if layer := layer_of(path):
+            parts = layers.setdefault(pattern_of(layer), {})
+            part = path.removeprefix(layer).removeprefix(".").split(".")[0]
             parts[part] = parts.get(part, 0) + nbytes
-    for layer, parts in layers.items():
+    for pattern, parts in layers.items():
         largest = sorted(filter(None, parts), key=lambda part: -parts[part])[:_PARTS]
-        for glob in (layer, *(f"{layer}.{part}" for part in largest)):
+        for glob in (pattern, *(f"{pattern}.{part}" for part in largest)):
             yield Rule(match=glob, action="recompute")
             yield Rule(match=glob, action="checkpoint")
-        yield Rule(match=layer, action="recompute", offload=True)
-        yield Rule(match=layer, action="checkpoint", offload=True)
-        yield Rule(match=layer, action="recompute", compress=True)
+        yield Rule(match=pattern, action="recompute", offload=True)
+        yield Rule(match=pattern, action="checkpoint", offload=True)
+        yield Rule(match=pattern, action="recompute", compress=True)
     if (head := estimator.head()) is not None:
         yield Rule(match=head, action="recompute", via="kernel")
 

@@ -187,11 +187,9 @@ def sweep_table(estimates: Sequence[tuple[int, int, Estimate]]) -> str:
 
 def sweep_plot(estimates: Sequence[tuple[int, int, Estimate]]) -> Figure:
     """The peak against the sequence length, with a line for each batch size and one for static bytes."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for size in sorted({batch_size for batch_size, _, _ in estimates}):
         points = sorted(

@@ -112,11 +112,20 @@ def _neighbourhoods(kinds: Sequence[int], tells_first: bool) -> list[Neighbourho
     return [(before, kind, after, first.get(kind) == index) for index, (before, kind, after) in enumerate(around)]
 
 
-def structure_of(module: nn.Module) -> Any:
-    """A value that is equal for modules that run the same ops on tensors of the same shapes, as far as can be seen."""
+def structure_of(module: nn.Module, *, numbers_count: bool = True) -> Any:
+    """A value that is equal for modules that run the same ops on tensors of the same shapes, as far as can be seen.
+
+    numbers_count: whether numbers among attributes have to be equal. If not, only their types, and whether a float is
+        0: the index of a layer may have any name.
+    """
+
+    def told(value: Any) -> Any:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        return value if numbers_count or not is_number else (type(value), isinstance(value, float) and bool(value))
+
     plain = (bool, int, float, str, type(None))
     attributes = [
-        (name, value)
+        (name, told(value))
         for name, value in vars(module).items()
         if isinstance(value, plain) and not re.search(r"idx|index|layer_id", name)
     ]
@@ -125,7 +134,10 @@ def structure_of(module: nn.Module) -> Any:
         for name, each in (*module._parameters.items(), *module._buffers.items())
         if each is None or isinstance(each, Tensor)
     ]
-    children = [(name, None if child is None else structure_of(child)) for name, child in module._modules.items()]
+    children = [
+        (name, None if child is None else structure_of(child, numbers_count=numbers_count))
+        for name, child in module._modules.items()
+    ]
     return base_of(module), tuple(attributes), tuple(tensors), tuple(children)
 
 

@@ -24,7 +24,7 @@ from recompute.estimation.fake_tensors import shapes_chosen_in_turn
 from recompute.estimation.layer_extrapolation import Growth, extrapolated_step
 from recompute.estimation.layer_stacks import find_stacks
 from recompute.estimation.model_and_batch import ModelAndBatch
-from recompute.estimation.module_tracker import LOSS, parameter_shapes, pattern_of, unit_of
+from recompute.estimation.module_tracker import LOSS, layer_of, parameter_shapes, pattern_of
 from recompute.estimation.optimizer_step import optimizer_peak_nbytes
 from recompute.estimation.simulation import SimulatedStep, Surroundings, run_forward, simulate
 from recompute.estimation.static_memory import (
@@ -310,9 +310,8 @@ def by_module(held: Mapping[str, int]) -> tuple[ModuleActivations, ...]:
 def _per_layer(held: Mapping[str, int]) -> int:
     layers: dict[str, int] = {}
     for path, nbytes in held.items():
-        unit = unit_of(path)
-        if unit.split(".")[-1].isdigit():
-            layers[unit] = layers.get(unit, 0) + nbytes
+        if layer := layer_of(path):
+            layers[layer] = layers.get(layer, 0) + nbytes
     return max(layers.values(), default=0)
 
 

@@ -205,11 +205,14 @@ def shard_shapes(parameters: Iterable[ParameterShape], sharding: str, devices: i
     all parameters.
     """
     trained = [parameter for parameter in parameters if parameter.trains]
+    return _shards(trained, sharding, devices) if SHARDINGS[sharding].optimizer else [each.shape for each in trained]
+
+
+def _shards(parameters: Sequence[ParameterShape], sharding: str, devices: int) -> list[tuple[int, ...]]:
+    """The shapes of one device's share: under FSDP2 whole rows of each parameter, of which the first has the most."""
     if sharding == "fsdp2":
-        return [(-(-each.shape[0] // devices), *each.shape[1:]) if each.shape else () for each in trained]
-    if SHARDINGS[sharding].optimizer:
-        return [(-(-sum(each.numel for each in trained) // devices),)]
-    return [each.shape for each in trained]
+        return [(-(-each.shape[0] // devices), *each.shape[1:]) if each.shape else () for each in parameters]
+    return [(-(-sum(each.numel for each in parameters) // devices),)]
 
 
 def static_nbytes(
@@ -226,12 +229,9 @@ def static_nbytes(
     """
     divided = SHARDINGS[sharding]
 
-    def held(of: Iterable[ParameterShape], is_divided: bool) -> list[int]:
-        if not is_divided:
-            return [each.numel for each in of]
-        if sharding == "fsdp2":  # whole rows of each parameter: every device has as many as the first
-            return [-(-each.shape[0] // devices) * math.prod(each.shape[1:]) if each.shape else 1 for each in of]
-        return [-(-sum(each.numel for each in of) // devices)]
+    def held(of: Sequence[ParameterShape], is_divided: bool) -> list[int]:
+        shapes = _shards(of, sharding, devices) if is_divided else [each.shape for each in of]
+        return [math.prod(shape) for shape in shapes]
 
     trained = [each for each in parameters if each.trains]
     counts = held(trained, divided.optimizer)

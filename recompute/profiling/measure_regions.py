@@ -7,7 +7,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -67,7 +67,7 @@ def measure_regions(
 
     may_offload: find out, too, which tensors each way holds that may leave the device.
     """
-    report = progress or _silent
+    report = progress or (lambda what, done, total: None)
     report("looking at what runs", 0, 0)
     with _complains_of_memory(run.model):
         layout = discover_layout(run, match, kernels=kernels, compress=compress)
@@ -76,10 +76,6 @@ def measure_regions(
     measuring.run_all()
     of_microbatches = {"microbatch_nbytes": run.microbatch_nbytes, "output_nbytes": run.output_nbytes}
     return {"static_nbytes": static_nbytes, **of_microbatches, **measuring.table()}
-
-
-def _silent(what: str, done: int, total: int) -> None:
-    pass
 
 
 @contextmanager
@@ -102,17 +98,6 @@ class _Placement(NamedTuple):
 
     candidate: Candidate
     places: tuple[int, ...]
-
-
-class _PlaceBytes(NamedTuple):
-    """The bytes of a part of a step, above what was alive when its forward began."""
-
-    held: int
-    forward_peak: int
-    backward_peak: int
-    """Counts the gradients, too, that backward of the later parts has left behind."""
-    is_settled: bool
-    """Whether the region before it ran in the same way. At the border of two ways, bytes may count for either."""
 
 
 @dataclass
@@ -148,7 +133,7 @@ class _RegionMeasurer:
 
         Returns the bytes that are alive between steps.
         """
-        ranked = {id(kind): sorted(kind.candidates, key=_nbytes) for kind in self.layout.kinds}
+        ranked = {id(kind): sorted(kind.candidates, key=lambda one: one.predicted_nbytes) for kind in self.layout.kinds}
         tries = max(map(len, ranked.values()))
         for rank in range(tries):
             self.fillers = {key: ways[min(rank, len(ways) - 1)] for key, ways in ranked.items()}
@@ -173,7 +158,8 @@ class _RegionMeasurer:
                 half = len(job) // 2
                 jobs[:0] = [job[:half], job[half:]]
             else:
-                warn(f"profile: {job[0].candidate.name} is left out for {self._names(job[0])}: {failure}")
+                name = self.layout.kinds[job[0].places[-1]].name
+                warn(f"profile: {job[0].candidate.name} is left out for {name}: {failure}")
 
     @property
     def _warmup_steps(self) -> int:
@@ -184,13 +170,7 @@ class _RegionMeasurer:
         """The steps of a job after its warm-up."""
         if self._is_timed_as_counted:
             return self._timed_steps
-        if self.is_slow:
-            return 1 + self._timed_steps
-        return 1 + self._steps_until_captured + 2 * self._timed_steps
-
-    @property
-    def _steps_until_captured(self) -> int:
-        return 0 if self.is_slow else _STEPS_UNTIL_CAPTURED
+        return 2 if self.is_slow else 1 + _STEPS_UNTIL_CAPTURED + 2 * self._timed_steps
 
     @property
     def _timed_steps(self) -> int:
@@ -200,9 +180,6 @@ class _RegionMeasurer:
     def _is_timed_as_counted(self) -> bool:
         """Whether the step whose bytes are counted is timed, too."""
         return self.run.is_calculated or (self.is_slow and self.run.device.type == "cuda")
-
-    def _names(self, placement: _Placement) -> str:
-        return self.layout.kinds[placement.places[-1]].name
 
     def _jobs(self) -> list[list[_Placement]]:
         """Placements, packed into few jobs. Each job is one assignment, in which no place has two placements."""
@@ -275,7 +252,7 @@ class _RegionMeasurer:
             clock = self.run.clock() if at_once else None
             counted = self.run.step(regions, memory=self.run.memory_trace(), clock=clock)
             self._tell()
-            for _ in range(0 if at_once else self._steps_until_captured):
+            for _ in range(0 if at_once or self.is_slow else _STEPS_UNTIL_CAPTURED):
                 self._warm_up()
             timed = [counted] if at_once else []
             whole: list[StepTrace] = []
@@ -374,22 +351,27 @@ class _RegionMeasurer:
         )
 
     def _choice(self, kind: RegionKind, candidate: Candidate, gradients: dict[int, int]) -> Choice:
-        samples = list(self._bytes(kind, candidate, gradients))
-        samples = [sample for sample in samples if sample.is_settled] or samples
+        seen = list(self._bytes(kind, candidate, gradients))
+        samples = [part for part, is_settled in seen if is_settled] or [part for part, _ in seen]
         timed = self.seconds_of[id(kind), candidate.name]
         return Choice(
             name=candidate.name,
             rule=None if candidate.rule is None else dict(candidate.rule),
             forward_seconds=statistics.median(part.forward_seconds for part in timed),
             backward_seconds=statistics.median(part.backward_seconds for part in timed),
-            held_nbytes=max(sample.held for sample in samples),
-            forward_peak_nbytes=max(sample.forward_peak for sample in samples),
-            backward_peak_nbytes=max(sample.backward_peak for sample in samples),
+            held_nbytes=max(part.held_nbytes for part in samples),
+            forward_peak_nbytes=max(part.forward_peak_nbytes for part in samples),
+            backward_peak_nbytes=max(part.backward_peak_nbytes for part in samples),
             storages=self.storages_of.get((id(kind), candidate.name), ()),
         )
 
-    def _bytes(self, kind: RegionKind, candidate: Candidate, gradients: dict[int, int]) -> Iterator[_PlaceBytes]:
-        """The bytes at each place, in each step, where the kind ran in that way."""
+    def _bytes(
+        self, kind: RegionKind, candidate: Candidate, gradients: dict[int, int]
+    ) -> Iterator[tuple[StepPart, bool]]:
+        """The part of each step, at each place, where the kind ran in that way.
+
+        With it comes whether the region before it ran in the same way. At a border, bytes may count for either.
+        """
         kinds = self.layout.kinds
         for chosen, trace in self.counted:
             for place, part in enumerate(trace.parts):
@@ -397,7 +379,7 @@ class _RegionMeasurer:
                     above = sum(gradients[id(other)] for other in kinds[place + 1 :])
                     peak = max(0, part.backward_peak_nbytes + _gradients_above(trace, place) - above)
                     is_settled = place > 1 and chosen[place - 1].name == candidate.name
-                    yield _PlaceBytes(part.held_nbytes, part.forward_peak_nbytes, peak, is_settled)
+                    yield replace(part, backward_peak_nbytes=peak), is_settled
 
     def _with_first_input(self, regions: list[RegionCosts], numbers: dict[int, int]) -> RegionCosts:
         """The costs of what runs before the first region.
@@ -440,15 +422,11 @@ class _RegionMeasurer:
         (candidate,) = self.layout.kinds[0].candidates
         found: dict[str, int] = {}
         samples = self._bytes(self.layout.kinds[0], candidate, self._gradients())
-        for (chosen, _), sample in zip(self.counted, samples, strict=True):
+        for (chosen, _), (part, _) in zip(self.counted, samples, strict=True):
             name = chosen[-1].name
-            found[name] = max(found.get(name, 0), sample.backward_peak)
+            found[name] = max(found.get(name, 0), part.backward_peak_nbytes)
         return found
 
 
 def _gradients_above(trace: StepTrace, place: int) -> int:
     return sum(part.gradient_nbytes for part in trace.parts[place + 1 :])
-
-
-def _nbytes(candidate: Candidate) -> int:
-    return candidate.predicted_nbytes

@@ -18,6 +18,7 @@ from recompute.attach.runners import OffloadRunner, TapeRunner
 from recompute.engine.cut.save_plan import SavePlan
 from recompute.engine.reachable_objects import base_of
 from recompute.errors import ModelError, warn
+from recompute.estimation.layer_stacks import structure_of
 from recompute.policy.matching import assign
 from recompute.policy.rules import BLOCK, NO_RULES, Policy, Rule
 from recompute.profiling.candidates import (
@@ -227,9 +228,7 @@ def _plans(run: DryRun, regions: Collection[str], via: str) -> dict[str, SavePla
     with apply(run.model, policy_for(run, dict.fromkeys(regions, rerunning_rule(via)))) as handle:
         run.forward()  # a layer's kernels learn in it which Linears read its norm
         found: dict[str, SavePlan] = {}
-        while (
-            True
-        ):  # where regions of several kinds begin alike, some have taken the plans of others, and have none yet
+        while True:  # where regions of several kinds begin alike, some took the plans of others, and have none yet
             before = len(found)
             run.forward()
             found = {path: plan for path, plan in handle.plans().items() if path in regions}
@@ -269,22 +268,9 @@ def storages_that_may_travel(handle: AppliedPolicy) -> Iterator[tuple[str, tuple
 
 def _likeness(module: nn.Module, plan: SavePlan | None) -> Any:
     """Equal for two modules that run alike."""
-    parts = tuple([(base_of(part), *sorted(_attributes(part))) for part in module.modules()])
-    parameters = tuple([(each.shape, each.dtype, each.requires_grad) for each in module.parameters()])
+    structure = structure_of(module, numbers_count=False)
     if plan is None:
-        return parts, parameters
+        return structure
     steps = tuple([(step.op, step.inputs, step.made, step.reason) for step in plan.steps])
     values = tuple([(*known.layout[:2], known.layout.dtype, known.step, known.slot) for known in plan.facts])
-    return parts, parameters, steps, values, plan.saves
-
-
-def _attributes(module: nn.Module) -> Iterator[tuple[str, str]]:
-    """Attributes that may tell layers with the same ops apart, but not by their indices.
-
-    Of an integer only the type counts, since it may be the index of the layer; of a float also whether it is 0.
-    """
-    for name, value in vars(module).items():
-        if isinstance(value, (bool, str)) or value is None:
-            yield name, repr(value)
-        elif isinstance(value, (int, float)):
-            yield name, type(value).__name__ + (str(bool(value)) if isinstance(value, float) else "")
+    return structure, steps, values, plan.saves
