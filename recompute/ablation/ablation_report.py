@@ -161,13 +161,8 @@ def describe_models(config: Mapping[str, Any]) -> str:
 def _model(source: Any) -> str:
     if isinstance(source, str):
         return source
-    if "model_type" in source:
-        others = ", ".join(f"{key} {value}" for key, value in source.items() if key != "model_type")
-        return f"{source['model_type']} with {others}" if others else source["model_type"]
-    return (
-        f"Llama with {source['layers']} layers, hidden size {source['hidden_size']}, intermediate size "
-        f"{source['intermediate_size']}, {source['heads']} heads and {source['kv_heads']} kv heads"
-    )
+    fields = ", ".join(f"{key} {value}" for key, value in source.items() if key != "model_type")
+    return f"{source.get('model_type', 'Llama')} with {fields}"
 
 
 def _listed(config: Mapping[str, Any], key: str) -> str:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from tabulate import tabulate
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
@@ -23,7 +22,7 @@ from recompute.engine.fake_mode import FakeMode
 from recompute.errors import PolicyWarning, RecomputeError
 from recompute.estimation.attention_choice import Platform
 from recompute.estimation.build_model import without_packing
-from recompute.estimation.estimate_result import ModuleActivations
+from recompute.estimation.estimate_result import ModuleActivations, table
 from recompute.estimation.fake_tensors import fake_batch, fake_copy
 from recompute.estimation.model_and_batch import ModelAndBatch
 from recompute.estimation.model_estimator import ModelEstimator, by_module
@@ -79,18 +78,13 @@ class OutOfMemory:
         held = [
             (each.path or "outside of all modules", each.modules, humanize(each.nbytes)) for each in self.activations
         ]
-        blocks.append(_table(("holds for backward", "modules", "together"), held))
+        blocks.append(table("holds for backward", held, "modules", "together"))
         if self.rules:
             rows = [(each.rule, humanize(each.nbytes)) for each in self.rules]
-            blocks.append(_table(("one of these rules, before any others", "lowers the peak by"), rows))
+            blocks.append(table("one of these rules, before any others", rows, "lowers the peak by"))
         else:
             blocks.append("No rule lowers the peak: a smaller batch, shorter sequences or more devices would.")
         return "\n\n".join(blocks)
-
-
-def _table(headers: tuple[str, ...], rows: list[Any]) -> str:
-    align = ["left", *["right"] * (len(headers) - 1)]
-    return tabulate(rows, headers, colalign=align, disable_numparse=True)
 
 
 @contextmanager

@@ -144,23 +144,25 @@ def _described(estimate: Estimate) -> str:
         logits = f"; logits take up to {humanize(estimate.logits_peak_bytes)}"
     blocks = [
         title,
-        _table("static", [(name, humanize(nbytes)) for name, nbytes in kept]),
-        _table("held after forward", [*held, ("together", "", humanize(estimate.activation_bytes))], "modules"),
+        table("static", [(name, humanize(nbytes)) for name, nbytes in kept]),
+        table("held after forward", [*held, ("together", "", humanize(estimate.activation_bytes))], "modules"),
         f"One layer holds {humanize(estimate.activation_bytes_per_layer)}{logits}.",
-        _table("highest moments", [(name, humanize(nbytes)) for name, nbytes in highest]),
+        table("highest moments", [(name, humanize(nbytes)) for name, nbytes in highest]),
         f"Peak: {peak}, at: {estimate.peak_moment}. Most of it is {estimate.dominates}: "
         + ", ".join(f"{part} {humanize(nbytes)}" for part, nbytes in estimate.parts.items())
         + ".",
     ]
     if estimate.advice:
         lower = [(each.what, humanize(each.saves_nbytes)) for each in estimate.advice]
-        blocks.append(_table("what lowers the peak, by itself", lower, "by"))
+        blocks.append(table("what lowers the peak, by itself", lower, "by"))
     return "\n\n".join(blocks)
 
 
-def _table(title: str, rows: Sequence[tuple[object, ...]], *columns: str) -> str:
-    headers = [title, *columns, *([""] * (len(rows[0]) - 1 - len(columns)))]
-    align = ["left", *["right"] * (len(rows[0]) - 1)]
+def table(title: str, rows: Sequence[tuple[object, ...]], *columns: str) -> str:
+    """Rows as text, with the title above the first column."""
+    width = len(rows[0]) if rows else 1 + len(columns)
+    headers = [title, *columns, *([""] * (width - 1 - len(columns)))]
+    align = ["left", *["right"] * (width - 1)]
     return tabulate(rows, headers, "simple", colalign=align, disable_numparse=True)
 
 

@@ -67,12 +67,11 @@ def roofline(
     """
     gpu = device if isinstance(device, Gpu) else find_gpu(device)
     sharding = check_sharding(sharding, devices)
-    name = type(model).__name__
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
-        raise ModelError(f"expected a model to train; none of {name}'s parameters requires a gradient")
+        raise ModelError(f"expected a model to train; none of {type(model).__name__}'s parameters requires a gradient")
     with (
-        without_packing(name),
+        without_packing(type(model).__name__),
         FakeMode(),
         as_on_cuda(Platform.of(gpu)),
         torch.inference_mode(False),

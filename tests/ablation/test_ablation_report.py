@@ -173,7 +173,7 @@ def test_columns_tell_apart_what_differs_and_nothing_else() -> None:
     ]  # fmt: skip
 
 
-LLAMA = "Llama with 2 layers, hidden size 64, intermediate size 172, 4 heads and 2 kv heads"
+LLAMA = "Llama with hidden_size 64, intermediate_size 172, layers 2, heads 4, kv_heads 2"
 MODELS = {"own": "a.module:make", "q": {"model_type": "qwen3", "hidden_size": 8}, "l": results()["config"]["model"]}
 
 
