@@ -208,7 +208,7 @@ def explain(
     rules = _load_policy(policy, model)
 
     from recompute.attach.explain import WIDTH
-    from recompute.diagnostics.explain_command import explain_policy
+    from recompute.diagnostics.policy_commands import explain_policy
 
     width = max(80, shutil.get_terminal_size().columns) if sys.stdout.isatty() else WIDTH
     asked = {"seq_len": seq_len, "batch_size": batch_size, "dtype": dtype, "device": device}
@@ -277,7 +277,7 @@ def verify(
     """
     rules = _load_policy(policy, model)
 
-    from recompute.diagnostics.verify_command import verify_policy
+    from recompute.diagnostics.policy_commands import verify_policy
 
     asked = {"seq_len": seq_len, "batch_size": batch_size, "dtype": dtype, "device": device}
     try:

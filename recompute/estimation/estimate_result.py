@@ -91,9 +91,7 @@ class Estimate:
         return {
             **vars(self.settings),
             "static_bytes": {
-                "parameters": static.parameters,
-                "gradients": static.gradients,
-                "optimizer": static.optimizer,
+                **vars(static),
                 "buffers": {name: buffer.nbytes for name, buffer in static.buffers.items()},
                 "total": static.total,
             },
