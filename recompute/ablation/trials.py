@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from recompute import counters
@@ -35,6 +34,7 @@ from recompute.diagnostics.comparing_runs import (
 from recompute.estimation.factories import placed
 from recompute.policy.loading import load_policy
 from recompute.policy.meaning import meaning_of
+from recompute.profiling.dry_run import nbytes_of
 
 Progress = Callable[[str, int, int], None]
 """Called after each training step with what is running, the steps done and the steps in all."""
@@ -261,12 +261,11 @@ def _decoder_in(model: nn.Module) -> nn.Module | None:
 def _static_bytes(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """What lives all through training, by the names of a row's fields."""
     parameters = list(model.parameters())
-    tensors: dict[str, list[Any]] = {
-        "parameter_bytes": parameters,
-        "gradient_bytes": [each.grad for each in parameters],
-        "optimizer_bytes": tree_leaves(list(optimizer.state.values())),
+    return {
+        "parameter_bytes": nbytes_of(parameters),
+        "gradient_bytes": nbytes_of([each.grad for each in parameters]),
+        "optimizer_bytes": nbytes_of(list(optimizer.state.values())),
     }
-    return {name: sum(each.nbytes for each in kept if isinstance(each, Tensor)) for name, kept in tensors.items()}
 
 
 def _compared(row: AblationRow, trained: Training, baseline: Baseline, tolerance: float | None) -> AblationRow:

@@ -29,6 +29,7 @@ from recompute.estimation.model_estimator import ModelEstimator, by_module
 from recompute.estimation.module_tracker import layer_of, pattern_of
 from recompute.estimation.simulation import SimulatedStep
 from recompute.policy.rules import Policy, Rule
+from recompute.profiling.dry_run import nbytes_of
 from recompute.units import humanize
 
 logger = logging.getLogger(__name__)
@@ -180,9 +181,9 @@ def _report(model: nn.Module, latest: _Latest, where: str) -> OutOfMemory:
     device = _device(model)
     text = ""
     static = {
-        "parameters": sum(parameter.nbytes for parameter in model.parameters()),
-        "gradients": sum(each.grad.nbytes for each in model.parameters() if each.grad is not None),
-        "buffers": sum(buffer.nbytes for buffer in model.buffers()),
+        "parameters": nbytes_of(list(model.parameters())),
+        "gradients": nbytes_of([each.grad for each in model.parameters()]),
+        "buffers": nbytes_of(list(model.buffers())),
     }
     if device.type == "cuda":
         total = torch.cuda.mem_get_info(device)[1]

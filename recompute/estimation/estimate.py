@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from recompute.errors import EstimateError
-from recompute.estimation.check_paths import names_factory
 from recompute.estimation.estimate_options import EstimateOptions
 from recompute.estimation.estimate_result import Estimate
 from recompute.estimation.gpus import find_gpu
@@ -16,9 +15,7 @@ from recompute.policy.loading import load_policy
 
 if TYPE_CHECKING:
     from recompute.attach.apply import PolicyLike
-    from recompute.estimation.fitting_changes import FittingChanges
     from recompute.estimation.model_estimator import ModelEstimator
-    from recompute.policy.rules import Policy
 
 
 def estimate(
@@ -70,7 +67,7 @@ def estimate(
     several = microbatches, microbatches_in_flight
     options = EstimateOptions(dtype, optimizer, sharding, devices, loss, *several).read()
     loaded = None if policy is None else load_policy(policy)
-    with _estimator(model, options, batch_size, seq_len, batch, gpu) as estimator:
+    with estimator_of(model, options, batch_size, seq_len, batch, gpu) as estimator:
         found = estimator.estimate(options, loaded)
         return replace(found, advice=tuple(estimator.advice(options, loaded, found))) if advise else found
 
@@ -82,9 +79,10 @@ def _check_counts(**numbers: Any) -> None:
 
 
 @contextmanager
-def _estimator(
+def estimator_of(
     model: Any, options: EstimateOptions, batch_size: int, seq_len: int, batch: Any, gpu: str | None
 ) -> Iterator[ModelEstimator]:
+    """Inside, estimates the model under any options. The arguments are those of ``estimate``."""
     device = None if gpu is None else find_gpu(gpu)
 
     # These import torch and transformers.
@@ -95,22 +93,3 @@ def _estimator(
 
     with fake_model_and_batch(model, options, batch_size, seq_len, batch) as subject, looking_once():
         yield ModelEstimator(subject, Platform.of(device))
-
-
-def changes_that_fit(
-    model: str,
-    options: EstimateOptions,
-    policy: Policy | None,
-    capacity: int,
-    *,
-    batch_size: int,
-    seq_len: int,
-    gpu: str | None = None,
-    progress: Callable[[str, int, int], None],
-) -> FittingChanges | None:
-    """The fewest changes with which the step that ``estimate`` describes fits ``capacity``; None if none was found."""
-    from recompute.estimation.fitting_changes import Sizes, fewest_changes
-
-    with _estimator(model, options, batch_size, seq_len, None, gpu) as estimator:
-        given = None if names_factory(model) else Sizes(batch_size, seq_len)
-        return fewest_changes(estimator, options, policy, capacity, given=given, progress=progress)

@@ -44,7 +44,8 @@ from recompute.policy.rules import Policy, Rule
 OPTIMIZER_STEP = "optimizer step"
 _FUSED = "a fused optimizer"
 _WORTH_TELLING = 1e-3  # advice must lower the peak by this share of it at least
-_ADVISED = ("elementwise", "auto", "full")
+ADVISED = ("elementwise", "auto", "full")
+"""The policies that are tried to lower the peak."""
 
 
 class ModelEstimator:
@@ -120,7 +121,7 @@ class ModelEstimator:
         can_fuse = options.optimizer in ("adamw", "adamw-loop")
         if can_fuse:
             try_out(_FUSED, options._replace(optimizer="adamw-fused"))
-        for name in _ADVISED:
+        for name in ADVISED:
             if policy is None or policy.name != name:
                 with_fused(f"policy {name}", options, load_policy(name))
         if options.loss == "full" and self.head() is not None:
