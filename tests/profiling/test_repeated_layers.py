@@ -72,6 +72,12 @@ def test_few_layers_show_all_kinds_and_each_stands_for_its_own(kinds: str, few: 
     assert [kinds[index] for index in stand_ins] == list(kinds)
 
 
+def test_a_sequence_of_equal_layers_is_a_list_of_layers_and_one_of_others_is_not() -> None:
+    lists = nn.ModuleList(Block() for _ in range(9)), nn.ModuleList(Block(kind="b") for _ in range(9))
+    model = nn.ModuleDict({"blocks": nn.Sequential(*lists[0]), "stages": nn.Sequential(*lists)})
+    assert [found.path for found in find_stacks(model, None)] == ["blocks", "stages.0", "stages.1"]
+
+
 @pytest.mark.parametrize("kinds", ["a" * 6, "ab" * 4, "abba", "aaaaaaaaaaaab"])
 def test_where_few_do_not_show_it_all_runs(kinds: str) -> None:
     assert find_stacks(Net(kinds), None) == []
