@@ -175,7 +175,7 @@ def _ablated(request: AblateRequest) -> AblationOutcome:
         task = progress.add_task("", total=None)
 
         def show(what: str, done: int, total: int) -> None:
-            progress.update(task, description=f"{left} {what}", completed=done, total=total)
+            progress.update(task, description=f"{left} {what}".strip(), completed=done, total=total)
 
         def tell(line: str) -> None:
             progress.console.print(f"{line} ({left})" if left and not progress.console.is_terminal else line)

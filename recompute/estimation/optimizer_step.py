@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from recompute.engine.cut.ops import tensors_in
 from recompute.estimation.storage_tracker import BLOCK_NBYTES, StorageTrace
 
-MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
+OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
+"""Makes an optimizer of parameters: ``functools.partial(torch.optim.AdamW, fused=True)``, say."""
 
 
 class OptimizerStep(NamedTuple):
@@ -38,7 +39,7 @@ class _WithoutAddresses(TorchDispatchMode):
 
 
 def simulate_optimizer(
-    make: MakeOptimizer,
+    make: OptimizerFactory,
     shapes: Sequence[tuple[tuple[int, ...], torch.dtype]],
     on_run: Callable[[Any, Any, Any, Any], None] | None = None,
 ) -> OptimizerStep:
@@ -73,7 +74,7 @@ def simulate_optimizer(
     return OptimizerStep(trace.peak_nbytes, sum(value.nbytes for value in states))
 
 
-def optimizer_peak_nbytes(make: MakeOptimizer, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> int:
+def optimizer_peak_nbytes(make: OptimizerFactory, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> int:
     """The most that a step of torch's own optimizer takes beside parameters, gradients and its states.
 
     A ``foreach`` optimizer runs each op on all parameters before the next one, so that each shape takes what it takes

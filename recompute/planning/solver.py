@@ -163,17 +163,12 @@ def _undominated(choices: Sequence[Choice], host_binds: bool) -> list[int]:
     nothing makes no other one redundant that does: it does not end the time for which the one before it is leaving.
     """
 
-    costs = [
-        (
-            _picoseconds(choice),
-            choice.held_nbytes,
-            staying_nbytes(choice),
-            choice.forward_peak_nbytes,
-            choice.backward_peak_nbytes,
-            choice.moved_nbytes if host_binds else 0,
-        )
-        for choice in choices
-    ]
+    def costs_of(choice: Choice) -> tuple[int, ...]:
+        peaks = choice.forward_peak_nbytes, choice.backward_peak_nbytes
+        moved = choice.moved_nbytes if host_binds else 0
+        return _picoseconds(choice), choice.held_nbytes, staying_nbytes(choice), *peaks, moved
+
+    costs = [costs_of(choice) for choice in choices]
 
     def is_better(j: int, i: int) -> bool:
         if choices[i].moved_nbytes and not choices[j].moved_nbytes:

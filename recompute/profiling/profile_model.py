@@ -12,9 +12,10 @@ from recompute.counters import describe_machine
 from recompute.errors import EstimateError
 from recompute.estimation.factories import describe
 from recompute.estimation.gpus import Gpu
+from recompute.estimation.optimizer_step import OptimizerFactory
 from recompute.estimation.static_memory import check_sharding
 from recompute.profiling.cost_table import Profile
-from recompute.profiling.dry_run import OptimizerFactory, dry_run
+from recompute.profiling.dry_run import dry_run
 from recompute.profiling.measure_link import measure_link
 from recompute.profiling.measure_regions import Progress, measure_regions
 from recompute.profiling.model_run import Loss, named

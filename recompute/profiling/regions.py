@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -33,7 +33,7 @@ from recompute.profiling.candidates import (
 )
 from recompute.profiling.cost_table import rule_beside_head
 from recompute.profiling.dry_run import DryRun
-from recompute.substitution.kernel_runner import KernelRunner, is_plain_linear
+from recompute.substitution.kernel_runner import KernelRunner, is_plain_linear, kernel_of
 from recompute.substitution.norm import find_norm
 
 LAYERS = (BLOCK, "*Layer", "*Block")
@@ -240,9 +240,8 @@ def _with_kernels(model: nn.Module, regions: Mapping[str, nn.Module]) -> dict[st
     """The regions in which kernels can stand in for something, and whether a tape runs around these kernels."""
     rules = dict.fromkeys(regions, recomputing_rule("auto"))
     with apply(model, policy_from_rules(rules, generates=False)) as handle:
-        runners = {path: runner for path, runner in _runners(handle) if isinstance(runner, KernelRunner)}
+        found = _around_kernels(handle, lambda kernel: True)
         taped = {attachment.path for attachment in handle._attachments if isinstance(attachment.runner, TapeRunner)}
-    found = {around for path in runners for around in (path, *_around(path))}
     return {path: path in taped for path in regions if path in found}
 
 
@@ -250,13 +249,12 @@ def _with_mlps(model: nn.Module, regions: Mapping[str, nn.Module]) -> set[str]:
     """What is around the MLPs for which a kernel can stand in where a rule asks for tiles, and these MLPs."""
     rule = {**recomputing_rule("auto"), "tile": TILE}
     with apply(model, policy_from_rules(dict.fromkeys(regions, rule))) as handle:
-        mlps = [path for path, runner in _runners(handle) if isinstance(runner, KernelRunner) and runner.has_mlp]
-    return {around for path in mlps for around in (path, *_around(path))}
+        return _around_kernels(handle, lambda kernel: kernel.has_mlp)
 
 
-def _runners(handle: AppliedPolicy) -> Iterator[tuple[str, Any]]:
-    for attachment in handle._attachments:
-        yield attachment.path, getattr(attachment.runner, "inner", None) or attachment.runner
+def _around_kernels(handle: AppliedPolicy, counts: Callable[[KernelRunner], bool]) -> set[str]:
+    kernels = [(each.path, kernel) for each in handle._attachments if (kernel := kernel_of(each.runner)) is not None]
+    return {around for path, kernel in kernels if counts(kernel) for around in (path, *_around(path))}
 
 
 def storages_that_may_travel(handle: AppliedPolicy) -> Iterator[tuple[str, tuple[int, ...]]]:

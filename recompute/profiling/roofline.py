@@ -26,12 +26,12 @@ from recompute.estimation.factories import describe
 from recompute.estimation.fake_tensors import fake_batch, fake_copy
 from recompute.estimation.gpus import Gpu, find_gpu
 from recompute.estimation.layer_stacks import shortened
-from recompute.estimation.optimizer_step import simulate_optimizer
+from recompute.estimation.optimizer_step import OptimizerFactory, simulate_optimizer
 from recompute.estimation.static_memory import check_sharding
 from recompute.estimation.storage_tracker import BLOCK_NBYTES, StorageTrace
 from recompute.estimation.workspaces import cublas_nbytes
 from recompute.profiling.cost_table import HostLink, Profile
-from recompute.profiling.dry_run import DryRun, OptimizerFactory, nbytes_of
+from recompute.profiling.dry_run import DryRun, nbytes_of
 from recompute.profiling.measure_regions import Progress, measure_regions
 from recompute.profiling.model_run import Loss, arguments_of, named
 from recompute.profiling.repeated_layers import continued, representative
@@ -67,8 +67,7 @@ def roofline(
     """
     gpu = device if isinstance(device, Gpu) else find_gpu(device)
     sharding = check_sharding(sharding, devices)
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not parameters:
+    if not (parameters := [parameter for parameter in model.parameters() if parameter.requires_grad]):
         raise ModelError(f"expected a model to train; none of {type(model).__name__}'s parameters requires a gradient")
     with (
         without_packing(type(model).__name__),
@@ -94,11 +93,12 @@ def roofline(
     table["optimizer_seconds"] = clock.seconds["optimizer"]
     table["optimizer_peak_nbytes"] = updating.peak_nbytes + shards.buffer_nbytes("optimizer")
     machine: dict[str, Any] = {**gpu._asdict(), "torch": torch.__version__}
-    machine["gpu"] = machine.pop("name")
+    where = machine["gpu"] = machine.pop("name")
     if devices > 1:
         machine |= {"sharding": sharding, "devices": devices}
+        where = f"each of {devices} {gpu.name} under {sharding}"
     return Profile(
-        model=describe(model, named(batch), _where(gpu, sharding, devices)),
+        model=describe(model, named(batch), f"calculated for {where}"),
         machine=machine,
         source="roofline",
         capacity_nbytes=gpu.capacity_nbytes,
@@ -113,11 +113,6 @@ def _link(gpu: Gpu) -> HostLink | None:
         return None
     bandwidth = gpu.link * _OF_LINK
     return HostLink(out_bandwidth=bandwidth, back_bandwidth=bandwidth, host_nbytes=gpu.capacity_nbytes)
-
-
-def _where(gpu: Gpu, sharding: str, devices: int) -> str:
-    of = gpu.name if devices == 1 else f"each of {devices} {gpu.name} under {sharding}"
-    return f"calculated for {of}"
 
 
 def _table(
