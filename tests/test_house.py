@@ -107,9 +107,9 @@ HIDDEN_IMPORTS = {
         "recompute.estimation.model_and_batch",
         "recompute.estimation.model_estimator",
         "recompute.estimation.attention_choice",
-        "recompute.estimation.fitting_changes",
         "recompute.substitution.formulas",
     ),
+    "recompute.estimation.estimate_command": ("recompute.estimation.fitting_changes",),
     "recompute.estimation.estimate_result": ("matplotlib",),
     "recompute.planning.make_plan": ("recompute.planning.plan_verification", "recompute.profiling.profile_model"),
     "recompute.planning.plan_command": (

@@ -95,48 +95,40 @@ def ablate(
         state, and must return equal weights each time.
     batch: what forward is given at each step: a tensor, a tuple of arguments, a mapping of keyword arguments; or a
         function that returns one, called once a step before anything is trained.
-    policies: as ``recompute.apply`` takes them, or a mapping from names for their rows to such policies. The baseline
-        ``none`` runs first, listed or not.
+    policies: as ``recompute.apply`` takes them, or a mapping from names of rows to such. ``none`` runs first, anyway.
     peers: what others offer, as further rows: "torch-checkpoint", "torch-selective", "torch-compile",
         "torch-compile-selective", "torch-budget-0.5" (any share), "torch-save-on-cpu", "torchtune-offload", "liger"
         and "liger-loss" (Llama alone), "cut-cross-entropy" (models of transformers).
-    layers: globs over the paths of the modules that peers and ``compile`` take for layers; None: those whose classes
-        are called ``*Layer`` or ``*Block``.
+    layers: globs over the paths of what peers and ``compile`` take for layers; None: classes ``*Layer`` and ``*Block``.
     compile: whether each policy also runs, as ``POLICY+compile``, with these layers compiled.
     loss: a scalar of what the model returns; None: its own ``loss`` (attribute or key), or the sum of what it returns.
     optimizer: makes one of the parameters; None: AdamW with a learning rate of 1e-3.
     steps: training steps for each policy. The first ``warmup`` of them are not timed, unless no other is left.
     seed: for the weights, and for what training draws, such as dropout.
-    dtype: of the model and of the batch's tensors of floats; None to leave them as they are.
-    device: "auto" (CUDA if there is one), "cpu", "cuda", or a ``torch.device``.
+    dtype: of the model and the batch's floats; None: as they are. device: "auto", "cpu", "cuda" or a ``torch.device``.
     out: a folder for ``results.json``, written again after each row, and for tables and plots at the end. They take
         the places of those that are there. What cannot be written, as on a full disk, is a warning.
-    progress: called after each step with what runs, the steps done, and the steps in all.
-    on_row: called with each row.
+    progress: called after each step with what runs, the steps done, and the steps in all. on_row: with each row.
 
-    A policy that fails is a row with an ``error``, and the others go on. Memory is in bytes above what is there before
-    a step, times are in seconds: see ``AblationRow``.
-
-    Raises before anything is trained: ``AblationError`` for a bad option, ``ModelError`` where the factory gives no
-    model, ``PolicyError`` for a bad policy, ``WriteError`` where ``out`` cannot be written.
+    A policy that fails is a row with an ``error``, and the others go on: see ``AblationRow``. Raises before anything is
+    trained: ``AblationError`` for a bad option, ``ModelError`` where the factory gives no model, ``PolicyError`` for a
+    bad policy, ``WriteError`` where ``out`` cannot be written.
     """
     _check({"steps": (steps, 1), "warmup": (warmup, 0), "seed": (seed, 0)}, dtype, peers)
-    named = policies_by_name(policies)
-    place = resolve_device(device) if isinstance(device, str) else device
+    named, place = policies_by_name(policies), resolve_device(device) if isinstance(device, str) else device
     subject = FactorySubject(model_factory, batch, steps, seed, dtype, place, loss)
-    experiment = subject.experiment(
-        optimizer=optimizer or partial(AdamW, lr=1e-3), progress=progress, warmup=warmup, policies=named, layers=layers
-    )
+    options: dict[str, Any] = {"warmup": warmup, "policies": named, "layers": layers, "progress": progress}
+    experiment = subject.experiment(optimizer=optimizer or partial(AdamW, lr=1e-3), **options)
     recorder = record(experiment, subject.description, treatments(named, peers, compiled=compile), out)
     for row in recorder:
         if on_row is not None:
             on_row(row)
     found = Ablation(recorder.rows, recorder.results)
-    if out is not None:
-        try:
+    try:
+        if out is not None:
             found.save(out)
-        except WriteError as error:  # whoever trained for hours gets the numbers
-            warnings.warn(f"{error}. What was measured is returned; its save(folder) writes it", stacklevel=2)
+    except WriteError as error:  # whoever trained for hours gets the numbers
+        warnings.warn(f"{error}. What was measured is returned; its save(folder) writes it", stacklevel=2)
     return found
 
 
@@ -148,7 +140,7 @@ def record(experiment: Experiment, model: str, names: Sequence[str], out: str | 
         "machine": describe_machine(experiment.device) | {"recompute": results.package_version()},
         "config": {"model": model, **config},
     }
-    work = partial(RowRecorder.train, trainer=experiment, names=names, facts=experiment.facts)
+    work = partial(RowRecorder.train, ask=experiment.ask, names=names, facts=experiment.facts)
     return RowRecorder(head, None if out is None else user_path(out), work=work)
 
 

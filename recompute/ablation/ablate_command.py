@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
 from torch.optim import AdamW
 
 from recompute.ablation import ablation_report, results
@@ -35,7 +34,7 @@ class AblationOutcome:
     files: the names of what was written.
     """
 
-    table: Table
+    table: str
     problems: list[str]
     is_interrupted: bool
     files: list[str]

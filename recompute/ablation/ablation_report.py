@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from markdown_it import MarkdownIt
-from rich.table import Table
 from tabulate import tabulate
 
 from recompute.ablation import ablation_plots
@@ -88,22 +87,15 @@ def _csv(rows: Sequence[RowDict]) -> str:
     return stream.getvalue()
 
 
-def table(rows: Sequence[RowDict]) -> Table:
-    """The rows for a terminal."""
-    (first, *others), *lines = _cells(rows)
-    result = Table()
-    result.add_column(first, no_wrap=True)
-    for column in others:
-        result.add_column(column, justify="right")
-    for line in lines:
-        result.add_row(*line)
-    return result
+def table(rows: Sequence[RowDict]) -> str:
+    """The rows as plain text."""
+    return _tabulated(_filled(rows, _FIRST), "simple")
 
 
 def text(rows: Sequence[RowDict]) -> str:
     """The rows as plain text, with what failed below."""
     axes = varied(rows)
-    return "\n".join([_tabulated(_cells(rows), "simple"), *(line(row, axes) for row in rows if _problem(row))])
+    return "\n".join([table(rows), *(line(row, axes) for row in rows if _problem(row))])
 
 
 def markdown(results: Mapping[str, Any]) -> str:
@@ -169,13 +161,8 @@ def describe_models(config: Mapping[str, Any]) -> str:
 def _model(source: Any) -> str:
     if isinstance(source, str):
         return source
-    if "model_type" in source:
-        others = ", ".join(f"{key} {value}" for key, value in source.items() if key != "model_type")
-        return f"{source['model_type']} with {others}" if others else source["model_type"]
-    return (
-        f"Llama with {source['layers']} layers, hidden size {source['hidden_size']}, intermediate size "
-        f"{source['intermediate_size']}, {source['heads']} heads and {source['kv_heads']} kv heads"
-    )
+    fields = ", ".join(f"{key} {value}" for key, value in source.items() if key != "model_type")
+    return f"{source.get('model_type', 'Llama')} with {fields}"
 
 
 def _listed(config: Mapping[str, Any], key: str) -> str:
@@ -184,17 +171,12 @@ def _listed(config: Mapping[str, Any], key: str) -> str:
 
 def tables(rows: Sequence[RowDict]) -> list[tuple[str, list[list[str]]]]:
     """Titles and tables: what every row has; then what times and memory are made of, where that was measured."""
-    found = [("Memory, time, losses and gradients", _cells(rows))]
+    found = [("Memory, time, losses and gradients", _filled(rows, _FIRST))]
     if not _is_unknown("backward_seconds", rows):
         found.append(("Milliseconds of a step, by part: the median, and both quartiles", _filled(rows, _TIMES)))
     if not _is_unknown("parameter_bytes", rows):
         found.append(("Bytes between forward and backward, by what they are", _filled(rows, _MEMORY)))
     return found
-
-
-def _cells(rows: Sequence[RowDict]) -> list[list[str]]:
-    """The names of the columns, then the texts of each row."""
-    return _filled(rows, _FIRST)
 
 
 def _is_unknown(key: str, rows: Sequence[RowDict]) -> bool:

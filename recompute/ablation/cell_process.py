@@ -1,9 +1,10 @@
-"""Does what an ``Experiment`` does, each time in a process of its own, whose end is an error in a row."""
+"""Trains in processes of their own, whose end is an error in a row."""
 
 from __future__ import annotations
 
 import tempfile
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,63 +15,46 @@ import torch
 from recompute.ablation.ablation_config import AblationConfig, Comparison
 from recompute.ablation.own_process import run_apart
 from recompute.ablation.peers import BASELINE
-from recompute.ablation.results import AblationRow, Timings
 from recompute.ablation.subjects import experiment_of, load_text
-from recompute.ablation.trials import Baseline, Experiment, Progress, attempted
+from recompute.ablation.trials import Ask, Baseline, Experiment, Progress, attempted
 from recompute.counters import describe_machine, resolve_device
 from recompute.errors import AblationError
 
-_BASELINE = "baseline.pt"
+_BASELINE, _PREFIX = "baseline.pt", "recompute-ablation-"
 
 Tolerance = tuple[float | None] | None
 
 
-class IsolatedExperiment(AbstractContextManager["IsolatedExperiment"]):
-    """It is used in a ``with`` block, at whose end what the processes handed on is removed.
+@contextmanager
+def isolated(comparison: Comparison, progress: Progress) -> Iterator[Ask]:
+    """Inside, what an ``Experiment`` is asked is answered by a process of its own, each time.
 
-    That is the baseline's losses and gradients, in a temporary folder, and the tolerance.
+    The baseline's losses and gradients are handed on in a temporary folder, and so is the tolerance.
     """
+    tolerance: Tolerance = None
+    with tempfile.TemporaryDirectory(prefix=_PREFIX) as temporary:
+        folder = Path(temporary)
 
-    def __init__(self, comparison: Comparison, progress: Progress):
-        self._comparison, self._progress = comparison, progress
-        self._temporary = tempfile.TemporaryDirectory(prefix="recompute-ablation-")
-        self._folder = Path(self._temporary.name)
-        self._tolerance: Tolerance = None
+        def ask(task: str, policy: str) -> tuple[Any, str | None]:
+            nonlocal tolerance
+            work = partial(_do, comparison, task, policy, folder, tolerance, torch.get_num_threads())
+            try:
+                answer, error = run_apart(work, folder, progress, comparison.config.cell_timeout_seconds)
+            except OSError as problem:  # the disk of temporary files is full, say: that is this row's error, too
+                return None, f"{type(problem).__name__}: {folder}: {problem}"
+            if error is not None:
+                return None, error
+            result, failure, tolerance = answer
+            return result, failure
 
-    def __exit__(self, *_: object) -> None:
-        self._temporary.cleanup()
-
-    @property
-    def has_baseline(self) -> bool:
-        return (self._folder / _BASELINE).exists()
-
-    def row(self, policy: str) -> AblationRow:
-        found, error = self._answer("row", policy)
-        return found or AblationRow(policy, **self._comparison.facts, error=error)
-
-    def timings(self, policy: str) -> tuple[Timings | None, str | None]:
-        return self._answer("timings", policy)
-
-    def step_peak(self, policy: str) -> tuple[int | None, str | None]:
-        return self._answer("step_peak", policy)
-
-    def _answer(self, task: str, policy: str) -> tuple[Any, str | None]:
-        work = partial(_do, self._comparison, task, policy, self._folder, self._tolerance, torch.get_num_threads())
-        try:
-            answer, error = run_apart(work, self._folder, self._progress, self._comparison.config.cell_timeout_seconds)
-        except OSError as problem:  # the disk of temporary files is full, say: that is this row's error, too
-            return None, f"{type(problem).__name__}: {self._folder}: {problem}"
-        if error is not None:
-            return None, error
-        result, failure, self._tolerance = answer
-        return result, failure
+        yield ask
 
 
 def machine_of(config: AblationConfig, device: torch.device) -> dict[str, Any]:
     """With processes of their own, trainings have the whole device: this process does not even look at it."""
     if not (config.isolate and device.type == "cuda"):
         return dict(describe_machine(device))
-    with tempfile.TemporaryDirectory(prefix="recompute-ablation-") as folder:
+    with tempfile.TemporaryDirectory(prefix=_PREFIX) as folder:
         found, error = run_apart(partial(_describe, device), Path(folder), lambda *_: None, config.cell_timeout_seconds)
     if found is None:
         raise AblationError(f"isolate: a process of its own cannot look at the device: {error}")
@@ -84,17 +68,15 @@ def _describe(device: torch.device, progress: Progress) -> dict[str, Any]:
 def _do(
     comparison: Comparison, task: str, policy: str, folder: Path, tolerance: Tolerance, threads: int, progress: Progress
 ) -> tuple[Any, str | None, Tolerance]:
-    """What the method of an ``Experiment`` returns, or an error; and the tolerance, once it has been sought."""
+    """What an ``Experiment`` answers, or an error; and the tolerance, once it has been sought."""
     torch.set_num_threads(threads)
     experiment, error = attempted(lambda: _prepared(comparison, folder / _BASELINE, tolerance, progress))
     if experiment is None:
         return None, error, tolerance
-    if task != "row":
-        return *getattr(experiment, task)(policy), tolerance
-    row = experiment.row(policy)
-    if policy == BASELINE and experiment.baseline is not None:
+    answer, error = experiment.ask(task, policy)
+    if (task, policy) == ("row", BASELINE) and experiment.baseline is not None:
         torch.save(vars(experiment.baseline), folder / _BASELINE)
-    return row, None, experiment.known_tolerance
+    return answer, error, experiment.known_tolerance
 
 
 def _prepared(comparison: Comparison, saved: Path, tolerance: Tolerance, progress: Progress) -> Experiment:

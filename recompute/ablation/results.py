@@ -255,13 +255,8 @@ def _changes(before: RowDict, after: RowDict) -> Iterator[tuple[str, str, str, s
         if key in before and key in after:
             one, other = before[key], after[key]
             old, new = (f"{each * 1e3:.2f} ms" if key in _TIMES else f"{each:,}" for each in (one, other))
-            yield (
-                key.removesuffix("_seconds"),
-                old,
-                new,
-                f"{other / one:.3f}x" if one else "-",
-                _judged(key, before, after),
-            )
+            ratio = f"{other / one:.3f}x" if one else "-"
+            yield key.removesuffix("_seconds"), old, new, ratio, _judged(key, before, after)
     for key in ("losses_match", "grads_match"):
         if before.get(key) is not after.get(key):
             yield key, str(before.get(key)), str(after.get(key)), "", "different"

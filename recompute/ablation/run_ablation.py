@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from recompute.ablation import results
 from recompute.ablation.ablation_config import AblationConfig, Comparison, HuggingFaceFields
-from recompute.ablation.cell_process import IsolatedExperiment, machine_of
+from recompute.ablation.cell_process import isolated, machine_of
 from recompute.ablation.longest_sequence import is_out_of_memory
 from recompute.ablation.peers import BASELINE
-from recompute.ablation.results import AblationRow, Timings, place
+from recompute.ablation.results import AblationRow, place
 from recompute.ablation.subjects import experiment_of, hugging_face_source, load_text
-from recompute.ablation.trials import Progress, attempted
+from recompute.ablation.trials import Ask, Progress, attempted
 from recompute.counters import host_seconds, resolve_device
 from recompute.errors import AblationError, WriteError
 from recompute.estimation.check_paths import names_factory
@@ -27,20 +27,6 @@ from recompute.files import check_writable
 
 TellLeft = Callable[[int, int, float | None], None]
 """Called with how many cells are done, how many there are, and the seconds that the rest may take (None: not known)."""
-
-
-class Trainer(Protocol):
-    """Trains the model of one comparison: an ``Experiment``, or one whose trainings have processes of their own."""
-
-    @property
-    def has_baseline(self) -> bool:
-        """Whether the baseline has been trained, so that others can be compared with it."""
-
-    def row(self, policy: str) -> AblationRow: ...
-
-    def timings(self, policy: str) -> tuple[Timings | None, str | None]: ...
-
-    def step_peak(self, policy: str) -> tuple[int | None, str | None]: ...
 
 
 class RowRecorder:
@@ -83,13 +69,14 @@ class RowRecorder:
         return tuple(self._rows.values())
 
     def train(
-        self, trainer: Trainer, names: Sequence[str], facts: Mapping[str, Any], *, repeats: int = 1
+        self, ask: Ask, names: Sequence[str], facts: Mapping[str, Any], *, repeats: int = 1
     ) -> Iterator[AblationRow]:
         """Train under each name, the baseline first; then, for each further repeat, under each of them once more.
 
         What has a row without an error, and as many timings, is not trained again. Yields each row that has changed.
         """
         failed_now: set[str] = set()
+        has_trained = False
         for repeat in range(repeats):
             for name in names:
                 row = self._rows.get(self._key(facts, name))
@@ -98,7 +85,17 @@ class RowRecorder:
                     self._done += 1
                     continue
                 with self._cell():
-                    row = self._first(trainer, name, facts) if is_new or row is None else self._again(trainer, row)
+                    if row is not None and not is_new:
+                        timings, error = ask("timings", name)
+                        told = f"repeat {len(row.timings) + 1}: {error}"
+                        row = row.timed([*row.timings, timings]) if timings else replace(row, error=told)
+                    else:
+                        base = self._rows.get(self._key(facts, BASELINE))
+                        if not has_trained and name != BASELINE and base is not None and base.error is None:
+                            ask("row", BASELINE)  # of a run before: its row stays, but its gradients are gone
+                        has_trained = True
+                        found, error = ask("row", name)
+                        row = found or AblationRow(name, **facts, error=error)
                 if row.error is not None:
                     failed_now.add(name)
                 yield self._put(row)
@@ -124,18 +121,6 @@ class RowRecorder:
                 length, error = longest(name)
             for row in rows:
                 yield self._put(replace(row, longest_sequence=length, error=row.error or error))
-
-    def _first(self, trainer: Trainer, name: str, facts: Mapping[str, Any]) -> AblationRow:
-        baseline = self._rows.get(self._key(facts, BASELINE))
-        if name != BASELINE and not trainer.has_baseline and baseline is not None and baseline.error is None:
-            trainer.row(BASELINE)  # of a run before: its row stays, but its gradients are gone
-        return trainer.row(name)
-
-    def _again(self, trainer: Trainer, row: AblationRow) -> AblationRow:
-        timings, error = trainer.timings(row.policy)
-        if timings is None:
-            return replace(row, error=f"repeat {len(row.timings) + 1}: {error}")
-        return row.timed([*row.timings, timings])
 
     @contextmanager
     def _cell(self) -> Iterator[None]:
@@ -223,14 +208,14 @@ def run(
         found = {**before, "complete": False, "resumed": [*before.get("resumed", ()), found["machine"]["date"]]}
     names, comparisons = config.treatments(), config.comparisons()
     searched = _without_lengths(comparisons) if search else []
-    trainer = partial(_trainer, text=text, device=device, progress=progress)
+    asked = partial(_asked, text=text, device=device, progress=progress)
 
     def train(recorder: RowRecorder) -> Iterator[AblationRow]:
         for comparison in comparisons:
-            with trainer(comparison) as one:
-                yield from recorder.train(one, names, comparison.facts, repeats=config.repeats)
+            with asked(comparison) as ask:
+                yield from recorder.train(ask, names, comparison.facts, repeats=config.repeats)
         for comparison in searched:
-            longest = partial(_longest, comparison, trainer, budget, len(text))
+            longest = partial(_longest, comparison, asked, budget, len(text))
             yield from recorder.search(longest, names, comparison.facts)
 
     total = len(names) * (len(comparisons) * config.repeats + len(searched))
@@ -255,46 +240,29 @@ def _without_lengths(comparisons: Iterable[Comparison]) -> list[Comparison]:
 
 
 @contextmanager
-def _trainer(comparison: Comparison, text: bytes, device: torch.device, progress: Progress) -> Iterator[Trainer]:
+def _asked(comparison: Comparison, text: bytes, device: torch.device, progress: Progress) -> Iterator[Ask]:
     if comparison.config.isolate:
-        with IsolatedExperiment(comparison, progress) as isolated:
-            yield isolated
+        with isolated(comparison, progress) as ask:
+            yield ask
     else:
         experiment, error = attempted(lambda: experiment_of(comparison, text, device, progress))
-        yield experiment or _Failed(comparison, error)
-
-
-@dataclass(frozen=True)
-class _Failed:
-    """Stands for an experiment whose model cannot be made: each row says why."""
-
-    comparison: Comparison
-    error: str | None
-    has_baseline: bool = True
-
-    def row(self, policy: str) -> AblationRow:
-        return AblationRow(policy, **self.comparison.facts, error=self.error)
-
-    def timings(self, policy: str) -> tuple[None, str | None]:
-        return None, self.error
-
-    step_peak = timings
+        yield (lambda task, policy: (None, error)) if experiment is None else experiment.ask
 
 
 def _longest(
-    comparison: Comparison, trainer: Any, budget_nbytes: int | None, most: int, policy: str
+    comparison: Comparison, asked: Any, budget_nbytes: int | None, most: int, policy: str
 ) -> tuple[int | None, str | None]:
     """The longest sequence whose step fits under a policy or peer, or why none can be found. most: of the text."""
-    asked = comparison.config.longest_sequence
-    assert asked is not None, "nothing is searched for that is not asked for"
+    search = comparison.config.longest_sequence
+    assert search is not None, "nothing is searched for that is not asked for"
     failures = []
 
     def fits(length: int) -> bool:
-        with trainer(replace(comparison, sequence_length=length)) as one:
-            peak, error = one.step_peak(policy)
+        with asked(replace(comparison, sequence_length=length)) as ask:
+            peak, error = ask("step_peak", policy)
         if error is not None and not is_out_of_memory(error):
             failures.append(error)
         return peak is not None and (budget_nbytes is None or peak <= budget_nbytes)
 
-    found = asked.longest(fits, most)
+    found = search.longest(fits, most)
     return (None, failures[0]) if failures else (found, None)

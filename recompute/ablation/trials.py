@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from recompute import counters
@@ -35,6 +34,7 @@ from recompute.diagnostics.comparing_runs import (
 from recompute.estimation.factories import placed
 from recompute.policy.loading import load_policy
 from recompute.policy.meaning import meaning_of
+from recompute.profiling.dry_run import nbytes_of
 
 Progress = Callable[[str, int, int], None]
 """Called after each training step with what is running, the steps done and the steps in all."""
@@ -129,31 +129,26 @@ class Experiment:
             self.loss(model, batch).backward()
         return 2 * relative_error(*_in_pieces(self.baseline.first_gradient, _gradients(model)))
 
-    @property
-    def has_baseline(self) -> bool:
-        return self.baseline is not None
+    def ask(self, task: str, policy: str) -> tuple[Any, str | None]:
+        """What "row", "timings" or "step_peak" returns for a policy or peer, or the error that it raises."""
+        return attempted(lambda: getattr(self, task)(policy))
 
     def row(self, policy: str) -> AblationRow:
-        """Train under a policy or peer, and compare with the baseline if that ran before. A failure is in the row."""
-        row, error = attempted(lambda: _measure(self, policy))
-        return row or AblationRow(policy, **self.facts, error=error)
+        """Train under a policy or peer, and compare with the baseline if that ran before."""
+        return _measure(self, policy)
 
-    def timings(self, policy: str) -> tuple[Timings | None, str | None]:
-        """Train under a policy or peer once more, for the time that it takes. Returns that, or an error."""
+    def timings(self, policy: str) -> Timings:
+        """Train under a policy or peer once more, for the time that it takes."""
+        with self.model_under(policy) as (model, optimizer, handle):
+            return _train(self, model, optimizer, policy).timings | _regenerating(self, model, handle)
 
-        def train() -> Timings:
-            with self.model_under(policy) as (model, optimizer, handle):
-                return _train(self, model, optimizer, policy).timings | _regenerating(self, model, handle)
-
-        return attempted(train)
-
-    def step_peak(self, policy: str) -> tuple[int | None, str | None]:
-        """The most bytes of tensors alive at once in a step, of what lives all through training, too; or an error.
+    def step_peak(self, policy: str) -> int:
+        """The most bytes of tensors alive at once in a step, of what lives all through training, too.
 
         The step is the second one, in which the optimizer has its states. On the CPU what the optimizer itself
         allocates for a moment does not count.
         """
-        return attempted(lambda: _step_peak(replace(self, batches=self.batches[:1], warmup=0), policy))
+        return _step_peak(replace(self, batches=self.batches[:1], warmup=0), policy)
 
     def forward(self, model: nn.Module, batch: Any) -> Tensor:
         """The loss, under autocast if that is asked for."""
@@ -169,6 +164,9 @@ class Experiment:
         with under(policy, model, self.policies, self.layers) as handle:
             yield model, self.optimizer(model.parameters()), handle
 
+
+Ask = Callable[[str, str], tuple[Any, str | None]]
+"""As ``Experiment.ask``, in this process or in one of its own."""
 
 Result = TypeVar("Result")
 
@@ -263,12 +261,11 @@ def _decoder_in(model: nn.Module) -> nn.Module | None:
 def _static_bytes(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """What lives all through training, by the names of a row's fields."""
     parameters = list(model.parameters())
-    tensors: dict[str, list[Any]] = {
-        "parameter_bytes": parameters,
-        "gradient_bytes": [each.grad for each in parameters],
-        "optimizer_bytes": tree_leaves(list(optimizer.state.values())),
+    return {
+        "parameter_bytes": nbytes_of(parameters),
+        "gradient_bytes": nbytes_of([each.grad for each in parameters]),
+        "optimizer_bytes": nbytes_of(list(optimizer.state.values())),
     }
-    return {name: sum(each.nbytes for each in kept if isinstance(each, Tensor)) for name, kept in tensors.items()}
 
 
 def _compared(row: AblationRow, trained: Training, baseline: Baseline, tolerance: float | None) -> AblationRow:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from tabulate import tabulate
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
@@ -23,13 +22,14 @@ from recompute.engine.fake_mode import FakeMode
 from recompute.errors import PolicyWarning, RecomputeError
 from recompute.estimation.attention_choice import Platform
 from recompute.estimation.build_model import without_packing
-from recompute.estimation.estimate_result import ModuleActivations
+from recompute.estimation.estimate_result import ModuleActivations, table
 from recompute.estimation.fake_tensors import fake_batch, fake_copy
 from recompute.estimation.model_and_batch import ModelAndBatch
 from recompute.estimation.model_estimator import ModelEstimator, by_module
-from recompute.estimation.module_tracker import pattern_of, unit_of
+from recompute.estimation.module_tracker import layer_of, pattern_of
 from recompute.estimation.simulation import SimulatedStep
 from recompute.policy.rules import Policy, Rule
+from recompute.profiling.dry_run import nbytes_of
 from recompute.units import humanize
 
 logger = logging.getLogger(__name__)
@@ -79,18 +79,13 @@ class OutOfMemory:
         held = [
             (each.path or "outside of all modules", each.modules, humanize(each.nbytes)) for each in self.activations
         ]
-        blocks.append(_table(("holds for backward", "modules", "together"), held))
+        blocks.append(table("holds for backward", held, "modules", "together"))
         if self.rules:
             rows = [(each.rule, humanize(each.nbytes)) for each in self.rules]
-            blocks.append(_table(("one of these rules, before any others", "lowers the peak by"), rows))
+            blocks.append(table("one of these rules, before any others", rows, "lowers the peak by"))
         else:
             blocks.append("No rule lowers the peak: a smaller batch, shorter sequences or more devices would.")
         return "\n\n".join(blocks)
-
-
-def _table(headers: tuple[str, ...], rows: list[Any]) -> str:
-    align = ["left", *["right"] * (len(headers) - 1)]
-    return tabulate(rows, headers, colalign=align, disable_numparse=True)
 
 
 @contextmanager
@@ -186,9 +181,9 @@ def _report(model: nn.Module, latest: _Latest, where: str) -> OutOfMemory:
     device = _device(model)
     text = ""
     static = {
-        "parameters": sum(parameter.nbytes for parameter in model.parameters()),
-        "gradients": sum(each.grad.nbytes for each in model.parameters() if each.grad is not None),
-        "buffers": sum(buffer.nbytes for buffer in model.buffers()),
+        "parameters": nbytes_of(list(model.parameters())),
+        "gradients": nbytes_of([each.grad for each in model.parameters()]),
+        "buffers": nbytes_of(list(model.buffers())),
     }
     if device.type == "cuda":
         total = torch.cuda.mem_get_info(device)[1]
@@ -255,19 +250,18 @@ def _rules(model: nn.Module, estimator: ModelEstimator, step: SimulatedStep) -> 
     """Rules to try: for the layers, for those of their parts that hold most, and for the head."""
     layers: dict[str, dict[str, int]] = {}
     for path, nbytes in step.held.items():
-        unit = unit_of(path)
-        if unit.split(".")[-1].isdigit():
-            parts = layers.setdefault(pattern_of(unit), {})
-            part = path.removeprefix(unit).removeprefix(".").split(".")[0]
+        if layer := layer_of(path):
+            parts = layers.setdefault(pattern_of(layer), {})
+            part = path.removeprefix(layer).removeprefix(".").split(".")[0]
             parts[part] = parts.get(part, 0) + nbytes
-    for layer, parts in layers.items():
+    for pattern, parts in layers.items():
         largest = sorted(filter(None, parts), key=lambda part: -parts[part])[:_PARTS]
-        for glob in (layer, *(f"{layer}.{part}" for part in largest)):
+        for glob in (pattern, *(f"{pattern}.{part}" for part in largest)):
             yield Rule(match=glob, action="recompute")
             yield Rule(match=glob, action="checkpoint")
-        yield Rule(match=layer, action="recompute", offload=True)
-        yield Rule(match=layer, action="checkpoint", offload=True)
-        yield Rule(match=layer, action="recompute", compress=True)
+        yield Rule(match=pattern, action="recompute", offload=True)
+        yield Rule(match=pattern, action="checkpoint", offload=True)
+        yield Rule(match=pattern, action="recompute", compress=True)
     if (head := estimator.head()) is not None:
         yield Rule(match=head, action="recompute", via="kernel")
 

@@ -11,7 +11,6 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -250,7 +249,6 @@ class Timeline(AbstractContextManager["Timeline"]):
         groups = {name: made[name] for name in shown} | {_OTHERS: rest} | {name: made[name] for name in last}
         times, rows = self._alive({name: members for name, members in groups.items() if members})
         figure = Figure(figsize=(9, 4.5), layout="constrained")
-        FigureCanvasAgg(figure)
         axes = figure.add_subplot()
         colors = [_COLORS.get(name) or f"C{_DISTINCT[shown.index(name)]}" for name in rows]
         bands = [row / 2**20 for row in rows.values()]

@@ -34,6 +34,9 @@ from recompute.substitution.kernel_runner import kernel_of
 Tensors = Mapping[str, Tensor | None]
 """Tensors by name, on the host; None for a parameter that got no gradient."""
 
+_STATISTICS = (
+    "dropped_tensors", "dropped_nbytes", "kept_nbytes", "eager_nbytes", "compressed_tensors", "worst_code_error",
+)  # fmt: skip
 _SHOWN = 5  # so many of the tensors of each kind that differ are named
 
 
@@ -112,14 +115,11 @@ def verify(
     loss: makes a scalar of the output. Without one it is the output's own ``loss``; if there is none either, backward
     starts from every tensor in the output, with a gradient of fixed signs.
 
-    Raises
-
-    - ``GradientMismatch``, which names what differs,
-    - ``RegenerationError`` with the module and the op that did not give back what was dropped,
-    - ``NoEffectError`` if the policy is meant to drop something but governs nothing of the model or drops nothing here,
-    - ``MutationError`` where the run itself changes a parameter, as an optimizer in a hook does,
-    - ``UnsupportedError`` where a kernel's rounding cannot be judged because the model does not run in a wider dtype,
-    - and what ``recompute.apply`` and the model raise.
+    Raises ``GradientMismatch``, which names what differs; ``RegenerationError`` with the module and the op that did not
+    give back what was dropped; ``NoEffectError`` if the policy is meant to drop something but governs nothing of the
+    model or drops nothing here; ``MutationError`` where the run itself changes a parameter, as an optimizer in a hook
+    does; ``UnsupportedError`` where a kernel's rounding cannot be judged because the model does not run in a wider
+    dtype; and what ``recompute.apply`` and the model raise.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"recompute.verify takes a torch.nn.Module, got {type(model).__name__}")
@@ -142,9 +142,8 @@ def verify(
                 f"under policy {name} outputs and gradients are those without it, but random generators are left in "
                 "another state, so that the next step would differ"
             )
-    gradients = expected.tensors["gradients"]
-    pairs = _pairs(found.tensors["gradients"], gradients)
-    errors = {each: _error_of(found.tensors["gradients"].get(each), gradients[each]) for each in gradients}
+    pairs = _pairs(ours := found.tensors["gradients"], theirs := expected.tensors["gradients"])
+    errors = {each: _error_of(ours.get(each), theirs[each]) for each in theirs}
     return Verification(
         policy=name,
         gradients=len(pairs[0]),
@@ -153,12 +152,7 @@ def verify(
         relative_error=0.0 if bitwise else relative_error(*pairs),
         tolerance=tolerance,
         errors={} if bitwise else errors,
-        dropped_tensors=stats.dropped_tensors,
-        dropped_nbytes=stats.dropped_nbytes,
-        kept_nbytes=stats.kept_nbytes,
-        eager_nbytes=stats.eager_nbytes,
-        compressed_tensors=stats.compressed_tensors,
-        worst_code_error=stats.worst_code_error,
+        **{name: getattr(stats, name) for name in _STATISTICS},
     )
 
 

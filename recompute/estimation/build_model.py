@@ -20,7 +20,7 @@ from recompute.engine.fake_mode import FakeMode
 from recompute.errors import ModelError
 from recompute.estimation.check_paths import check_source, names_factory
 from recompute.estimation.factories import load_factory, make, placed
-from recompute.estimation.fake_tensors import modules_move, move
+from recompute.estimation.fake_tensors import modules_move
 from recompute.estimation.llama import ModelFile, build_llama
 from recompute.estimation.make_batch import batch_of
 from recompute.files import user_path
@@ -89,7 +89,7 @@ def build_fake(source: Source, *, device: torch.device, **options: Any) -> Itera
         if isinstance(model, transformers.PreTrainedModel):
             model.tie_weights()  # initializing would have done this
         if device.type != "cpu":  # not earlier: CUDA's random state cannot be saved and put back under fake tensors
-            move(model, device)
+            model.to(device)
             batch = tree_map_only(Tensor, lambda tensor: torch.empty_like(tensor, device=device), batch)
         yield model, batch
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from recompute.errors import ModelError
 from recompute.estimation.gpus import find_gpu, read_size
 from recompute.units import humanize
 
@@ -65,15 +64,10 @@ def read_capacity(gpu: str | None, memory: str | None) -> tuple[str, int] | None
 
     Raises ``ModelError`` for what cannot be read.
     """
-    if gpu is None and memory is None:
-        return None
     known = None if gpu is None else find_gpu(gpu)
-    nbytes = read_size("--gpu-memory", memory, "24GiB") if memory is not None else None
-    if nbytes is not None:
-        return (known.name if known else "this device"), nbytes
-    if known is None:
-        raise ModelError("expected --gpu or --gpu-memory; found neither")
-    return known.name, known.capacity_nbytes
+    if memory is not None:
+        return (known.name if known else "this device"), read_size("--gpu-memory", memory, "24GiB")
+    return None if known is None else (known.name, known.capacity_nbytes)
 
 
 def fit(

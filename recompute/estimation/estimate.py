@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from recompute.errors import EstimateError
-from recompute.estimation.check_paths import names_factory
 from recompute.estimation.estimate_options import EstimateOptions
 from recompute.estimation.estimate_result import Estimate
 from recompute.estimation.gpus import find_gpu
@@ -15,8 +15,7 @@ from recompute.policy.loading import load_policy
 
 if TYPE_CHECKING:
     from recompute.attach.apply import PolicyLike
-    from recompute.estimation.fitting_changes import FittingChanges
-    from recompute.policy.rules import Policy
+    from recompute.estimation.model_estimator import ModelEstimator
 
 
 def estimate(
@@ -42,13 +41,9 @@ def estimate(
     It assumes that gradients are freed between steps (``zero_grad``'s default), and that what the model returned beside
     the loss is let go of before backward.
 
-    model: one of
-
-        - an ``nn.Module`` on any device, also ``meta``, which is left as it is. Its floating-point parameters are
-          counted in ``dtype``.
-        - a Hugging Face configuration, its ``config.json`` or the folder of that, or a name that Hugging Face knows (no
-          weights are fetched).
-        - an ablation's .yaml file.
+    model: an ``nn.Module`` on any device, also ``meta``, which is left as it is, and whose floating-point parameters
+        are counted in ``dtype``; a Hugging Face configuration, its ``config.json`` or the folder of that, or a name
+        that Hugging Face knows (no weights are fetched); or an ablation's .yaml file.
     batch_size, seq_len: of token ids, or images, for a model of Hugging Face's.
     batch: what forward is given otherwise: a mapping of keyword arguments, a tuple, or a tensor. Values do not matter.
         The loss is what the model returns as ``loss``, or the sum of what it returns.
@@ -67,15 +62,28 @@ def estimate(
     Raises ``EstimateError`` for an unknown option, ``PolicyError`` for a bad policy, and ``ModelError`` where there is
     no such model, or where it cannot run on tensors without values: then the error names the module.
     """
-    numbers = {"batch_size": batch_size, "seq_len": seq_len}
-    numbers |= {"microbatches": microbatches, "microbatches_in_flight": microbatches_in_flight}
+    _check_counts(batch_size=batch_size, seq_len=seq_len)
+    _check_counts(microbatches=microbatches, microbatches_in_flight=microbatches_in_flight)
+    several = microbatches, microbatches_in_flight
+    options = EstimateOptions(dtype, optimizer, sharding, devices, loss, *several).read()
+    loaded = None if policy is None else load_policy(policy)
+    with estimator_of(model, options, batch_size, seq_len, batch, gpu) as estimator:
+        found = estimator.estimate(options, loaded)
+        return replace(found, advice=tuple(estimator.advice(options, loaded, found))) if advise else found
+
+
+def _check_counts(**numbers: Any) -> None:
     for name, number in numbers.items():
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise EstimateError(f"{name}: expected at least 1; found {number!r}")
-    several = microbatches, microbatches_in_flight
-    options = EstimateOptions(dtype, optimizer, sharding, devices, loss, *several).read()
+
+
+@contextmanager
+def estimator_of(
+    model: Any, options: EstimateOptions, batch_size: int, seq_len: int, batch: Any, gpu: str | None
+) -> Iterator[ModelEstimator]:
+    """Inside, estimates the model under any options. The arguments are those of ``estimate``."""
     device = None if gpu is None else find_gpu(gpu)
-    loaded = None if policy is None else load_policy(policy)
 
     # These import torch and transformers.
     from recompute.estimation.attention_choice import Platform
@@ -84,31 +92,4 @@ def estimate(
     from recompute.substitution.formulas import looking_once
 
     with fake_model_and_batch(model, options, batch_size, seq_len, batch) as subject, looking_once():
-        estimator = ModelEstimator(subject, Platform.of(device))
-        found = estimator.estimate(options, loaded)
-        return replace(found, advice=tuple(estimator.advice(options, loaded, found))) if advise else found
-
-
-def changes_that_fit(
-    model: str,
-    options: EstimateOptions,
-    policy: Policy | None,
-    capacity: int,
-    *,
-    batch_size: int,
-    seq_len: int,
-    gpu: str | None = None,
-    progress: Callable[[str, int, int], None],
-) -> FittingChanges | None:
-    """The fewest changes with which the step that ``estimate`` describes fits ``capacity``; None if none was found."""
-    from recompute.estimation.attention_choice import Platform
-    from recompute.estimation.fitting_changes import Sizes, fewest_changes
-    from recompute.estimation.model_and_batch import fake_model_and_batch
-    from recompute.estimation.model_estimator import ModelEstimator
-    from recompute.substitution.formulas import looking_once
-
-    platform = Platform.of(None if gpu is None else find_gpu(gpu))
-    with fake_model_and_batch(model, options, batch_size, seq_len, None) as subject, looking_once():
-        given = None if names_factory(model) else Sizes(batch_size, seq_len)
-        estimator = ModelEstimator(subject, platform)
-        return fewest_changes(estimator, options, policy, capacity, given=given, progress=progress)
+        yield ModelEstimator(subject, Platform.of(device))

@@ -12,7 +12,7 @@ from typing import Any
 from recompute.errors import EstimateError
 from recompute.estimation.capacity import Fit, fit
 from recompute.estimation.check_paths import check_source, names_factory
-from recompute.estimation.estimate import changes_that_fit, estimate
+from recompute.estimation.estimate import estimate, estimator_of
 from recompute.estimation.estimate_options import EstimateOptions
 from recompute.estimation.estimate_result import Estimate, sweep_plot, sweep_table
 from recompute.estimation.gpus import GPUS
@@ -86,16 +86,12 @@ class EstimateRequest:
             return answer
         fitting = fit(self._peak_nbytes, self.device, self.batch_size, self.seq_len, progress)
         if not fitting.fits:
-            found = changes_that_fit(
-                self.model,
-                self.options,
-                self.policy,
-                fitting.capacity_nbytes,
-                batch_size=self.batch_size,
-                seq_len=self.seq_len,
-                gpu=self._gpu,
-                progress=progress,
-            )
+            from recompute.estimation.fitting_changes import Sizes, fewest_changes  # which imports torch
+
+            sizes, asked = (self.batch_size, self.seq_len), (self.options, self.policy, fitting.capacity_nbytes)
+            given = None if names_factory(self.model) else Sizes(*sizes)
+            with estimator_of(self.model, self.options, *sizes, None, self._gpu) as estimator:
+                found = fewest_changes(estimator, *asked, given=given, progress=progress)
             if found is not None:
                 fitting = fitting._replace(changes=found.changes, changed_peak_nbytes=found.peak_nbytes)
         data = answer.data if self.sweep else answer.data | {"fit": fitting.as_dict()}

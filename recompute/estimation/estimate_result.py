@@ -91,9 +91,7 @@ class Estimate:
         return {
             **vars(self.settings),
             "static_bytes": {
-                "parameters": static.parameters,
-                "gradients": static.gradients,
-                "optimizer": static.optimizer,
+                **vars(static),
                 "buffers": {name: buffer.nbytes for name, buffer in static.buffers.items()},
                 "total": static.total,
             },
@@ -144,23 +142,25 @@ def _described(estimate: Estimate) -> str:
         logits = f"; logits take up to {humanize(estimate.logits_peak_bytes)}"
     blocks = [
         title,
-        _table("static", [(name, humanize(nbytes)) for name, nbytes in kept]),
-        _table("held after forward", [*held, ("together", "", humanize(estimate.activation_bytes))], "modules"),
+        table("static", [(name, humanize(nbytes)) for name, nbytes in kept]),
+        table("held after forward", [*held, ("together", "", humanize(estimate.activation_bytes))], "modules"),
         f"One layer holds {humanize(estimate.activation_bytes_per_layer)}{logits}.",
-        _table("highest moments", [(name, humanize(nbytes)) for name, nbytes in highest]),
+        table("highest moments", [(name, humanize(nbytes)) for name, nbytes in highest]),
         f"Peak: {peak}, at: {estimate.peak_moment}. Most of it is {estimate.dominates}: "
         + ", ".join(f"{part} {humanize(nbytes)}" for part, nbytes in estimate.parts.items())
         + ".",
     ]
     if estimate.advice:
         lower = [(each.what, humanize(each.saves_nbytes)) for each in estimate.advice]
-        blocks.append(_table("what lowers the peak, by itself", lower, "by"))
+        blocks.append(table("what lowers the peak, by itself", lower, "by"))
     return "\n\n".join(blocks)
 
 
-def _table(title: str, rows: Sequence[tuple[object, ...]], *columns: str) -> str:
-    headers = [title, *columns, *([""] * (len(rows[0]) - 1 - len(columns)))]
-    align = ["left", *["right"] * (len(rows[0]) - 1)]
+def table(title: str, rows: Sequence[tuple[object, ...]], *columns: str) -> str:
+    """Rows as text, with the title above the first column."""
+    width = len(rows[0]) if rows else 1 + len(columns)
+    headers = [title, *columns, *([""] * (width - 1 - len(columns)))]
+    align = ["left", *["right"] * (width - 1)]
     return tabulate(rows, headers, "simple", colalign=align, disable_numparse=True)
 
 
@@ -187,11 +187,9 @@ def sweep_table(estimates: Sequence[tuple[int, int, Estimate]]) -> str:
 
 def sweep_plot(estimates: Sequence[tuple[int, int, Estimate]]) -> Figure:
     """The peak against the sequence length, with a line for each batch size and one for static bytes."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for size in sorted({batch_size for batch_size, _, _ in estimates}):
         points = sorted(

@@ -16,9 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from recompute.engine.thread_state import is_fake
 from recompute.errors import ModelError, RecomputeError
-from recompute.estimation.fake_tensors import move
 
 Factory = Callable[[], Any]
 """Returns an ``nn.Module``, or a pair of that and a batch: a tensor, a tuple of arguments or a mapping of keywords."""
@@ -89,11 +87,7 @@ def make(
     if batch is not None:
         batch = check_batch(batch, name)
         check_taken(model, batch, name)
-    if is_fake():
-        move(model, device, dtype)
-    else:
-        model.to(device=device, dtype=dtype)
-    return model.train(), batch
+    return model.to(device=device, dtype=dtype).train(), batch
 
 
 @contextmanager
@@ -174,13 +168,20 @@ def describe(model: nn.Module, batch: Any, where: str = "") -> str:
     return f"{type(model).__name__}, {count:,} parameters{told and f', {told}'}; {', '.join(shapes)}"
 
 
+def own_loss(output: Any) -> Tensor | None:
+    """The ``loss`` that an output has as an attribute or a key."""
+    loss = getattr(output, "loss", None)
+    if loss is None and isinstance(output, Mapping):
+        loss = output.get("loss")
+    return loss if isinstance(loss, Tensor) else None
+
+
 def loss_in(output: Any, name: str) -> Tensor:
     """The ``loss`` that an output has as an attribute or a key; else the sum of its tensors of floats.
 
     Raises ``ModelError`` where there is neither, or the loss is no scalar.
     """
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(loss, Tensor):
+    if (loss := own_loss(output)) is not None:
         if loss.numel() != 1:
             raise ModelError(f"{name}: expected a loss of one number; found one of shape {tuple(loss.shape)}")
         return loss

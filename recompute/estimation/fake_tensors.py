@@ -39,18 +39,6 @@ def fake_copy(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     return copy.deepcopy(model, memo).train()
 
 
-def move(model: nn.Module, device: torch.device | None, dtype: torch.dtype | None = None) -> None:
-    """``model.to(device, dtype)``, which refuses some fake tensors (torch 2.13). Shared tensors stay shared."""
-    moved: dict[Tensor, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter not in moved:
-                moved[parameter] = nn.Parameter(_like(parameter, device, dtype), parameter.requires_grad)
-            module._parameters[name] = None if parameter is None else moved[parameter]
-        for name, buffer in module._buffers.items():
-            module._buffers[name] = None if buffer is None else _like(buffer, device, dtype)
-
-
 @contextmanager
 def modules_move() -> Iterator[None]:
     """Inside, ``nn.Module.to`` and its like give modules new fake parameters; shared ones stay shared.
@@ -79,10 +67,6 @@ def modules_move() -> Iterator[None]:
         yield
     finally:
         nn.Module._apply = whole  # type: ignore[method-assign]
-
-
-def _like(tensor: Tensor, device: torch.device | None, dtype: torch.dtype | None) -> Tensor:
-    return torch.empty_like(tensor, device=device, dtype=dtype if tensor.is_floating_point() else None)
 
 
 def fake_batch(batch: Any) -> Any:

@@ -9,11 +9,10 @@ from typing import NamedTuple
 
 from recompute.errors import NoEffectError
 from recompute.estimation.estimate_options import EstimateOptions
-from recompute.estimation.model_estimator import ModelEstimator
+from recompute.estimation.model_estimator import ADVISED, ModelEstimator
 from recompute.policy.loading import load_policy
 from recompute.policy.rules import Policy
 
-_POLICIES = ("elementwise", "auto", "full")
 _MOST_DEVICES = 1024
 _LEAST_TOKENS = 256
 
@@ -105,7 +104,7 @@ def _combinations(
         devices.append(2 * devices[-1])
     losses = [options.loss, *(["chunked"] if options.loss == "full" and estimator.head() is not None else [])]
     optimizers = [options.optimizer, *(["adamw-8bit"] if options.optimizer.startswith("adamw") else [])]
-    policies = [policy, *(load_policy(name) for name in _POLICIES if policy is None or policy.name != name)]
+    policies = [policy, *(load_policy(name) for name in ADVISED if policy is None or policy.name != name)]
     ways = product(devices, _smaller(given), dict.fromkeys(optimizers), policies, losses)
     for count, (sizes, smallest), optimizer, under, loss in ways:
         changed = options._replace(optimizer=optimizer, loss=loss)

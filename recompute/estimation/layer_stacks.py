@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -16,7 +16,6 @@ from recompute.policy.matching import assign
 from recompute.policy.rules import Policy
 
 _LEAST = 4  # layers, of which the two in the middle must be alike
-_WORTH_IT = 2  # times as many layers as run
 
 Neighbourhood = tuple[int | None, int, int | None, bool]
 """The kinds of the layer before, of a layer and of the one after it, and whether it is the first of its kind.
@@ -45,6 +44,11 @@ class LayerStack(NamedTuple):
         """Those of the layers in a list of the first ``count``."""
         return _neighbourhoods(self.kinds[:count], self.tells_first)
 
+    def stand_ins(self, count: int) -> list[int]:
+        """For each of the first ``count`` layers, the last of the few that has its neighbourhood."""
+        known = {around: index for index, around in enumerate(self.neighbourhoods(self.few))}
+        return [known[around] for around in self.neighbourhoods(count)]
+
     def named(self, index: int) -> str:
         return f"{self.path}.{index}"
 
@@ -58,13 +62,16 @@ def find_stacks(model: nn.Module, policy: Policy | None, *, tells_first: bool = 
     found: list[LayerStack] = []
     outer: list[str] = []
     for path, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList) or not path or any(path.startswith(f"{each}.") for each in outer):
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or not path:
             continue
-        outer.append(path)
+        if any(path.startswith(f"{each}.") for each in outer):
+            continue
         numbers: dict[Any, int] = {}
         keys = [(structure_of(layer), _rules_in(rules, f"{path}.{name}")) for name, layer in module.named_children()]
         kinds = tuple([numbers.setdefault(key, len(numbers)) for key in keys])
         counts = _few(kinds, tells_first)
+        if counts is not None or isinstance(module, nn.ModuleList):  # a sequence of others is no list of layers
+            outer.append(path)
         if counts is not None:
             found.append(LayerStack(path, module, kinds, *counts, tells_first))
     with shortened(found, "few"):
@@ -92,7 +99,7 @@ def _few(kinds: Sequence[int], tells_first: bool) -> tuple[int, int] | None:
     if not kinds:
         return None
     usual, times = every.most_common(1)[0]
-    for count in range(_LEAST, len(kinds) // _WORTH_IT):
+    for count in range(_LEAST, len(kinds)):
         if shown(count).keys() == every.keys() and shown(count)[usual] >= min(2, times):
             fewer = next((n for n in range(count - 1, 0, -1) if shown(n).keys() <= every.keys()), 0)
             return (fewer, count) if fewer and fewer + count < len(kinds) else None
@@ -105,11 +112,20 @@ def _neighbourhoods(kinds: Sequence[int], tells_first: bool) -> list[Neighbourho
     return [(before, kind, after, first.get(kind) == index) for index, (before, kind, after) in enumerate(around)]
 
 
-def structure_of(module: nn.Module) -> Any:
-    """A value that is equal for modules that run the same ops on tensors of the same shapes, as far as can be seen."""
+def structure_of(module: nn.Module, *, numbers_count: bool = True) -> Any:
+    """A value that is equal for modules that run the same ops on tensors of the same shapes, as far as can be seen.
+
+    numbers_count: whether numbers among attributes have to be equal. If not, only their types, and whether a float is
+        0: the index of a layer may have any name.
+    """
+
+    def told(value: Any) -> Any:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        return value if numbers_count or not is_number else (type(value), isinstance(value, float) and bool(value))
+
     plain = (bool, int, float, str, type(None))
     attributes = [
-        (name, value)
+        (name, told(value))
         for name, value in vars(module).items()
         if isinstance(value, plain) and not re.search(r"idx|index|layer_id", name)
     ]
@@ -118,24 +134,21 @@ def structure_of(module: nn.Module) -> Any:
         for name, each in (*module._parameters.items(), *module._buffers.items())
         if each is None or isinstance(each, Tensor)
     ]
-    children = [(name, None if child is None else structure_of(child)) for name, child in module._modules.items()]
+    children = [
+        (name, None if child is None else structure_of(child, numbers_count=numbers_count))
+        for name, child in module._modules.items()
+    ]
     return base_of(module), tuple(attributes), tuple(tensors), tuple(children)
 
 
 @contextmanager
-def shortened_list(layers: nn.Module, count: int) -> Iterator[None]:
-    """Inside, the list has its first ``count`` layers alone."""
-    whole = layers._modules
-    layers._modules = dict(list(whole.items())[:count])
+def shortened(stacks: Sequence[LayerStack], which: str) -> Iterator[None]:
+    """Inside, each list has its first layers alone. which: the attribute that says how many."""
+    whole = [each.layers._modules for each in stacks]
+    for each in stacks:
+        each.layers._modules = dict(list(each.layers._modules.items())[: getattr(each, which)])
     try:
         yield
     finally:
-        layers._modules = whole
-
-
-@contextmanager
-def shortened(stacks: Sequence[LayerStack], which: str) -> Iterator[None]:
-    with ExitStack() as stack:
-        for each in stacks:
-            stack.enter_context(shortened_list(each.layers, getattr(each, which)))
-        yield
+        for each, modules in zip(stacks, whole, strict=True):
+            each.layers._modules = modules

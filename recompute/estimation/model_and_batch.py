@@ -16,7 +16,7 @@ from recompute.engine.fake_mode import FakeMode
 from recompute.errors import ModelError
 from recompute.estimation.build_model import build_fake, without_packing
 from recompute.estimation.estimate_options import EstimateOptions
-from recompute.estimation.factories import check_taken, describe, placed
+from recompute.estimation.factories import call, check_taken, describe, own_loss, placed
 from recompute.estimation.fake_tensors import fake_batch, fake_copy
 from recompute.estimation.make_batch import batch_of, takes_images
 from recompute.estimation.static_memory import DTYPE_RECIPES
@@ -38,12 +38,8 @@ class ModelAndBatch(NamedTuple):
         return self._replace(batch=batch, name=describe(self.model, batch))
 
     def run(self) -> tuple[Tensor, Any]:
-        if isinstance(self.batch, Mapping):
-            output = self.model(**self.batch)
-        else:
-            output = self.model(*(self.batch if isinstance(self.batch, (tuple, list)) else (self.batch,)))
-        loss = getattr(output, "loss", None)
-        if isinstance(loss, Tensor):
+        output = call(self.model, self.batch)
+        if (loss := own_loss(output)) is not None:
             return loss, output
         values = getattr(output, "to_tuple", lambda: output)()
         floats = [each for each in tree_leaves(values) if isinstance(each, Tensor) and each.is_floating_point()]

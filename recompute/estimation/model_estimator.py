@@ -24,8 +24,9 @@ from recompute.estimation.fake_tensors import shapes_chosen_in_turn
 from recompute.estimation.layer_extrapolation import Growth, extrapolated_step
 from recompute.estimation.layer_stacks import find_stacks
 from recompute.estimation.model_and_batch import ModelAndBatch
-from recompute.estimation.module_tracker import LOSS, parameter_shapes, pattern_of, unit_of
-from recompute.estimation.simulation import SimulatedStep, Surroundings, optimizer_peak_nbytes, run_forward, simulate
+from recompute.estimation.module_tracker import LOSS, layer_of, parameter_shapes, pattern_of
+from recompute.estimation.optimizer_step import optimizer_peak_nbytes
+from recompute.estimation.simulation import SimulatedStep, Surroundings, run_forward, simulate
 from recompute.estimation.static_memory import (
     DTYPE_RECIPES,
     OPTIMIZERS,
@@ -43,7 +44,8 @@ from recompute.policy.rules import Policy, Rule
 OPTIMIZER_STEP = "optimizer step"
 _FUSED = "a fused optimizer"
 _WORTH_TELLING = 1e-3  # advice must lower the peak by this share of it at least
-_ADVISED = ("elementwise", "auto", "full")
+ADVISED = ("elementwise", "auto", "full")
+"""The policies that are tried to lower the peak."""
 
 
 class ModelEstimator:
@@ -119,7 +121,7 @@ class ModelEstimator:
         can_fuse = options.optimizer in ("adamw", "adamw-loop")
         if can_fuse:
             try_out(_FUSED, options._replace(optimizer="adamw-fused"))
-        for name in _ADVISED:
+        for name in ADVISED:
             if policy is None or policy.name != name:
                 with_fused(f"policy {name}", options, load_policy(name))
         if options.loss == "full" and self.head() is not None:
@@ -226,14 +228,14 @@ class ModelEstimator:
                 handle.remove()
 
     def _optimizer_peak(self, options: EstimateOptions) -> int:
-        recipe = DTYPE_RECIPES[options.dtype]
-        make = _MAKERS[options.optimizer]
+        recipe, kind = DTYPE_RECIPES[options.dtype], OPTIMIZERS[options.optimizer]
         shapes = tuple(shard_shapes(self._parameters, options.sharding, options.devices))
         key = options.optimizer, shapes, recipe
         if key not in self._optimizer_peaks:
             dtype = torch.float32 if recipe.state == 4 else torch.bfloat16
             peak = 0
-            if make is not None:
+            if kind.torch_class and not kind.options.get("fused"):  # those are one kernel, in place
+                make = partial(getattr(torch.optim, kind.torch_class), **kind.options)
                 peak = optimizer_peak_nbytes(make, shapes, dtype)
             if recipe.master:  # the gradients once more, in the dtype of the master weights
                 peak += sum(torch.Size(shape).numel() for shape in shapes) * recipe.master
@@ -297,16 +299,6 @@ def _learns(rule: Rule) -> bool:
     return meaning_of(rule).mechanism in (Mechanism.TAPE, Mechanism.CHECKPOINT)
 
 
-_MAKERS: Mapping[str, Callable[[list[Tensor]], torch.optim.Optimizer] | None] = {
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, foreach=True),
-    "adamw-fused": None,  # one kernel for all parameters, in place
-    "adamw-loop": lambda parameters: torch.optim.AdamW(parameters, foreach=False),
-    "adamw-8bit": None,  # one kernel a parameter, in place
-    "sgd": lambda parameters: torch.optim.SGD(parameters, foreach=True),
-    "sgd-momentum": lambda parameters: torch.optim.SGD(parameters, momentum=0.9, foreach=True),
-}
-
-
 def by_module(held: Mapping[str, int]) -> tuple[ModuleActivations, ...]:
     found: dict[str, ModuleActivations] = {}
     for path, nbytes in held.items():
@@ -319,9 +311,8 @@ def by_module(held: Mapping[str, int]) -> tuple[ModuleActivations, ...]:
 def _per_layer(held: Mapping[str, int]) -> int:
     layers: dict[str, int] = {}
     for path, nbytes in held.items():
-        unit = unit_of(path)
-        if unit.split(".")[-1].isdigit():
-            layers[unit] = layers.get(unit, 0) + nbytes
+        if layer := layer_of(path):
+            layers[layer] = layers.get(layer, 0) + nbytes
     return max(layers.values(), default=0)
 
 

@@ -97,6 +97,12 @@ def unit_of(path: str) -> str:
     return ".".join(parts[: numbers[0] + 1]) if numbers else path or LOSS
 
 
+def layer_of(path: str) -> str:
+    """The layer that ``path`` is in; "" outside of all layers."""
+    unit = unit_of(path)
+    return unit if unit.split(".")[-1].isdigit() else ""
+
+
 def pattern_of(path: str) -> str:
     """The path with "*" for numbers, which modules of equal layers share: "model.layers.*.mlp"."""
     return ".".join("*" if part.isdigit() else part for part in path.split("."))
@@ -105,11 +111,7 @@ def pattern_of(path: str) -> str:
 def parameter_shapes(model: nn.Module) -> list[ParameterShape]:
     """The shape of each parameter, with the layer that it is part of. A shared parameter is listed once."""
 
-    def layer(path: str) -> str:
-        unit = unit_of(path)
-        return unit if unit != LOSS and unit.split(".")[-1].isdigit() else ""
-
     seen: dict[Tensor, ParameterShape] = {}
     for path, parameter in model.named_parameters():
-        seen[parameter] = ParameterShape(tuple(parameter.shape), parameter.requires_grad, layer(path))
+        seen[parameter] = ParameterShape(tuple(parameter.shape), parameter.requires_grad, layer_of(path))
     return list(seen.values())

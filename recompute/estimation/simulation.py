@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import gc
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from recompute.engine.fake_mode import asks_for_address, refused_address
 from recompute.errors import ModelError, RecomputeError
@@ -148,35 +147,6 @@ def simulate(
     moments = tuple(MomentMemory(name, dict(alive)) for name, alive in recorder.moments.items())
     kernels = tuple(sorted(attention))
     return SimulatedStep(moments, dict(held), recorder.logits_peak_nbytes, kernels, dict(recorder.gradients))
-
-
-def optimizer_peak_nbytes(
-    make: Callable[[list[Tensor]], torch.optim.Optimizer], shapes: Sequence[tuple[int, ...]], dtype: torch.dtype
-) -> int:
-    """The most that a step of torch's own optimizer takes beside parameters, gradients and its states.
-
-    Parameters are on ``meta``: that takes a third of the time of fake tensors, and the optimizer can read its step
-    counts. A ``foreach`` optimizer runs each op on all parameters before the next one, so that each shape takes what it
-    takes by itself, as many times as there are parameters of it.
-    """
-    if getattr(make([nn.Parameter(torch.empty(1, device="meta"))]), "defaults", {}).get("foreach"):
-        counts = Counter(shapes)
-        return sum(count * _peak_of_step(make, [shape], dtype) for shape, count in counts.items())
-    return _peak_of_step(make, shapes, dtype)
-
-
-def _peak_of_step(
-    make: Callable[[list[Tensor]], torch.optim.Optimizer], shapes: Sequence[tuple[int, ...]], dtype: torch.dtype
-) -> int:
-    with unset_fake_temporarily(), torch.no_grad():
-        parameters: list[Tensor] = [nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")) for shape in shapes]
-        for parameter in parameters:
-            parameter.grad = torch.empty_like(parameter)
-        optimizer = make(parameters)
-        optimizer.step()  # makes the states
-        with StorageTrace(BLOCK_NBYTES) as trace:
-            optimizer.step()
-    return trace.peak_nbytes
 
 
 @contextmanager

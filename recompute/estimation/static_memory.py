@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from recompute.errors import EstimateError
 from recompute.policy.document import nearest
@@ -53,22 +53,28 @@ DTYPE_RECIPES: Mapping[str, DtypeRecipe] = {
 
 
 class OptimizerKind(NamedTuple):
-    """What an optimizer keeps between steps."""
+    """What an optimizer keeps between steps, and how to make it."""
 
     states: int
     """How many numbers it keeps for each element of a parameter."""
-    is_8bit: bool = False
+    torch_class: str = ""
+    """Its name in ``torch.optim``; "" for bitsandbytes' optimizers of 8 bits."""
+    options: Mapping[str, Any] = {}
+
+    @property
+    def is_8bit(self) -> bool:
+        return not self.torch_class
 
 
 OPTIMIZERS: Mapping[str, OptimizerKind] = {
-    "adamw": OptimizerKind(2),
-    "adamw-fused": OptimizerKind(2),
-    "adamw-loop": OptimizerKind(2),
-    "adamw-8bit": OptimizerKind(2, is_8bit=True),
-    "sgd": OptimizerKind(0),
-    "sgd-momentum": OptimizerKind(1),
+    "adamw": OptimizerKind(2, "AdamW"),
+    "adamw-fused": OptimizerKind(2, "AdamW", {"fused": True}),
+    "adamw-loop": OptimizerKind(2, "AdamW", {"foreach": False}),
+    "adamw-8bit": OptimizerKind(2),
+    "sgd": OptimizerKind(0, "SGD"),
+    "sgd-momentum": OptimizerKind(1, "SGD", {"momentum": 0.9}),
 }
-"""``adamw`` is torch's default on CUDA, ``foreach=True``; ``-loop``: ``foreach=False``; ``-8bit`` is bitsandbytes'."""
+"""Torch's own choice on CUDA is ``foreach=True``."""
 
 _SMALLEST_8BIT, _BLOCK_8BIT = 4096, 256
 """In bitsandbytes' ``Optimizer2State`` (0.45), smaller parameters keep float32 states, and each block has a scale."""
@@ -199,11 +205,14 @@ def shard_shapes(parameters: Iterable[ParameterShape], sharding: str, devices: i
     all parameters.
     """
     trained = [parameter for parameter in parameters if parameter.trains]
+    return _shards(trained, sharding, devices) if SHARDINGS[sharding].optimizer else [each.shape for each in trained]
+
+
+def _shards(parameters: Sequence[ParameterShape], sharding: str, devices: int) -> list[tuple[int, ...]]:
+    """The shapes of one device's share: under FSDP2 whole rows of each parameter, of which the first has the most."""
     if sharding == "fsdp2":
-        return [(-(-each.shape[0] // devices), *each.shape[1:]) if each.shape else () for each in trained]
-    if SHARDINGS[sharding].optimizer:
-        return [(-(-sum(each.numel for each in trained) // devices),)]
-    return [each.shape for each in trained]
+        return [(-(-each.shape[0] // devices), *each.shape[1:]) if each.shape else () for each in parameters]
+    return [(-(-sum(each.numel for each in parameters) // devices),)]
 
 
 def static_nbytes(
@@ -220,12 +229,9 @@ def static_nbytes(
     """
     divided = SHARDINGS[sharding]
 
-    def held(of: Iterable[ParameterShape], is_divided: bool) -> list[int]:
-        if not is_divided:
-            return [each.numel for each in of]
-        if sharding == "fsdp2":  # whole rows of each parameter: every device has as many as the first
-            return [-(-each.shape[0] // devices) * math.prod(each.shape[1:]) if each.shape else 1 for each in of]
-        return [-(-sum(each.numel for each in of) // devices)]
+    def held(of: Sequence[ParameterShape], is_divided: bool) -> list[int]:
+        shapes = _shards(of, sharding, devices) if is_divided else [each.shape for each in of]
+        return [math.prod(shape) for shape in shapes]
 
     trained = [each for each in parameters if each.trains]
     counts = held(trained, divided.optimizer)

@@ -53,7 +53,7 @@ from recompute.profiling.cost_table import Profile
 if TYPE_CHECKING:
     from torch import nn
 
-    from recompute.profiling.dry_run import OptimizerFactory
+    from recompute.estimation.optimizer_step import OptimizerFactory
     from recompute.profiling.model_run import Loss
 
 _OF_THE_RANK = ("model", "machine")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import textwrap
 from collections import Counter
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from tabulate import tabulate
 
@@ -33,7 +32,6 @@ def table(plan: Plan) -> str:
 def plot(plan: Plan) -> Figure:
     """Peak against step time: the frontier, the plan, its budget, and the best uniform policy."""
     figure = Figure(figsize=(8, 5), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
     predictions = [point.prediction for point in plan.frontier]
     unit, nbytes = next(
         (unit, 1024**exponent)

@@ -40,63 +40,61 @@ def plan(
 ) -> Plan:
     """Choose, for each region of a model, how to run it: the fastest training step whose memory stays in ``budget``.
 
-    Given a model, the plan is run, and so is each uniform policy that fits and may be as fast. If one of these is
-    faster, it is the plan. Given a ``Profile``, nothing is run.
-
-    model: what to train, which is profiled on ``example_batch`` first; or a ``Profile``, with which planning takes
-        milliseconds.
+    model: what to train. It is profiled on ``example_batch``. The plan is run, and so is each uniform policy that fits
+        and may be as fast; if one is faster, it is the plan. Or a ``Profile``: then nothing is run.
     example_batch, loss, optimizer: as ``recompute.profile`` takes them.
     profile: a profile of this model and batch, to be used instead of a new one.
     device, sharding, devices: as ``recompute.profile`` takes them, for GPUs that are not here.
     microbatches: how many such batches a step has, whose gradients add up: gradient accumulation, or a pipeline.
     microbatches_in_flight: of a pipeline's stage, how many of them are between forward and backward at once, as
-        ``recompute.integrations.distributed.microbatches_in_flight`` tells of a schedule. Each holds what the plan
-        keeps. With more than 1, nothing is offloaded.
-    budget: for the whole step, with parameters, gradients and optimizer states: a number of bytes, "40GiB", "40GB", or
-        "80%" of the device.
+        ``recompute.integrations.distributed.microbatches_in_flight`` tells. With more than 1, nothing is offloaded.
+    budget: of the step, parameters and optimizer states: bytes, "40GiB", "40GB", or "80%" of the device.
     allowed: which of "keep" (as it is), "hook", "kernel", "checkpoint", "offload" and "compress" a region may run by;
-        all but the last unless given. A region that has none of them stays as it is. With "offload", what a region
-        holds by one of the others may leave the device; "offload" without another one is a region that holds
-        everything. It needs a profile that knows the device's link to its host. With "compress", hooks and kernels may
-        hold codes of 8 bits: gradients are not exact. It needs a profile that was made with ``compress=True``.
+        all but the last unless given. A region that has none of them stays as it is. With "offload", which needs a
+        profile that knows the device's link to its host, what a region holds by another one may leave the device. With
+        "compress", which needs a profile made with ``compress=True``, codes of 8 bits may be held: that is not exact.
     frontier: solve for other budgets as well.
-    verify: if the plan's peak is over the budget when it runs, or off by more than 2%, correct the profile and plan
-        again.
+    verify: if the plan's peak is over the budget when it runs, or off by over 2%, correct the profile and plan again.
     progress: called with what is being done, how far it is, and of how much.
 
     Raises ``BudgetError`` for a budget that cannot be read or met, and ``PlanError`` for what else is given wrong.
     """
+    training: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "progress": progress}
     if isinstance(model, Profile):
         if verify:
-            raise PlanError(
-                "expected a model and a batch to verify a plan with; found a profile alone: give plan() the model"
-            )
+            raise PlanError("expected a model and a batch to verify a plan with; found a profile alone: pass the model")
         table = model
     else:
         check_request(budget, allowed)
         check_microbatches(microbatches, microbatches_in_flight)
-        if example_batch is None:
-            raise PlanError(f"expected an example batch to profile {type(model).__name__} on; found none")
         if verify and device is not None:
             raise PlanError(f"expected a plan for {show(device)} to be verified there; found verify=True here")
-        if profile is None and device is None and not any(each.is_cuda for each in model.parameters()):
-            parse_budget(budget)  # a share of no device is told before anything is measured
-        options: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "progress": progress}
         shared = {"device": device, "sharding": sharding, "devices": devices}
-        table = profile or _measured(model, example_batch, allowed, **options, **shared)
+        table = _profiled(model, example_batch, profile, budget, allowed, training | shared)
     table = with_microbatches(table, microbatches, microbatches_in_flight)
     table = only_allowed(table if microbatches_in_flight > 1 else with_offloading(table), allowed)
     found = solve_plan(table, parse_budget(budget, table.capacity_nbytes))
     if not isinstance(model, Profile) and (verify or table.source == "measured"):
         from recompute.planning.plan_verification import verify_plan  # which imports torch
 
-        found = verify_plan(
-            found, model, example_batch, loss=loss, optimizer=optimizer, progress=progress, replan=verify
-        )
+        found = verify_plan(found, model, example_batch, replan=verify, **training)
     return with_frontier(found, progress) if frontier else found
 
 
-def _measured(model: nn.Module, batch: Any, allowed: Collection[str] | None, **options: Any) -> Profile:
+def _profiled(
+    model: nn.Module,
+    batch: Any,
+    known: Profile | None,
+    budget: str | float,
+    allowed: Collection[str] | None,
+    options: dict[str, Any],
+) -> Profile:
+    if batch is None:
+        raise PlanError(f"expected an example batch to profile {type(model).__name__} on; found none")
+    if known is not None:
+        return known
+    if options["device"] is None and not any(each.is_cuda for each in model.parameters()):
+        parse_budget(budget)  # a share of no device is told before anything is measured
     from recompute.profiling.profile_model import profile  # which imports torch
 
     kernels = None if allowed is None or "kernel" in allowed else False

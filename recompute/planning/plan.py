@@ -242,14 +242,11 @@ def _table(profile: Profile, assignment: Assignment) -> str:
     for place, choice in zip(profile.places, choices_of(profile, assignment), strict=True):
         key = profile.regions[place.region].name, choice.name, choice.moved_nbytes
         groups.setdefault(key, []).append(place.path)
-    if not any(nbytes for *_, nbytes in groups):
-        rows = [(name, way, len(paths), _compact(paths)) for (name, way, _), paths in groups.items()]
-        return tabulate(rows, ("region", "choice", "count", "where"), "github")
-    wide = [
-        (name, way, humanize(nbytes) if nbytes else "", len(paths), _compact(paths))
-        for (name, way, nbytes), paths in groups.items()
-    ]
-    return tabulate(wide, ("region", "choice", "offloaded", "count", "where"), "github")
+    rows: list[dict[str, Any]] = []
+    for (name, way, nbytes), paths in groups.items():
+        offloaded = {"offloaded": humanize(nbytes) if nbytes else ""} if any(n for *_, n in groups) else {}
+        rows.append({"region": name, "choice": way, **offloaded, "count": len(paths), "where": _compact(paths)})
+    return tabulate(rows, "keys", "github")
 
 
 def _compact(paths: Sequence[str]) -> str:

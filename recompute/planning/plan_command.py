@@ -11,21 +11,12 @@ from typing import Any
 from recompute.errors import PlanError
 from recompute.estimation.check_paths import check_source
 from recompute.estimation.gpus import Gpu
-from recompute.estimation.static_memory import check_sharding, read_option
+from recompute.estimation.static_memory import OPTIMIZERS, check_sharding, read_option
 from recompute.files import check_new, check_writable, png_of, user_path, write_file
 from recompute.planning.make_plan import check_request, plan
 from recompute.planning.microbatches import check_microbatches
 from recompute.planning.plan import Plan
 from recompute.profiling.cost_table import Profile
-
-OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "adamw": ("AdamW", {}),
-    "adamw-fused": ("AdamW", {"fused": True}),
-    "adamw-loop": ("AdamW", {"foreach": False}),
-    "sgd": ("SGD", {}),
-    "sgd-momentum": ("SGD", {"momentum": 0.9}),
-}
-"""Classes of ``torch.optim``, and their options."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +61,9 @@ class PlanRequest:
             )
         named = replace(
             self,
-            optimizer=read_option("optimizer", self.optimizer, OPTIMIZERS),
+            optimizer=read_option(
+                "optimizer", self.optimizer, [name for name, kind in OPTIMIZERS.items() if kind.torch_class]
+            ),
             sharding=check_sharding(self.sharding, self.devices),
         )
         if named.sharding != "none" and self.gpu is None:
@@ -119,11 +112,9 @@ class PlanRequest:
         from recompute.profiling.profile_model import profile
 
         progress("building the model", 0, 0)
-        name, options = OPTIMIZERS[self.optimizer]
-        training: dict[str, Any] = {
-            "optimizer": partial(getattr(torch.optim, name), **options),
-            "progress": progress,
-        }
+        kind = OPTIMIZERS[self.optimizer]
+        optimizer = partial(getattr(torch.optim, kind.torch_class), **kind.options)
+        training: dict[str, Any] = {"optimizer": optimizer, "progress": progress}
         sizes: dict[str, Any] = {"seq_len": self.seq_len, "batch_size": self.batch_size, "dtype": self.dtype}
         if self.gpu is not None:
             with build_fake(self.model, **build_options(device="cpu", **sizes)) as (network, batch):

@@ -14,6 +14,7 @@ from torch import nn
 
 from recompute.attach.apply import apply
 from recompute.counters import clock, memory_trace
+from recompute.estimation.optimizer_step import OptimizerFactory
 from recompute.planning import solver
 from recompute.planning.allowed_ways import ways_of
 from recompute.planning.plan import Plan, VerificationRound, plan_from_solution, solve_plan
@@ -21,7 +22,7 @@ from recompute.planning.prediction import Assignment, choices_of, leaving_before
 from recompute.planning.solver import Uniform
 from recompute.policy.rules import Policy
 from recompute.profiling.cost_table import Choice, Profile
-from recompute.profiling.dry_run import DryRun, OptimizerFactory, dry_run
+from recompute.profiling.dry_run import DryRun, dry_run
 from recompute.profiling.model_run import Loss
 from recompute.units import humanize
 
@@ -98,9 +99,9 @@ def or_faster_uniform(plan: Plan, measure: Callable[[Policy], MeasuredStep]) -> 
     fastest is tried, unless it is predicted to be slower than the plan by more than that error.
     """
     for uniform in _fastest_of_each_way(plan):
-        prediction = uniform.solution.prediction
         slowest = max(plan.rounds[-1].measured_step_seconds, plan.predicted_step_seconds)
-        if uniform.solution.assignment == plan.assignment or prediction.step_seconds > _UNCERTAIN * slowest:
+        is_slow = uniform.solution.prediction.step_seconds > _UNCERTAIN * slowest
+        if uniform.solution.assignment == plan.assignment or is_slow:
             continue
         other = plan_from_solution(plan.profile, plan.budget_nbytes, uniform.solution)
         measured = measure(other.policy)
@@ -109,11 +110,8 @@ def or_faster_uniform(plan: Plan, measure: Callable[[Policy], MeasuredStep]) -> 
             seconds = min(last.measured_step_seconds, measure(plan.policy).step_seconds)
             plan = replace(plan, rounds=(*before, last._replace(measured_step_seconds=seconds)))
         if _is_better(plan, measured):
-            found = VerificationRound(
-                prediction.peak_nbytes, measured.peak_nbytes, prediction.step_seconds, measured.step_seconds
-            )
             note = f"what was predicted to be faster was not when it ran, so all regions run alike: {uniform.choice}"
-            plan = replace(other, rounds=(*plan.rounds, found), note=note)
+            plan = replace(other, rounds=(*plan.rounds, _round(other, measured)), note=note)
     return plan
 
 
@@ -124,6 +122,11 @@ def _fastest_of_each_way(plan: Plan) -> Iterable[Uniform]:
     for uniform in solver.uniforms(plan.profile, plan.budget_nbytes):
         found.setdefault(ways[uniform.choice], uniform)
     return found.values()
+
+
+def _round(plan: Plan, measured: MeasuredStep) -> VerificationRound:
+    predicted = plan.predicted_peak_bytes, plan.predicted_step_seconds
+    return VerificationRound(predicted[0], measured.peak_nbytes, predicted[1], measured.step_seconds)
 
 
 def _is_better(plan: Plan, measured: MeasuredStep) -> bool:
@@ -140,8 +143,7 @@ def run_and_replan(plan: Plan, measure: Callable[[Policy], MeasuredStep], *, rep
     tried: list[tuple[bool, float, Plan]] = []
     for _ in range(_MOST_ROUNDS):
         measured = measure(plan.policy)
-        prediction = plan.predicted_peak_bytes, plan.predicted_step_seconds
-        rounds.append(VerificationRound(prediction[0], measured.peak_nbytes, prediction[1], measured.step_seconds))
+        rounds.append(_round(plan, measured))
         fits = measured.peak_nbytes <= plan.budget_nbytes
         if not replan:
             return replace(plan, rounds=tuple(rounds))

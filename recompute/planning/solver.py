@@ -17,15 +17,14 @@ Measured on one core, for 80 layers with the choices that a Llama-8B layer has o
 the layers equal, of two kinds, or all different. With the 54 that offload beside them they take 0.1 to 1.1 s, and 6 s
 where the host's memory binds.
 
-A mixed-integer program (``scipy.optimize.milp``, no gap allowed) does not need to know each layer by itself: it can
-count how many of a run of equal layers take each choice. It takes 0.06 s for 80 equal layers. But where kinds alternate
-such runs are short: if every sixth of 80 layers is of another kind, it takes 20 to over 60 s. It is also exact only up
-to its tolerances. The tests compare the two.
+A mixed-integer program (``scipy.optimize.milp``) takes 0.06 s for 80 equal layers, but 20 to over 60 s if every sixth
+is of another kind, and is exact only up to its tolerances. The tests compare the two.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -51,6 +50,7 @@ from recompute.units import humanize
 
 _PICOSECONDS = 1e12
 _FRONTIER_POINTS = 21
+_UNBOUNDED = 1 << 50  # bytes: every assignment fits into that budget
 
 
 class Solution(NamedTuple):
@@ -87,7 +87,7 @@ def floor(profile: Profile) -> Solution:
 
     Raises ``BudgetError`` where every assignment offloads more than the host's memory can hold.
     """
-    problem, low, high = _Problem(profile), 0, _unbounded(profile)  # high can be met, none below low can
+    problem, low, high = _Problem(profile), 0, _UNBOUNDED  # high can be met, none below low can
     assignment = problem.leanest(high)
     if assignment is None:
         raise BudgetError(_too_much_for_the_host(profile))
@@ -112,19 +112,15 @@ def uniforms(profile: Profile, budget_nbytes: int) -> list[Uniform]:
     """
     inner = profile.places[1:-1] or profile.places
     names = dict.fromkeys(choice.name for place in inner for choice in profile.regions[place.region].choices)
+    rows = [[choice.name for choice in region.choices] for region in profile.regions]
     found = []
     for name in names:
-        indices = [[choice.name for choice in region.choices] for region in profile.regions]
-        of_region = [row.index(name) if name in row else 0 for row in indices]
+        of_region = [row.index(name) if name in row else 0 for row in rows]
         assignment = tuple(of_region[place.region] for place in profile.places)
-        found.append(Uniform(name, Solution(assignment, predict(profile, assignment))))
-    fitting = [
-        uniform
-        for uniform in found
-        if uniform.solution.prediction.peak_nbytes <= budget_nbytes
-        and _fits_the_host(profile, uniform.solution.assignment)
-    ]
-    return sorted(fitting, key=lambda uniform: _order(uniform.solution))
+        solution = Solution(assignment, predict(profile, assignment))
+        if solution.prediction.peak_nbytes <= budget_nbytes and _fits_the_host(profile, assignment):
+            found.append(Uniform(name, solution))
+    return sorted(found, key=lambda uniform: _order(uniform.solution))
 
 
 def frontier(
@@ -136,7 +132,7 @@ def frontier(
     them (2 or more), which include both ends. Where the frontier has more, budgets at equal distances are solved for.
     """
     least = floor(profile).prediction.peak_nbytes
-    found = [solve(profile, _unbounded(profile))]
+    found = [solve(profile, _UNBOUNDED)]
     most = found[0].prediction.peak_nbytes
     for i in range(1, points):
         if found[-1].prediction.peak_nbytes == least:
@@ -149,21 +145,6 @@ def frontier(
 
 def _order(solution: Solution) -> tuple[float, int]:
     return solution.prediction.step_seconds, solution.prediction.peak_nbytes
-
-
-def _unbounded(profile: Profile) -> int:
-    """A budget that every assignment fits into."""
-    dearest = [max(region.choices, key=_most_alive) for region in profile.regions]
-    return (
-        profile.static_nbytes
-        + profile.optimizer_peak_nbytes
-        + profile.microbatches_in_flight * sum(_most_alive(dearest[place.region]) for place in profile.places)
-        + gradients_above(profile)[0]
-    )
-
-
-def _most_alive(choice: Choice) -> int:
-    return max(choice.held_nbytes, choice.forward_peak_nbytes, choice.backward_peak_nbytes)
 
 
 def _picoseconds(choice: Choice) -> int:
@@ -182,17 +163,12 @@ def _undominated(choices: Sequence[Choice], host_binds: bool) -> list[int]:
     nothing makes no other one redundant that does: it does not end the time for which the one before it is leaving.
     """
 
-    costs = [
-        (
-            _picoseconds(choice),
-            choice.held_nbytes,
-            staying_nbytes(choice),
-            choice.forward_peak_nbytes,
-            choice.backward_peak_nbytes,
-            choice.moved_nbytes if host_binds else 0,
-        )
-        for choice in choices
-    ]
+    def costs_of(choice: Choice) -> tuple[int, ...]:
+        peaks = choice.forward_peak_nbytes, choice.backward_peak_nbytes
+        moved = choice.moved_nbytes if host_binds else 0
+        return _picoseconds(choice), choice.held_nbytes, staying_nbytes(choice), *peaks, moved
+
+    costs = [costs_of(choice) for choice in choices]
 
     def is_better(j: int, i: int) -> bool:
         if choices[i].moved_nbytes and not choices[j].moved_nbytes:
@@ -225,11 +201,8 @@ class _Problem:
         """
         if self.leanest(budget_nbytes) is None:
             return None
-        found = self._within_room(
-            budget_nbytes,
-            lambda places: cheapest_walk.cheapest(places, most_picoseconds),
-            lambda choices: sum(map(_picoseconds, choices)),
-        )
+        cheapest = partial(cheapest_walk.cheapest, most=most_picoseconds)
+        found = self._within_room(budget_nbytes, cheapest, lambda choices: sum(map(_picoseconds, choices)))
         if found is not None and not _fits_the_host(self.profile, found):
             assert self.profile.link is not None, "without a link the host has no bound"
             assert self.profile.microbatches_in_flight == 1, "with several in flight no region offloads"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -17,11 +17,9 @@ from torch.utils._pytree import tree_leaves
 from recompute import counters
 from recompute.counters import Clock, MemoryTrace
 from recompute.errors import ModelError
+from recompute.estimation.optimizer_step import OptimizerFactory
 from recompute.profiling.model_run import Loss, arguments_of, fixed_signs, left_as_it_was, roots, sources_of
 from recompute.profiling.step_trace import StepTrace, trace_step
-
-OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
-"""Makes an optimizer of parameters: ``functools.partial(torch.optim.AdamW, fused=True)``, say."""
 
 
 def static_nbytes(model: nn.Module, optimizer: Optimizer, batch: Any) -> int:

@@ -14,6 +14,7 @@ from recompute.engine.checkpoint.module_state import LearnedBuffers, ModuleState
 from recompute.engine.reachable_objects import find_generators
 from recompute.engine.rng import RngState
 from recompute.errors import ModelError, MutationError
+from recompute.estimation.factories import own_loss
 
 Loss = Callable[[Any], Tensor]
 
@@ -51,12 +52,9 @@ def roots(
     """
     if loss is not None:
         return [loss(output)], [None]
-    if isinstance(own := getattr(output, "loss", None), Tensor):  # which mappings of Hugging Face have too
+    if (own := own_loss(output)) is not None:
         return [own], [None]
-    outputs = named(output)
-    if "loss" in outputs:
-        return [outputs["loss"]], [None]
-    found = [tensor for tensor in outputs.values() if tensor.requires_grad]
+    found = [tensor for tensor in named(output).values() if tensor.requires_grad]
     if not found:
         raise ModelError("nothing in the model's output requires a gradient, so there is none to compare")
     return found, [(gradient_of or fixed_signs)(tensor) for tensor in found]

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from recompute import counters
+from recompute.counters import describe_machine
 from recompute.errors import EstimateError
 from recompute.estimation.factories import describe
 from recompute.estimation.gpus import Gpu
+from recompute.estimation.optimizer_step import OptimizerFactory
 from recompute.estimation.static_memory import check_sharding
 from recompute.profiling.cost_table import Profile
-from recompute.profiling.dry_run import OptimizerFactory, dry_run
+from recompute.profiling.dry_run import dry_run
 from recompute.profiling.measure_link import measure_link
 from recompute.profiling.measure_regions import Progress, measure_regions
 from recompute.profiling.model_run import Loss, named
@@ -38,19 +39,11 @@ def profile(
 ) -> Profile:
     """Measure, in training steps of ``model`` on ``batch``, what each way to run each distinct region of it costs.
 
-    The ways are
-
-    - as it is,
-    - under ``recompute`` by hooks, and by kernels where they can stand in: once without a costly op that runs again,
-      once at each point of the region's frontier that a price gives, and at a few between these, by limits of bytes,
-    - under ``checkpoint``, with attention kept and without.
-
-    A head whose logits a kernel can do without is a region, too. Regions that run alike are measured as one: in each
-    step, a few places run in the ways in question, in pairs of neighbours, and all others in the way that holds least.
-    A way that runs out of memory even so, or cannot be used, is left out with a ``PolicyWarning``.
-
-    On CUDA the link to the host is measured, too, and which tensors each way holds that may leave the device. Plans
-    derive from that what each way takes if it offloads.
+    The ways are: as it is; under ``recompute`` by hooks, and by kernels where they can stand in, at some points of the
+    region's frontier of bytes and seconds; and under ``checkpoint``, with attention kept and without. A head whose
+    logits a kernel can do without is a region, too. On CUDA the link to the host is measured as well, from which plans
+    derive what each way takes if it offloads. A way that runs out of memory, or cannot be used, is left out with a
+    ``PolicyWarning``.
 
     Weights, gradients, buffers, random state and training flags are afterwards as before, also if this raises.
 
@@ -61,11 +54,9 @@ def profile(
     compress: whether to consider ways that hold codes of 8 bits, too, whose gradients are not exact.
     device: a GPU that is not here ("H200"; see ``recompute.estimation.gpus``). Nothing is measured then: the time of
         each op is calculated from its arithmetic and its traffic there, and bytes are those of tensors without values.
-        The profile's ``source`` says so.
     sharding, devices: beside ``device``, as ``recompute.estimate`` takes them: how several such GPUs share the model.
-    steps: how many training steps are timed for each assignment of ways to regions, after warm-up and one step that
-        counts bytes. As many again are timed as a whole, because telling regions apart slows a step down. Where a step
-        takes longer than a second, one is timed; on CUDA it is the one whose bytes are counted.
+    steps: how many training steps are timed for each assignment of ways to regions, and as many again as a whole,
+        because telling regions apart slows a step down. Where a step takes longer than a second, one is timed.
 
     Raises ``ModelError`` where there are no regions, nothing requires a gradient or nothing fits the device;
     ``AlreadyAppliedError`` for a model under a policy; ``ValueError`` for steps below 1.
@@ -75,8 +66,7 @@ def profile(
     if steps < 1:
         raise ValueError(f"expected at least 1 step to time; got steps={steps}")
     if device is not None:
-        offered = kernels is None or kernels
-        options: dict[str, Any] = {"match": match, "kernels": offered, "compress": compress}
+        options: dict[str, Any] = {"match": match, "kernels": kernels is None or kernels, "compress": compress}
         options |= {"sharding": sharding, "devices": devices}
         return roofline(model, batch, device, loss=loss, optimizer=optimizer, progress=progress, **options)
     sharding = check_sharding(sharding, devices)
@@ -86,15 +76,8 @@ def profile(
             "there, on all ranks, agree() of recompute.integrations.distributed makes one profile of what each measures"
         )
     with dry_run(model, batch, loss=loss, optimizer=optimizer) as run:
-        on_cuda = run.device.type == "cuda"
-        link = measure_link(run.device)
-        kernels = on_cuda if kernels is None else kernels
+        capacity = torch.cuda.get_device_properties(run.device).total_memory if run.device.type == "cuda" else None
+        link, kernels = measure_link(run.device), capacity is not None if kernels is None else kernels
         table = measure_regions(run, match, kernels, steps, progress, link is not None, compress)
-        return Profile(
-            model=describe(model, named(batch)),
-            machine=counters.describe_machine(run.device),
-            source="measured",
-            capacity_nbytes=torch.cuda.get_device_properties(run.device).total_memory if on_cuda else None,
-            link=link,
-            **table,
-        )
+        facts: dict[str, Any] = {"model": describe(model, named(batch)), "machine": describe_machine(run.device)}
+        return Profile(source="measured", capacity_nbytes=capacity, link=link, **facts, **table)

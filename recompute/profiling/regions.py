@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +18,7 @@ from recompute.attach.runners import OffloadRunner, TapeRunner
 from recompute.engine.cut.save_plan import SavePlan
 from recompute.engine.reachable_objects import base_of
 from recompute.errors import ModelError, warn
+from recompute.estimation.layer_stacks import structure_of
 from recompute.policy.matching import assign
 from recompute.policy.rules import BLOCK, NO_RULES, Policy, Rule
 from recompute.profiling.candidates import (
@@ -32,7 +33,7 @@ from recompute.profiling.candidates import (
 )
 from recompute.profiling.cost_table import rule_beside_head
 from recompute.profiling.dry_run import DryRun
-from recompute.substitution.kernel_runner import KernelRunner, is_plain_linear
+from recompute.substitution.kernel_runner import KernelRunner, is_plain_linear, kernel_of
 from recompute.substitution.norm import find_norm
 
 LAYERS = (BLOCK, "*Layer", "*Block")
@@ -227,9 +228,7 @@ def _plans(run: DryRun, regions: Collection[str], via: str) -> dict[str, SavePla
     with apply(run.model, policy_for(run, dict.fromkeys(regions, rerunning_rule(via)))) as handle:
         run.forward()  # a layer's kernels learn in it which Linears read its norm
         found: dict[str, SavePlan] = {}
-        while (
-            True
-        ):  # where regions of several kinds begin alike, some have taken the plans of others, and have none yet
+        while True:  # where regions of several kinds begin alike, some took the plans of others, and have none yet
             before = len(found)
             run.forward()
             found = {path: plan for path, plan in handle.plans().items() if path in regions}
@@ -241,9 +240,8 @@ def _with_kernels(model: nn.Module, regions: Mapping[str, nn.Module]) -> dict[st
     """The regions in which kernels can stand in for something, and whether a tape runs around these kernels."""
     rules = dict.fromkeys(regions, recomputing_rule("auto"))
     with apply(model, policy_from_rules(rules, generates=False)) as handle:
-        runners = {path: runner for path, runner in _runners(handle) if isinstance(runner, KernelRunner)}
+        found = _around_kernels(handle, lambda kernel: True)
         taped = {attachment.path for attachment in handle._attachments if isinstance(attachment.runner, TapeRunner)}
-    found = {around for path in runners for around in (path, *_around(path))}
     return {path: path in taped for path in regions if path in found}
 
 
@@ -251,13 +249,12 @@ def _with_mlps(model: nn.Module, regions: Mapping[str, nn.Module]) -> set[str]:
     """What is around the MLPs for which a kernel can stand in where a rule asks for tiles, and these MLPs."""
     rule = {**recomputing_rule("auto"), "tile": TILE}
     with apply(model, policy_from_rules(dict.fromkeys(regions, rule))) as handle:
-        mlps = [path for path, runner in _runners(handle) if isinstance(runner, KernelRunner) and runner.has_mlp]
-    return {around for path in mlps for around in (path, *_around(path))}
+        return _around_kernels(handle, lambda kernel: kernel.has_mlp)
 
 
-def _runners(handle: AppliedPolicy) -> Iterator[tuple[str, Any]]:
-    for attachment in handle._attachments:
-        yield attachment.path, getattr(attachment.runner, "inner", None) or attachment.runner
+def _around_kernels(handle: AppliedPolicy, counts: Callable[[KernelRunner], bool]) -> set[str]:
+    kernels = [(each.path, kernel) for each in handle._attachments if (kernel := kernel_of(each.runner)) is not None]
+    return {around for path, kernel in kernels if counts(kernel) for around in (path, *_around(path))}
 
 
 def storages_that_may_travel(handle: AppliedPolicy) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -269,22 +266,9 @@ def storages_that_may_travel(handle: AppliedPolicy) -> Iterator[tuple[str, tuple
 
 def _likeness(module: nn.Module, plan: SavePlan | None) -> Any:
     """Equal for two modules that run alike."""
-    parts = tuple([(base_of(part), *sorted(_attributes(part))) for part in module.modules()])
-    parameters = tuple([(each.shape, each.dtype, each.requires_grad) for each in module.parameters()])
+    structure = structure_of(module, numbers_count=False)
     if plan is None:
-        return parts, parameters
+        return structure
     steps = tuple([(step.op, step.inputs, step.made, step.reason) for step in plan.steps])
     values = tuple([(*known.layout[:2], known.layout.dtype, known.step, known.slot) for known in plan.facts])
-    return parts, parameters, steps, values, plan.saves
-
-
-def _attributes(module: nn.Module) -> Iterator[tuple[str, str]]:
-    """Attributes that may tell layers with the same ops apart, but not by their indices.
-
-    Of an integer only the type counts, since it may be the index of the layer; of a float also whether it is 0.
-    """
-    for name, value in vars(module).items():
-        if isinstance(value, (bool, str)) or value is None:
-            yield name, repr(value)
-        elif isinstance(value, (int, float)):
-            yield name, type(value).__name__ + (str(bool(value)) if isinstance(value, float) else "")
+    return structure, steps, values, plan.saves

@@ -8,18 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.optim import AdamW
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.optim import SGD, AdamW
 
 from recompute.attach.module_entries import module_entries
 from recompute.counters import Clock, MemoryTrace
-from recompute.engine.cut.ops import Kind, facts, tensors_in, work
+from recompute.engine.cut.ops import Kind, facts, work
 from recompute.engine.fake_mode import FakeMode
 from recompute.errors import ModelError
 from recompute.estimation.attention_choice import Platform
@@ -28,14 +25,16 @@ from recompute.estimation.cuda_semantics import as_on_cuda
 from recompute.estimation.factories import describe
 from recompute.estimation.fake_tensors import fake_batch, fake_copy
 from recompute.estimation.gpus import Gpu, find_gpu
+from recompute.estimation.layer_stacks import shortened
+from recompute.estimation.optimizer_step import OptimizerFactory, simulate_optimizer
 from recompute.estimation.static_memory import check_sharding
 from recompute.estimation.storage_tracker import BLOCK_NBYTES, StorageTrace
 from recompute.estimation.workspaces import cublas_nbytes
 from recompute.profiling.cost_table import HostLink, Profile
-from recompute.profiling.dry_run import DryRun, OptimizerFactory, nbytes_of
+from recompute.profiling.dry_run import DryRun, nbytes_of
 from recompute.profiling.measure_regions import Progress, measure_regions
 from recompute.profiling.model_run import Loss, arguments_of, named
-from recompute.profiling.repeated_layers import continued, representative, shortened
+from recompute.profiling.repeated_layers import continued, representative
 from recompute.profiling.shards import Shards
 from recompute.profiling.step_trace import StepTrace
 from recompute.substitution.formulas import looking_once
@@ -60,32 +59,18 @@ def roofline(
     devices: int = 1,
     progress: Progress | None = None,
 ) -> Profile:
-    """Calculate what ``recompute.profile`` would measure on ``device``, without that device.
+    """Calculate what ``recompute.profile`` would measure on ``device``, which need not be here.
 
     Each op takes the time of its arithmetic at 0.75 of the device's peak, or that of its traffic at 0.85 of the
     memory's bandwidth, whichever is longer. Copies to the host and back take theirs at 0.75 of the link's bandwidth.
-    Launching an op takes no time here, so a small model is slower than its profile says. Nor does making codes of 8
-    bits, or reading them. Bytes are counted on fake
-    tensors, for the kernels that torch chooses on CUDA. The model is left as it is, and may be on ``meta``. The
-    profile's ``source`` is "roofline".
-
-    compress: as ``recompute.profile`` takes it.
-    optimizer: makes an optimizer of a list of parameters; by default ``torch.optim.AdamW``. Where it leaves ``foreach``
-        open, that is on, as torch chooses on CUDA.
-    sharding, devices: as ``recompute.estimate`` takes them. Bytes are then those of one device. Communication between
-        devices takes no time here.
-
-    Raises ``ModelError`` for a device that is not known, and for a model that cannot run without values or has nothing
-    to train; ``EstimateError`` for a sharding that is not known.
+    To launch an op, to make or read codes of 8 bits, and to communicate between devices takes no time here.
     """
     gpu = device if isinstance(device, Gpu) else find_gpu(device)
     sharding = check_sharding(sharding, devices)
-    name = type(model).__name__
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not parameters:
-        raise ModelError(f"expected a model to train; none of {name}'s parameters requires a gradient")
+    if not (parameters := [parameter for parameter in model.parameters() if parameter.requires_grad]):
+        raise ModelError(f"expected a model to train; none of {type(model).__name__}'s parameters requires a gradient")
     with (
-        without_packing(name),
+        without_packing(type(model).__name__),
         FakeMode(),
         as_on_cuda(Platform.of(gpu)),
         torch.inference_mode(False),
@@ -96,21 +81,24 @@ def roofline(
         args, kwargs = arguments_of(fake_batch(batch))
         trained = [parameter for parameter in fake.parameters() if parameter.requires_grad]
         shards = Shards.of(fake, sharding, devices)
-        costs = _optimizer_costs(optimizer or AdamW, partial(shards.updated, trained), gpu)
-        idle: Any = _NoOptimizer(trained)
-        run = _FakeDryRun(fake, args, kwargs, loss, idle, figures=gpu, share=shards.share)
+        clock = _RooflineClock(gpu)
+        updating = simulate_optimizer(optimizer or AdamW, shards.updated(trained), clock.add)
+        clock.mark("optimizer")
+        run = _FakeDryRun(fake, args, kwargs, loss, SGD(trained, lr=0.0), figures=gpu, share=shards.share)
         table = _table(run, match, kernels, progress, gpu.link is not None, compress)
-        static_nbytes = shards.parameter_nbytes + nbytes_of(list(fake.buffers())) + costs.state_nbytes
+        static_nbytes = shards.parameter_nbytes + nbytes_of(list(fake.buffers())) + updating.state_nbytes
         static_nbytes += table["microbatch_nbytes"]
     table["regions"] = shards.with_buffers(table["regions"])
-    table |= {"static_nbytes": static_nbytes + cublas_nbytes(gpu.capability), "optimizer_seconds": costs.seconds}
-    table |= {"optimizer_peak_nbytes": costs.peak_nbytes + shards.buffer_nbytes("optimizer")}
+    table["static_nbytes"] = static_nbytes + cublas_nbytes(gpu.capability)
+    table["optimizer_seconds"] = clock.seconds["optimizer"]
+    table["optimizer_peak_nbytes"] = updating.peak_nbytes + shards.buffer_nbytes("optimizer")
     machine: dict[str, Any] = {**gpu._asdict(), "torch": torch.__version__}
-    machine["gpu"] = machine.pop("name")
+    where = machine["gpu"] = machine.pop("name")
     if devices > 1:
         machine |= {"sharding": sharding, "devices": devices}
+        where = f"each of {devices} {gpu.name} under {sharding}"
     return Profile(
-        model=describe(model, named(batch), _where(gpu, sharding, devices)),
+        model=describe(model, named(batch), f"calculated for {where}"),
         machine=machine,
         source="roofline",
         capacity_nbytes=gpu.capacity_nbytes,
@@ -127,11 +115,6 @@ def _link(gpu: Gpu) -> HostLink | None:
     return HostLink(out_bandwidth=bandwidth, back_bandwidth=bandwidth, host_nbytes=gpu.capacity_nbytes)
 
 
-def _where(gpu: Gpu, sharding: str, devices: int) -> str:
-    of = gpu.name if devices == 1 else f"each of {devices} {gpu.name} under {sharding}"
-    return f"calculated for {of}"
-
-
 def _table(
     run: DryRun,
     match: str | Sequence[str] | None,
@@ -143,29 +126,11 @@ def _table(
     """The fields of a profile that training steps measure. Of layers that are alike, only a few run."""
     if progress is not None:
         progress("looking for layers that are alike", 0, 0)
-    repeated = representative(run, match)
+    stacks = representative(run, match)
     layers = {entry.path: entry.layer for entry in module_entries(run.model, "")[0]}
-    with shortened(repeated):
+    with shortened(stacks, "few"):
         table = measure_regions(run, match, kernels, 1, progress, may_offload, compress)
-    return {**table, "places": tuple(continued(table["places"], repeated, layers))}
-
-
-@dataclass
-class _NoOptimizer:
-    """Takes the optimizer's place in a step. ``_optimizer_costs`` calculates the real one's step by itself."""
-
-    parameters: list[nn.Parameter]
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return [{"params": self.parameters}]
-
-    def step(self) -> None:
-        pass
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        for parameter in self.parameters:
-            parameter.grad = None
+    return {**table, "places": tuple(continued(table["places"], stacks, layers))}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,10 +145,6 @@ class _FakeDryRun(DryRun):
     @property
     def via(self) -> str:
         return "auto"
-
-    @property
-    def static_nbytes(self) -> int:
-        return nbytes_of([*self.model.parameters(), *self.model.buffers(), self.args, self.kwargs])
 
     def warm_up(self, regions: Mapping[str, nn.Module]) -> float:
         """Run a forward, in which policies learn what to hold. Backward needs none, as it has no kernels to compile."""
@@ -289,48 +250,3 @@ def _is_causal(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if argument.name == "is_causal":
             return bool(args[place] if place < len(args) else kwargs.get("is_causal", argument.default_value))
     return False
-
-
-class _WithoutAddresses(TorchDispatchMode):
-    """Has what ops make refuse to tell its address. Of a meta tensor that would be 0, and a kernel launched there."""
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = op(*args, **(kwargs or {}))
-        for each in tensors_in(output):
-            if each.is_meta:
-                torch._C._set_throw_on_mutable_data_ptr(each)
-        return output
-
-
-class _OptimizerCosts(NamedTuple):
-    seconds: float
-    peak_nbytes: int
-    state_nbytes: int
-
-
-def _optimizer_costs(
-    make: OptimizerFactory, given: Callable[[str], list[nn.Parameter]], figures: Gpu
-) -> _OptimizerCosts:
-    """What a step of the optimizer costs. Call it under the mode of fake tensors.
-
-    given: returns the parameters that the optimizer updates, on the device that it is told.
-    """
-    with ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(_WithoutAddresses())
-        optimizer = make(given("cpu"))
-        if not any(group.get("fused") for group in optimizer.param_groups):  # a fused optimizer refuses meta tensors
-            # Meta tensors are faster than fake ones, and let the optimizer read its step counts.
-            stack.enter_context(unset_fake_temporarily())
-            optimizer = make(given("meta"))
-            for group in optimizer.param_groups:
-                if group.get("foreach", False) is None:
-                    group["foreach"] = True  # as torch chooses on CUDA
-        optimizer.step()  # makes the states
-        clock, trace = _RooflineClock(figures), StorageTrace(BLOCK_NBYTES)
-        trace.on_run = clock.add
-        with trace:
-            optimizer.step()
-        clock.mark("step")
-        values = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-        return _OptimizerCosts(clock.seconds["step"], trace.peak_nbytes, sum(value.nbytes for value in values))

@@ -59,18 +59,11 @@ class Shards:
             share_of(sharding, devices) if kind.gradients else None,
         )
 
-    def updated(self, parameters: Sequence[nn.Parameter], device: str) -> list[nn.Parameter]:
-        """Parameters to give the device's optimizer, with gradients.
-
-        They are new tensors on ``device``: "meta", or "cpu" under the mode of fake tensors.
-        """
-        shapes = [parameter.shape for parameter in parameters] if self.shapes is None else self.shapes
-        dtypes = [parameter.dtype for parameter in parameters] + [parameters[0].dtype] * len(shapes)
-        given = []
-        for shape, dtype in zip(shapes, dtypes, strict=False):
-            given.append(nn.Parameter(torch.empty(shape, dtype=dtype, device=device)))
-            given[-1].grad = torch.empty(shape, dtype=dtype, device=device)
-        return given
+    def updated(self, parameters: Sequence[nn.Parameter]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """The shapes and dtypes of what the device's optimizer updates of these parameters."""
+        if self.shapes is None:
+            return [(tuple(parameter.shape), parameter.dtype) for parameter in parameters]
+        return [(shape, parameters[0].dtype) for shape in self.shapes]
 
     def buffer_nbytes(self, phase: str) -> int:
         """The bytes of buffers alive in this part of a step: "forward", "backward" or "optimizer"."""

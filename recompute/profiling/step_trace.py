@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -93,11 +94,11 @@ def trace_step(
     regions = regions or {}
     marks = _StepTracer(list(regions), memory, clock)
     with ExitStack() as stack:
-        for path, module in regions.items():
-            handle = module.register_forward_pre_hook(_before(marks, path), with_kwargs=True, prepend=True)
-            stack.callback(handle.remove)
-            stack.callback(module.register_forward_hook(_after(marks, path), with_kwargs=True).remove)
         stack.callback(marks.unhook)
+        for path, module in regions.items():
+            begins, ends = partial(marks.begin_region, path), partial(marks.end_region, path)
+            before = module.register_forward_pre_hook(begins, with_kwargs=True, prepend=True)
+            marks.handles += [before, module.register_forward_hook(ends)]
         if clock is not None:
             stack.enter_context(clock)
         if memory is not None:
@@ -174,7 +175,7 @@ class _StepTracer:
         self.end("earlier")
         self.in_forward = True
 
-    def begin_region(self, path: str, inputs: Any) -> None:
+    def begin_region(self, path: str, module: nn.Module, *inputs: Any) -> None:
         if not self.in_forward:  # in backward, a checkpoint around the region runs it again
             return
         if self.inside is not None:
@@ -191,7 +192,7 @@ class _StepTracer:
             storage = tensors[0].untyped_storage()
             self.last_input = StorageWeakRef(storage), storage.nbytes()
 
-    def end_region(self, path: str, output: Any) -> None:
+    def end_region(self, path: str, module: nn.Module, inputs: Any, output: Any) -> None:
         if not self.in_forward or path != self.inside:
             return
         self.inside = None
@@ -275,14 +276,6 @@ class _StepTracer:
             found.append((held, max(0, peaks["forward", number] - starts[number]), backward_peak, own))
             gradients += own
         return found[::-1], gradients
-
-
-def _before(marks: _StepTracer, path: str) -> Callable[..., None]:
-    return lambda module, args, kwargs: marks.begin_region(path, (args, kwargs))
-
-
-def _after(marks: _StepTracer, path: str) -> Callable[..., None]:
-    return lambda module, args, kwargs, output: marks.end_region(path, output)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from recompute.ablation import ablation_plots, ablation_report
 from recompute.units import humanize
@@ -136,14 +135,11 @@ def test_a_line_says_what_was_measured_or_what_is_wrong() -> None:
     assert ablation_report.line(BROKEN) == TOLD
 
 
-def test_the_terminal_and_plain_text_hold_the_same_texts() -> None:
+def test_plain_text_holds_the_same_texts() -> None:
     rows = [NONE, FULL, KERNEL, BROKEN]
-    console = Console(width=200)
-    with console.capture() as capture:
-        console.print(ablation_report.table(rows))
     plain = ablation_report.text(rows)
     for line in cells(*rows):
-        assert all(text in capture.get() and text in plain for text in line)
+        assert all(text in plain for text in line)
     assert plain.endswith(TOLD)
 
 
@@ -177,7 +173,7 @@ def test_columns_tell_apart_what_differs_and_nothing_else() -> None:
     ]  # fmt: skip
 
 
-LLAMA = "Llama with 2 layers, hidden size 64, intermediate size 172, 4 heads and 2 kv heads"
+LLAMA = "Llama with hidden_size 64, intermediate_size 172, layers 2, heads 4, kv_heads 2"
 MODELS = {"own": "a.module:make", "q": {"model_type": "qwen3", "hidden_size": 8}, "l": results()["config"]["model"]}
 
 

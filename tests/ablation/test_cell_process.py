@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from ablation_testing import LEAST, by_policy, quiet, run, saved
 
-from recompute.ablation.cell_process import IsolatedExperiment
+from recompute.ablation.cell_process import isolated
 from recompute.ablation.own_process import run_apart
 
 WORK = """
@@ -88,7 +88,7 @@ def test_what_is_handed_on_is_removed_whatever_happens(tmp_path: Path, monkeypat
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
     def interrupted() -> None:
-        with IsolatedExperiment(LEAST.comparisons()[0], quiet):
+        with isolated(LEAST.comparisons()[0], quiet):
             assert len(list(tmp_path.iterdir())) == 1
             raise KeyboardInterrupt
 
@@ -131,12 +131,11 @@ def test_a_crash_or_what_takes_too_long_is_a_row_and_the_others_go_on(own: Path)
 
 ABANDONED = """
 from recompute.ablation.ablation_config import AblationConfig
-from recompute.ablation.cell_process import IsolatedExperiment
+from recompute.ablation.cell_process import isolated
 
 config = AblationConfig(models={"hanging": "its_own_model:hanging"}, isolate=True, device="cpu")
-with IsolatedExperiment(config.comparisons()[0], lambda *_: None) as isolated:
-    print(isolated._folder, flush=True)
-    isolated.row("none")
+with isolated(config.comparisons()[0], lambda *_: None) as ask:
+    ask("row", "none")
 """
 
 
@@ -145,14 +144,14 @@ def test_a_process_whose_parent_is_killed_removes_what_was_handed_on_and_ends(
     own: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(each for each in sys.path if each))
-    parent = subprocess.Popen([sys.executable, "-c", ABANDONED], stdout=subprocess.PIPE, text=True, cwd=own)
-    assert parent.stdout is not None
-    folder = Path(parent.stdout.readline().strip())
+    temporary = own / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    parent = subprocess.Popen([sys.executable, "-c", ABANDONED], cwd=own)
     wait_until((own / "it hangs").exists)
     parent.kill()
     parent.wait()
-    parent.stdout.close()
-    wait_until(lambda: not folder.exists())
+    wait_until(lambda: not list(temporary.glob("recompute-ablation-*")))
 
 
 def wait_until(happens: Callable[[], bool]) -> None:

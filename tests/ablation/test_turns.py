@@ -27,26 +27,17 @@ class Trainer:
 
     broken: tuple[str, ...] = ()
     baseline_seconds: float = 1.0
-    has_baseline: bool = False
     facts: dict[str, Any] = field(default_factory=lambda: FACTS)
     asked: list[str] = field(default_factory=list)
 
-    def row(self, policy: str) -> AblationRow:
-        self.asked.append(f"row {policy}")
-        self.has_baseline |= policy == "none"
-        row = AblationRow(policy, **self.facts, error="broken" if f"row {policy}" in self.broken else None)
-        return (
-            row
-            if row.error
-            else row.timed([timings(1.0, 2.0, 3.0, backward=self.baseline_seconds if policy == "none" else 1.5)])
-        )
-
-    def timings(self, policy: str) -> tuple[Timings | None, str | None]:
-        self.asked.append(f"again {policy}")
-        return (None, "broken") if f"again {policy}" in self.broken else (timings(4.0, 5.0), None)
-
-    def step_peak(self, policy: str) -> tuple[int | None, str | None]:
-        raise NotImplementedError
+    def ask(self, task: str, policy: str) -> tuple[Any, str | None]:
+        self.asked.append(f"{task} {policy}")
+        if f"{task} {policy}" in self.broken:
+            return None, "broken"
+        if task == "timings":
+            return timings(4.0, 5.0), None
+        backward = self.baseline_seconds if policy == "none" else 1.5
+        return AblationRow(policy, **self.facts).timed([timings(1.0, 2.0, 3.0, backward=backward)]), None
 
 
 def recorded(out: Path | None = None, earlier: tuple[AblationRow, ...] = (), **options: Any) -> RowRecorder:
@@ -55,14 +46,14 @@ def recorded(out: Path | None = None, earlier: tuple[AblationRow, ...] = (), **o
 
 def asked(recorder: RowRecorder, *names: str, repeats: int = 1, broken: tuple[str, ...] = ()) -> list[str]:
     trainer = Trainer(broken)
-    list(recorder.train(trainer, names, FACTS, repeats=repeats))
+    list(recorder.train(trainer.ask, names, FACTS, repeats=repeats))
     return trainer.asked
 
 
 def test_all_run_once_before_any_runs_again_and_numbers_are_over_all_repeats() -> None:
     trainer, recorder = Trainer(), recorded()
-    yielded = list(recorder.train(trainer, ("none", "a"), FACTS, repeats=3))
-    assert trainer.asked == ["row none", "row a", *2 * ["again none", "again a"]]
+    yielded = list(recorder.train(trainer.ask, ("none", "a"), FACTS, repeats=3))
+    assert trainer.asked == ["row none", "row a", *2 * ["timings none", "timings a"]]
     assert [row.policy for row in yielded] == ["none", "a"] * 3
     none, a = recorder.rows
     assert len(none.timings) == 3
@@ -75,8 +66,8 @@ def test_all_run_once_before_any_runs_again_and_numbers_are_over_all_repeats() -
 
 def test_what_fails_in_a_repeat_keeps_its_numbers_and_does_not_run_again() -> None:
     recorder = recorded()
-    found = asked(recorder, "none", "a", "b", repeats=3, broken=("row a", "again b"))
-    assert found == ["row none", "row a", "row b", "again none", "again b", "again none"]
+    found = asked(recorder, "none", "a", "b", repeats=3, broken=("row a", "timings b"))
+    assert found == ["row none", "row a", "row b", "timings none", "timings b", "timings none"]
     _, a, b = recorder.rows
     assert (a.error, a.step_seconds) == ("broken", None)
     assert (b.error, b.step_seconds) == ("repeat 2: broken", 2.0)
@@ -90,7 +81,7 @@ def test_good_rows_are_not_repeated_and_failed_ones_are(tmp_path: Path) -> None:
     assert saved(tmp_path)["complete"] is False
     # The baseline trains for its gradients, which are not kept; its row stays.
     found = asked(recorder, "none", "a", "b", "c", repeats=2)
-    assert found == ["row none", "row a", "row c", "again a", "again c"]
+    assert found == ["row none", "row a", "row c", "timings a", "timings c"]
     assert [row.policy for row in recorder.rows] == ["none", "a", "b", "c"]
     assert [row["error"] for row in saved(tmp_path)["rows"]] == [None] * 4
 
@@ -98,7 +89,7 @@ def test_good_rows_are_not_repeated_and_failed_ones_are(tmp_path: Path) -> None:
 def test_a_row_short_of_repeats_gets_those_and_needs_no_baseline() -> None:
     before = recorded()
     asked(before, "none", "a")
-    assert asked(recorded(earlier=before.rows), "none", "a", repeats=2) == ["again none", "again a"]
+    assert asked(recorded(earlier=before.rows), "none", "a", repeats=2) == ["timings none", "timings a"]
 
 
 def test_rows_have_their_own_baseline_and_the_longest_sequence_is_written_into_those_of_all_lengths() -> None:
@@ -108,7 +99,7 @@ def test_rows_have_their_own_baseline_and_the_longest_sequence_is_written_into_t
         (1.25, {**FACTS, "sequence_length": 16}),
         (2.0, {**FACTS, "dtype": "autocast"}),
     ):
-        list(recorder.train(Trainer(facts=facts, baseline_seconds=seconds), ("none", "a"), facts))
+        list(recorder.train(Trainer(facts=facts, baseline_seconds=seconds).ask, ("none", "a"), facts))
     added = [row.backward_added_seconds for row in recorder.rows]
     assert added == [0.0, 0.5, 0.0, 0.25, 0.0, -0.5], "each comparison has a baseline of its own"
     searched: list[str] = []

@@ -25,13 +25,8 @@ from recompute.estimation.attention_choice import Platform
 from recompute.estimation.build_model import without_packing
 from recompute.estimation.fake_tensors import fake_batch, fake_copy
 from recompute.estimation.module_tracker import unit_of
-from recompute.estimation.simulation import (
-    SimulatedStep,
-    Surroundings,
-    optimizer_peak_nbytes,
-    run_forward,
-    simulate,
-)
+from recompute.estimation.optimizer_step import optimizer_peak_nbytes
+from recompute.estimation.simulation import SimulatedStep, Surroundings, run_forward, simulate
 from recompute.estimation.storage_tracker import StorageTrace
 from recompute.estimation.workspaces import workspace_nbytes
 

@@ -11,10 +11,10 @@ from tiers import slow
 from torch import Tensor, nn
 
 import recompute
+from recompute.estimation.layer_stacks import find_stacks
 from recompute.planning import solver
 from recompute.profiling import roofline
 from recompute.profiling.cost_table import Profile
-from recompute.profiling.repeated_layers import find_repeated
 
 
 class Block(nn.Module):
@@ -58,23 +58,29 @@ def profiled_whole(model: nn.Module, monkeypatch: pytest.MonkeyPatch, **options:
 @pytest.mark.parametrize(
     ("kinds", "few", "stand_ins"),
     [
-        ("a" * 9, 4, [0, 1, 2, 2, 2, 2, 2, 2, 3]),
-        ("b" + "a" * 10, 5, [0, 1, 2, 3, 3, 3, 3, 3, 3, 3, 4]),
-        ("ab" * 7, 6, [0, 1, 2, 3, *[2, 3] * 4, 4, 5]),
-        ("ab" * 7 + "a", 7, [0, 1, 2, 3, 4, *[3, 4] * 4, 5, 6]),
-        ("aaab" * 6, 12, [*range(4), *[4, 5, 6, 7] * 4, 8, 9, 10, 11]),
+        ("a" * 9, 4, [0, *[2] * 7, 3]),
+        ("b" + "a" * 10, 5, [0, 1, *[3] * 8, 4]),
+        ("ab" * 7, 6, [0, *[3, 4] * 6, 5]),
+        ("ab" * 7 + "a", 5, [0, *[3, 2] * 6, 3, 4]),
+        ("aaab" * 6, 8, [0, 5, 6, *[3, 4, 5, 6] * 5, 7]),
     ],
 )
 def test_few_layers_show_all_kinds_and_each_stands_for_its_own(kinds: str, few: int, stand_ins: list[int]) -> None:
-    (found,) = find_repeated(Net(kinds))
-    assert (found.path, found.total, found.few) == ("layers", len(kinds), few)
-    assert [found.of(index) for index in range(len(kinds))] == stand_ins
+    (found,) = find_stacks(Net(kinds), None)
+    assert (found.path, len(found.kinds), found.few) == ("layers", len(kinds), few)
+    assert found.stand_ins(len(kinds)) == stand_ins
     assert [kinds[index] for index in stand_ins] == list(kinds)
+
+
+def test_a_sequence_of_equal_layers_is_a_list_of_layers_and_one_of_others_is_not() -> None:
+    lists = nn.ModuleList(Block() for _ in range(9)), nn.ModuleList(Block(kind="b") for _ in range(9))
+    model = nn.ModuleDict({"blocks": nn.Sequential(*lists[0]), "stages": nn.Sequential(*lists)})
+    assert [found.path for found in find_stacks(model, None)] == ["blocks", "stages.0", "stages.1"]
 
 
 @pytest.mark.parametrize("kinds", ["a" * 6, "ab" * 4, "abba", "aaaaaaaaaaaab"])
 def test_where_few_do_not_show_it_all_runs(kinds: str) -> None:
-    assert find_repeated(Net(kinds)) == []
+    assert find_stacks(Net(kinds), None) == []
 
 
 @pytest.mark.parametrize("kinds", ["a" * 9, *slow("a" * 11, "ab" * 7, "baaaaaaaaaa")])
@@ -115,7 +121,7 @@ def test_deeper_models_run_no_more_layers(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_model_whose_other_parts_see_how_many_layers_there_are_runs_whole(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert find_repeated(Net("a" * 12, way))
+    assert find_stacks(Net("a" * 12, way), None)
     assert profiled(Net("a" * 12, way)) == profiled_whole(Net("a" * 12, way), monkeypatch)
 
 

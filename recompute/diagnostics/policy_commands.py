@@ -1,21 +1,23 @@
-"""What `recompute explain` does: puts a policy on a model of fake tensors, and says what it keeps and drops."""
+"""What `recompute explain` and `recompute verify` do: put a policy on a model that a command line names."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from recompute.attach.apply import apply
-from recompute.estimation.build_model import build_fake, build_options
+from recompute.diagnostics.verify import verify
+from recompute.estimation.build_model import build, build_fake, build_options
 from recompute.estimation.cuda_semantics import as_on_cuda
 from recompute.estimation.factories import call, describe
 from recompute.policy.rules import Policy
 
 
 def explain_policy(policy: Policy, model: str, *, wide: bool, width: int, **asked: Any) -> str:
-    """A line on the model and the batch, then ``explain()`` after one forward.
+    """A line on the model and the batch, then ``explain()`` after one forward on fake tensors.
 
     Where it is asked for CUDA and there is none, fake tensors of the CPU run as CUDA's would.
 
@@ -29,3 +31,10 @@ def explain_policy(policy: Policy, model: str, *, wide: bool, width: int, **aske
             call(network, batch)
         title = describe(network, batch, "as on cuda, which is not here" if is_absent else "")
         return f"{title}\n\n{handle.explain(wide=wide, width=width)}"
+
+
+def verify_policy(policy: Policy, model: str, **asked: Any) -> Iterator[str]:
+    """Yields a line on the model and the batch, and then what ``recompute.verify`` found. Raises what that raises."""
+    network, batch = build(model, **build_options(**asked))
+    yield describe(network, batch)
+    yield str(verify(network, batch, policy=policy))

@@ -1,0 +1,172 @@
+"""Makes the table of a profile from the training steps that were measured."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from recompute.profiling.candidates import Candidate
+from recompute.profiling.cost_table import Choice, Place, RegionCosts
+from recompute.profiling.regions import RegionKind, StepLayout
+from recompute.profiling.step_trace import StepPart, StepTrace
+
+_ALIKE = 1.1
+"""Peaks that differ by no more than this factor are one: at the border of two parts, bytes may count for either."""
+
+
+@dataclass
+class StepLog:
+    """What steps took in which regions ran in different ways, and what each way costs by that."""
+
+    layout: StepLayout
+    counted: list[tuple[Sequence[Candidate], StepTrace]] = field(default_factory=list)
+    """For each step whose bytes were counted, the candidate of each place and what the step took."""
+    seconds_of: dict[tuple[int, str], list[StepPart]] = field(default_factory=dict)
+    """What was timed, by the ``id`` of a kind and the name of a candidate."""
+    storages_of: dict[tuple[int, str], tuple[int, ...]] = field(default_factory=dict)
+    """Which storages may leave the device, in bytes, by the ``id`` of a kind and the name of a candidate."""
+    optimizer_seconds: list[float] = field(default_factory=list)
+
+    def add(
+        self, chosen: Sequence[Candidate], counted: StepTrace, timed: Sequence[StepTrace], whole: Sequence[StepTrace]
+    ) -> None:
+        """Note the steps of one assignment: one counted bytes, some were timed by parts and some as a whole.
+
+        Where the host sets the pace, marks and hooks slow a step down. So parts are scaled by the time of whole steps.
+        """
+        self.counted.append((chosen, counted))
+        seconds_of_whole, seconds_of_timed = ([one.seconds for one in traces] for traces in (whole, timed))
+        factor = statistics.median(seconds_of_whole) / statistics.median(seconds_of_timed) if whole else 1.0
+        self.optimizer_seconds += [factor * one.optimizer_seconds for one in timed]
+        for place, (kind, candidate) in enumerate(zip(self.layout.kinds, chosen, strict=True)):
+            found = [one.parts[place].slowed(factor) for one in timed]
+            self.seconds_of.setdefault((id(kind), candidate.name), []).extend(found)
+
+    def table(self, layers: Mapping[str, int | None]) -> dict[str, Any]:
+        """The fields of a profile that are measured by steps.
+
+        layers: by the path of a module, its index in the list that it is in.
+        """
+        kinds = list({id(kind): kind for kind in self.layout.kinds}.values())
+        numbers = {id(kind): number for number, kind in enumerate(kinds)}
+        places = [
+            Place(path=path, region=numbers[id(kind)], layer=layers.get(path))
+            for path, kind in zip(self.layout.paths, self.layout.kinds, strict=True)
+        ]
+        places[-1] = places[-1].model_copy(update={"also": self.layout.also})
+        gradients = self._gradients()
+        regions = [self._costs(kind, gradients) for kind in kinds]
+        above = sum(gradients[id(kind)] for kind in self.layout.kinds)
+        optimizer_peaks = [trace.optimizer_peak_nbytes + _gradients_above(trace, -1) for _, trace in self.counted]
+        return {
+            "regions": (
+                self._with_first_input(regions, numbers),
+                *regions[1:-1],
+                self._with_end_of_backward(regions[-1]),
+            ),
+            "places": tuple(places),
+            "optimizer_seconds": statistics.median(self.optimizer_seconds),
+            "optimizer_peak_nbytes": max(0, max(optimizer_peaks) - above),
+        }
+
+    def _gradients(self) -> dict[int, int]:
+        """The bytes of gradients that a region of each kind leaves behind.
+
+        This is a median, because at the border of two regions bytes may count for either.
+        """
+        found: dict[int, list[int]] = {}
+        for _, trace in self.counted:
+            for kind, part in zip(self.layout.kinds, trace.parts, strict=True):
+                found.setdefault(id(kind), []).append(part.gradient_nbytes)
+        return {key: statistics.median_low(nbytes) for key, nbytes in found.items()}
+
+    def _costs(self, kind: RegionKind, gradients: dict[int, int]) -> RegionCosts:
+        usable = [one for one in kind.candidates if (id(kind), one.name) in self.seconds_of]
+        return RegionCosts(
+            name=kind.name,
+            choices=tuple([self._choice(kind, candidate, gradients) for candidate in usable]),
+            gradient_nbytes=gradients[id(kind)],
+        )
+
+    def _choice(self, kind: RegionKind, candidate: Candidate, gradients: dict[int, int]) -> Choice:
+        seen = list(self._bytes(kind, candidate, gradients))
+        samples = [part for part, is_settled in seen if is_settled] or [part for part, _ in seen]
+        timed = self.seconds_of[id(kind), candidate.name]
+        return Choice(
+            name=candidate.name,
+            rule=None if candidate.rule is None else dict(candidate.rule),
+            forward_seconds=statistics.median(part.forward_seconds for part in timed),
+            backward_seconds=statistics.median(part.backward_seconds for part in timed),
+            held_nbytes=max(part.held_nbytes for part in samples),
+            forward_peak_nbytes=max(part.forward_peak_nbytes for part in samples),
+            backward_peak_nbytes=max(part.backward_peak_nbytes for part in samples),
+            storages=self.storages_of.get((id(kind), candidate.name), ()),
+        )
+
+    def _bytes(
+        self, kind: RegionKind, candidate: Candidate, gradients: dict[int, int]
+    ) -> Iterator[tuple[StepPart, bool]]:
+        """The part of each step, at each place, where the kind ran in that way.
+
+        With it comes whether the region before it ran in the same way. At a border, bytes may count for either.
+        """
+        kinds = self.layout.kinds
+        for chosen, trace in self.counted:
+            for place, part in enumerate(trace.parts):
+                if kinds[place] is kind and chosen[place] is candidate:
+                    above = sum(gradients[id(other)] for other in kinds[place + 1 :])
+                    peak = max(0, part.backward_peak_nbytes + _gradients_above(trace, place) - above)
+                    is_settled = place > 1 and chosen[place - 1].name == candidate.name
+                    yield replace(part, backward_peak_nbytes=peak), is_settled
+
+    def _with_first_input(self, regions: list[RegionCosts], numbers: dict[int, int]) -> RegionCosts:
+        """The costs of what runs before the first region.
+
+        They include what the first region holds more than others of its kind do, such as its input.
+        """
+        number = numbers[id(self.layout.kinds[1])]
+        usual = {choice.name: choice.held_nbytes for choice in regions[number].choices}
+        more = max(trace.parts[1].held_nbytes - usual[chosen[1].name] for chosen, trace in self.counted)
+        (choice,) = regions[0].choices
+        costs = {"held_nbytes": choice.held_nbytes + max(0, more), "backward_peak_nbytes": self._usual_end()}
+        return regions[0].model_copy(update={"choices": (choice.model_copy(update=costs),)})
+
+    def _with_end_of_backward(self, head: RegionCosts) -> RegionCosts:
+        """The costs of the last region, which count what the first part needs in backward because of it.
+
+        Tied embeddings have one weight there and in the head. Where autograd adds up both gradients of it, it may need
+        room for the sum beside them: that depends on how the head has run. So where it does, the head's peak is at
+        least as high as that of the first part, whose own costs are those beside the head that asks for the least.
+        """
+        peaks, usual = self._first_backward_peaks(), self._usual_end()
+        gradients = self._gradients()
+        above = sum(gradients[id(kind)] for kind in self.layout.kinds[1:])
+
+        def counted(choice: Choice) -> Choice:
+            peak = peaks.get(choice.name, usual)
+            if peak <= usual:
+                return choice
+            return choice.model_copy(update={"backward_peak_nbytes": max(choice.backward_peak_nbytes, above + peak)})
+
+        return head.model_copy(update={"choices": tuple(map(counted, head.choices))})
+
+    def _usual_end(self) -> int:
+        """The peak of the first part in backward, beside the ways of the head that ask for about the least."""
+        peaks = self._first_backward_peaks().values()
+        return max(peak for peak in peaks if peak <= _ALIKE * min(peaks))
+
+    def _first_backward_peaks(self) -> dict[str, int]:
+        """The peak of the first part in backward, by the name of the way in which the last one runs."""
+        (candidate,) = self.layout.kinds[0].candidates
+        found: dict[str, int] = {}
+        samples = self._bytes(self.layout.kinds[0], candidate, self._gradients())
+        for (chosen, _), (part, _) in zip(self.counted, samples, strict=True):
+            name = chosen[-1].name
+            found[name] = max(found.get(name, 0), part.backward_peak_nbytes)
+        return found
+
+
+def _gradients_above(trace: StepTrace, place: int) -> int:
+    return sum(part.gradient_nbytes for part in trace.parts[place + 1 :])
