@@ -22,9 +22,9 @@ from recompute.substitution.lazy_rows import (
     LazyRows,
     by_rows,
     fixed,
+    gathered_words,
     highest_of,
     is_last,
-    words_of,
 )
 from recompute.substitution.lazy_tensors import PRODUCTS, ROWS, LazyTensor, mode_of, rows_of, values_of
 
@@ -109,7 +109,7 @@ class LazyLogits(LazyTensor):
     def _few(self, function: Any, rest: tuple, kwargs: dict[str, Any]) -> Any:
         """A few numbers a row, or all logits' sum or mean; or NotImplemented."""
         if function in GATHERS:
-            words = words_of(self, *rest, **kwargs)
+            words = gathered_words(self, *rest, **kwargs)
             return NotImplemented if words is None else self._picked(words).to(self.dtype)
         if function in TOPKS:
             return highest_of(self, function, rest, kwargs)

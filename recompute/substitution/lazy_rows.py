@@ -136,7 +136,7 @@ class LazyRows(LazyTensor):
         if function in ROWS:
             return rows_of(self, function, args[1:], kwargs)
         if function in GATHERS:
-            return self._gathered(words_of(self, *args[1:], **kwargs))
+            return self._gathered(gathered_words(self, *args[1:], **kwargs))
         if function in TOPKS:
             return highest_of(self, function, args[1:], kwargs)
         if function in TOTALS and len(args) == 1 and not kwargs:
@@ -267,7 +267,7 @@ def is_last(tensor: Tensor, args: tuple, kwargs: dict[str, Any]) -> bool:
     return len(args) + len(kwargs) == len(dims) == 1 and dims[0] in (-1, tensor.dim() - 1, (-1,), [-1])
 
 
-def words_of(tensor: Tensor, dim: Any = None, index: Any = None, **others: Any) -> Tensor | None:
+def gathered_words(tensor: Tensor, dim: Any = None, index: Any = None, **others: Any) -> Tensor | None:
     """The index of a gather with these arguments, if that is of a few words for each row."""
     fits = isinstance(index, Tensor) and index.dtype is torch.int64 and index.shape[:-1] == tensor.shape[:-1]
     fits = fits and dim in (-1, tensor.dim() - 1) and not others

@@ -32,6 +32,7 @@ import recompute
 from recompute.counters import memory_trace
 from recompute.engine.tape.frame import TapeFrame
 from recompute.engine.tape.recorder import Tape
+from recompute.errors import MutationError
 
 NESTED = policy(("layers.*", "checkpoint"), ("**.norm*", "recompute"), ("**.mlp", "recompute"))
 
@@ -181,6 +182,16 @@ def test_a_model_on_fake_tensors(action: str) -> None:
 
 
 # Decorated functions
+
+
+def test_a_decorated_function_refuses_weights_of_its_closure_updated_before_backward() -> None:
+    weight = nn.Parameter(torch.rand(HIDDEN))
+    decorated = recompute.recompute(lambda x: (x * weight).exp().sin().cos())
+    result = decorated(tokens())
+    with torch.no_grad():
+        weight.add_(1.0)
+    with pytest.raises(MutationError):
+        result.sum().backward()
 
 
 def test_a_decorated_function_drops_what_it_saves_and_dies_with_its_graph() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import weakref
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,6 +14,7 @@ from engine_testing import (
     BOTH,
     CPU,
     HIDDEN,
+    ROW_NBYTES,
     RULES_OF_SETTINGS,
     SETTINGS,
     TOKENS,
@@ -266,6 +268,14 @@ def test_a_dropped_norm_output_dies_when_its_last_consumer_has_run_and_comes_bac
         assert handle.stats().regenerations == backwards * 6  # pow, mean, add, rsqrt, two products
 
 
+def test_dropped_bytes_count_a_norms_output_once_however_many_save_it() -> None:
+    model = Projections()
+    handle = recompute.apply(model, policy(("norm", "recompute")))
+    loss_of(model(tokens())).backward()
+    # x * rsqrt and the norm's output; pow saves the input, which lives anyway; mean's rsqrt is a number a row
+    assert handle.stats().dropped_nbytes == 2 * ROW_NBYTES + TOKENS * 4
+
+
 def test_regenerated_values_are_freed_during_backward_when_their_last_consumer_had_them() -> None:
     seen: list[bool] = []
     values: list[Any] = []
@@ -328,3 +338,26 @@ def test_looking_at_a_saved_tensor_outside_of_backward_gives_its_value_and_holds
             reference = weak(saved)
             del saved
             assert reference.expired()
+
+
+def test_a_module_that_a_graph_outlives_dies_when_the_graph_does() -> None:
+    model = policed(holding(lambda self, x: x.exp().sin()))
+    reference = weakref.ref(model.inside)
+    with no_garbage_collection():
+        result = model(tokens())
+        del model
+        result.sum().backward()
+        del result
+        assert reference() is None
+
+
+def test_memory_trace_sees_nothing_held_after_the_graph_is_gone() -> None:
+    model, x = Stack(), tokens()
+    recompute.apply(model, BOTH)
+    loss_of(model(x)).backward()
+    model.zero_grad()
+    with memory_trace(CPU) as trace:
+        loss = loss_of(model(x))
+        del loss
+        trace.mark("gone")
+    assert trace.held_nbytes["gone"] == 0

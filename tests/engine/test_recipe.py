@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from engine_testing import bits, holding, no_garbage_collection, policy, tokens, weak
+from engine_testing import ROW_NBYTES, bits, holding, no_garbage_collection, policy, tokens, weak
 from torch import Tensor, nn
 
 import recompute
-from recompute.engine.recipe_book import RecipeBook, record
+from recompute.engine.cut.layout import Layout
+from recompute.engine.recipe_book import RecipeBook, open_book, record
 from recompute.engine.recipes import OpRecipe
 from recompute.engine.saved_tensors import (
+    KeptTensor,
     PackedByOuterHook,
     RegionStatistics,
     fetch,
     pack_tensor,
+    storage_key,
 )
 from recompute.engine.scopes import KeepScope, RecipeScope
+from recompute.engine.thread_state import local
 from recompute.errors import MutationError, RegenerationError
 
 
@@ -66,6 +71,15 @@ def test_a_recorded_output_is_dropped_wherever_it_is_saved_and_regenerated_once_
         assert bits(found) == bits(expected)
 
 
+def test_recorded_inputs_are_passed_by_value_and_others_as_they_are() -> None:
+    cube, x, scale = Cube(), tokens(), 2.0
+    scoped(lambda x: cube(x, scale).sin(), x).sum().backward()
+    ((given, given_scale),) = cube.given
+    assert bits(given) == bits(x)
+    assert given_scale is scale
+    assert not given.requires_grad
+
+
 def test_recipes_chain_through_dropped_inputs() -> None:
     cube, references = Cube(), []
 
@@ -110,6 +124,19 @@ def test_a_look_at_a_saved_tensor_runs_each_op_once_and_holds_nothing(depth: int
         reference = weak(seen)
         del seen
         assert reference.expired()
+
+
+def test_nothing_is_recorded_outside_of_a_scope_or_without_gradients() -> None:
+    cube, x = Cube(), tokens()
+    assert open_book() is None
+    cube(x).sin().sum().backward()
+    with torch.no_grad():
+        hidden = scoped(cube, x)
+    (hidden * x).sum().backward()
+    with RecipeScope(RegionStatistics("outer")), torch.no_grad():
+        y = cube(x)
+    (y * x).sum().backward()
+    assert cube.regenerated == 0
 
 
 def test_a_recorded_output_that_is_mutated_is_kept_as_it_was_when_saved() -> None:
@@ -162,6 +189,20 @@ def test_a_recipe_that_gives_back_another_layout_is_refused(what: str) -> None:
         result.sum().backward()
 
 
+def test_dropped_bytes_are_counted_once_a_storage_and_only_if_something_saves_it() -> None:
+    cube, statistics, x = Cube(), RegionStatistics("the model"), tokens()
+    outer, local.statistics = local.statistics, statistics
+    try:
+        scoped(cube, x)
+        assert (statistics.dropped_tensors, statistics.dropped_nbytes) == (0, 0)
+        result = scoped(lambda x: (y := cube(x)).sin() + y[1:].cos().sum() + y.t().exp().sum(), x)
+    finally:
+        local.statistics = outer
+    assert (statistics.dropped_tensors, statistics.dropped_nbytes) == (1, ROW_NBYTES)
+    result.sum().backward()
+    assert statistics.regenerations == 1
+
+
 def test_values_are_freed_when_the_backward_that_wanted_some_of_them_only_ends() -> None:
     values: list[Any] = []
 
@@ -205,7 +246,43 @@ def test_a_regeneration_that_raises_is_tried_again_by_the_next_backward() -> Non
     assert bits(found) == bits(x.exp())
 
 
+def test_two_threads_in_backward_of_one_graph_regenerate_right_values() -> None:
+    cube, x = Cube(), tokens(64, 64)
+    result = scoped(lambda x: (y := cube(x, 0.1)).sin() * y.cos(), x)
+    (expected,) = torch.autograd.grad(result.sum(), x, retain_graph=True)
+    found: list[Any] = []
+
+    def backward() -> None:
+        for _ in range(20):
+            found.append(bits(torch.autograd.grad(result.sum(), x, retain_graph=True)[0]))
+
+    threads = [threading.Thread(target=backward) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [bits(expected)] * 60
+
+
 # Scopes
+
+
+def test_scopes_inside_share_the_book_of_the_outermost() -> None:
+    cube, references = Cube(), []
+
+    def inner(y: Tensor) -> Tensor:
+        return scoped(lambda: y.sin() + cube(y).cos())
+
+    def forward(x: Tensor) -> Tensor:
+        y = cube(x)
+        references.append(weak(y))
+        return inner(y)
+
+    x = tokens()
+    result = scoped(forward, x)
+    assert references[0].expired()
+    result.sum().backward()
+    assert cube.regenerated == 2
 
 
 def test_a_keep_span_keeps_what_is_saved_in_it_also_inside_of_a_scope() -> None:
@@ -223,7 +300,30 @@ def test_a_keep_span_keeps_what_is_saved_in_it_also_inside_of_a_scope() -> None:
     assert cube.regenerated == 0
 
 
+def test_a_scopes_memory_of_storages_ends_with_it_while_its_graph_lives() -> None:
+    with no_garbage_collection() as engine_objects:
+        result = scoped(lambda x: (x.exp() * x).sin(), tokens())
+        assert "RecipeBook" not in engine_objects()
+        result.sum().backward()
+
+
 # The parts
+
+
+def test_a_layout_is_all_there_is_to_a_view_but_its_bytes() -> None:
+    x = torch.zeros(4, 6)
+    assert Layout.of(x) == Layout.of(torch.ones(4, 6))
+    others = (x.t(), x[1:], x[:, :3], x.double(), x.flatten(), x[:2], x[2:])
+    assert len({Layout.of(other) for other in (x, *others)}) == len(others) + 1
+
+
+def test_a_kept_tensor_is_itself_until_it_is_mutated() -> None:
+    tensor = torch.ones(3)
+    kept = KeptTensor(tensor, "somewhere")
+    assert kept.get() is tensor
+    tensor[1:].zero_()
+    with pytest.raises(MutationError, match=r"somewhere.*shape \(3,\).*version 1, expected version 0"):
+        kept.get()
 
 
 def test_holding_goes_through_the_users_hooks_and_fetching_comes_back_through_them() -> None:
@@ -261,6 +361,13 @@ def test_a_book_drops_nothing_that_has_become_an_array() -> None:
     assert book.handle(y) is not None
     y.numpy()[:] = 2
     assert book.handle(y) is None
+
+
+def test_only_strided_tensors_have_a_storage_of_their_own() -> None:
+    assert storage_key(torch.eye(3).to_sparse()) is None
+    assert storage_key(torch.zeros(2, 2)) != storage_key(torch.zeros(2, 2).clone())
+    x = torch.zeros(2, 2)
+    assert storage_key(x) == storage_key(x[1:].t())
 
 
 def test_an_op_may_record_itself_inside_of_a_region() -> None:
