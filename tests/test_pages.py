@@ -349,6 +349,20 @@ def test_the_table_of_peers_is_that_of_the_results() -> None:
                 assert gib == pytest.approx(rows[name]["peak_bytes"] / 2**30, abs=0.051)
 
 
+def test_the_table_of_losses_is_that_of_the_results() -> None:
+    page = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
+    shown = re.search(r"(?:^\|.*\n)+", page.partition("weights and hidden states:\n")[2], re.MULTILINE)
+    assert shown is not None
+    rows = json.loads((RESULTS / "losses-8b-h200" / "results.json").read_text(encoding="utf-8"))["rows"]
+    ways = list(dict.fromkeys(row["way"] for row in rows))
+    for line in map(cells, shown[0].splitlines()[2:]):
+        measured = {row["way"]: row for row in rows if row["loss"] == line[0].partition(",")[0]}
+        expected = [
+            f"{measured[way]['seconds'] * 1e3:.0f}, {measured[way]['extra_peak_nbytes'] / 2**30:.1f}" for way in ways
+        ]
+        assert [cell.replace("*", "") for cell in line[1:]] == expected
+
+
 def test_the_first_table_is_that_of_the_results() -> None:
     rows = [cells(row) for row in re.findall(r"^\|.*$", README.read_text(encoding="utf-8"), re.MULTILINE)[2:6]]
     (_, table), *_ = ablation_report.tables(list(rows_of("llama-8b-h200").values()))
