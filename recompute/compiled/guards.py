@@ -117,6 +117,7 @@ def _prepare_frontend() -> None:
     _take_functions_whole()
     _look_into_disabled()
     _name_torchs_classes()
+    _pass_locks()
 
     # Since torch 2.13 ``torch.compiler.is_compiling()`` is true in all threads while one of them traces.
     session = getattr(torch.compiler, "_compile_session_context", None)
@@ -204,6 +205,24 @@ def _name_torchs_classes() -> None:
         return call(self, translator, name, args, kwargs)
 
     GetAttrVariable.call_method = named  # type: ignore[method-assign,assignment]
+
+
+def _pass_locks() -> None:
+    """Have torch's frontend take a lock for a context that does nothing: a graph has nothing to lock."""
+    from torch._dynamo.guards import GuardBuilder
+    from torch._dynamo.variables.builder import VariableBuilder
+    from torch._dynamo.variables.ctx_manager import NullContextVariable
+
+    wrap, locks = VariableBuilder._wrap, (type(threading.Lock()), type(threading.RLock()))
+
+    @functools.wraps(wrap)
+    def passing(self: Any, value: Any) -> Any:
+        if not local.is_tracing or type(value) not in locks:
+            return wrap(self, value)
+        self.install_guards(GuardBuilder.TYPE_MATCH)
+        return NullContextVariable()
+
+    VariableBuilder._wrap = passing  # type: ignore[method-assign,assignment]
 
 
 MISSED = object()

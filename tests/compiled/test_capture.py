@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any
@@ -203,8 +204,13 @@ def test_an_output_that_is_a_view_made_without_gradients() -> None:
         twins.step(step)
 
 
+LOCK, FACTORS = threading.Lock(), {"half": 0.5}
+
+
 @torch.compiler.disable
-def halved(x: Tensor, factor: float = 0.5) -> Tensor:
+def halved(x: Tensor, factor: float | None = None) -> Tensor:
+    with LOCK:  # as where a table of implementations is read
+        factor = FACTORS["half"] if factor is None else factor
     return F.gelu(x) * factor
 
 
@@ -221,7 +227,7 @@ class Disabled(nn.Module):
 
     @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
-        return halved(self.inner(x), factor=0.25)
+        return halved(halved(self.inner(x)), factor=0.25)
 
 
 def test_what_is_kept_from_compilers_is_captured() -> None:
