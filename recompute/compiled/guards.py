@@ -222,7 +222,7 @@ def _pass_locks() -> None:
         self.install_guards(GuardBuilder.TYPE_MATCH)
         return NullContextVariable()
 
-    VariableBuilder._wrap = passing  # type: ignore[method-assign,assignment]
+    VariableBuilder._wrap = passing  # type: ignore[method-assign]
 
 
 MISSED = object()

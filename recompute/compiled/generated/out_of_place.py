@@ -15,7 +15,6 @@ from torch._prims_common import elementwise_dtypes
 from recompute.compiled.generated.groupable import can_be_generated
 from recompute.compiled.generated.pointwise_ops import ROWS, arguments_of, stand_in
 from recompute.compiled.recording import Call, Recording, Use
-from recompute.engine.tape.op_arguments import is_dense
 
 _ATEN = torch.ops.aten
 
@@ -27,7 +26,7 @@ def out_of_place(call: Call, recording: Recording) -> Call | None:
         return None
     ((before, after),) = call.written
     whole = recording.buffers[before].layout
-    if target.buffer != before or target.is_conjugate or not _is_contiguous(whole, recording.buffers[before].nbytes):
+    if target.buffer != before or target.is_conjugate or not whole.is_contiguous:
         return None
     if call.op is _ATEN.copy_.default:
         op, args = _ATEN.as_strided_scatter.default, _part_replaced(Use(before, whole), target, call.args[1])
@@ -59,8 +58,3 @@ def _functional(call: Call) -> Any:
     operands = [stand_in(values[each]) if type(values[each]) is Use else values[each] for each in row.operands]
     found = elementwise_dtypes(*operands, type_promotion_kind=row.promotion)[1]
     return op if found is values["self"].layout.dtype else None
-
-
-def _is_contiguous(layout: Any, nbytes: int) -> bool:
-    strides = [stride for size, stride in zip(layout.shape, layout.stride, strict=True) if size > 1]
-    return is_dense(layout, nbytes) and strides == sorted(strides, reverse=True)

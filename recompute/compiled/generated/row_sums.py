@@ -13,7 +13,6 @@ from torch import Tensor
 
 from recompute.compiled.generated.pointwise_ops import FLOATS, arguments_of
 from recompute.compiled.recording import Call, Recording, Use
-from recompute.engine.cut.layout import Layout
 from recompute.kernels.launch import jit, run, tl
 
 _ATEN = torch.ops.aten
@@ -69,7 +68,7 @@ def rows_added(call: Call, recording: Recording, at_hand: Container[int]) -> Cal
         and initial.layout.dtype in FLOATS
         and rows.layout.shape == (*index.layout.shape, *initial.layout.shape[1:])
         and initial.layout.shape.numel() * rows.layout.shape.numel() > 0
-        and all(_is_contiguous(use.layout) for use in (initial, rows, index))
+        and all(use.layout.is_contiguous for use in (initial, rows, index))
         and all(recording.buffers[use.buffer].device == recording.device for use in (initial, rows, index))
     )
     if not fits:
@@ -83,15 +82,6 @@ def rows_added(call: Call, recording: Recording, at_hand: Container[int]) -> Cal
 def keeps_bits(call: Call) -> bool:
     """Whether such a call gives ATen's bits, as a single row goes to each place."""
     return call.args[4] == 1
-
-
-def _is_contiguous(layout: Layout) -> bool:
-    stride = 1
-    for size, own in zip(reversed(layout.shape), reversed(layout.stride), strict=True):
-        if size != 1 and own != stride:
-            return False
-        stride *= size
-    return True
 
 
 def _permutation_of(index: Use, initial: Use, recording: Recording) -> tuple[Use | None, int]:

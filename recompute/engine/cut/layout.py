@@ -22,6 +22,16 @@ class Layout(NamedTuple):
     def of(tensor: Tensor) -> Layout:
         return _new(Layout, (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype))
 
+    @property
+    def is_contiguous(self) -> bool:
+        """As ``Tensor.is_contiguous()`` says: each row follows the one before it."""
+        step = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size != 1 and stride != step:
+                return False
+            step *= size
+        return True
+
 
 def are_apart(one: Layout, other: Layout) -> bool:
     """Whether two tensors in one storage are slices of one tensor along a dimension, and have no element in common."""

@@ -246,16 +246,7 @@ def _see_the_same(one: Layout, other: Layout) -> bool:
     if one == other:
         return True
     are_alike = (one.offset, one.dtype, one.shape.numel()) == (other.offset, other.dtype, other.shape.numel())
-    return are_alike and _is_contiguous(one) and _is_contiguous(other)
-
-
-def _is_contiguous(layout: Layout) -> bool:
-    step = 1
-    for size, stride in zip(reversed(layout.shape), reversed(layout.stride), strict=True):
-        if size != 1 and stride != step:
-            return False
-        step *= size
-    return True
+    return are_alike and one.is_contiguous and other.is_contiguous
 
 
 def without_graph(tensor: Tensor, *, copy: bool = False) -> Tensor:
