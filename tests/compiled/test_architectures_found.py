@@ -89,3 +89,30 @@ def test_a_layer_whose_gradient_has_other_strides_than_those_of_its_like_gets_co
     steps_of(twins, transposed, 16)
     assert twins.is_captured
     assert not runs
+
+
+@pytest.mark.parametrize(
+    "bounded",
+    [
+        lambda self, y: torch.clamp(y, -self.bound, self.bound),
+        lambda self, y: torch.maximum(y, -self.bound),
+        lambda self, y: y.masked_fill(y > 0.5, self.fill),
+        lambda self, y: y * y.sigmoid().prod(1, keepdim=True),
+    ],
+    ids=["clamp", "maximum", "masked_fill", "prod"],
+)
+def test_formulas_that_compute_in_another_way_under_a_mode(bounded: Callable[[Any, Tensor], Tensor]) -> None:
+    """Autograd chooses formulas by whether a dispatch mode watches: what is seen is not what runs without one.
+
+    The strides of a gradient decide in which order the norm's backward adds up.
+    """
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = x.transpose(1, 2).contiguous().transpose(1, 2)
+        return self.linear(bounded(self, y * y.square().mean(-1, keepdim=True).rsqrt()))
+
+    module = body(forward, linear=nn.Linear(64, 64), fill=nn.Parameter(torch.tensor(0.3)))
+    module.register_buffer("bound", torch.tensor(2.0))
+    twins = Twins(Around(module, before=nn.Linear(64, 64)))
+    for _ in range(STEPS_TO_SETTLE):
+        twins.step(train(tokens(2, 32, 64)))
