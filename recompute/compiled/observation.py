@@ -50,21 +50,33 @@ class _Seen(PackedTensor):
 _ATEN = torch.ops.aten
 
 OTHER_WHEN_RECORDED = frozenset(
-    "CumprodBackward0 LinalgHouseholderProductBackward0 MaskedFillBackward1 MaskedSelectBackward0 MaxBackward1 "
-    "MedianBackward0 MinBackward1 NanmedianBackward0 OrmqrBackward0 ProdBackward0 ProdBackward1".split()
+    {
+        "CumprodBackward0",
+        "LinalgHouseholderProductBackward0",
+        "MaskedFillBackward1",
+        "MaskedSelectBackward0",
+        "MaxBackward1",
+        "MedianBackward0",
+        "MinBackward1",
+        "NanmedianBackward0",
+        "OrmqrBackward0",
+        "ProdBackward0",
+        "ProdBackward1",
+    }
 )
 """The nodes whose formulas make other calls under a dispatch mode, which give other strides or bits.
 
-They are all that were found among the ops of torch 2.14's own tests (``op_db``), on strided inputs, too. Those of clamp,
-maximum and minimum do as well, but only to fill out of place: see ``_BackwardOps``.
+They are all that were found among the ops of torch's own tests (``op_db``), on strided inputs, too. Clamp, maximum and
+minimum have other formulas as well, but only to fill out of place: see ``_BackwardOps``.
 """
 
 
 class _BackwardOps(TorchDispatchMode):
     """Records the calls of a node of the graph.
 
-    Under a mode some formulas fill a fresh result of ``where`` out of place, which makes it contiguous. Without one they
-    fill it in place, and it keeps its strides, which decide in which order later sums go. So here it is done in place.
+    Under a mode some formulas fill a fresh result of ``where`` out of place, which makes it contiguous. Without one
+    they fill it in place, and it keeps its strides, which decide in which order later sums go. So here, too, it is
+    filled in place.
     """
 
     supports_higher_order_operators = True
