@@ -48,8 +48,7 @@ RESULTS = ROOT / "examples" / "ablation" / "results"
 def _pages() -> Iterator[Path]:
     for folder, inner, files in os.walk(ROOT):  # which follows no links: a page is met once
         inner[:] = [name for name in inner if not name.startswith(".") and name not in ("build", "dist")]
-        if "README.md" in files:
-            yield Path(folder, "README.md")
+        yield from (Path(folder, name) for name in files if name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"))
 
 
 PAGES = sorted(_pages())

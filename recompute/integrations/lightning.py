@@ -16,8 +16,6 @@ from types import MethodType
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import FSDPStrategy, Strategy
 from torch import Tensor, nn
 
 from recompute.attach.apply import PolicyLike
@@ -28,6 +26,15 @@ from recompute.errors import UnsupportedError
 from recompute.integrations.training import HoldsPolicy, Options, PolicyInTraining
 from recompute.policy.document import nearest, validate
 from recompute.policy.loading import load_policy
+
+try:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.strategies import FSDPStrategy, Strategy
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"{__name__} needs Lightning, and there is no module {error.name}: pip install 'torch-recompute[lightning]'",
+        name=error.name,
+    ) from error
 
 logger = logging.getLogger(__name__)
 

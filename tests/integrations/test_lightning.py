@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import pickle
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -372,3 +374,10 @@ def test_kernels_as_the_switch_says(tmp_path: Path) -> None:
 def test_two_processes(tmp_path: Path) -> None:
     """Under DDP and FSDP2."""
     assert in_two_processes("two_lightnings.py", str(tmp_path)).count("two modules agree") == 2
+
+
+def test_without_lightning_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lightning.pytorch", None)
+    monkeypatch.delitem(sys.modules, "recompute.integrations.lightning")
+    with pytest.raises(ModuleNotFoundError, match=r"needs Lightning.*pip install 'torch-recompute\[lightning\]'"):
+        importlib.import_module("recompute.integrations.lightning")
