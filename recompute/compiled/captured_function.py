@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -33,6 +33,7 @@ from recompute.engine.saved_tensors import (
     pack_through,
     top_hooks,
 )
+from recompute.engine.stopwatch import Stopwatch
 from recompute.engine.thread_state import stopwatch_of
 
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
@@ -187,17 +188,17 @@ class CapturedFrame:
             settings = self._numerics.replayed
         elif left and (outputs := program.outputs) is not None:
             self._count(outputs.backward_reruns, outputs.backward_nbytes)
-            return self._timed(outputs.backward)(held, kept, self._states, given, left)
+            return self._code(outputs.backward)(held, kept, self._states, given, left)
         self._count(program.reruns, program.rerun_nbytes)
-        if settings is None:
-            return self._timed(program.backward)(held, kept, self._states, given)
         left.clear()
-        return self._timed(program.under_settings)(settings, held, kept, self._states, given)
+        return self._code(program.backward, settings)(held, kept, self._states, given)
 
-    def _timed(self, code: GeneratedCode) -> Callable[..., Any]:
-        """The code, which also times what it runs again if that was asked for."""
+    def _code(self, code: GeneratedCode, settings: Any = None) -> Callable[..., Any]:
+        """The code, whose reruns are in the span of these settings, and timed if that was asked for."""
         stopwatch = stopwatch_of(self.statistics)
-        return code if stopwatch is None else partial(code.timed(), stopwatch)
+        if stopwatch is None and settings is None:
+            return code
+        return partial(code.within(settings is None), partial(_around, settings or nullcontext, stopwatch))
 
     def _count(self, reruns: int, nbytes: int) -> None:
         """Count what backward runs again."""
@@ -280,15 +281,23 @@ class CapturedFrame:
             self._numerics.replayed(),
             torch.enable_grad(),
         ):
-            started = None if stopwatch is None else stopwatch.start()
-            outputs = self._graph(*given)
-            if stopwatch is not None:
-                stopwatch.stop(started)
+            with _around(nullcontext, stopwatch):
+                outputs = self._graph(*given)
             given += [cast_of(given[position]) for position in program.casts]
         found = contributions_of(outputs, gradients, given, program.edges)
         if not _keeps_graph():
             self._free()
         return found
+
+
+@contextmanager
+def _around(settings: Callable[[], AbstractContextManager[Any]], stopwatch: Stopwatch | None) -> Iterator[None]:
+    """The span of something that runs again."""
+    with settings():
+        started = None if stopwatch is None else stopwatch.start()
+        yield
+        if stopwatch is not None:
+            stopwatch.stop(started)
 
 
 class _Outputs(Recipe):

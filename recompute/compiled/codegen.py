@@ -9,7 +9,7 @@ import math
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from itertools import groupby
 from typing import Any, Protocol
 
@@ -246,37 +246,29 @@ class Code:
         result: str,
         last: Collection[str],
         given: Collection[str] = (),
-        *,
-        again_first: bool = False,
     ) -> GeneratedCode:
         """The function that begins with ``head``, goes on with the statements and returns ``result``.
 
         head: its first lines; the first of them is its signature. last: the variables that ``result`` reads. given:
-        those that ``head`` makes. again_first: write what runs again before all else, in the span of the argument
-        ``settings``.
+        those that ``head`` makes.
         """
-        statements: Sequence[Statement] = self.statements
-        if again_first:
-            statements = [s for s in statements if s.again] + [s for s in statements if not s.again]
-        elif self.recording.is_generated:
-            statements = fused(statements, last, self.recording, self.names)
-        used = {name for statement in statements for name in (*statement.reads, *statement.makes)}
-        lines = list(head)
-        if unused := [variable for variable in given if variable not in used and variable not in last]:
-            lines.append(f"del {', '.join(unused)}")
-        written = zip(statements, lines_of(statements, last, self.names), strict=True)
-        for again, group in groupby(written, key=lambda pair: pair[0].again):
-            block = [line for _, own in group for line in own]
-            if again and again_first:
-                block = ["with settings():", *[f"    {line}" for line in block]]
-            lines += [_START, *block, _STOP] if again else block
-        lines.append(f"return {result}")
-        untimed = [line for line in lines if line not in (_START, _STOP)]
-        function = _function(untimed, self.names)
-        signature, *body = lines
-        timed = signature.replace("run(", "run(stopwatch, ", 1), *body
+        is_generated = self.recording.is_generated
+        fast = fused(self.statements, last, self.recording, self.names) if is_generated else self.statements
+
+        def written(statements: Sequence[Statement], around: bool = False) -> Any:
+            used = {name for statement in statements for name in (*statement.reads, *statement.makes)}
+            lines = [head[0].replace("run(", "run(around, ", 1) if around else head[0], *head[1:]]
+            if unused := [variable for variable in given if variable not in used and variable not in last]:
+                lines.append(f"del {', '.join(unused)}")
+            each = zip(statements, lines_of(statements, last, self.names), strict=True)
+            for again, group in groupby(each, key=lambda pair: pair[0].again):
+                block = [line for _, own in group for line in own]
+                lines += ["with around():", *[f"    {line}" for line in block]] if again and around else block
+            return _function([*lines, f"return {result}"], self.names)
+
+        function = written(fast)
         function.kernels = tuple([value for value in self.names.values() if isinstance(value, GeneratedKernel)])
-        function.timed = cache(partial(_function, timed, self.names))
+        function.within = cache(lambda fuses: written(fast if fuses else self.statements, around=True))
         return function
 
 
@@ -289,12 +281,11 @@ class GeneratedCode(Protocol):
 
     def __call__(self, *args: Any) -> Any: ...
 
-    def timed(self) -> Callable[..., Any]:
-        """The same function, with one argument more in front: the ``Stopwatch`` that times what it runs again."""
+    def within(self, fuses: bool) -> Callable[..., Any]:
+        """The same function, with one argument more in front: it gives the span in which something runs again.
 
-
-_START, _STOP = "started = stopwatch.start()", "stopwatch.stop(started)"
-"""The lines around what runs again, where that is timed."""
+        fuses: whether it calls generated kernels.
+        """
 
 
 def _function(lines: Sequence[str], names: dict[str, Any]) -> Any:

@@ -107,8 +107,6 @@ class Program:
     """``(name, objects, *given, *casts) -> (outputs, kept, states)``."""
     backward: GeneratedCode
     """``(held, kept, states, gradients) -> contributions``."""
-    under_settings: GeneratedCode
-    """``(settings, held, kept, states, gradients)``: ``backward``, with what runs again in the span of ``settings``."""
     outputs: DroppedOutputs | None
     """What gives back the outputs that others have saved and dropped; None if there can be none."""
     edges: tuple[int, ...]
@@ -288,13 +286,6 @@ class ProgramWriter:
             plan=self.plan,
             forward=forward,
             backward=whole,
-            under_settings=backward.compiled(
-                ["def run(settings, held, kept, states, gradients):", *head],
-                result,
-                names,
-                held + kept,
-                again_first=True,
-            ),
             outputs=None if again is None else self._dropped_outputs(*again, held, kept, drawn, head),
             edges=self._edges,
             held=ways,
