@@ -17,7 +17,7 @@ from recompute.compiled.autocast_settings import Autocast, autocast_in_force, ca
 from recompute.compiled.function_calls import Around, FunctionBackward, FunctionCall, takes_gradient
 from recompute.compiled.generated.switch import Generates
 from recompute.compiled.program import Program, ProgramWriter
-from recompute.compiled.recording import Call, Departure, NotCapturable, Recording, Use
+from recompute.compiled.recording import Call, Departure, ExpectedCalls, NotCapturable, Recording, Use
 from recompute.engine.cut.layout import Layout, are_apart
 from recompute.engine.cut.save_plan import SavePlan
 from recompute.engine.numerics import Numerics
@@ -90,7 +90,7 @@ class Observation:
         """Whether the region has run another frame before this one's backward."""
         self._known = known
         self.reason: str | None = None
-        self._recording = Recording(objects, expected=expected, generates=generates)
+        self._recording = Recording(objects, expected=ExpectedCalls(expected.calls), generates=generates)
         self._done: Callable[[Program | str], None] | None = done
         self._steps = 0
         self._plan: SavePlan | None = None
@@ -148,18 +148,7 @@ class Observation:
         """Run an op, and record it."""
         if self.reason is not None:
             return run()
-        try:
-            started = self._recording.start(op, args, kwargs)
-        except NotCapturable as error:
-            self._fail(error)
-            return run()
-        output = run()
-        if started is not None:
-            try:
-                self._recording.end(started, output)
-            except NotCapturable as error:
-                self._fail(error)
-        return output
+        return self._recording.run(op, args, kwargs, run, self._fail)
 
     def see_reached(self, tensors: Iterable[Tensor]) -> None:
         self._recording.reach(tensors)
@@ -186,8 +175,8 @@ class Observation:
 
     def end_forward(self) -> None:
         """Forward has made all of its calls. It is a departure if fewer were made than expected."""
-        if not self._recording.is_as_expected():
-            raise Departure
+        assert self._recording.expected is not None
+        self._recording.expected.end(len(self._recording.calls))
         self._recording.expected = None
 
     def finish(self, plan: SavePlan, given: Sequence[Tensor], outputs: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -6,7 +6,7 @@ buffer through a layout. A buffer is what a storage holds from one write to the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -116,6 +116,54 @@ def uses_in(value: Any) -> Iterator[Use]:
         yield from uses_in(tuple(value.values()))
 
 
+class ExpectedCalls:
+    """The calls of a recording, which another one follows: it must make the same, with buffers of its own."""
+
+    def __init__(self, calls: Sequence[Call]):
+        self._calls = calls
+        self._same: dict[int, int] = {}
+        """For each buffer of the expected calls, the one of those that follow."""
+
+    def follow(self, index: int, started: _Started) -> None:
+        """A call is about to run: the one that is expected, or it is a departure."""
+        call = self._calls[index] if index < len(self._calls) else None
+        if (
+            call is None
+            or call.op is not started.op
+            or not self._agree((call.args, call.kwargs), (started.args, started.kwargs))
+        ):
+            raise Departure
+
+    def follow_made(self, index: int, results: Sequence[int | None], written: Sequence[int]) -> None:
+        """That call has run, and made these buffers."""
+        call = self._calls[index]
+        pairs = [
+            *zip(call.results, results, strict=True),
+            *zip([after for _, after in call.written], written, strict=True),
+        ]
+        if any((one is None) is not (other is None) for one, other in pairs):
+            raise Departure
+        self._same.update((one, other) for one, other in pairs if one is not None and other is not None)
+
+    def end(self, count: int) -> None:
+        """There were ``count`` calls."""
+        if count != len(self._calls):
+            raise Departure
+
+    def _agree(self, expected: Any, found: Any) -> bool:
+        if type(expected) is not type(found):
+            return False
+        if type(expected) is ObjectUse:
+            return True
+        if type(expected) is Use:
+            return expected[1:] == found[1:] and self._same.setdefault(expected.buffer, found.buffer) == found.buffer
+        if isinstance(expected, (list, tuple)):
+            return len(expected) == len(found) and all(map(self._agree, expected, found))
+        if isinstance(expected, dict):
+            return expected.keys() == found.keys() and all(self._agree(expected[key], found[key]) for key in expected)
+        return bool(expected == found) or (expected != expected and found != found)
+
+
 @dataclass
 class Recording:
     """Calls, and the buffers that they read and make. It holds no tensors but small constants."""
@@ -128,8 +176,8 @@ class Recording:
     """The kernels that code which is made of it may run in."""
     stable: set[int] = field(default_factory=set)
     """The buffers that are to have the same bits in forward and when they come back."""
-    expected: Recording | None = None
-    """Another recording. The calls of this one must be the same, as far as that goes, with buffers of its own."""
+    expected: ExpectedCalls | None = None
+    """The calls that it must make, as far as that goes."""
     buffers: list[Buffer] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     functions: dict[int, RecordedFunction] = field(default_factory=dict)
@@ -141,8 +189,6 @@ class Recording:
     """The buffer in each storage, by the address of the StorageImpl."""
     _weak: list[Any] = field(default_factory=list)
     """Weak references to these storages: while they are held, their addresses cannot be used again."""
-    _same: dict[int, int] = field(default_factory=dict)
-    """For each buffer of the expected recording, the one here."""
 
     @property
     def device(self) -> torch.device | None:
@@ -216,6 +262,28 @@ class Recording:
             self._weak.append(storage._weak_ref())
         self._current[storage._cdata] = buffer
 
+    def run(
+        self,
+        op: Any,
+        args: tuple,
+        kwargs: dict[str, Any],
+        run: Callable[[], Any],
+        give_up: Callable[[NotCapturable], None],
+    ) -> Any:
+        """Run an op and record it. give_up: called with the reason if it cannot be recorded."""
+        started = None
+        try:
+            started = self.start(op, args, kwargs)
+        except NotCapturable as error:
+            give_up(error)
+        output = run()
+        if started is not None:
+            try:
+                self.end(started, output)
+            except NotCapturable as error:
+                give_up(error)
+        return output
+
     def start(self, op: Any, args: tuple, kwargs: dict[str, Any]) -> _Started | None:
         """An op is about to run. Returns None if it makes nothing new."""
         if type(op) is FunctionOp:
@@ -246,7 +314,7 @@ class Recording:
                     raise NotCapturable(f"{known.name} writes to conjugates")
                 if self.buffers[self.buffers[self.use(tensor).buffer].root].call is None:
                     raise NotCapturable(f"{known.name} writes to a tensor that it did not make")
-        self._compare(started)
+        self._follow(started)
         return started
 
     def _start_function(self, op: FunctionOp, args: tuple, kwargs: dict[str, Any]) -> _Started:
@@ -254,43 +322,17 @@ class Recording:
         template = self._template(args, takes_objects=True), self._template(kwargs, takes_objects=True)
         written = [(t, Layout.of(t)) for t in tensors_in((args, kwargs)) if parameter_of(t) is None]
         started = _Started(op, *template, written)
-        self._compare(started)
+        self._follow(started)
         return started
+
+    def _follow(self, started: _Started) -> None:
+        if self.expected is not None:
+            self.expected.follow(len(self.calls), started)
 
     def reach(self, tensors: Iterable[Tensor]) -> None:
         """That Function has run, and its ops and kernels have reached these."""
         others = [tensor for tensor in tensors if parameter_of(tensor) is None]
         self._reached = [self._current.get(tensor.untyped_storage()._cdata) for tensor in others]
-
-    def _compare(self, started: _Started) -> None:
-        """Before an op runs: it must be the one that is expected, if any is."""
-        if self.expected is None:
-            return
-        calls = self.expected.calls
-        call = calls[len(self.calls)] if len(self.calls) < len(calls) else None
-        if (
-            call is None
-            or call.op is not started.op
-            or not self._agrees((call.args, call.kwargs), (started.args, started.kwargs))
-        ):
-            raise Departure
-
-    def _agrees(self, expected: Any, found: Any) -> bool:
-        if type(expected) is not type(found):
-            return False
-        if type(expected) is ObjectUse:
-            return True
-        if type(expected) is Use:
-            return expected[1:] == found[1:] and self._same.setdefault(expected.buffer, found.buffer) == found.buffer
-        if isinstance(expected, (list, tuple)):
-            return len(expected) == len(found) and all(map(self._agrees, expected, found))
-        if isinstance(expected, dict):
-            return expected.keys() == found.keys() and all(self._agrees(expected[key], found[key]) for key in expected)
-        return bool(expected == found) or (expected != expected and found != found)
-
-    def is_as_expected(self) -> bool:
-        """Whether there were as many calls as expected."""
-        return self.expected is None or len(self.calls) == len(self.expected.calls)
 
     def end(self, started: _Started, output: Any) -> None:
         """That op has run."""
@@ -318,14 +360,7 @@ class Recording:
             else:
                 results.append(None if self.knows(tensor) else self._new(tensor, call=index))
         if self.expected is not None:
-            call = self.expected.calls[index]
-            pairs = [
-                *zip(call.results, results, strict=True),
-                *zip(_after(call.written), _after(written.values()), strict=True),
-            ]
-            if any((one is None) is not (other is None) for one, other in pairs):
-                raise Departure
-            self._same.update((one, other) for one, other in pairs if one is not None and other is not None)
+            self.expected.follow_made(index, results, [after for _, after in written.values()])
         is_sequence = type(output) in LISTS
         if type(started.op) is FunctionOp:
             results_of = [result_of(each) for each in (output if is_sequence else (output,))]
@@ -390,10 +425,6 @@ def _refuse_foreign(op: OpOverload, known: OpFacts) -> None:
         raise NotCapturable(f"{known.name}: {known.reason}")
     if generators_of(op):
         raise NotCapturable(f"{known.name} may draw from a random generator of its own")
-
-
-def _after(written: Iterable[tuple[int, int]]) -> list[int]:
-    return [after for _, after in written]
 
 
 def _on_meta(layout: Layout) -> Tensor:
