@@ -1,4 +1,4 @@
-"""Captured regions under autocast: which autocast is in force, and the parameters that it has cast.
+"""Captured regions under autocast and torch's other settings: which are in force, and what autocast has cast.
 
 Autocast casts a parameter once in its span and gives that one cast to all who read the parameter. So gradients are
 added up in the lower precision, in one node of autograd's graph. A captured region must read the same cast, and give
@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from recompute.engine.numerics import Numerics
 from recompute.engine.saved_tensors import top_hooks
 
 _DEVICES = ("cpu", "cuda")
@@ -74,6 +75,21 @@ class Autocast:
 def autocast_in_force() -> Autocast | None:
     """None where autocast is off."""
     return Autocast() if torch._C._is_any_autocast_enabled() else None
+
+
+class Surroundings(NamedTuple):
+    """The settings of torch under which something runs. They may decide which ops a function calls."""
+
+    numerics: Numerics
+    autocast: Autocast | None
+    cached: tuple[int, ...]
+    """The positions of the inputs that autocast casts but once, if it casts them."""
+
+    @staticmethod
+    def of(given: Sequence[Tensor] = ()) -> Surroundings:
+        """Those in force. given: the inputs of what runs."""
+        autocast = autocast_in_force()
+        return Surroundings(Numerics(), autocast, () if autocast is None else autocast.cached(given))
 
 
 _ROWS: dict[tuple[Any, ...], Tensor] = {}

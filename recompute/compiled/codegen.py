@@ -16,7 +16,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tag, Tensor
 
-from recompute.compiled.fallback import Other
 from recompute.compiled.function_calls import FunctionCall
 from recompute.compiled.generated.compact_rows import READERS, part_of_rows
 from recompute.compiled.generated.fusing import fused
@@ -267,6 +266,8 @@ class Code:
             return _function([*lines, f"return {result}"], self.names)
 
         function = written(fast)
+        function.reruns = len(self.reruns)
+        function.rerun_nbytes = self.recording.nbytes(self.recording.made(self.reruns))
         function.kernels = tuple([value for value in self.names.values() if isinstance(value, GeneratedKernel)])
         function.within = cache(lambda fuses: written(fast if fuses else self.statements, around=True))
         return function
@@ -278,6 +279,10 @@ class GeneratedCode(Protocol):
     source: str
     kernels: tuple[GeneratedKernel, ...]
     """The generated kernels that it calls."""
+    reruns: int
+    """How many ops of forward it runs again."""
+    rerun_nbytes: int
+    """The bytes that these give."""
 
     def __call__(self, *args: Any) -> Any: ...
 
@@ -322,32 +327,29 @@ def _apart(tensor: Tensor, layout: Layout) -> Tensor:
 Versioned = tuple[Tensor, int]
 """A tensor, and its version when it was held."""
 
+# The memory of a parameter is held as autograd holds that of a view: its ``data`` may be replaced.
+_HOLDS = {
+    "saved": "None",
+    "itself": "(t{0}, t{0}._version)",
+    "memory": "versioned(t{0}.detach())",
+    "copy": "versioned(copied(t{0}))",
+}
+_FINDS = {
+    "itself": "t{0}, None",
+    "memory": "weak(t{0}), t{0}.detach()",
+    "weak": "weak(t{0}), None if is_sure else t{0}.detach()",
+}
 
-def code_that_holds(
-    count: int, held: Sequence[tuple[int, str]], others: Sequence[tuple[int, str]]
-) -> Callable[..., tuple[list[Tensor], list[Versioned | None], list[Other]]]:
-    """The function that takes the ``count`` inputs of a program, and gives what a frame keeps of these for backward.
 
-    These are what autograd is to save, what is held, and what is only looked at; held, others: as ``Program`` has them.
-    It is code because it runs in every frame.
+def held_of(held: Sequence[tuple[int, str, str]], others: Sequence[tuple[int, str]]) -> str:
+    """What forward's code gives of its inputs; held, others: as ``Program`` has them, with the variables of the former.
+
+    These are what autograd is to save, what is held, and what is only looked at.
     """
-    saved = [f"t{position}" for position, how in held if how == "saved"]
-    # The memory of a parameter is held as autograd holds that of a view: its ``data`` may be replaced.
-    ways = {
-        "saved": "None",
-        "itself": "(t{0}, t{0}._version)",
-        "memory": "versioned(t{0}.detach())",
-        "copy": "versioned(copied(t{0}))",
-    }
-    kept = [ways[how].format(position) for position, how in held]
-    finds = {"itself": "t{0}, None", "memory": "weak(t{0}), t{0}.detach()", "weak": "weak(t{0}), None"}
-    state = "(t{0}._version, address(t{0}))"
-    seen = [f"({finds[how]}, {state})".format(position) for position, how in others]
-    listed = ", ".join([f"t{position}" for position in range(count)])
-    source = f"def hold({listed}): return [{', '.join(saved)}], [{', '.join(kept)}], [{', '.join(seen)}]"
-    names = {"versioned": _versioned, "copied": copied, "weak": weakref.ref, "address": torch._C.TensorBase.data_ptr}
-    exec(compile(source, "<what a captured region holds>", "exec"), names)
-    return names["hold"]  # type: ignore[return-value]
+    saved = [name for _, how, name in held if how == "saved"]
+    kept = [_HOLDS[how].format(position) for position, how, _ in held]
+    seen = [f"({_FINDS[how]}, (t{{0}}._version, address(t{{0}})))".format(position) for position, how in others]
+    return f"[{', '.join(saved)}], [{', '.join(kept)}], [{', '.join(seen)}]"
 
 
 def _versioned(tensor: Tensor) -> Versioned:
@@ -360,4 +362,8 @@ _HELPERS: dict[str, Any] = {
     "RngState": RngState,
     "WatchedDraws": WatchedDraws,
     "apart": _apart,
+    "versioned": _versioned,
+    "copied": copied,
+    "weak": weakref.ref,
+    "address": torch._C.TensorBase.data_ptr,
 }

@@ -200,6 +200,14 @@ class Recording:
         """Whether kernels are generated for it."""
         return bool(self.generates) and self.device is not None and is_generating(self.device)
 
+    def made(self, calls: Iterable[Call]) -> list[int]:
+        """The buffers that calls give."""
+        made = [number for call in calls for number in (*call.results, *(after for _, after in call.written))]
+        return list(dict.fromkeys(number for number in made if number is not None))
+
+    def nbytes(self, numbers: Iterable[int]) -> int:
+        return sum(self.buffers[number].nbytes for number in numbers)
+
     def close(self) -> None:
         """Forget which storages the buffers were in."""
         for reference in self._weak:

@@ -49,10 +49,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 def test_equal_layers_are_traced_once_and_share_a_program(traced: list[Any]) -> None:
     twins = Twins(Layers(4), rule("layers.*")).settle(train(tokens()))
     assert len(traced) == 1
-    programs = {
-        id(graph.program(region)) for region in twins.regions for graph in region._graphs() if graph.program(region)
-    }
-    assert len(programs) == 1
+    assert len({id(program) for region in twins.regions for program in region.programs}) == 1
 
 
 def test_a_region_is_not_captured_before_it_has_settled(traced: list[Any]) -> None:
