@@ -15,9 +15,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.modules.module import _has_any_global_hook
 
+from recompute.engine.bit_comparison import is_verifying
+from recompute.engine.modes import count_dispatch_modes, count_function_modes
 from recompute.engine.numerics import Numerics
-from recompute.engine.saved_tensors import top_hooks
+from recompute.engine.saved_tensors import has_only_our_hooks, top_hooks
+from recompute.engine.thread_state import is_in_cuda_graph, local
 
 _DEVICES = ("cpu", "cuda")
 
@@ -90,6 +94,24 @@ class Surroundings(NamedTuple):
         """Those in force. given: the inputs of what runs."""
         autocast = autocast_in_force()
         return Surroundings(Numerics(), autocast, () if autocast is None else autocast.cached(given))
+
+
+def is_undisturbed() -> bool:
+    """Whether nothing around a region has a say in how its ops run or what becomes of what they save."""
+    if (
+        local.active_frames
+        or count_dispatch_modes()
+        or count_function_modes()
+        or is_verifying()
+        or _has_any_global_hook()
+    ):
+        return False
+    return (
+        has_only_our_hooks(top_hooks())
+        and not torch.is_anomaly_enabled()
+        and ((autocast := autocast_in_force()) is None or autocast.is_known)
+        and not is_in_cuda_graph()  # in which no state of a generator can be read
+    )
 
 
 _ROWS: dict[tuple[Any, ...], Tensor] = {}

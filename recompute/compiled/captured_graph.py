@@ -19,11 +19,12 @@ from torch import Tensor, nn
 
 from recompute.compiled.autocast_settings import Surroundings, cast_of
 from recompute.compiled.captured_function import CapturedFrame, apply_captured
+from recompute.compiled.following import FollowingRecording
 from recompute.compiled.function_calls import objects_of
 from recompute.compiled.guards import MISSED, GuardedCalls, asks_about_tracing, meets_function
 from recompute.compiled.observation import Observation
 from recompute.compiled.program import Program
-from recompute.compiled.recording import Departure, ExpectedCalls, Recording
+from recompute.compiled.recording import Departure, Recording
 from recompute.compiled.region_record import MAX_FAILURES, RegionRecord
 from recompute.compiled.region_tapes import GraphTape
 from recompute.compiled.unfinished_code import GlobalState, leaving_vmaps
@@ -285,7 +286,7 @@ class CapturedGraph:
             if not all(isinstance(value, Tensor) for value in given):
                 raise Departure("its graph is given what is no tensor")
             around, name = Surroundings.of(given), region.statistics.name
-            recording = Recording(objects, expected=ExpectedCalls(expected.recording.calls), generates=region.generates)
+            recording = FollowingRecording(objects, generates=region.generates, expected=expected.recording.calls)
             seen = Observation(given, recording, around, caller.learn, name, known)
             caller.observed = weakref.ref(seen)
             tape = GraphTape(region.tape, expected.variant, seen)

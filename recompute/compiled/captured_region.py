@@ -17,11 +17,28 @@ A region is in one of five states. Each handles a call and says the next state:
 - ``Refused``, with the reason: the region cannot be captured, or misses too often, or is used in a way that its code
   could not follow exactly. Any state may lead here, also while backward runs.
 
-Of ``y = torch.sin(x * 2)`` a policy keeps ``x`` alone. Its program is, without the heads that unpack what is held:
+The program of ``torch.sin(x * 2)``, whose backward reads ``x * 2``:
 
-    {forward}
+    def run(name, objects, is_sure, t0):
+        t1 = aten_mul_Tensor(t0, 2)
+        t2 = aten_sin_default(t1)
+        return (t2, ), [t1], (), [], [], [(weak(t0), None if is_sure else t0.detach(), (t0._version, address(t0)))]
 
-    {backward}
+    def run(held, kept, states, gradients):
+        () = held
+        t1, = kept
+        () = states
+        t3, = gradients
+        held.clear()
+        kept.clear()
+        gradients.clear()
+        t4 = aten_cos_default(t1)
+        del t1
+        t5 = aten_mul_Tensor(t3, t4)
+        del t3, t4
+        t6 = aten_mul_Tensor(t5, 2)
+        del t5
+        return (t6, )
 """
 
 from __future__ import annotations
@@ -30,10 +47,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch.nn.modules.module import _has_any_global_hook
-
-from recompute.compiled.autocast_settings import Surroundings, autocast_in_force
+from recompute.compiled.autocast_settings import Surroundings, is_undisturbed
 from recompute.compiled.captured_graph import (
     Attempt,
     CachedGraphs,
@@ -50,16 +64,12 @@ from recompute.compiled.program import Program
 from recompute.compiled.recording import NotCapturable
 from recompute.compiled.region_record import DIFFERENTIATED, WARMUP_FRAMES, Counts, RegionRecord
 from recompute.compiled.region_tapes import RecordingTape
-from recompute.engine.bit_comparison import is_verifying
 from recompute.engine.checkpoint.region import StateHook
 from recompute.engine.cut.save_plan import LARGEST_COPY, PlanCache, SavePlan
-from recompute.engine.modes import count_dispatch_modes, count_function_modes
 from recompute.engine.random_sources import is_random_source
 from recompute.engine.reachable_objects import walk_references
 from recompute.engine.rng import RngState
-from recompute.engine.saved_tensors import has_only_our_hooks, top_hooks
 from recompute.engine.tape.recorder import TapeRegion
-from recompute.engine.thread_state import is_in_cuda_graph, local
 
 MAX_HITS = 1
 """After more captured calls than this a recorded frame is thrown away. Two kinds of calls that take turns need 1."""
@@ -107,10 +117,6 @@ class RegionGraphs:
     """Graphs taken since one was last run again."""
     failure: str = ""
     """Why no more frames are recorded; "" if there may be more."""
-
-    @property
-    def guarded(self) -> GuardedGraphs:
-        return self.own or self.shared.graphs
 
     @property
     def all(self) -> list[CapturedGraph]:
@@ -174,6 +180,8 @@ class Recording(State):
 class Captured(State):
     """It runs by its graphs. Another call than they are for is recorded."""
 
+    frame: RecordedFrame | None = None
+
     def __init__(self, graphs: RegionGraphs):
         self.graphs: RegionGraphs = graphs
 
@@ -181,15 +189,12 @@ class Captured(State):
         graphs = self.graphs
         if graphs.shared.draws:
             return region.run_by_tape(*call), Refused(_DRAWS)
-        attempt = self._attempt(region)
-        result = graphs.guarded.run(attempt, *call)
+        attempt = Attempt(region, self.frame)
+        result = (graphs.own or graphs.shared.graphs).run(attempt, *call)
         if result is MISSED:
             return self._miss(region, attempt, call)
         graphs.misses = graphs.unused = 0
         return result, self._after_hit(attempt)
-
-    def _attempt(self, region: CapturedRegion) -> Attempt:
-        return Attempt(region)
 
     def _after_hit(self, attempt: Attempt) -> State:
         return self
@@ -212,11 +217,8 @@ class Observing(Captured):
 
     def __init__(self, graphs: RegionGraphs, frame: RecordedFrame):
         super().__init__(graphs)
-        self.frame = frame
+        self.frame: RecordedFrame = frame
         self._hits = 0
-
-    def _attempt(self, region: CapturedRegion) -> Attempt:
-        return Attempt(region, self.frame)
 
     def _after_hit(self, attempt: Attempt) -> State:
         self._hits += 1
@@ -225,14 +227,15 @@ class Observing(Captured):
 
     def _miss(self, region: CapturedRegion, attempt: Attempt, call: Sequence[Any]) -> Transition:
         graphs, shared = self.graphs, self.graphs.shared
-        is_of_use = attempt.recorded is not None and self.frame.is_current
+        is_of_use = attempt.recorded is not None and attempt.recorded.is_current
         if is_of_use and not shared.has_failed and graphs.unused < MAX_UNUSED_GRAPHS:
             graphs.unused += 1
             if graphs.own is None and len(shared.graphs.graphs) >= MAX_SHARED_GRAPHS:
                 graphs.own = GuardedGraphs(shared)
-            if len(graphs.guarded.graphs) < MAX_GRAPHS:
-                attempt = self._attempt(region)
-                result = graphs.guarded.trace(attempt, *call)
+            guarded = graphs.own or shared.graphs
+            if len(guarded.graphs) < MAX_GRAPHS:
+                attempt = Attempt(region, self.frame)
+                result = guarded.trace(attempt, *call)
                 if result is not MISSED:
                     graphs.misses = 0
                     return result, self if attempt.recorded is not None else Captured(graphs)
@@ -395,21 +398,3 @@ class CapturedRegion(RegionRecord):
         failures = [reason for graph in graphs.all if (reason := graph.failure(self))]
         last = failures[-1] if failures else ""
         return graphs.failure or last or graphs.shared.failure or "it has not run backward since"
-
-
-def is_undisturbed() -> bool:
-    """Whether nothing around a region has a say in how its ops run or what becomes of what they save."""
-    if (
-        local.active_frames
-        or count_dispatch_modes()
-        or count_function_modes()
-        or is_verifying()
-        or _has_any_global_hook()
-    ):
-        return False
-    return (
-        has_only_our_hooks(top_hooks())
-        and not torch.is_anomaly_enabled()
-        and ((autocast := autocast_in_force()) is None or autocast.is_known)
-        and not is_in_cuda_graph()  # in which no state of a generator can be read
-    )

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 from recompute.compiled.autocast_settings import Autocast, Surroundings, autocast_in_force, cast_of
+from recompute.compiled.following import FollowingRecording
 from recompute.compiled.function_calls import Around, FunctionBackward, FunctionCall, takes_gradient
 from recompute.compiled.program import Program
 from recompute.compiled.program_writer import ObservedFrame, ProgramWriter
@@ -73,7 +74,7 @@ class Observation:
     def __init__(
         self,
         given: Sequence[Tensor],
-        recording: Recording,
+        recording: FollowingRecording,
         around: Surroundings,
         done: Callable[[Program | str], None],
         name: str,
@@ -156,9 +157,7 @@ class Observation:
 
     def end_forward(self) -> None:
         """Forward has made all of its calls. It is a departure if fewer were made than expected."""
-        assert self._recording.expected is not None
-        self._recording.expected.end(len(self._recording.calls))
-        self._recording.expected = None
+        self._recording.end_forward()
 
     def finish(self, plan: SavePlan, given: Sequence[Tensor], outputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Forward has ended, by ``plan``: record what backward will do. Returns what the region is to return."""

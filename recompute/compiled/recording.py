@@ -116,54 +116,6 @@ def uses_in(value: Any) -> Iterator[Use]:
         yield from uses_in(tuple(value.values()))
 
 
-class ExpectedCalls:
-    """The calls of a recording, which another one follows: it must make the same, with buffers of its own."""
-
-    def __init__(self, calls: Sequence[Call]):
-        self._calls = calls
-        self._same: dict[int, int] = {}
-        """For each buffer of the expected calls, the one of those that follow."""
-
-    def follow(self, index: int, started: _Started) -> None:
-        """A call is about to run: the one that is expected, or it is a departure."""
-        call = self._calls[index] if index < len(self._calls) else None
-        if (
-            call is None
-            or call.op is not started.op
-            or not self._agree((call.args, call.kwargs), (started.args, started.kwargs))
-        ):
-            raise Departure
-
-    def follow_made(self, index: int, results: Sequence[int | None], written: Sequence[int]) -> None:
-        """That call has run, and made these buffers."""
-        call = self._calls[index]
-        pairs = [
-            *zip(call.results, results, strict=True),
-            *zip([after for _, after in call.written], written, strict=True),
-        ]
-        if any((one is None) is not (other is None) for one, other in pairs):
-            raise Departure
-        self._same.update((one, other) for one, other in pairs if one is not None and other is not None)
-
-    def end(self, count: int) -> None:
-        """There were ``count`` calls."""
-        if count != len(self._calls):
-            raise Departure
-
-    def _agree(self, expected: Any, found: Any) -> bool:
-        if type(expected) is not type(found):
-            return False
-        if type(expected) is ObjectUse:
-            return True
-        if type(expected) is Use:
-            return expected[1:] == found[1:] and self._same.setdefault(expected.buffer, found.buffer) == found.buffer
-        if isinstance(expected, (list, tuple)):
-            return len(expected) == len(found) and all(map(self._agree, expected, found))
-        if isinstance(expected, dict):
-            return expected.keys() == found.keys() and all(self._agree(expected[key], found[key]) for key in expected)
-        return bool(expected == found) or (expected != expected and found != found)
-
-
 @dataclass
 class Recording:
     """Calls, and the buffers that they read and make. It holds no tensors but small constants."""
@@ -172,12 +124,12 @@ class Recording:
     """The objects that the graph is given beside tensors. Its custom Functions may be given these."""
     is_open: bool = False
     """Whether calls may read tensors that were not given before."""
+    is_forward: bool = True
+    """Whether calls are forward's so far."""
     generates: Generates = Generates.EXACT
     """The kernels that code which is made of it may run in."""
     stable: set[int] = field(default_factory=set)
     """The buffers that are to have the same bits in forward and when they come back."""
-    expected: ExpectedCalls | None = None
-    """The calls that it must make, as far as that goes."""
     buffers: list[Buffer] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     functions: dict[int, RecordedFunction] = field(default_factory=dict)
@@ -292,7 +244,7 @@ class Recording:
                 give_up(error)
         return output
 
-    def start(self, op: Any, args: tuple, kwargs: dict[str, Any]) -> _Started | None:
+    def start(self, op: Any, args: tuple, kwargs: dict[str, Any]) -> Started | None:
         """An op is about to run. Returns None if it makes nothing new."""
         if type(op) is FunctionOp:
             return self._start_function(op, args, kwargs)
@@ -302,8 +254,8 @@ class Recording:
                 raise NotCapturable(f"{known.name} depends on data")
             if op is torch.ops.aten.lift_fresh.default:
                 self._see_constant(args[0])
-            is_forward = self.expected is not None  # in backward our own hooks make such views
-            if is_forward and op is torch.ops.aten.as_strided.default and kwargs.get("storage_offset", args[3:]) != ():
+            has_offset = op is torch.ops.aten.as_strided.default and kwargs.get("storage_offset", args[3:]) != ()
+            if has_offset and self.is_forward:  # in backward our own hooks make such views
                 self._place(args[0])
             return None
         if not isinstance(op, OpOverload):
@@ -315,34 +267,27 @@ class Recording:
         if _DATA_DEPENDENT.intersection(op.tags) and facts_of_call(op, args, kwargs).reason == DATA_DEPENDENT:
             raise NotCapturable(f"{known.name} depends on data")
         written = tensors_in(at(known.writes, args, kwargs))
-        started = _Started(op, self._template(args), self._template(kwargs), [(t, Layout.of(t)) for t in written])
-        if self.is_open or self.expected is not None:
+        started = Started(op, self._template(args), self._template(kwargs), [(t, Layout.of(t)) for t in written])
+        if self.is_forward:
             for tensor in written:  # before the op writes, which could not be taken back
                 if tensor.is_conj():
                     raise NotCapturable(f"{known.name} writes to conjugates")
                 if self.buffers[self.buffers[self.use(tensor).buffer].root].call is None:
                     raise NotCapturable(f"{known.name} writes to a tensor that it did not make")
-        self._follow(started)
         return started
 
-    def _start_function(self, op: FunctionOp, args: tuple, kwargs: dict[str, Any]) -> _Started:
+    def _start_function(self, op: FunctionOp, args: tuple, kwargs: dict[str, Any]) -> Started:
         """The forward of a custom ``autograd.Function`` is about to run. It is one call, whatever it does."""
         template = self._template(args, takes_objects=True), self._template(kwargs, takes_objects=True)
         written = [(t, Layout.of(t)) for t in tensors_in((args, kwargs)) if parameter_of(t) is None]
-        started = _Started(op, *template, written)
-        self._follow(started)
-        return started
-
-    def _follow(self, started: _Started) -> None:
-        if self.expected is not None:
-            self.expected.follow(len(self.calls), started)
+        return Started(op, *template, written)
 
     def reach(self, tensors: Iterable[Tensor]) -> None:
         """That Function has run, and its ops and kernels have reached these."""
         others = [tensor for tensor in tensors if parameter_of(tensor) is None]
         self._reached = [self._current.get(tensor.untyped_storage()._cdata) for tensor in others]
 
-    def end(self, started: _Started, output: Any) -> None:
+    def end(self, started: Started, output: Any) -> None:
         """That op has run."""
         index = len(self.calls)
         written: dict[int, tuple[int, int]] = {}
@@ -367,8 +312,6 @@ class Recording:
                 raise NotCapturable(f"{started.op} gives a {type(tensor).__name__} that is no plain view of a storage")
             else:
                 results.append(None if self.knows(tensor) else self._new(tensor, call=index))
-        if self.expected is not None:
-            self.expected.follow_made(index, results, [after for _, after in written.values()])
         is_sequence = type(output) in LISTS
         if type(started.op) is FunctionOp:
             results_of = [result_of(each) for each in (output if is_sequence else (output,))]
@@ -440,7 +383,7 @@ def _on_meta(layout: Layout) -> Tensor:
         return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
 
 
-class _Started(NamedTuple):
+class Started(NamedTuple):
     op: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
