@@ -81,7 +81,7 @@ def autocast_in_force() -> Autocast | None:
     return Autocast() if torch._C._is_any_autocast_enabled() else None
 
 
-class Surroundings(NamedTuple):
+class CallSettings(NamedTuple):
     """The settings of torch under which something runs. They may decide which ops a function calls."""
 
     numerics: Numerics
@@ -90,10 +90,10 @@ class Surroundings(NamedTuple):
     """The positions of the inputs that autocast casts but once, if it casts them."""
 
     @staticmethod
-    def of(given: Sequence[Tensor] = ()) -> Surroundings:
+    def of(given: Sequence[Tensor] = ()) -> CallSettings:
         """Those in force. given: the inputs of what runs."""
         autocast = autocast_in_force()
-        return Surroundings(Numerics(), autocast, () if autocast is None else autocast.cached(given))
+        return CallSettings(Numerics(), autocast, () if autocast is None else autocast.cached(given))
 
 
 def is_undisturbed() -> bool:

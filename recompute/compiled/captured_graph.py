@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from recompute.compiled.autocast_settings import Surroundings, cast_of
+from recompute.compiled.autocast_settings import CallSettings, cast_of
 from recompute.compiled.captured_function import CapturedFrame, apply_captured
 from recompute.compiled.following import FollowingRecording
 from recompute.compiled.function_calls import objects_of
@@ -40,12 +40,12 @@ class RecordedFrame(NamedTuple):
 
     recording: Recording
     variant: Hashable
-    around: Surroundings
+    around: CallSettings
 
     @property
     def is_current(self) -> bool:
         """Whether torch's settings are those of the frame. Others may lead to other ops, as those of attention do."""
-        return self.around == Surroundings.of()
+        return self.around == CallSettings.of()
 
 
 @dataclass
@@ -231,7 +231,7 @@ class CapturedGraph:
             graph = functools.partial(self._with_objects, objects)
         attempt = _running.attempt
         assert attempt is not None
-        region, around = attempt.region, Surroundings.of(given)
+        region, around = attempt.region, CallSettings.of(given)
         caller = self._caller(region)
         program = next((each for each in caller.programs if each.around == around and each.fits(given)), None)
         if program is None:
@@ -285,7 +285,7 @@ class CapturedGraph:
         try:
             if not all(isinstance(value, Tensor) for value in given):
                 raise Departure("its graph is given what is no tensor")
-            around, name = Surroundings.of(given), region.statistics.name
+            around, name = CallSettings.of(given), region.statistics.name
             recording = FollowingRecording(objects, generates=region.generates, expected=expected.recording.calls)
             seen = Observation(given, recording, around, caller.learn, name, known)
             caller.observed = weakref.ref(seen)

@@ -2,14 +2,14 @@
 
 A region is in one of five states. Each handles a call and says the next state:
 
-    Taping ──> Recording ──> Observing <──> Captured          Refused
-      runs by    so, and       a call takes     runs graphs      runs as under
-      its tape,  writes down   a graph, which   whose guards     ``Taping``,
-      or as a    its calls     must make the    accept the       for good
-      checkpoint               calls            call
+    Taping ──> RecordingNext ──> Observing <──> Captured          Refused
+      runs by    so, and           a call takes     runs graphs      runs as under
+      its tape,  writes down       a graph, which   whose guards     ``Taping``,
+      or as a    its calls         must make the    accept the       for good
+      checkpoint                   calls            call
 
 - ``Taping``, until some frames have had the same plan.
-- ``Recording``: one more frame runs by the tape, which writes down its calls.
+- ``RecordingNext``: one more frame runs by the tape, which writes down its calls.
 - ``Observing``: torch's frontend takes the graph of a call. It must make the calls that were written down. The call
   runs by the tape, and a program is made of what its forward and its backward do.
 - ``Captured``: a call that the guards of a graph accept runs the graph's program. Any other call is recorded, as long
@@ -47,7 +47,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from recompute.compiled.autocast_settings import Surroundings, is_undisturbed
+from recompute.compiled.autocast_settings import CallSettings, is_undisturbed
 from recompute.compiled.captured_graph import (
     Attempt,
     CachedGraphs,
@@ -141,10 +141,10 @@ class Taping(State):
     """It runs by a tape, or as a checkpoint, until its frames are alike."""
 
     def call(self, region: CapturedRegion, *call: Any) -> Transition:
-        return region.run_by_tape(*call), Recording() if region.is_settled else self
+        return region.run_by_tape(*call), RecordingNext() if region.is_settled else self
 
 
-class Recording(State):
+class RecordingNext(State):
     """The next call runs by a tape that also records what ops it calls."""
 
     def __init__(self, graphs: RegionGraphs | None = None, departed: Caller | None = None):
@@ -166,7 +166,7 @@ class Recording(State):
             if self._departed is not None:
                 self._departed.recorded = frame
             if self.graphs is None:
-                return result, Recording() if region.is_settled else Taping()
+                return result, RecordingNext() if region.is_settled else Taping()
             return result, Captured(self.graphs)
         return result, Observing(self.graphs or RegionGraphs(region.shared_graphs(call[0])), frame)
 
@@ -208,7 +208,7 @@ class Captured(State):
             refused = Refused(f"none of its last {MAX_MISSES} calls was like one whose graph was taken{reason}")
             return region.run_by_tape(*call), refused
         if region.recordings < MAX_GRAPHS and region.is_settled:
-            return Recording(graphs, attempt.departed).call(region, *call)
+            return RecordingNext(graphs, attempt.departed).call(region, *call)
         return region.run_by_tape(*call), self if attempt.recorded is not None else Captured(graphs)
 
 
@@ -311,7 +311,7 @@ class CapturedRegion(RegionRecord):
         if self.statistics.regenerated.for_differentiated_gradients:
             self.refuse(DIFFERENTIATED)
             raise NotCapturable(DIFFERENTIATED)
-        around = Surroundings.of()
+        around = CallSettings.of()
         reached = walk_references((function, *modules_in(function, args), args, kwargs))
         generators = RngState({id(value): value for value in reached if is_random_source(value)}.values())
         counting = {id(runner.statistics): runner.statistics for runner in runners_in(function, args)}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
-from recompute.compiled.autocast_settings import Autocast, Surroundings, autocast_in_force, cast_of
+from recompute.compiled.autocast_settings import Autocast, CallSettings, autocast_in_force, cast_of
 from recompute.compiled.following import FollowingRecording
 from recompute.compiled.function_calls import Around, FunctionBackward, FunctionCall, takes_gradient
 from recompute.compiled.program import Program
@@ -75,7 +75,7 @@ class Observation:
         self,
         given: Sequence[Tensor],
         recording: FollowingRecording,
-        around: Surroundings,
+        around: CallSettings,
         done: Callable[[Program | str], None],
         name: str,
         known: list[Program],

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from recompute.compiled.autocast_settings import Autocast, Surroundings
+from recompute.compiled.autocast_settings import Autocast, CallSettings
 from recompute.compiled.codegen import GeneratedCode
 from recompute.compiled.generated.generated_kernel import GeneratedKernel
 from recompute.engine.cut.layout import Layout
@@ -77,7 +77,7 @@ class Program:
     """The positions of inputs, and the offset in its storage that each must have, as the region counts from there."""
     shown: tuple[int, ...]
     """The indices of what is kept and shares memory with an output, so that others may write to it."""
-    around: Surroundings
+    around: CallSettings
     """Those that forward ran under. The casts of autocast are ops of the program, which runs without it."""
     backward_autocast: Autocast | None
     """The one that backward ran under."""

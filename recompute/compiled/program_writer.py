@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tag
 
-from recompute.compiled.autocast_settings import Autocast, Surroundings
+from recompute.compiled.autocast_settings import Autocast, CallSettings
 from recompute.compiled.codegen import Code, GeneratedCode, held_of
 from recompute.compiled.function_calls import FunctionBackward, FunctionCall
 from recompute.compiled.generated.row_ops import ROW_OPS
@@ -31,7 +31,7 @@ class ObservedFrame:
     recording: Recording
     parameters: Set[int]
     """The positions of the parameters among the inputs."""
-    around: Surroundings
+    around: CallSettings
     """Those that forward ran under."""
     backward_autocast: Autocast | None = None
     """The autocast that backward ran under."""

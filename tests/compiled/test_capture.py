@@ -59,7 +59,7 @@ def test_a_region_goes_from_state_to_state_and_its_program_is_the_one_in_the_pag
     for _ in range(STEPS_TO_SETTLE):
         states.append(type(region.state).__name__)
         twins.step(train(tokens()))
-    assert list(dict.fromkeys(states)) == ["Taping", "Recording", "Observing", "Captured"]
+    assert list(dict.fromkeys(states)) == ["Taping", "RecordingNext", "Observing", "Captured"]
     (program,) = region.programs
     page = textwrap.dedent(str(captured_region.__doc__).partition("whose backward reads ``x * 2``:\n\n")[2])
     assert page.strip() == f"{program.forward.source}\n\n{program.backward.source}"
