@@ -219,16 +219,11 @@ MOST_LINES = {"recompute": 36_300, "kernels": 6_000, "tests": 47_700}
 """What the house may have, in hundreds of lines as it is now: a bound that is only ever lowered."""
 LONG_FILES = {
     "arguments",
-    "captured_graph",
-    "captured_region",
     "formulas",
     "frame",
     "module_state",
-    "observation",
     "offload",
     "ops",
-    "program",
-    "recording",
     "save_plan",
 }
 LONG_FUNCTIONS = {

@@ -1,4 +1,4 @@
-"""Captured regions under autocast: which autocast is in force, and the parameters that it has cast.
+"""Captured regions under autocast and torch's other settings: which are in force, and what autocast has cast.
 
 Autocast casts a parameter once in its span and gives that one cast to all who read the parameter. So gradients are
 added up in the lower precision, in one node of autograd's graph. A captured region must read the same cast, and give
@@ -10,13 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.modules.module import _has_any_global_hook
 
-from recompute.engine.saved_tensors import top_hooks
+from recompute.engine.bit_comparison import is_verifying
+from recompute.engine.modes import count_dispatch_modes, count_function_modes
+from recompute.engine.numerics import Numerics
+from recompute.engine.saved_tensors import has_only_our_hooks, top_hooks
+from recompute.engine.thread_state import is_in_cuda_graph, local
 
 _DEVICES = ("cpu", "cuda")
 
@@ -74,6 +79,39 @@ class Autocast:
 def autocast_in_force() -> Autocast | None:
     """None where autocast is off."""
     return Autocast() if torch._C._is_any_autocast_enabled() else None
+
+
+class CallSettings(NamedTuple):
+    """The settings of torch under which something runs. They may decide which ops a function calls."""
+
+    numerics: Numerics
+    autocast: Autocast | None
+    cached: tuple[int, ...]
+    """The positions of the inputs that autocast casts but once, if it casts them."""
+
+    @staticmethod
+    def of(given: Sequence[Tensor] = ()) -> CallSettings:
+        """Those in force. given: the inputs of what runs."""
+        autocast = autocast_in_force()
+        return CallSettings(Numerics(), autocast, () if autocast is None else autocast.cached(given))
+
+
+def is_undisturbed() -> bool:
+    """Whether nothing around a region has a say in how its ops run or what becomes of what they save."""
+    if (
+        local.active_frames
+        or count_dispatch_modes()
+        or count_function_modes()
+        or is_verifying()
+        or _has_any_global_hook()
+    ):
+        return False
+    return (
+        has_only_our_hooks(top_hooks())
+        and not torch.is_anomaly_enabled()
+        and ((autocast := autocast_in_force()) is None or autocast.is_known)
+        and not is_in_cuda_graph()  # in which no state of a generator can be read
+    )
 
 
 _ROWS: dict[tuple[Any, ...], Tensor] = {}

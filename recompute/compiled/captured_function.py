@@ -3,64 +3,41 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from recompute.compiled.autocast_settings import autocast_in_force, cast_of
+from recompute.compiled.autocast_settings import Autocast, autocast_in_force, cast_of
 from recompute.compiled.codegen import GeneratedCode, Versioned
-from recompute.compiled.fallback import Given, Other, contributions_of, refuse_none
+from recompute.compiled.fallback import Other, checked_other, contributions_of, refuse_none, with_new_graphs
 from recompute.compiled.program import ANY, DroppedOutputs, Program, share_memory
+from recompute.compiled.region_record import RegionRecord
 from recompute.engine.cut.layout import Layout
 from recompute.engine.modes import count_dispatch_modes, count_function_modes, has_foreign_modes, hidden_from_modes
-from recompute.engine.numerics import Numerics
 from recompute.engine.recipe_book import open_book
 from recompute.engine.recipes import Handle, Recipe, RecipeGroup, is_plain_eager, nbytes_of
 from recompute.engine.rng import RngState
 from recompute.engine.saved_tensors import (
     KeptTensor,
     PackedTensor,
-    RegionStatistics,
     are_held_as_they_are,
     checked,
     fetch,
     pack_through,
     top_hooks,
 )
+from recompute.engine.stopwatch import Stopwatch
 from recompute.engine.thread_state import stopwatch_of
 
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 _NOTHING = nullcontext()
 _AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
-
-
-class FrameOwner(Protocol):
-    """What a frame needs of the region that it is one of."""
-
-    statistics: RegionStatistics
-    is_checkpoint: bool
-    """Whether the statistics count a backward as one of a checkpoint."""
-
-    @property
-    def has_tape(self) -> bool:
-        """Whether the program's plan is to be seen in the statistics."""
-        ...
-
-    def trusts(self, program: Program) -> bool:
-        """Whether backward of a program has come here, and has always been as it was recorded."""
-        ...
-
-    def count_backward(self, program: Program) -> None:
-        """Backward of a program was as it was recorded."""
-        ...
-
-    def count_replay(self, program: Program, is_differentiated: bool) -> None: ...
 
 
 class CapturedFrame:
@@ -75,7 +52,6 @@ class CapturedFrame:
         "_held",
         "_kept",
         "_left",
-        "_numerics",
         "_objects",
         "_others",
         "_program",
@@ -91,12 +67,10 @@ class CapturedFrame:
         self,
         program: Program,
         graph: Callable[..., Any],
-        region: FrameOwner,
+        region: RegionRecord,
         given: Sequence[Tensor],
         casts: Sequence[Tensor],
-        numerics: Numerics,
-        *,
-        objects: Sequence[Any] = (),
+        objects: Sequence[Any],
     ):
         """graph: what the program was made of. It takes the same inputs, and runs where the program cannot.
 
@@ -106,7 +80,6 @@ class CapturedFrame:
         self._region = region
         self._program = program
         self._graph = graph
-        self._numerics = numerics
         self.statistics = region.statistics
         self._given: Sequence[Tensor] = given
         self._casts: Sequence[Tensor] = casts
@@ -122,28 +95,20 @@ class CapturedFrame:
         program, given, statistics = self._program, self._given, self.statistics
         if program.draws:
             self._rng = RngState(name=statistics.name)
-        if program.autocast is None:
-            outputs, self._kept, self._states = program.forward(statistics.name, self._objects, *given)
-        else:
-            with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
-                outputs, self._kept, self._states = program.forward(
-                    statistics.name, self._objects, *given, *self._casts
-                )
+        self._held: list[Versioned | None]
+        self._others: list[Other]
+        is_sure = self._region.trusts(program)  # else backward may turn out to need another run of forward
+        with _without(program.around.autocast):
+            outputs, self._kept, self._states, self.saved, self._held, self._others = program.forward(
+                statistics.name, self._objects, is_sure, *given, *self._casts
+            )
         self._versions: list[int] = [self._kept[index]._version for index in program.shown]
         self._are_packed = bool(self._kept) and not are_held_as_they_are(hooks := top_hooks())
         if self._are_packed:
             self._kept = [pack_through(hooks, tensor.detach(), statistics.name) for tensor in self._kept]
-        self._held: list[Versioned | None]
-        self._others: list[Other]
-        self.saved, self._held, self._others = program.hold(*given)
-        if not self._region.trusts(program):  # backward may turn out to need another run of forward
-            self._others = [
-                (other, given[position].detach() if how == "weak" else memory, state)
-                for (position, how), (other, memory, state) in zip(program.others, self._others, strict=True)
-            ]
         self._given = self._casts = self._objects = ()
         plan = program.plan
-        statistics.plan = plan if self._region.has_tape else None
+        statistics.plan = None if self._region.is_checkpoint else plan
         if program.outputs is not None and (book := open_book()) is not None:
             recipe = _Outputs(self, program.outputs, given)
             for slot, (position, value) in enumerate(program.outputs.values):
@@ -173,7 +138,7 @@ class CapturedFrame:
             kept = list(kept) if _keeps_graph() else kept
         if not _keeps_graph():
             self._free()
-        with _NOTHING if program.backward_autocast is None else torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+        with _without(program.backward_autocast):
             return self._run_backward(held, kept, list(gradients), left)
 
     def _run_backward(
@@ -183,27 +148,22 @@ class CapturedFrame:
         settings: Any = None
         if (count_dispatch_modes() or count_function_modes()) and has_foreign_modes():
             settings = hidden_from_modes
-        elif not self._numerics.are_in_force():
-            settings = self._numerics.replayed
+        elif not program.around.numerics.are_in_force():
+            settings = program.around.numerics.replayed
         elif left and (outputs := program.outputs) is not None:
-            self._count(outputs.backward_reruns, outputs.backward_nbytes)
-            return self._timed(outputs.backward)(held, kept, self._states, given, left)
-        self._count(program.reruns, program.rerun_nbytes)
-        if settings is None:
-            return self._timed(program.backward)(held, kept, self._states, given)
+            return self._code(outputs.backward)(held, kept, self._states, given, left)
         left.clear()
-        return self._timed(program.under_settings)(settings, held, kept, self._states, given)
+        return self._code(program.backward, settings)(held, kept, self._states, given)
 
-    def _timed(self, code: GeneratedCode) -> Callable[..., Any]:
-        """The code, which also times what it runs again if that was asked for."""
+    def _code(self, code: GeneratedCode, settings: Any = None) -> Callable[..., Any]:
+        """The code of backward, whose reruns are in the span of these settings, and counted, and timed if need be."""
+        regenerated, is_checkpoint = self.statistics.regenerated, self._region.is_checkpoint
+        regenerated.count += 1 if is_checkpoint else code.reruns
+        regenerated.nbytes += self._program.plan.dropped_nbytes if is_checkpoint else code.rerun_nbytes
         stopwatch = stopwatch_of(self.statistics)
-        return code if stopwatch is None else partial(code.timed(), stopwatch)
-
-    def _count(self, reruns: int, nbytes: int) -> None:
-        """Count what backward runs again."""
-        regenerated = self.statistics.regenerated
-        regenerated.count += 1 if self._region.is_checkpoint else reruns
-        regenerated.nbytes += self._program.plan.dropped_nbytes if self._region.is_checkpoint else nbytes
+        if stopwatch is None and settings is None:
+            return code
+        return partial(code.within(settings is None), partial(_around, settings or nullcontext, stopwatch))
 
     def leave(self, left: Sequence[Tensor]) -> None:
         """Hold what gave back outputs until backward, if that is still to come."""
@@ -262,33 +222,43 @@ class CapturedFrame:
         self._region.count_replay(program, is_differentiated)
         regenerated.count += 1  # as a checkpoint does
         regenerated.nbytes += program.plan.dropped_nbytes
-        inputs = Given(self.statistics.name)
-        for (position, _), value in zip(program.held, self._values(saved), strict=True):
-            inputs.hold(position, value)
-        for (position, how), (other, memory, state) in zip(program.others, self._others, strict=True):
-            tensor = other if how == "itself" else other()
-            if tensor is None and not is_differentiated:  # else it must have its graph
-                tensor = memory
-            inputs.find(position, tensor, state)
-        edges = {*program.edges, *program.casts}
-        leaves = edges if program.autocast is None else program.cached
-        given = inputs.tensors(edges, leaves, is_differentiated=is_differentiated)
+        inputs = dict(zip([position for position, _ in program.held], self._values(saved), strict=True))
+        for (position, _), other in zip(program.others, self._others, strict=True):
+            inputs[position] = checked_other(other, self.statistics.name, may_be_memory=not is_differentiated)
+        given = [inputs[position] for position in range(len(inputs))]
+        numerics, autocast, cached = program.around
+        if not is_differentiated:
+            edges = {*program.edges, *program.casts}
+            given = with_new_graphs(given, edges, edges if autocast is None else cached)
         with (
-            torch._C._ExcludeDispatchKeyGuard(_AUTOCAST) if program.autocast is None else program.autocast.again(),
+            torch._C._ExcludeDispatchKeyGuard(_AUTOCAST) if autocast is None else autocast.again(),
             temporarily_clear_interpreter_stack(),
             nullcontext() if self._rng is None else self._rng.replayed(),
-            self._numerics.replayed(),
+            numerics.replayed(),
             torch.enable_grad(),
         ):
-            started = None if stopwatch is None else stopwatch.start()
-            outputs = self._graph(*given)
-            if stopwatch is not None:
-                stopwatch.stop(started)
+            with _around(nullcontext, stopwatch):
+                outputs = self._graph(*given)
             given += [cast_of(given[position]) for position in program.casts]
         found = contributions_of(outputs, gradients, given, program.edges)
         if not _keeps_graph():
             self._free()
         return found
+
+
+def _without(autocast: Autocast | None) -> AbstractContextManager[Any]:
+    """The span in which autocast casts nothing, as the casts are ops of the program."""
+    return _NOTHING if autocast is None else torch._C._ExcludeDispatchKeyGuard(_AUTOCAST)
+
+
+@contextmanager
+def _around(settings: Callable[[], AbstractContextManager[Any]], stopwatch: Stopwatch | None) -> Iterator[None]:
+    """The span of something that runs again."""
+    with settings():
+        started = None if stopwatch is None else stopwatch.start()
+        yield
+        if stopwatch is not None:
+            stopwatch.stop(started)
 
 
 class _Outputs(Recipe):
@@ -297,7 +267,7 @@ class _Outputs(Recipe):
     __slots__ = ("_frame", "_held", "_kept", "_outputs", "_states")
 
     def __init__(self, frame: CapturedFrame, outputs: DroppedOutputs, given: Sequence[Tensor]):
-        super().__init__(frame.statistics, "a captured region", RecipeGroup(frame._numerics))
+        super().__init__(frame.statistics, "a captured region", RecipeGroup(frame._program.around.numerics))
         self._frame = weakref.ref(frame)
         self._outputs = outputs
         assert frame._kept is not None
@@ -340,8 +310,8 @@ class _Outputs(Recipe):
         given_back: dict[int, PackedTensor] = {slot: KeptTensor(values[slot], self.statistics.name) for slot in wanted}
         # The recipe itself counts one regeneration, and the bytes that it gives.
         regenerated = self.statistics.regenerated
-        regenerated.count += outputs.reruns - 1
-        regenerated.nbytes += outputs.rerun_nbytes - nbytes_of(given_back.values())
+        regenerated.count += outputs.run.reruns - 1
+        regenerated.nbytes += outputs.run.rerun_nbytes - nbytes_of(given_back.values())
         return given_back
 
 

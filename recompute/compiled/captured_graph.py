@@ -12,32 +12,27 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from recompute.compiled.autocast_settings import Autocast, autocast_in_force, cast_of
-from recompute.compiled.captured_function import CapturedFrame, FrameOwner, apply_captured
+from recompute.compiled.autocast_settings import CallSettings, cast_of
+from recompute.compiled.captured_function import CapturedFrame, apply_captured
+from recompute.compiled.following import FollowingRecording
 from recompute.compiled.function_calls import objects_of
-from recompute.compiled.generated.switch import Generates
 from recompute.compiled.guards import MISSED, GuardedCalls, asks_about_tracing, meets_function
 from recompute.compiled.observation import Observation
 from recompute.compiled.program import Program
 from recompute.compiled.recording import Departure, Recording
+from recompute.compiled.region_record import MAX_FAILURES, RegionRecord
 from recompute.compiled.region_tapes import GraphTape
 from recompute.compiled.unfinished_code import GlobalState, leaving_vmaps
 from recompute.engine.checkpoint.module_state import RUNNER
 from recompute.engine.cut.layout import Layout
-from recompute.engine.cut.save_plan import SavePlan
-from recompute.engine.numerics import Numerics
 from recompute.engine.rng import RngState
 from recompute.engine.tape.exposed_memory import expose_arrays, is_shared
 from recompute.engine.tape.op_arguments import PLAIN
-from recompute.engine.tape.recorder import TapeRegion
-
-MAX_FAILURES = 3
-"""How many calls of equal regions torch's frontend may fail on, and how often a region may observe a graph in vain."""
 
 
 class RecordedFrame(NamedTuple):
@@ -45,33 +40,27 @@ class RecordedFrame(NamedTuple):
 
     recording: Recording
     variant: Hashable
-    numerics: Numerics
-    autocast: Autocast | None
-    is_sure: bool
-    """Whether the frame ran a call that the graph's guards had accepted. Else it may be of another kind of calls."""
+    around: CallSettings
 
     @property
     def is_current(self) -> bool:
         """Whether torch's settings are those of the frame. Others may lead to other ops, as those of attention do."""
-        return self.numerics.are_in_force() and self.autocast == autocast_in_force()
+        return self.around == CallSettings.of()
 
 
-class GraphCaller(FrameOwner, Protocol):
-    """What a graph needs of the region that calls it."""
+@dataclass
+class Attempt:
+    """A call that runs by a graph, if there is one for it."""
 
-    tape: TapeRegion
-    generates: Generates
-    """The generated kernels that its code may run in."""
-    recorded: RecordedFrame | None
-    departed: CapturedGraph | None
-    """The graph that has just refused a call because it took other steps than expected."""
-
-    def recorded_for(self, graph: CapturedGraph) -> RecordedFrame | None: ...
-    def forget_recorded(self, graph: CapturedGraph) -> None: ...
-    def knows(self, plan: SavePlan) -> bool: ...
-    def count(self, plan: SavePlan | None) -> None: ...
-    def count_frame(self, plan: SavePlan) -> None: ...
-    def deoptimize(self, reason: str) -> None: ...
+    region: RegionRecord
+    recorded: RecordedFrame | None = None
+    """A frame that the call is expected to be like, if it is the first of its graph. None as soon as it has served."""
+    has_begun: bool = False
+    """Whether something of the call has run."""
+    waits: bool = False
+    """Whether it missed only because another call is being traced or observed."""
+    departed: Caller | None = None
+    """What missed it because it took other steps than expected."""
 
 
 class CachedGraphs:
@@ -103,10 +92,10 @@ class GuardedGraphs:
         """How many traces are going on."""
         self.graphs: list[CapturedGraph] = []
 
-    def trace(self, region: GraphCaller, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+    def trace(self, attempt: Attempt, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """Take the graph of a call and run it. If it returns ``MISSED``, there is no graph and nothing has run."""
         generators = RngState()
-        result = self._run(self._trace, region, function, args, kwargs)
+        result = self._run(self._trace, attempt, function, args, kwargs)
         if result is MISSED and (drawn := generators.drawn()) is not None:  # the trace drew
             drawn.restore()
             self._cached.draws = True
@@ -118,13 +107,13 @@ class GuardedGraphs:
                 self._calls = GuardedCalls(self._compile)
             self._traces += 1
         try:
-            recorded = None if _running.region is None else _running.region.recorded
+            recorded = None if _running.attempt is None else _running.attempt.recorded
             recording = Recording() if recorded is None else recorded.recording
             return self._calls.trace(function, args, kwargs, recording, (function, *modules_in(function, args)))
         finally:
             self._traces -= 1
 
-    def run(self, region: GraphCaller, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+    def run(self, attempt: Attempt, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """Run a call by the graph whose guards accept it. If it returns ``MISSED``, nothing has run."""
         calls = self._calls
         if calls is not None and not calls.are_current:
@@ -132,30 +121,27 @@ class GuardedGraphs:
                 if self._calls is calls:
                     self._calls, self.graphs = None, []
             calls = None
-        if calls is None:
-            _running.waits = self._traces > 0
-            return MISSED
-        result = self._run(calls.run, region, function, args, kwargs)
-        _running.waits = _running.waits or self._traces > 0  # on another thread
+        result = MISSED if calls is None else self._run(calls.run, attempt, function, args, kwargs)
+        attempt.waits = attempt.waits or self._traces > 0  # on another thread
         return result
 
-    def _run(self, call: Callable[..., Any], region: GraphCaller, *arguments: Any) -> Any:
-        _running.region, _running.has_begun, _running.waits = region, False, False
+    def _run(self, call: Callable[..., Any], attempt: Attempt, *arguments: Any) -> Any:
+        around, _running.attempt = _running.attempt, attempt
         try:
             return call(*arguments)
         except Refusal:
             return MISSED
         except Exception as error:
-            if _running.has_begun:
+            if attempt.has_begun:
                 raise
             if meets_function():
-                region.recorded = None  # the next tape is told of that Function, and takes other steps
-                return MISSED
-            self._cached.failures += 1
-            self._cached.failure = _first_line(error)
+                attempt.recorded = None  # the next tape is told of that Function, and takes other steps
+            else:
+                self._cached.failures += 1
+                self._cached.failure = _first_line(error)
             return MISSED
         finally:
-            _running.region = None
+            _running.attempt = around
 
     def _compile(self, module: torch.fx.GraphModule, given: Sequence[Any]) -> Callable[..., Any]:
         unfit = "it asks whether it is compiled" if asks_about_tracing() else _unfit_node(module)
@@ -165,18 +151,10 @@ class GuardedGraphs:
 
 
 class _Running(threading.local):
-    region: GraphCaller | None = None
-    has_begun = False
-    waits = False
-    """Whether the last call missed only because another one is being traced or observed."""
+    attempt: Attempt | None = None
 
 
 _running = _Running()
-
-
-def waits_for_another() -> bool:
-    """Whether the last call of this thread missed only because another call is being traced or observed."""
-    return _running.waits
 
 
 class Refusal(Exception):
@@ -184,12 +162,14 @@ class Refusal(Exception):
 
 
 @dataclass
-class _Caller:
+class Caller:
     """What a graph has learned of one of the regions that call it."""
 
     programs: list[Program] = field(default_factory=list)
     """What was seen to do what the region does, in backward, too: equal regions may get other gradients."""
     observed: weakref.ref[Observation] | None = None
+    recorded: RecordedFrame | None = None
+    """A frame that ran a call which the graph's guards had accepted. Other frames may be of other kinds of calls."""
     failures: int = 0
     failure: str = ""
     """Why no program was made for it when that was tried last."""
@@ -223,23 +203,23 @@ class CapturedGraph:
         self._objects = objects_of(module.graph)
         """The positions of the inputs that are no tensors, and go to custom Functions as they are."""
         self._unfit = failure
-        self._callers: weakref.WeakKeyDictionary[GraphCaller, _Caller] = weakref.WeakKeyDictionary()
+        self._callers: weakref.WeakKeyDictionary[RegionRecord, Caller] = weakref.WeakKeyDictionary()
 
-    def program(self, region: GraphCaller) -> Program | None:
+    def program(self, region: RegionRecord) -> Program | None:
         """A program that does what frames of this region have done."""
         return next(iter(self._caller(region).programs), None)
 
-    def forget(self, region: GraphCaller, program: Program) -> None:
+    def forget(self, region: RegionRecord, program: Program) -> None:
         """Have a region not run a program any more."""
         if program in (programs := self._caller(region).programs):
             programs.remove(program)
 
-    def failure(self, region: GraphCaller) -> str:
+    def failure(self, region: RegionRecord) -> str:
         """Why there is no program for this region, if that was tried."""
         return self._unfit or self._caller(region).failure
 
-    def _caller(self, region: GraphCaller) -> _Caller:
-        return self._callers.setdefault(region, _Caller())
+    def _caller(self, region: RegionRecord) -> Caller:
+        return self._callers.setdefault(region, Caller())
 
     def run(self, *inputs: Any) -> Any:
         """The outputs of the graph on the inputs that torch's frontend has found for it."""
@@ -249,33 +229,31 @@ class CapturedGraph:
         if objects:
             given = tuple([value for position, value in enumerate(inputs) if position not in self._objects])
             graph = functools.partial(self._with_objects, objects)
-        region = _running.region
-        assert region is not None
-        around, caller = _Surroundings.of(given), self._caller(region)
-        program = next((each for each in caller.programs if around.are_those_of(each) and each.fits(given)), None)
+        attempt = _running.attempt
+        assert attempt is not None
+        region, around = attempt.region, CallSettings.of(given)
+        caller = self._caller(region)
+        program = next((each for each in caller.programs if each.around == around and each.fits(given)), None)
         if program is None:
             if (observed := caller.observation()) is not None:
-                observed.is_called_again = _running.waits = True
+                observed.is_called_again = attempt.waits = True
                 raise Refusal
-            may_observe = not self._unfit and caller.failures < MAX_FAILURES
-            if may_observe and (expected := region.recorded_for(self)) is not None:
-                return self._observe(region, caller, graph, given, objects, expected)
-            _running.waits = False
+            expected = caller.recorded or attempt.recorded
+            if self._unfit or caller.failures >= MAX_FAILURES or expected is None or not expected.is_current:
+                raise Refusal
+            return self._observe(attempt, caller, expected, graph, given, objects)
+        if any(is_shared(given[position]) for position in program.plain):
             raise Refusal
-        for position in program.plain:
-            if is_shared(given[position]):
-                _running.waits = False
-                raise Refusal
-        _running.has_begun = True
+        attempt.has_begun = True
         region.count_frame(program.plan)
         casts = [cast_of(given[position]) for position in program.casts]
-        frame = CapturedFrame(program, graph, region, given, casts, around.numerics, objects=objects)
+        frame = CapturedFrame(program, graph, region, given, casts, objects)
         inputs = (*given, *casts) if casts else given
         try:
             return apply_captured(frame, program.fixed, *[inputs[position] for position in program.edges])
         except Departure as error:
             frame.put_back()
-            region.deoptimize(str(error))
+            region.refuse(str(error))
             raise Refusal from None
 
     def _with_objects(self, objects: Sequence[Any], *given: Tensor) -> Any:
@@ -286,15 +264,19 @@ class CapturedGraph:
 
     def _observe(
         self,
-        region: GraphCaller,
-        caller: _Caller,
+        attempt: Attempt,
+        caller: Caller,
+        expected: RecordedFrame,
         graph: Callable[..., Any],
         given: Sequence[Any],
         objects: Sequence[Any],
-        expected: RecordedFrame,
     ) -> Any:
         """Run the graph by the tape and record what runs. It must be what ran in the frame that was recorded."""
-        region.forget_recorded(self)  # else a region that never runs backward would be observed for ever
+        region, is_sure = attempt.region, caller.recorded is not None
+        if is_sure:  # it has served: else a region that never runs backward would be observed for ever
+            caller.recorded = None
+        else:
+            attempt.recorded = None
         functions = tuple([expected.recording.calls[index].op for index in expected.recording.functions])
         key = self._code, functions, tuple([_kind(value) for value in given])
         known = self._cached.programs.setdefault(key, [])
@@ -303,16 +285,9 @@ class CapturedGraph:
         try:
             if not all(isinstance(value, Tensor) for value in given):
                 raise Departure("its graph is given what is no tensor")
-            seen = Observation(
-                given,
-                expected.recording,
-                expected.autocast,
-                caller.learn,
-                region.statistics.name,
-                known,
-                objects,
-                generates=region.generates,
-            )
+            around, name = CallSettings.of(given), region.statistics.name
+            recording = FollowingRecording(objects, generates=region.generates, expected=expected.recording.calls)
+            seen = Observation(given, recording, around, caller.learn, name, known)
             caller.observed = weakref.ref(seen)
             tape = GraphTape(region.tape, expected.variant, seen)
             with tape, region.tape.mode():
@@ -323,11 +298,10 @@ class CapturedGraph:
         except Exception as error:  # if it is the user's, the tape will raise it again
             state.put_back()
             has_departed = isinstance(error, Departure)
-            if has_departed:
-                region.departed = self
-            caller.learn(_first_line(error), counts=expected.is_sure or not has_departed)
+            attempt.departed = caller if has_departed else None
+            caller.learn(_first_line(error), counts=is_sure or not has_departed)
             raise Refusal from None
-        _running.has_begun = True
+        attempt.has_begun = True
         plan = tape.finish(outputs)
         region.count(plan)
         if plan is None or not region.knows(plan):
@@ -349,25 +323,6 @@ def runners_in(function: Callable[..., Any], args: tuple) -> Iterator[Any]:
         while getattr(runner, "statistics", None) is not None:
             yield runner
             runner = getattr(runner, "inner", None)
-
-
-class _Surroundings(NamedTuple):
-    """The settings of torch under which a graph is called."""
-
-    numerics: Numerics
-    autocast: Autocast | None
-    cached: tuple[int, ...]
-    """The positions of the inputs that autocast casts but once."""
-
-    @staticmethod
-    def of(given: Sequence[Any]) -> _Surroundings:
-        autocast = autocast_in_force()
-        return _Surroundings(Numerics(), autocast, () if autocast is None else autocast.cached(given))
-
-    def are_those_of(self, program: Program) -> bool:
-        return (
-            self.numerics.are(program.numerics) and self.autocast == program.autocast and self.cached == program.cached
-        )
 
 
 def _as_plain(value: Any) -> Any:

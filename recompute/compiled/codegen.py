@@ -9,14 +9,13 @@ import math
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from itertools import groupby
 from typing import Any, Protocol
 
 import torch
 from torch import Tag, Tensor
 
-from recompute.compiled.fallback import Other
 from recompute.compiled.function_calls import FunctionCall
 from recompute.compiled.generated.compact_rows import READERS, part_of_rows
 from recompute.compiled.generated.fusing import fused
@@ -246,37 +245,31 @@ class Code:
         result: str,
         last: Collection[str],
         given: Collection[str] = (),
-        *,
-        again_first: bool = False,
     ) -> GeneratedCode:
         """The function that begins with ``head``, goes on with the statements and returns ``result``.
 
         head: its first lines; the first of them is its signature. last: the variables that ``result`` reads. given:
-        those that ``head`` makes. again_first: write what runs again before all else, in the span of the argument
-        ``settings``.
+        those that ``head`` makes.
         """
-        statements: Sequence[Statement] = self.statements
-        if again_first:
-            statements = [s for s in statements if s.again] + [s for s in statements if not s.again]
-        elif self.recording.is_generated:
-            statements = fused(statements, last, self.recording, self.names)
-        used = {name for statement in statements for name in (*statement.reads, *statement.makes)}
-        lines = list(head)
-        if unused := [variable for variable in given if variable not in used and variable not in last]:
-            lines.append(f"del {', '.join(unused)}")
-        written = zip(statements, lines_of(statements, last, self.names), strict=True)
-        for again, group in groupby(written, key=lambda pair: pair[0].again):
-            block = [line for _, own in group for line in own]
-            if again and again_first:
-                block = ["with settings():", *[f"    {line}" for line in block]]
-            lines += [_START, *block, _STOP] if again else block
-        lines.append(f"return {result}")
-        untimed = [line for line in lines if line not in (_START, _STOP)]
-        function = _function(untimed, self.names)
-        signature, *body = lines
-        timed = signature.replace("run(", "run(stopwatch, ", 1), *body
+        is_generated = self.recording.is_generated
+        fast = fused(self.statements, last, self.recording, self.names) if is_generated else self.statements
+
+        def written(statements: Sequence[Statement], around: bool = False) -> Any:
+            used = {name for statement in statements for name in (*statement.reads, *statement.makes)}
+            lines = [head[0].replace("run(", "run(around, ", 1) if around else head[0], *head[1:]]
+            if unused := [variable for variable in given if variable not in used and variable not in last]:
+                lines.append(f"del {', '.join(unused)}")
+            each = zip(statements, lines_of(statements, last, self.names), strict=True)
+            for again, group in groupby(each, key=lambda pair: pair[0].again):
+                block = [line for _, own in group for line in own]
+                lines += ["with around():", *[f"    {line}" for line in block]] if again and around else block
+            return _function([*lines, f"return {result}"], self.names)
+
+        function = written(fast)
+        function.reruns = len(self.reruns)
+        function.rerun_nbytes = self.recording.nbytes(self.recording.made(self.reruns))
         function.kernels = tuple([value for value in self.names.values() if isinstance(value, GeneratedKernel)])
-        function.timed = cache(partial(_function, timed, self.names))
+        function.within = cache(lambda fuses: written(fast if fuses else self.statements, around=True))
         return function
 
 
@@ -286,15 +279,18 @@ class GeneratedCode(Protocol):
     source: str
     kernels: tuple[GeneratedKernel, ...]
     """The generated kernels that it calls."""
+    reruns: int
+    """How many ops of forward it runs again."""
+    rerun_nbytes: int
+    """The bytes that these give."""
 
     def __call__(self, *args: Any) -> Any: ...
 
-    def timed(self) -> Callable[..., Any]:
-        """The same function, with one argument more in front: the ``Stopwatch`` that times what it runs again."""
+    def within(self, fuses: bool) -> Callable[..., Any]:
+        """The same function, with one argument more in front: it gives the span in which something runs again.
 
-
-_START, _STOP = "started = stopwatch.start()", "stopwatch.stop(started)"
-"""The lines around what runs again, where that is timed."""
+        fuses: whether it calls generated kernels.
+        """
 
 
 def _function(lines: Sequence[str], names: dict[str, Any]) -> Any:
@@ -331,32 +327,29 @@ def _apart(tensor: Tensor, layout: Layout) -> Tensor:
 Versioned = tuple[Tensor, int]
 """A tensor, and its version when it was held."""
 
+# The memory of a parameter is held as autograd holds that of a view: its ``data`` may be replaced.
+_HOLDS = {
+    "saved": "None",
+    "itself": "(t{0}, t{0}._version)",
+    "memory": "versioned(t{0}.detach())",
+    "copy": "versioned(copied(t{0}))",
+}
+_FINDS = {
+    "itself": "t{0}, None",
+    "memory": "weak(t{0}), t{0}.detach()",
+    "weak": "weak(t{0}), None if is_sure else t{0}.detach()",
+}
 
-def code_that_holds(
-    count: int, held: Sequence[tuple[int, str]], others: Sequence[tuple[int, str]]
-) -> Callable[..., tuple[list[Tensor], list[Versioned | None], list[Other]]]:
-    """The function that takes the ``count`` inputs of a program, and gives what a frame keeps of these for backward.
 
-    These are what autograd is to save, what is held, and what is only looked at; held, others: as ``Program`` has them.
-    It is code because it runs in every frame.
+def held_of(held: Sequence[tuple[int, str, str]], others: Sequence[tuple[int, str]]) -> str:
+    """What forward's code gives of its inputs; held, others: as ``Program`` has them, with the variables of the former.
+
+    These are what autograd is to save, what is held, and what is only looked at.
     """
-    saved = [f"t{position}" for position, how in held if how == "saved"]
-    # The memory of a parameter is held as autograd holds that of a view: its ``data`` may be replaced.
-    ways = {
-        "saved": "None",
-        "itself": "(t{0}, t{0}._version)",
-        "memory": "versioned(t{0}.detach())",
-        "copy": "versioned(copied(t{0}))",
-    }
-    kept = [ways[how].format(position) for position, how in held]
-    finds = {"itself": "t{0}, None", "memory": "weak(t{0}), t{0}.detach()", "weak": "weak(t{0}), None"}
-    state = "(t{0}._version, address(t{0}))"
-    seen = [f"({finds[how]}, {state})".format(position) for position, how in others]
-    listed = ", ".join([f"t{position}" for position in range(count)])
-    source = f"def hold({listed}): return [{', '.join(saved)}], [{', '.join(kept)}], [{', '.join(seen)}]"
-    names = {"versioned": _versioned, "copied": copied, "weak": weakref.ref, "address": torch._C.TensorBase.data_ptr}
-    exec(compile(source, "<what a captured region holds>", "exec"), names)
-    return names["hold"]  # type: ignore[return-value]
+    saved = [name for _, how, name in held if how == "saved"]
+    kept = [_HOLDS[how].format(position) for position, how, _ in held]
+    seen = [f"({_FINDS[how]}, (t{{0}}._version, address(t{{0}})))".format(position) for position, how in others]
+    return f"[{', '.join(saved)}], [{', '.join(kept)}], [{', '.join(seen)}]"
 
 
 def _versioned(tensor: Tensor) -> Versioned:
@@ -369,4 +362,8 @@ _HELPERS: dict[str, Any] = {
     "RngState": RngState,
     "WatchedDraws": WatchedDraws,
     "apart": _apart,
+    "versioned": _versioned,
+    "copied": copied,
+    "weak": weakref.ref,
+    "address": torch._C.TensorBase.data_ptr,
 }

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from recompute.compiled.region_graph import INPUT, OTHER, Edge, ends_of, numbered_nodes
 from recompute.engine.saved_tensors import describe
 from recompute.errors import UnsupportedError
 
@@ -52,38 +53,28 @@ def state_of(tensor: Tensor) -> State:
     return tensor._version, tensor.data_ptr()
 
 
-class Given:
-    """The inputs of a frame, collected again in backward."""
+def checked_other(other: Other, name: str, *, may_be_memory: bool) -> Tensor:
+    """Such an input of the region called ``name``, which is as it was in forward. may_be_memory: it needs no graph."""
+    tensor, memory, state = other
+    if not isinstance(tensor, Tensor):  # a weak reference
+        tensor = tensor()
+        if tensor is None and may_be_memory:
+            tensor = memory
+    if tensor is None:
+        raise UnsupportedError(_DIFFERS.format(name, "a tensor that it was given is gone"))
+    if state_of(tensor) != state:
+        raise UnsupportedError(_DIFFERS.format(name, f"a {describe(tensor)} that it was given has changed since"))
+    return tensor
 
-    def __init__(self, name: str):
-        self._name = name
-        self._tensors: dict[int, Tensor] = {}
 
-    def hold(self, position: int, tensor: Tensor) -> None:
-        """An input that the frame has held."""
-        self._tensors[position] = tensor
+def with_new_graphs(tensors: Sequence[Tensor], edges: Collection[int], leaves: Collection[int]) -> list[Tensor]:
+    """The inputs, with graphs of their own at ``edges``.
 
-    def find(self, position: int, tensor: Tensor | None, state: State) -> None:
-        """An input that the frame has not held; None if it is gone. state: the one that it had in forward."""
-        if tensor is None:
-            raise UnsupportedError(_DIFFERS.format(self._name, "a tensor that it was given is gone"))
-        if state_of(tensor) != state:
-            raise UnsupportedError(
-                _DIFFERS.format(self._name, f"a {describe(tensor)} that it was given has changed since")
-            )
-        self._tensors[position] = tensor
-
-    def tensors(self, edges: Collection[int], leaves: Collection[int], *, is_differentiated: bool) -> list[Tensor]:
-        """All inputs. They have their graphs if backward is differentiated. Otherwise those at ``edges`` have new ones.
-
-        leaves: which of these are leaves. Autocast may cast a leaf once, and any other tensor where it is read.
-        """
-        tensors = [self._tensors[position] for position in range(len(self._tensors))]
-        if is_differentiated:
-            return tensors
-        given = [tensor.detach().requires_grad_(position in edges) for position, tensor in enumerate(tensors)]
-        with torch.enable_grad():
-            return [each if position in leaves else each.view_as(each) for position, each in enumerate(given)]
+    leaves: which of these are leaves. Autocast may cast a leaf once, and any other tensor where it is read.
+    """
+    given = [tensor.detach().requires_grad_(position in edges) for position, tensor in enumerate(tensors)]
+    with torch.enable_grad():
+        return [each if position in leaves else each.view_as(each) for position, each in enumerate(given)]
 
 
 def contributions_of(
@@ -101,32 +92,23 @@ def contributions_of(
     ]
     if not pairs:
         return [None] * len(edges)
-    ends = {}
-    for position in set(edges):
-        edge = torch.autograd.graph.get_gradient_edge(given[position])
-        ends[edge.node, edge.output_nr] = position
-    found: dict[int, list[Tensor]] = {position: [] for position in edges}
-    pending = [output.grad_fn for output, _ in pairs]
-    known, hooks = set(pending), []
+    inputs = list(dict.fromkeys(edges))
+    numbers, graph = numbered_nodes(
+        [output.grad_fn for output, _ in pairs], ends_of([given[position] for position in inputs])
+    )
+    found: dict[int, list[Tensor]] = {position: [] for position in inputs}
 
-    def see(targets: list[int | None], into: Sequence[Tensor | None], _: Any) -> None:
-        for position, gradient in zip(targets, into, strict=True):
-            if position is not None and gradient is not None:
-                found[position].append(gradient)
+    def see(passes: Sequence[Edge], into: Sequence[Tensor | None], _: Any) -> None:
+        for edge, gradient in zip(passes, into, strict=True):
+            if edge is not None and edge[0] == INPUT and edge[1] != OTHER and gradient is not None:
+                found[inputs[edge[1]]].append(gradient)
 
-    nodes = {node for node, _ in ends}
-    while pending:
-        node = pending.pop()
-        targets = [ends.get(edge) for edge in node.next_functions]
-        if any(position is not None for position in targets):
-            hooks.append(node.register_hook(partial(see, targets)))
-        following = {target for target, _ in node.next_functions if target is not None} - nodes - known
-        known |= following
-        pending += following
+    reaching = [(node, graph[n]) for node, n in numbers.items() if any(e and e[0] == INPUT for e in graph[n])]
+    hooks = [node.register_hook(partial(see, passes)) for node, passes in reaching]
     try:
         torch.autograd.grad(
             [output for output, _ in pairs],
-            [given[position] for position in dict.fromkeys(edges)],
+            [given[position] for position in inputs],
             [gradient for _, gradient in pairs],
             create_graph=torch.is_grad_enabled(),
             allow_unused=True,

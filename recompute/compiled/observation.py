@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -13,22 +14,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
-from recompute.compiled.autocast_settings import Autocast, autocast_in_force, cast_of
+from recompute.compiled.autocast_settings import Autocast, CallSettings, autocast_in_force, cast_of
+from recompute.compiled.following import FollowingRecording
 from recompute.compiled.function_calls import Around, FunctionBackward, FunctionCall, takes_gradient
-from recompute.compiled.generated.switch import Generates
-from recompute.compiled.program import Program, ProgramWriter
+from recompute.compiled.program import Program
+from recompute.compiled.program_writer import ObservedFrame, ProgramWriter
 from recompute.compiled.recording import Call, Departure, NotCapturable, Recording, Use
+from recompute.compiled.region_graph import INPUT, OTHER, Edge, ends_of, numbered_nodes, reached_from
 from recompute.engine.cut.layout import Layout, are_apart
 from recompute.engine.cut.save_plan import SavePlan
-from recompute.engine.numerics import Numerics
 from recompute.engine.saved_tensors import PackedTensor
 from recompute.engine.tape.autocast import run_as_called
 from recompute.engine.tape.functions import FunctionOp
 from recompute.engine.tape.op_arguments import LISTS
 from recompute.engine.thread_state import local
-
-Edge = tuple[int, int] | None
-"""Where a gradient goes: a node of the region, and which of its inputs; or -1, and the position of a region's input."""
 
 
 class _Seen(PackedTensor):
@@ -103,58 +102,38 @@ class _BackwardOps(TorchDispatchMode):
 class Observation:
     """What is recorded of a frame, until its backward has ended.
 
-    expected: the calls that forward made by the tape. autocast: the one that it runs under, or None. done: called with
-    the program that was made, or with the reason why there is none. name: the region's, for errors. known: the programs
-    that were made of frames of equal regions; a new one is added. objects: what the graph is given beside tensors.
-    generates: the generated kernels that the program may run in.
+    recording: a new one, which follows the calls that forward made by the tape. around: the settings that it runs
+    under. done: called with the program that was made, or with the reason why there is none. name: the region's, for
+    errors. known: the programs that were made of frames of equal regions; a new one is added.
     """
 
     def __init__(
         self,
         given: Sequence[Tensor],
-        expected: Recording,
-        autocast: Autocast | None,
+        recording: FollowingRecording,
+        around: CallSettings,
         done: Callable[[Program | str], None],
         name: str,
         known: list[Program],
-        objects: Sequence[Any] = (),
-        *,
-        generates: Generates,
     ):
         self.name = name
         self.is_called_again = False
         """Whether the region has run another frame before this one's backward."""
         self._known = known
         self.reason: str | None = None
-        self._recording = Recording(objects, expected=expected, generates=generates)
+        self._recording = recording
         self._done: Callable[[Program | str], None] | None = done
-        self._steps = 0
-        self._plan: SavePlan | None = None
-        self._results: list[Use] = []
-        self._fixed: set[int] = set()
-        self._parameters = {i for i, tensor in enumerate(given) if isinstance(tensor, nn.Parameter)}
+        parameters = {i for i, tensor in enumerate(given) if isinstance(tensor, nn.Parameter)}
+        self._frame = ObservedFrame(self._recording, parameters, around)
         self._saved_whole: set[int] = set()
         """The buffers of the parameters that autograd has saved as they are."""
-        self._saved_views: set[int] = set()
-        """The buffers of the parameters whose views it has saved."""
-        self._gradients: list[int | None] = []
-        self._reaches: list[frozenset[int]] = []
-        """For each output, the positions of the inputs that its gradient reaches."""
-        self._outputs: dict[tuple[int, int], int] = {}
+        self._outputs: dict[Edge, int] = {}
+        """The position of the output whose gradient comes to a node and a slot of it."""
         self._edges: list[list[Edge]] = []
-        self._pending: dict[tuple[int, int], Use] = {}
-        self._contributions: list[tuple[int, Use | None]] = []
-        self._numerics = Numerics()
-        self._autocast = autocast
-        self._backward_autocast: Autocast | None = None
-        self._cached = () if autocast is None else autocast.cached(given)
-        self._casts: dict[int, int] = {}
-        """The buffers of the parameters that autocast has cast and cached, and the positions of these parameters."""
+        self._pending: dict[Edge, Use] = {}
         self._sums: set[int] = set()
-        self._functions: dict[int, FunctionCall] = {}
-        """The calls that are of custom Functions."""
         self._nodes: dict[Any, int] = {}
-        """The node of each of these in autograd's graph, until forward has ended; then its number."""
+        """The calls of custom Functions by their nodes in autograd's graph, or by the nodes' numbers after forward."""
         self._given: Sequence[Use | None] = ()
         """The gradients that a custom Function's node is given while it runs."""
         self._given_back: set[int] = set()
@@ -165,37 +144,29 @@ class Observation:
             for position, tensor in enumerate(given):
                 number = self._recording.give(tensor, position)
                 root = self._recording.buffers[self._recording.buffers[number].root]
-                if root.given != position and self._parameters & {root.given, position}:
+                if root.given != position and parameters & {root.given, position}:
                     raise NotCapturable("one of its parameters shares memory with another tensor that it is given")
         except NotCapturable as error:
             raise Departure(str(error)) from error
 
     def _fail(self, reason: object) -> None:
-        if self._plan is None:  # forward still runs, and nobody knows that the rest of it would be right
+        if self._frame.plan is None:  # forward still runs, and nobody knows that the rest of it would be right
             raise Departure(str(reason))
         if self.reason is None:
             self.reason = str(reason)
+        self._end_with(self.reason)
+
+    def _end_with(self, result: Program | str) -> None:
         self._recording.close()
-        if self._done is not None:
-            done, self._done = self._done, None
-            done(self.reason)
+        done, self._done = self._done, None
+        if done is not None:
+            done(result)
 
     def run(self, op: Any, args: tuple, kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
         """Run an op, and record it."""
         if self.reason is not None:
             return run()
-        try:
-            started = self._recording.start(op, args, kwargs)
-        except NotCapturable as error:
-            self._fail(error)
-            return run()
-        output = run()
-        if started is not None:
-            try:
-                self._recording.end(started, output)
-            except NotCapturable as error:
-                self._fail(error)
-        return output
+        return self._recording.run(op, args, kwargs, run, self._fail)
 
     def see_reached(self, tensors: Iterable[Tensor]) -> None:
         self._recording.reach(tensors)
@@ -208,7 +179,7 @@ class Observation:
             self._fail(f"{op} changes what it is given")
             return
         outputs = output if type(output) in LISTS else (output,)
-        self._functions[index] = FunctionCall(op, args, outputs, _again(self._autocast))
+        self._frame.functions[index] = FunctionCall(op, args, outputs, _again(self._frame.around.autocast))
         for tensor in filter(takes_gradient, outputs):
             self._nodes[tensor.grad_fn] = index
 
@@ -216,33 +187,31 @@ class Observation:
         if self.reason is not None or not self._recording.knows(tensor):
             return saved
         buffer = self._recording.use(tensor).buffer
-        if self._recording.buffers[buffer].given in self._parameters:
-            (self._saved_whole if isinstance(tensor, nn.Parameter) else self._saved_views).add(buffer)
+        if self._recording.buffers[buffer].given in self._frame.parameters:
+            (self._saved_whole if isinstance(tensor, nn.Parameter) else self._frame.saved_views).add(buffer)
         return _Seen(saved, self._recording, buffer)
 
     def end_forward(self) -> None:
         """Forward has made all of its calls. It is a departure if fewer were made than expected."""
-        if not self._recording.is_as_expected():
-            raise Departure
-        self._recording.expected = None
+        self._recording.end_forward()
 
     def finish(self, plan: SavePlan, given: Sequence[Tensor], outputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Forward has ended, by ``plan``: record what backward will do. Returns what the region is to return."""
+        frame = self._frame
         try:
-            self._plan, self._steps = plan, len(self._recording.calls)
-            if self._steps != len(plan.steps):
+            frame.plan, frame.steps = plan, len(self._recording.calls)
+            if frame.steps != len(plan.steps):
                 raise NotCapturable("it passes tensors to recompute.keep, or their memory to others")
-            if self._saved_whole & self._saved_views:
+            if self._saved_whole & frame.saved_views:
                 raise NotCapturable("autograd saves one of its parameters both as it is and as a view")
-            self._results = [self._recording.use(tensor) for tensor in outputs]
-            for one, other in combinations(self._results, 2):
+            frame.results = [self._recording.use(tensor) for tensor in outputs]
+            for one, other in combinations(frame.results, 2):
                 if one.buffer == other.buffer and not are_apart(one.layout, other.layout):
                     raise NotCapturable("two of its outputs overlap in memory")
-            if any(use.is_conjugate for use in self._results):
+            if any(use.is_conjugate for use in frame.results):
                 raise NotCapturable("it gives conjugates that are not computed yet")
-            self._gradients = [None] * len(outputs)
-            self._reaches = [frozenset()] * len(outputs)
-            self._fixed = {position for position, tensor in enumerate(outputs) if not tensor.requires_grad}
+            frame.gradients = [None] * len(outputs)
+            frame.fixed = {position for position, tensor in enumerate(outputs) if not tensor.requires_grad}
             return self._walk([*given, *self._find_casts(given)], outputs)
         except NotCapturable as error:
             self._fail(error)
@@ -251,19 +220,18 @@ class Observation:
     def _find_casts(self, given: Sequence[Tensor]) -> list[Tensor]:
         """What autocast has cast of the parameters, and cached. To the region these are further inputs."""
         casts: list[Tensor] = []
-        buffers = self._recording.buffers
         for call in self._recording.calls:
-            if call.op is not torch.ops.aten._to_copy.default:
+            if call.op is not _ATEN._to_copy.default:
                 continue
             (source,) = call.uses()
-            position, (result,) = buffers[source.buffer].given, call.results
-            if position is None or result is None or position not in self._cached:
+            position, (result,) = self._recording.buffers[source.buffer].given, call.results
+            if position is None or result is None or position not in self._frame.around.cached:
                 continue
             if not 1 <= given[position].dim() <= 5:
                 raise NotCapturable("autocast casts a parameter of no dimension, or of more than five")
             cast = cast_of(given[position])
             if self._recording.knows(cast) and self._recording.use(cast).buffer == result:
-                self._casts[result] = position
+                self._frame.casts[result] = position
                 casts.append(cast)
         return casts
 
@@ -273,23 +241,7 @@ class Observation:
         An output that the region itself reads gets another node, so that gradients from outside of the region are told
         apart from those inside.
         """
-        ends: dict[Any, dict[int, int]] = {}
-        for position, tensor in enumerate(given):
-            if tensor.requires_grad:
-                edge = torch.autograd.graph.get_gradient_edge(tensor)
-                ends.setdefault(edge.node, {})[edge.output_nr] = position
-        numbers: dict[Any, int] = {}
-        pending: list[Any] = []
-
-        def number_of(node: Any) -> int:
-            if node not in numbers:
-                if node.name() in OTHER_WHEN_RECORDED:
-                    raise NotCapturable(f"{node.name()} computes in another way while it is recorded")
-                numbers[node] = len(numbers)
-                self._edges.append([])
-                pending.append(node)
-            return numbers[node]
-
+        ends, roots = ends_of(given), {}
         for position, output in enumerate(outputs):
             if output.requires_grad:
                 if output.grad_fn is None and output._is_view():
@@ -297,62 +249,42 @@ class Observation:
                 edge = torch.autograd.graph.get_gradient_edge(output)
                 if edge.node in ends:
                     raise NotCapturable("it returns a tensor, or a view of one, that it was given")
-                self._outputs[number_of(edge.node), edge.output_nr] = position
-        if not self._outputs:
+                roots[position] = edge
+        if not roots:
             raise NotCapturable("none of its outputs takes a gradient")
-        while pending:
-            node = pending.pop()
-            edges = self._edges[numbers[node]]
-            for target, slot in node.next_functions:
-                if target is None:
-                    edges.append(None)
-                elif target in ends:
-                    if slot not in ends[target]:
-                        raise NotCapturable("its graph reaches a tensor that it was not given")
-                    edges.append((-1, ends[target][slot]))
-                elif not target.next_functions:
-                    raise NotCapturable("its graph reaches a leaf that it was not given")
-                else:
-                    edges.append((number_of(target), slot))
-        for (number, _), position in self._outputs.items():
-            self._reaches[position] = self._reached(number)
-        if not any(self._reaches):
+        nodes = [root.node for root in roots.values()]
+        numbers, self._edges = numbered_nodes(nodes, ends)
+        if any(not node.next_functions for node in numbers if node not in nodes):
+            raise NotCapturable("its graph reaches a leaf that it was not given")
+        for name in OTHER_WHEN_RECORDED.intersection(node.name() for node in numbers):
+            raise NotCapturable(f"{name} computes in another way while it is recorded")
+        if any((INPUT, OTHER) in edges for edges in self._edges):
+            raise NotCapturable("its graph reaches a tensor that it was not given")
+        self._frame.reaches = [
+            reached_from(numbers[roots[position].node], self._edges) if position in roots else frozenset()
+            for position in range(len(outputs))
+        ]
+        if not any(self._frame.reaches):
             raise NotCapturable("the gradients of its outputs reach none of its inputs")
-        outputs = self._apart(outputs, number_of)
+        read = {edge for edges in self._edges for edge in edges}
+        outputs = list(outputs)
+        for position, root in roots.items():
+            place = numbers[root.node], root.output_nr
+            if place in read:
+                outputs[position] = alias = outputs[position].view_as(outputs[position])
+                self._edges.append([place])
+                place = numbers.setdefault(alias.grad_fn, len(numbers)), 0
+            self._outputs[place] = position
         self._nodes = {numbers[node]: index for node, index in self._nodes.items() if node in numbers}
         for node, number in numbers.items():
             node.register_prehook(partial(self._before, number))
             node.register_hook(partial(self._after, number))
         return outputs
 
-    def _apart(self, outputs: Sequence[Tensor], number_of: Callable[[Any], int]) -> list[Tensor]:
-        """The outputs, with a node of its own for each that the region itself reads."""
-        read = {edge for edges in self._edges for edge in edges}
-        outputs = list(outputs)
-        for place, position in list(self._outputs.items()):
-            if place in read:
-                del self._outputs[place]
-                outputs[position] = alias = outputs[position].view_as(outputs[position])
-                self._outputs[number_of(alias.grad_fn), 0] = position
-                self._edges[-1].append(place)
-        return outputs
-
-    def _reached(self, number: int) -> frozenset[int]:
-        """The positions of the inputs that the gradients of a node reach."""
-        known, pending, positions = {number}, [number], set()
-        while pending:
-            for edge in filter(None, self._edges[pending.pop()]):
-                if edge[0] == -1:
-                    positions.add(edge[1])
-                elif edge[0] not in known:
-                    known.add(edge[0])
-                    pending.append(edge[0])
-        return frozenset(positions)
-
     def _before(self, number: int, gradients: tuple[Tensor | None, ...]) -> None:
         """A node of the graph is about to run."""
         if not self._is_running:
-            self._is_running, self._backward_autocast = True, autocast_in_force()
+            self._is_running, self._frame.backward_autocast = True, autocast_in_force()
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
         if self.reason is not None:
             return
@@ -371,14 +303,14 @@ class Observation:
 
     def _take(self, gradient: Tensor, number: int, slot: int) -> Use:
         """A gradient has come to a node."""
-        use = self._pending.pop((number, slot), None)
+        use, gradients = self._pending.pop((number, slot), None), self._frame.gradients
         if use is not None:
             self._see(gradient, use)
         elif (position := self._outputs.get((number, slot))) is not None:
-            if self._gradients[position] is not None:  # as when a hook runs backward of the graph that it is called by
+            if gradients[position] is not None:  # as when a hook runs backward of the graph that it is called by
                 raise NotCapturable("its backward runs again before it has ended")
-            self._gradients[position] = buffer = self._recording.receive(gradient)
-            if self._recording.buffers[buffer].root not in self._gradients:
+            gradients[position] = buffer = self._recording.receive(gradient)
+            if self._recording.buffers[buffer].root not in gradients:
                 raise NotCapturable("the gradient of an output shares memory with one of its tensors")
         else:
             raise NotCapturable("a gradient comes from outside of its graph")
@@ -438,7 +370,7 @@ class Observation:
             made = [use for use, edge in zip(uses, edges, strict=True) if edge is not None]
             found = [None if use is None else use.layout for use in made]
             results = tuple([None if use is None else use.buffer for use in made])
-            op = FunctionBackward(forward.op, call, found, _again(self._backward_autocast))
+            op = FunctionBackward(forward.op, call, found, _again(self._frame.backward_autocast))
             self._recording.calls.append(Call(op, tuple(self._given), {}, results, (), is_sequence=True))
             self._given_back.update(filter(None, results))
             self._pass_on(number, uses)
@@ -452,8 +384,8 @@ class Observation:
         for use, edge in zip(uses, self._edges[number], strict=True):
             if use is None or edge is None:
                 continue
-            if edge[0] == -1:
-                self._contributions.append((edge[1], use))
+            if edge[0] == INPUT:
+                self._frame.contributions.append((edge[1], use))
             elif (before := self._pending.get(edge)) is None:
                 self._pending[edge] = use
             else:
@@ -464,52 +396,25 @@ class Observation:
         """Backward has ended."""
         if self.reason is not None or self._done is None:
             return
-        assert self._plan is not None
+        contributions = self._frame.contributions
+        come = [position for position, _ in contributions]
+        leading = [edge[1] for edges in self._edges for edge in edges if edge is not None and edge[0] == INPUT]
         try:
             # The captured node gives gradients only to the inputs that got one while it was recorded.
-            reached = {edge[1] for edges in self._edges for edge in edges if edge is not None and edge[0] == -1}
-            if reached != {position for position, _ in self._contributions}:
+            if set(leading) != set(come):
                 raise NotCapturable("its backward gives no gradient to some of the tensors that take one")
-            if self.is_called_again and reached not in self._reaches:
+            if self.is_called_again and frozenset(come) not in self._frame.reaches:
                 raise NotCapturable("its outputs depend on different inputs, and it runs several times in a step")
-            writer = ProgramWriter(
-                self._plan,
-                self._recording,
-                self._steps,
-                self._results,
-                self._gradients,
-                self._reaches,
-                [*self._contributions, *self._missing()],
-                self._parameters,
-                self._saved_views,
-                self._fixed,
-                self._numerics,
-                self._autocast,
-                self._backward_autocast,
-                self._cached,
-                self._casts,
-                self._functions,
-            )
+            missing = Counter(leading) - Counter(come)  # because outputs had no gradient
+            contributions += [(position, None) for position in missing.elements()]
+            writer = ProgramWriter(self._frame)
             program = next(filter(writer.would_write, self._known), None)
             if program is None:
                 self._known.append(program := writer.program())
         except NotCapturable as error:
             self._fail(error)
             return
-        self._recording.close()
-        done, self._done = self._done, None
-        done(program)
-
-    def _missing(self) -> list[tuple[int, None]]:
-        """The contributions that have not come, because outputs had no gradient."""
-        come = [position for position, _ in self._contributions]
-        missing = []
-        for position in [edge[1] for edges in self._edges for edge in edges if edge is not None and edge[0] == -1]:
-            if position in come:
-                come.remove(position)
-            else:
-                missing.append((position, None))
-        return missing
+        self._end_with(program)
 
 
 def _again(autocast: Autocast | None) -> Around:
@@ -525,8 +430,7 @@ def _as_autograd_does(gradient: Tensor, layout: Layout) -> Tensor:
 
 def _is_alike(one: Layout, other: Layout) -> bool:
     """Whether two layouts are the same, except for strides of dimensions of size 1, which mean nothing."""
-    strides = [
-        [stride for size, stride in zip(layout.shape, layout.stride, strict=True) if size != 1]
-        for layout in (one, other)
+    steps = [
+        [each for each in zip(layout.shape, layout.stride, strict=True) if each[0] != 1] for layout in (one, other)
     ]
-    return one.shape == other.shape and strides[0] == strides[1] and one.dtype is other.dtype and not one.offset
+    return one.shape == other.shape and steps[0] == steps[1] and one.dtype is other.dtype and not one.offset

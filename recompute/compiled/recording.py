@@ -6,7 +6,7 @@ buffer through a layout. A buffer is what a storage holds from one write to the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -124,12 +124,12 @@ class Recording:
     """The objects that the graph is given beside tensors. Its custom Functions may be given these."""
     is_open: bool = False
     """Whether calls may read tensors that were not given before."""
+    is_forward: bool = True
+    """Whether calls are forward's so far."""
     generates: Generates = Generates.EXACT
     """The kernels that code which is made of it may run in."""
     stable: set[int] = field(default_factory=set)
     """The buffers that are to have the same bits in forward and when they come back."""
-    expected: Recording | None = None
-    """Another recording. The calls of this one must be the same, as far as that goes, with buffers of its own."""
     buffers: list[Buffer] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     functions: dict[int, RecordedFunction] = field(default_factory=dict)
@@ -141,8 +141,6 @@ class Recording:
     """The buffer in each storage, by the address of the StorageImpl."""
     _weak: list[Any] = field(default_factory=list)
     """Weak references to these storages: while they are held, their addresses cannot be used again."""
-    _same: dict[int, int] = field(default_factory=dict)
-    """For each buffer of the expected recording, the one here."""
 
     @property
     def device(self) -> torch.device | None:
@@ -153,6 +151,14 @@ class Recording:
     def is_generated(self) -> bool:
         """Whether kernels are generated for it."""
         return bool(self.generates) and self.device is not None and is_generating(self.device)
+
+    def made(self, calls: Iterable[Call]) -> list[int]:
+        """The buffers that calls give."""
+        made = [number for call in calls for number in (*call.results, *(after for _, after in call.written))]
+        return list(dict.fromkeys(number for number in made if number is not None))
+
+    def nbytes(self, numbers: Iterable[int]) -> int:
+        return sum(self.buffers[number].nbytes for number in numbers)
 
     def close(self) -> None:
         """Forget which storages the buffers were in."""
@@ -216,7 +222,29 @@ class Recording:
             self._weak.append(storage._weak_ref())
         self._current[storage._cdata] = buffer
 
-    def start(self, op: Any, args: tuple, kwargs: dict[str, Any]) -> _Started | None:
+    def run(
+        self,
+        op: Any,
+        args: tuple,
+        kwargs: dict[str, Any],
+        run: Callable[[], Any],
+        give_up: Callable[[NotCapturable], None],
+    ) -> Any:
+        """Run an op and record it. give_up: called with the reason if it cannot be recorded."""
+        started = None
+        try:
+            started = self.start(op, args, kwargs)
+        except NotCapturable as error:
+            give_up(error)
+        output = run()
+        if started is not None:
+            try:
+                self.end(started, output)
+            except NotCapturable as error:
+                give_up(error)
+        return output
+
+    def start(self, op: Any, args: tuple, kwargs: dict[str, Any]) -> Started | None:
         """An op is about to run. Returns None if it makes nothing new."""
         if type(op) is FunctionOp:
             return self._start_function(op, args, kwargs)
@@ -226,8 +254,8 @@ class Recording:
                 raise NotCapturable(f"{known.name} depends on data")
             if op is torch.ops.aten.lift_fresh.default:
                 self._see_constant(args[0])
-            is_forward = self.expected is not None  # in backward our own hooks make such views
-            if is_forward and op is torch.ops.aten.as_strided.default and kwargs.get("storage_offset", args[3:]) != ():
+            has_offset = op is torch.ops.aten.as_strided.default and kwargs.get("storage_offset", args[3:]) != ()
+            if has_offset and self.is_forward:  # in backward our own hooks make such views
                 self._place(args[0])
             return None
         if not isinstance(op, OpOverload):
@@ -239,60 +267,27 @@ class Recording:
         if _DATA_DEPENDENT.intersection(op.tags) and facts_of_call(op, args, kwargs).reason == DATA_DEPENDENT:
             raise NotCapturable(f"{known.name} depends on data")
         written = tensors_in(at(known.writes, args, kwargs))
-        started = _Started(op, self._template(args), self._template(kwargs), [(t, Layout.of(t)) for t in written])
-        if self.is_open or self.expected is not None:
+        started = Started(op, self._template(args), self._template(kwargs), [(t, Layout.of(t)) for t in written])
+        if self.is_forward:
             for tensor in written:  # before the op writes, which could not be taken back
                 if tensor.is_conj():
                     raise NotCapturable(f"{known.name} writes to conjugates")
                 if self.buffers[self.buffers[self.use(tensor).buffer].root].call is None:
                     raise NotCapturable(f"{known.name} writes to a tensor that it did not make")
-        self._compare(started)
         return started
 
-    def _start_function(self, op: FunctionOp, args: tuple, kwargs: dict[str, Any]) -> _Started:
+    def _start_function(self, op: FunctionOp, args: tuple, kwargs: dict[str, Any]) -> Started:
         """The forward of a custom ``autograd.Function`` is about to run. It is one call, whatever it does."""
         template = self._template(args, takes_objects=True), self._template(kwargs, takes_objects=True)
         written = [(t, Layout.of(t)) for t in tensors_in((args, kwargs)) if parameter_of(t) is None]
-        started = _Started(op, *template, written)
-        self._compare(started)
-        return started
+        return Started(op, *template, written)
 
     def reach(self, tensors: Iterable[Tensor]) -> None:
         """That Function has run, and its ops and kernels have reached these."""
         others = [tensor for tensor in tensors if parameter_of(tensor) is None]
         self._reached = [self._current.get(tensor.untyped_storage()._cdata) for tensor in others]
 
-    def _compare(self, started: _Started) -> None:
-        """Before an op runs: it must be the one that is expected, if any is."""
-        if self.expected is None:
-            return
-        calls = self.expected.calls
-        call = calls[len(self.calls)] if len(self.calls) < len(calls) else None
-        if (
-            call is None
-            or call.op is not started.op
-            or not self._agrees((call.args, call.kwargs), (started.args, started.kwargs))
-        ):
-            raise Departure
-
-    def _agrees(self, expected: Any, found: Any) -> bool:
-        if type(expected) is not type(found):
-            return False
-        if type(expected) is ObjectUse:
-            return True
-        if type(expected) is Use:
-            return expected[1:] == found[1:] and self._same.setdefault(expected.buffer, found.buffer) == found.buffer
-        if isinstance(expected, (list, tuple)):
-            return len(expected) == len(found) and all(map(self._agrees, expected, found))
-        if isinstance(expected, dict):
-            return expected.keys() == found.keys() and all(self._agrees(expected[key], found[key]) for key in expected)
-        return bool(expected == found) or (expected != expected and found != found)
-
-    def is_as_expected(self) -> bool:
-        """Whether there were as many calls as expected."""
-        return self.expected is None or len(self.calls) == len(self.expected.calls)
-
-    def end(self, started: _Started, output: Any) -> None:
+    def end(self, started: Started, output: Any) -> None:
         """That op has run."""
         index = len(self.calls)
         written: dict[int, tuple[int, int]] = {}
@@ -317,15 +312,6 @@ class Recording:
                 raise NotCapturable(f"{started.op} gives a {type(tensor).__name__} that is no plain view of a storage")
             else:
                 results.append(None if self.knows(tensor) else self._new(tensor, call=index))
-        if self.expected is not None:
-            call = self.expected.calls[index]
-            pairs = [
-                *zip(call.results, results, strict=True),
-                *zip(_after(call.written), _after(written.values()), strict=True),
-            ]
-            if any((one is None) is not (other is None) for one, other in pairs):
-                raise Departure
-            self._same.update((one, other) for one, other in pairs if one is not None and other is not None)
         is_sequence = type(output) in LISTS
         if type(started.op) is FunctionOp:
             results_of = [result_of(each) for each in (output if is_sequence else (output,))]
@@ -392,16 +378,12 @@ def _refuse_foreign(op: OpOverload, known: OpFacts) -> None:
         raise NotCapturable(f"{known.name} may draw from a random generator of its own")
 
 
-def _after(written: Iterable[tuple[int, int]]) -> list[int]:
-    return [after for _, after in written]
-
-
 def _on_meta(layout: Layout) -> Tensor:
     with torch.no_grad():
         return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
 
 
-class _Started(NamedTuple):
+class Started(NamedTuple):
     op: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]

@@ -16,7 +16,26 @@ from recompute.engine.tape.recorder import Tape, TapeRegion
 from recompute.engine.thread_state import local
 
 
-class RecordingTape(Tape):
+class _ShowingTape(Tape):
+    """A tape that shows each op, and each custom Function, to ``step``."""
+
+    def step(self, op: Any, args: tuple, kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
+        """Run an op of forward, or the forward of a Function, by ``run``."""
+        raise NotImplementedError
+
+    def see(self, op: Any, types: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if local.regenerating or self.reached is not None:
+            return super().see(op, types, args, kwargs)
+        return self.step(op, args, kwargs, partial(super().see, op, types, args, kwargs))
+
+    def run_function(self, op: FunctionOp, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        run = partial(super().run_function, op, forward, args, kwargs)
+        if self.reached is not None or not self.is_in_force():
+            return run()
+        return self.step(op, args, kwargs, run)
+
+
+class RecordingTape(_ShowingTape):
     """A tape that also records the calls of forward."""
 
     def __init__(self, region: TapeRegion, variant: Any):
@@ -29,17 +48,6 @@ class RecordingTape(Tape):
         """Whether other rules than the region's said what becomes of an op, or of what is saved for it."""
         self._own_policy = region.op_policy
 
-    def _is_ruled_inside(self, op: Any) -> bool:
-        """Whether a module that runs now has a rule by which ``op`` is treated in another way."""
-        policy, own = self.op_policy, self._own_policy
-        if policy is not own and policy.decide(op) != own.decide(op):
-            return True
-        return self._is_held_otherwise()
-
-    def _is_held_otherwise(self) -> bool:
-        hooks = top_hooks()
-        return hooks is None or getattr(hooks[0], "__self__", None) is not self
-
     def pin(self, tensor: Tensor, name: str | None) -> Tensor:
         if name is not None and self.op_policy.keeps_tensor(name) is not self._own_policy.keeps_tensor(name):
             self.has_rules_inside = True
@@ -50,40 +58,24 @@ class RecordingTape(Tape):
         if self.recording is not None:
             self.recording.close()
 
-    def see(self, op: Any, types: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if local.regenerating or self.recording is None or self.reached is not None:
-            return super().see(op, types, args, kwargs)
-        self.has_rules_inside = self.has_rules_inside or self._is_ruled_inside(op)
-        return self._recorded(op, args, kwargs, partial(super().see, op, types, args, kwargs))
-
-    def run_function(self, op: FunctionOp, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        run = partial(super().run_function, op, forward, args, kwargs)
-        if self.recording is None or self.reached is not None or not self.is_in_force():
+    def step(self, op: Any, args: tuple, kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
+        if self.recording is None:
             return run()
-        self.has_rules_inside = self.has_rules_inside or self._is_held_otherwise()
-        return self._recorded(op, args, kwargs, run)
+        policy, own, hooks = self.op_policy, self._own_policy, top_hooks()
+        is_ruled = policy is not own and type(op) is not FunctionOp and policy.decide(op) != own.decide(op)
+        if is_ruled or hooks is None or getattr(hooks[0], "__self__", None) is not self:
+            self.has_rules_inside = True
+        return self.recording.run(op, args, kwargs, run, self._give_up)
+
+    def _give_up(self, reason: NotCapturable) -> None:
+        self.recording, self.reason = None, str(reason)
 
     def see_reached(self, tensors: Iterable[Tensor]) -> None:
         if self.recording is not None:
             self.recording.reach(tensors)
 
-    def _recorded(self, op: Any, args: tuple, kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
-        assert self.recording is not None
-        started = None
-        try:
-            started = self.recording.start(op, args, kwargs)
-        except NotCapturable as error:
-            self.recording, self.reason = None, str(error)
-        output = run()
-        if started is not None and self.recording is not None:
-            try:
-                self.recording.end(started, output)
-            except NotCapturable as error:
-                self.recording, self.reason = None, str(error)
-        return output
 
-
-class GraphTape(Tape):
+class GraphTape(_ShowingTape):
     """The tape of a region's graph, whose ops are recorded."""
 
     def __init__(self, region: TapeRegion, variant: Any, seen: Observation):
@@ -92,16 +84,8 @@ class GraphTape(Tape):
         self._is_in_function = False
         """Whether what is saved now is a custom Function's, which holds it by itself."""
 
-    def see(self, op: Any, types: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if local.regenerating or self.reached is not None:
-            return super().see(op, types, args, kwargs)
-        return self._seen.run(op, args, kwargs, partial(super().see, op, types, args, kwargs))
-
-    def run_function(self, op: FunctionOp, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        run = partial(super().run_function, op, forward, args, kwargs)
-        if self.reached is not None or not self.is_in_force():
-            return run()
-        self._is_in_function = True
+    def step(self, op: Any, args: tuple, kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
+        self._is_in_function = self._is_in_function or type(op) is FunctionOp
         return self._seen.run(op, args, kwargs, run)
 
     def see_reached(self, tensors: Iterable[Tensor]) -> None:

@@ -48,11 +48,14 @@ def is_compiling_training(module: nn.Module | None = None) -> bool:
 class CompiledRegion:
     """A region of compiled code. Layers whose rules say the same of ops share one, so that one graph serves all."""
 
-    def __init__(self, op_policy: OpPolicy):
+    def __init__(self, op_policy: OpPolicy, *, compresses: bool = False):
         self._contexts = partial(_contexts, op_policy)
+        self._compresses = compresses
 
     def run(self, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """``forward(*args, **kwargs)`` as a region. Only a compiler may trace this; nothing may run it."""
+        if self._compresses:
+            refuse_compression()
 
         def region() -> Any:  # torch's checkpoint would take some of the keywords for its own
             return forward(*args, **kwargs)
@@ -62,16 +65,8 @@ class CompiledRegion:
 
 @functools.cache
 def compiled_region(op_policy: OpPolicy, *, compresses: bool = False) -> CompiledRegion:
-    """The region of compiled code under this op policy; one that is refused if it ``compresses``."""
-    return _RefusedRegion(op_policy) if compresses else CompiledRegion(op_policy)
-
-
-class _RefusedRegion(CompiledRegion):
-    """In the place of a region that would compress."""
-
-    def run(self, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        refuse_compression()
-        return forward(*args, **kwargs)
+    """The region of compiled code under this op policy; one that refuses to run if it ``compresses``."""
+    return CompiledRegion(op_policy, compresses=compresses)
 
 
 class _Tracing:

@@ -112,9 +112,8 @@ class Numerics:
     def are_in_force(self) -> bool:
         return [get() for get in _getters] == self._values
 
-    def are(self, others: Numerics) -> bool:
-        """Whether ``others`` are the same settings."""
-        return self._values == others._values
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Numerics) and self._values == other._values
 
     def put(self) -> None:
         """Put those in force that are not."""

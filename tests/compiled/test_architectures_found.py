@@ -72,7 +72,7 @@ def test_what_depends_on_data_says_why_and_is_not_traced() -> None:
     (region,) = twins.regions
     assert region.was_tried
     assert "depends on data" in region.failure
-    assert region._graphs() == []
+    assert region.programs == []
 
 
 def test_a_layer_whose_gradient_has_other_strides_than_those_of_its_like_gets_code_of_its_own(

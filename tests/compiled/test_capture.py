@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from types import FunctionType
@@ -49,10 +50,23 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 def test_equal_layers_are_traced_once_and_share_a_program(traced: list[Any]) -> None:
     twins = Twins(Layers(4), rule("layers.*")).settle(train(tokens()))
     assert len(traced) == 1
-    programs = {
-        id(graph.program(region)) for region in twins.regions for graph in region._graphs() if graph.program(region)
-    }
-    assert len(programs) == 1
+    assert len({id(program) for region in twins.regions for program in region.programs}) == 1
+
+
+def test_a_region_goes_from_state_to_state_and_its_program_is_the_one_in_the_page() -> None:
+    twins = Twins(Around(body(lambda self, x: torch.sin(x * 2))))
+    (region,), states = twins.regions, []
+    for _ in range(STEPS_TO_SETTLE):
+        states.append(type(region.state).__name__)
+        twins.step(train(tokens()))
+    assert list(dict.fromkeys(states)) == ["Taping", "RecordingNext", "Observing", "Captured"]
+    (program,) = region.programs
+    page = textwrap.dedent(str(captured_region.__doc__).partition("whose backward reads ``x * 2``:\n\n")[2])
+    assert page.strip() == f"{program.forward.source}\n\n{program.backward.source}"
+
+    region.refuse("somebody says so")
+    twins.step(train(tokens()))
+    assert (type(region.state).__name__, region.failure) == ("Refused", "somebody says so")
 
 
 def test_a_region_is_not_captured_before_it_has_settled(traced: list[Any]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ from recompute.compiled.generated.index_forms import Form
 from recompute.compiled.generated.row_sums import index_put_rows, rows_added
 from recompute.compiled.generated.spaces import Elements
 from recompute.compiled.generated.switch import Generates, generating_on
-from recompute.compiled.program import ProgramWriter
+from recompute.compiled.program_writer import deciding
 
 interpreted = pytest.mark.skipif(not device_functions.is_interpreted, reason="Triton's interpreter is off")
 
@@ -210,9 +209,7 @@ class TestRows:
 
         code, numbers = written(choose, draw(300, 8), generates=Generates.ROUNDED)
         calls = code.recording.calls
-        plan = SimpleNamespace(rerun_set=set(range(len(calls))) if runs_again else set())
-        writer = SimpleNamespace(_forward=calls, plan=plan, recording=code.recording, _made=ProgramWriter._made)
-        code.recording.stable = ProgramWriter._deciding(writer)
+        code.recording.stable = deciding(calls, range(len(calls)) if runs_again else (), code.recording)
         names: dict[str, Any] = dict(code.names)
         statements = fused(code.statements, [code.tensors[number] for number in numbers], code.recording, names)
         atens = [each.text.partition("aten_")[2].partition("(")[0] for each in statements if "aten_" in each.text]

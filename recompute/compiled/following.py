@@ -1,0 +1,61 @@
+"""Follows calls that were recorded before: a graph must make the calls that forward has made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from recompute.compiled.recording import Call, Departure, ObjectUse, Recording, Started, Use
+
+
+@dataclass
+class FollowingRecording(Recording):
+    """A recording whose calls of forward must be those that are expected, with buffers of its own."""
+
+    expected: Sequence[Call] = ()
+    _same: dict[int, int] = field(default_factory=dict)
+    """For each buffer of the expected calls, the one here."""
+
+    def start(self, op: Any, args: tuple, kwargs: dict[str, Any]) -> Started | None:
+        started = super().start(op, args, kwargs)
+        if started is not None and self.is_forward:
+            index = len(self.calls)
+            call = self.expected[index] if index < len(self.expected) else None
+            given = started.args, started.kwargs
+            if call is None or call.op is not started.op or not self._agree((call.args, call.kwargs), given):
+                raise Departure
+        return started
+
+    def end(self, started: Started, output: Any) -> None:
+        super().end(started, output)
+        if self.is_forward:
+            index = len(self.calls) - 1
+            pairs = list(zip(_made(self.expected[index]), _made(self.calls[index]), strict=True))
+            if any((one is None) is not (other is None) for one, other in pairs):
+                raise Departure
+            self._same.update((one, other) for one, other in pairs if one is not None and other is not None)
+
+    def end_forward(self) -> None:
+        """Forward has made all of its calls. It is a departure if fewer were made than expected."""
+        if len(self.calls) != len(self.expected):
+            raise Departure
+        self.is_forward = False
+
+    def _agree(self, expected: Any, found: Any) -> bool:
+        if type(expected) is not type(found):
+            return False
+        if type(expected) is ObjectUse:
+            return True
+        if type(expected) is Use:
+            return expected[1:] == found[1:] and self._same.setdefault(expected.buffer, found.buffer) == found.buffer
+        if isinstance(expected, (list, tuple)):
+            return len(expected) == len(found) and all(map(self._agree, expected, found))
+        if isinstance(expected, dict):
+            return expected.keys() == found.keys() and all(self._agree(expected[key], found[key]) for key in expected)
+        return bool(expected == found) or (expected != expected and found != found)
+
+
+def _made(call: Call) -> list[int | None]:
+    """The buffers that a call has made, and those that it has written."""
+    return [*call.results, *[after for _, after in call.written]]

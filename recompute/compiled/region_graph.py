@@ -1,0 +1,62 @@
+"""Autograd's graph of a region, from its outputs back to its inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+INPUT = -1
+"""Stands for the number of a node in an edge that leads to a region's input. Then its slot is the input's position."""
+
+OTHER = -1
+"""Stands for the slot in an edge that leads to where an input's gradient goes, and is no input's."""
+
+Edge = tuple[int, int] | None
+"""Where a gradient goes: to a node, by its number, and to which slot of it; None if nobody takes it."""
+Ends = Mapping[Any, Mapping[int, int]]
+"""The nodes that the inputs' gradients go to, and the positions of the inputs, by the slots of these nodes."""
+
+
+def ends_of(inputs: Sequence[Tensor]) -> Ends:
+    ends: dict[Any, dict[int, int]] = {}
+    for position, tensor in enumerate(inputs):
+        if tensor.requires_grad:
+            edge = torch.autograd.graph.get_gradient_edge(tensor)
+            ends.setdefault(edge.node, {})[edge.output_nr] = position
+    return ends
+
+
+def numbered_nodes(roots: Iterable[Any], ends: Ends) -> tuple[dict[Any, int], list[list[Edge]]]:
+    """The nodes from ``roots`` on with their numbers, and by these where each passes its gradients on to."""
+    numbers = {node: number for number, node in enumerate(dict.fromkeys(roots))}
+    pending, edges = list(numbers), []
+    for node in pending:  # it grows meanwhile
+        found: list[Edge] = []
+        for target, slot in node.next_functions:
+            if target is None:
+                found.append(None)
+            elif target in ends:
+                found.append((INPUT, ends[target].get(slot, OTHER)))
+            else:
+                if target not in numbers:
+                    numbers[target] = len(numbers)
+                    pending.append(target)
+                found.append((numbers[target], slot))
+        edges.append(found)
+    return numbers, edges
+
+
+def reached_from(number: int, edges: Sequence[Sequence[Edge]]) -> frozenset[int]:
+    """The positions of the inputs that the gradients of a node reach."""
+    known, pending, positions = {number}, [number], set()
+    while pending:
+        for target, slot in filter(None, edges[pending.pop()]):
+            if target == INPUT:
+                positions.add(slot)
+            elif target not in known:
+                known.add(target)
+                pending.append(target)
+    return frozenset(positions)

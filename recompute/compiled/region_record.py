@@ -1,0 +1,173 @@
+"""What is known of one region: the plans of its frames, what these count, and how its backwards have gone."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from recompute.compiled.generated.switch import Generates
+from recompute.compiled.program import Program
+from recompute.engine.cut.save_plan import SavePlan
+from recompute.engine.saved_tensors import RegionStatistics
+from recompute.engine.tape.recorder import TapeRegion
+from recompute.errors import warn
+
+WARMUP_FRAMES = 3
+"""Frames with the same plan after which a region is captured."""
+MAX_PLANS = 8
+MAX_REPLAYS = 8
+"""Backwards that were not as recorded after which a region is refused: each costs another forward."""
+MAX_FAILURES = 3
+"""How many calls of equal regions torch's frontend may fail on, and how often a region may observe a graph in vain."""
+
+DIFFERENTIATED = "its backward is differentiated in its turn"
+
+
+class Counts(NamedTuple):
+    """What a frame adds to the totals of its region; see ``RegionStatistics``."""
+
+    frames: int
+    dropped_tensors: int
+    dropped_nbytes: int
+    kept_nbytes: int
+    eager_nbytes: int
+
+    @staticmethod
+    def of(plan: SavePlan, *, is_checkpoint: bool = False) -> Counts:
+        """A checkpoint counts no inputs. Its code may keep what cannot run again, if that is small, as masks are."""
+        if not is_checkpoint:
+            return Counts(1, len(plan.dropped), plan.dropped_nbytes, plan.kept_nbytes, plan.eager_nbytes)
+        made = {number: known.nbytes for number, known in enumerate(plan.facts) if known.step is not None}
+        saved, kept = ({n: made[n] for n in each if n in made} for each in (plan.demanded, plan.kept))
+        dropped = [nbytes for number, nbytes in saved.items() if number not in kept]
+        return Counts(1, len(dropped), sum(dropped), sum(kept.values()), sum(saved.values()))
+
+    @staticmethod
+    def so_far(statistics: RegionStatistics) -> Counts:
+        """The totals themselves."""
+        return Counts(*[getattr(statistics, name) for name in Counts._fields])
+
+    def since(self, earlier: Counts) -> Counts:
+        return Counts(*map(operator.sub, self, earlier))
+
+    def add_to(self, statistics: RegionStatistics) -> None:
+        statistics.frames += self.frames
+        statistics.dropped_tensors += self.dropped_tensors
+        statistics.dropped_nbytes += self.dropped_nbytes
+        statistics.kept_nbytes += self.kept_nbytes
+        statistics.eager_nbytes += self.eager_nbytes
+        statistics.dropped_outputs = []
+
+
+class RegionRecord:
+    """What a region's graphs and frames need of it."""
+
+    def __init__(self, tape: TapeRegion, *, is_checkpoint: bool):
+        self.tape = tape
+        self.statistics = tape.statistics
+        self.is_checkpoint = is_checkpoint
+        if is_checkpoint:  # the tape's own: nobody asks for more of it than what runs again
+            tape.statistics = RegionStatistics(self.statistics.name, regenerated=self.statistics.regenerated)
+        self.generates = Generates.EXACT
+        """The generated kernels that its code may run in."""
+        self._plans: dict[int, tuple[SavePlan, int]] = {}
+        """The plans that its frames by the tape have had, by their ``id``, and how many frames had each."""
+        self._kernel_counts: list[tuple[RegionStatistics, Counts]] = []
+        """For each kernel, what it has counted in the last frame that was recorded, beside what the tape counts."""
+        self._frame_counts: dict[int, list[tuple[RegionStatistics, Counts]]] = {}
+        """What each captured frame counts, by the ``id`` of its plan."""
+        self._replays = 0
+        """Backwards that were not as recorded."""
+        self._first_replays: dict[Program, tuple[int, int]] = {}
+        """Programs with such backwards: in which frame that happened first, and how often it has."""
+        self._trusted: set[Program] = set()
+        """Programs whose backward has come, and has always been as it was recorded."""
+
+    def refuse(self, reason: str) -> None:
+        """Have the region run by the tape, or as a checkpoint, from now on."""
+        raise NotImplementedError
+
+    def forget(self, program: Program) -> None:
+        """Have the region not run a program any more. Another one may do what is done now."""
+        raise NotImplementedError
+
+    def note_plan(self, plan: SavePlan) -> None:
+        """A frame of the region's own has had this plan."""
+        self._plans[id(plan)] = plan, self._plans.get(id(plan), (plan, 0))[1] + 1
+        if len(self._plans) > MAX_PLANS:
+            del self._plans[next(iter(self._plans))]
+
+    def knows(self, plan: SavePlan) -> bool:
+        """Whether the region's own frames have had this plan."""
+        return id(plan) in self._plans
+
+    def has_settled(self, plan: SavePlan | None) -> bool:
+        """Whether enough frames have had this plan, or any one plan if ``plan`` is None."""
+        counts = [count for known, count in self._plans.values() if plan is None or known is plan]
+        return max(counts, default=0) >= WARMUP_FRAMES - 1
+
+    def count(self, plan: SavePlan | None) -> None:
+        """A frame by the tape, other than the region's own, has ended."""
+        for statistics, counts in self._kernel_counts:
+            counts.add_to(statistics)
+        if not self.is_checkpoint:
+            self.statistics.frames += 1
+        elif (plan := plan or self.tape.statistics.plan) is not None:  # the latter if the frame was deoptimized
+            Counts.of(plan, is_checkpoint=True).add_to(self.statistics)
+
+    def count_frame(self, plan: SavePlan) -> None:
+        """A captured frame runs. This counts what its kernels hold, too: their own runners do not run, and cannot."""
+        counted = self._frame_counts.get(id(plan))
+        if counted is None:
+            own = self.statistics, Counts.of(plan, is_checkpoint=self.is_checkpoint)
+            counted = self._frame_counts[id(plan)] = [*self._kernel_counts, own]
+        for statistics, counts in counted:
+            counts.add_to(statistics)
+
+    def note_kernels(self, before: Iterable[tuple[RegionStatistics, Counts]]) -> None:
+        """A frame by the tape has ended. before: the totals of the region and of the kernels inside before it."""
+        plan = self.tape.plan or self.tape.statistics.plan  # the latter if the frame was deoptimized
+        self._kernel_counts = []
+        for statistics, start in before:
+            counts = Counts.so_far(statistics).since(start)
+            if statistics is self.tape.statistics and plan is not None:
+                counts = counts.since(Counts.of(plan))  # the tape has counted that
+            if any(counts):
+                self._kernel_counts.append((statistics, counts))
+        self._frame_counts.pop(id(self.tape.plan), None)
+
+    def trusts(self, program: Program) -> bool:
+        """Whether backward of a program has come here, and has always been as it was recorded."""
+        return program in self._trusted
+
+    def count_backward(self, program: Program) -> None:
+        """Backward of a program was as it was recorded."""
+        if program not in self._first_replays:
+            self._trusted.add(program)
+
+    def count_replay(self, program: Program, is_differentiated: bool) -> None:
+        """A backward of a program was not as it was recorded, so that forward ran again.
+
+        is_differentiated: whether that backward is differentiated in its turn. Then the region is refused at once:
+        as one node it adds up gradients of gradients in another order than plain PyTorch, and rounds otherwise.
+        """
+        if is_differentiated and self._replays < MAX_REPLAYS:
+            warn(_ROUNDS.format(self.statistics.name))
+        self._trusted.discard(program)
+        self._replays += MAX_REPLAYS if is_differentiated else 1
+        if self._replays >= MAX_REPLAYS:
+            self.refuse(DIFFERENTIATED if is_differentiated else "its backward differs from time to time")
+            return
+        first, count = self._first_replays.get(program, (self.statistics.frames, 0))
+        self._first_replays[program] = first, count + 1
+        is_the_rule = self.statistics.frames - first < 2 * MAX_FAILURES
+        if count + 1 == MAX_FAILURES and is_the_rule:
+            self.forget(program)
+
+
+_ROUNDS = (
+    "in {}: gradients are differentiated in their turn, of a forward that has run as captured code. The gradients of "
+    "gradients are right, but may differ in the last bits from those of plain PyTorch. From now on the module stays on "
+    "the tape, where they do not differ; with `capture: false` in its rule it does from the first step."
+)
