@@ -120,8 +120,8 @@ class CapturedFrame:
     def run(self) -> tuple[Any, ...]:
         """Run forward; returns the outputs."""
         program, given, statistics = self._program, self._given, self.statistics
-        if program.draws:
-            self._rng = RngState(name=statistics.name)
+        if program.draws_from is not None:
+            self._rng = RngState(program.draws_from, name=statistics.name, only_torch=True)
         if program.autocast is None:
             outputs, self._kept, self._states = program.forward(statistics.name, self._objects, *given)
         else:

@@ -22,6 +22,7 @@ from recompute.engine.cut.save_plan import LARGEST_COPY, SavePlan
 from recompute.engine.numerics import Numerics
 from recompute.engine.saved_tensors import RegionStatistics
 from recompute.engine.tape.functions import FunctionOp
+from recompute.engine.tape.op_arguments import generators_of
 
 SMALL = 8
 """What is left for the region's own backward is at least so many times smaller than the outputs that came back."""
@@ -153,8 +154,8 @@ class Program:
     """For each output, the positions of the inputs that its gradient reaches."""
     fixed: tuple[int, ...]
     """Which outputs take no gradient."""
-    draws: bool
-    """Whether forward draws random numbers."""
+    draws_from: tuple[Any, ...] | None
+    """The generators beside torch's own from which forward may draw random numbers; None if it draws none."""
     reruns: int
     rerun_nbytes: int
     kernels: tuple[GeneratedKernel, ...]
@@ -313,7 +314,7 @@ class ProgramWriter:
             gradients=self._gradient_layouts,
             reaches=tuple(self.reaches),
             fixed=tuple(sorted(self.fixed)),
-            draws=any(map(_may_draw, self._forward)),
+            draws_from=_generators_of([call.op for call in self._forward if _may_draw(call)]),
             reruns=len(backward.reruns),
             rerun_nbytes=self._nbytes(backward.reruns),
             kernels=(*forward.kernels, *whole.kernels),
@@ -580,6 +581,12 @@ def _is_watched(call: Call) -> bool:
     """Whether the random numbers that a call of an op draws are to be the same when it runs again."""
     known = facts(call.op)
     return known.kind is Kind.RANDOM or known.is_foreign
+
+
+def _generators_of(ops: Sequence[Any]) -> tuple[Any, ...] | None:
+    """The generators that the names in the code of ops lead to; None where there are no ops."""
+    code = [op.function.forward if type(op) is FunctionOp else op for op in ops]
+    return tuple([generator for each in code for generator in generators_of(each)]) if ops else None
 
 
 def _may_draw(call: Call) -> bool:

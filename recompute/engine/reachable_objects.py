@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._library.custom_ops import CustomOpDef, _maybe_get_opdef
 from torch._ops import OpOverload
 
-from recompute.engine.random_sources import is_random_source
+from recompute.engine.random_sources import GLOBALS, draws_globally, is_random_source
 
 
 def base_of(module: nn.Module) -> type[nn.Module]:
@@ -123,6 +123,7 @@ class Walk:
             self._walk_values(values, names)
             while not values:
                 if not self._functions:
+                    self.values += GLOBALS if draws_globally(self.names, self.values) else ()
                     return
                 function, owner = self._functions.pop()
                 if (id(function), id(owner)) not in walked:

@@ -169,7 +169,7 @@ class CheckpointFrame(Recipe):
             self._state.watch(self._reached.tensors)
             found = learned.found if learned.generators is None else learned.generators
             sources = [*region.sources, *found, *filter(is_random_source, given)]
-            self._rng = RngState(sources, name=region.statistics.name)
+            self._rng = RngState(sources, name=region.statistics.name, only_torch=True)
         self._context = contextvars.copy_context()
         self._hooked = [(restored, snapshot()) for snapshot, restored in region.state_hooks]
         self._autocast = AutocastState()
@@ -361,7 +361,7 @@ class CheckpointFrame(Recipe):
             self._state.replayed(self.statistics.name),
             _NOTHING if self._reached is None else self._reached.replayed(),
             # Put back all generators afterwards. One that forward left where it was may move now: torch.manual_seed(0).
-            _NOTHING if is_fake() else RngState(self._region.learned.generators or ()),
+            _NOTHING if is_fake() else RngState(self._region.learned.generators or (), only_torch=True),
             _NOTHING if self._rng is None else self._rng.replayed(),
             self._autocast.replayed(),
             self.group.numerics.replayed(),
