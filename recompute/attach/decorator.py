@@ -18,7 +18,7 @@ from recompute.attach.attachments import attach, attachments_of, deepcopy_withou
 from recompute.attach.check_effect import check_effect, has_effect
 from recompute.attach.explain import Attachment
 from recompute.attach.own_checkpointing import find_checkpointing, warn_of_checkpointing
-from recompute.attach.runners import FunctionCheckpointRunner, OffloadRunner, TapeRunner
+from recompute.attach.runners import CheckpointRunner, OffloadRunner, TapeRunner
 from recompute.compiled.captured_region import CaptureCache
 from recompute.compiled.runner import Forward, Runner
 from recompute.compiled.under_torch_compile import refuse_first_run
@@ -168,7 +168,7 @@ def _decorate_function(function: Forward, policy: Policy, cache: CaptureCache) -
     if meaning.mechanism is Mechanism.TAPE:
         runner = TapeRunner(statistics, meaning, cache)
     elif meaning.mechanism is Mechanism.CHECKPOINT:
-        runner = FunctionCheckpointRunner(statistics, meaning, cache)
+        runner = CheckpointRunner(statistics, None, meaning, cache)
     if meaning.offloading is not None:
         runner = OffloadRunner(statistics, meaning, runner)
     assert runner is not None, "a rule with an effect has a runner"

@@ -10,7 +10,6 @@ from contextlib import nullcontext, suppress
 from types import MethodType
 from typing import Any
 
-import torch
 from torch import nn
 
 from recompute.compiled.captured_region import CaptureCache, CapturedRegion
@@ -21,7 +20,6 @@ from recompute.engine.checkpoint.module_state import RUNNER
 from recompute.engine.checkpoint.region import CheckpointRegion
 from recompute.engine.cut.op_policy import op_policy
 from recompute.engine.host.offload import OffloadRegion
-from recompute.engine.reachable_objects import references_of_function, references_of_modules
 from recompute.engine.saved_tensors import RegionStatistics
 from recompute.engine.scopes import KeepScope, RecipeScope
 from recompute.engine.tape.recorder import TapeRegion
@@ -113,51 +111,33 @@ class KeepRunner(Runner):
 
 
 class CheckpointRunner(Runner):
-    """Runs the whole forward of a module again from its inputs."""
+    """Runs the whole forward of a module, or a decorated function, again from its inputs.
 
-    def __init__(self, statistics: RegionStatistics, module: nn.Module, meaning: Meaning, cache: CaptureCache):
-        self.statistics = statistics
-        self.note = meaning.note
-        self._compiled_region = compiled_region(op_policy(meaning))
-        beyond = references_of_modules(module.modules())
-        self._checkpoint = CheckpointRegion(
-            statistics, op_policy(meaning), beyond=beyond, state_hooks=cache.state_hooks
-        )
-        itself = weakref.ref(module)
+    A function is never captured.
+    """
 
-        def run(forward: Forward, args: tuple, kwargs: dict) -> Any:
-            # A library may have given another module this one's attributes, and so its runner (``higher``, a replica).
-            module = forward.__self__ if isinstance(forward, MethodType) else itself()
-            assert isinstance(module, nn.Module)
-            return self._checkpoint.run(forward, (module,), args, kwargs)
-
-        self.region = _region(statistics, meaning, cache, run)
-
-    def run_training(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        return self.region.run(forward, args, kwargs)
-
-    def run_compiled(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        return self._compiled_region.run(forward, args, kwargs)
-
-
-class FunctionCheckpointRunner(Runner):
-    """Runs a decorated function again from its inputs. It is never captured."""
-
-    def __init__(self, statistics: RegionStatistics, meaning: Meaning, cache: CaptureCache):
+    def __init__(self, statistics: RegionStatistics, module: nn.Module | None, meaning: Meaning, cache: CaptureCache):
         self.statistics = statistics
         self.note = meaning.note
         self._compiled_region = compiled_region(op_policy(meaning))
         self._checkpoint = CheckpointRegion(statistics, op_policy(meaning), state_hooks=cache.state_hooks)
+        if module is not None:
+            itself, checkpoint = weakref.ref(module), self._checkpoint
+            self.region = _region(statistics, meaning, cache, lambda *call: _again(checkpoint, itself(), *call))
 
-    def run_training(self, module: None, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        references = references_of_function(forward)  # at each call, as its globals may change after it is decorated
-        given = [each for each in (*references, *args, *kwargs.values()) if isinstance(each, nn.Module)]
-        parts = [part for each in given for part in each.modules() if not isinstance(part, torch.jit.ScriptModule)]
-        self._checkpoint.reach([*references, *references_of_modules(parts)])
-        return self._checkpoint.run(forward, (), args, kwargs)
+    def run_training(self, module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        if module is None:
+            return self._checkpoint.run(forward, (), args, kwargs)
+        return self.region.run(forward, args, kwargs)
 
-    def run_compiled(self, module: None, forward: Forward, args: tuple, kwargs: dict) -> Any:
+    def run_compiled(self, module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
         return self._compiled_region.run(forward, args, kwargs)
+
+
+def _again(checkpoint: CheckpointRegion, module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
+    # A library may have given another module this one's attributes, and so its runner (``higher``, a replica).
+    itself: Any = forward.__self__ if isinstance(forward, MethodType) else module
+    return checkpoint.run(forward, (itself,), args, kwargs)
 
 
 class TapeRunner(Runner):

@@ -38,14 +38,17 @@ class CpuSource(RandomSource):
         self.generator = generator
 
     def state(self) -> bytes:
+        if not _count_modes():
+            return _numpy(self.generator.get_state()).tobytes()
         with _disable_current_modes():  # a mode might make the state a fake tensor, say
-            return bytes(_numpy(self.generator.get_state()))
+            return _numpy(self.generator.get_state()).tobytes()
 
     def restore(self, state: bytes) -> None:
         with _disable_current_modes():
             self.generator.set_state(torch.from_numpy(np.frombuffer(bytearray(state), np.uint8)))
 
 
+_count_modes = torch._C._len_torch_dispatch_stack
 _numpy = torch._C.TensorBase.numpy  # ``Tensor.numpy`` would tell tapes that memory is handed out
 
 
@@ -139,6 +142,7 @@ class _NumpySource(RandomSource):
 GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
 GLOBALS: tuple[Any, ...] = (random._inst, np.random.mtrand._rand)
 """What the functions of Python's ``random`` and of ``numpy.random`` draw from. To read both takes 50 us."""
+CPU = CpuSource(torch.default_generator)
 _GLOBAL_MODULES = ("random", "numpy.random")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
@@ -52,40 +52,6 @@ def taken_apart(value: Any) -> tuple[list[FunctionType], list[Any]]:
             if "__wrapped__" in (own := getattr(value, "__dict__", {})):  # as by functools.cache
                 pending.append(own["__wrapped__"])
     return functions, others
-
-
-def references_of_function(function: Callable[..., Any]) -> list[Any]:
-    """What ``function`` can use without being passed it: bound arguments, closure, defaults and named globals."""
-    found: list[Any] = []
-    pending: list[Any] = [function]
-    seen: set[int] = set()
-    while pending:
-        value = pending.pop()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, functools.partial):
-            inside = [value.func, *value.args, *value.keywords.values()]
-        elif isinstance(value, MethodType):
-            inside = [value.__self__, value.__func__, *getattr(value.__self__, "__dict__", {}).values()]
-        elif isinstance(value, FunctionType):
-            inside = _given_at_definition(value)
-            found += [value.__globals__.get(name) for name in _names(value.__code__)]
-        elif value is function and hasattr(value, "__dict__"):  # an object that can be called
-            inside = [type(value).__call__, *vars(value).values()]
-        else:
-            continue
-        found += inside
-        pending += inside
-    return found
-
-
-def references_of_modules(modules: Iterable[nn.Module]) -> list[Any]:
-    """What the forwards of ``modules`` reach besides arguments, parameters and buffers, by attribute or name."""
-    found: list[Any] = []
-    for module in modules:
-        found += [*references_of_function(type(module).forward), *_attributes_of(module)]
-    return found
 
 
 def find_generators(roots: Iterable[Any]) -> list[Any]:

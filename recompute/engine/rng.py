@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from recompute.engine.random_sources import GLOBALS, RandomSource, source_of
+from recompute.engine.random_sources import CPU, GLOBALS, RandomSource, source_of
 from recompute.errors import RngError
 
 
@@ -22,15 +22,15 @@ class RngState:
 
         only_torch: leave out Python's and NumPy's, unless they are in ``extra``.
         """
-        self._states: list[tuple[RandomSource, Any]] = []
         devices = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
-        defaults = (torch.default_generator, *devices, *(() if only_torch else GLOBALS))
+        defaults = (*devices, *(() if only_torch else GLOBALS))
         try:
+            self._states: list[tuple[RandomSource, Any]] = [(CPU, CPU.state())]
             for value in (*defaults, *extra):
                 self.include(value)
         except RngError as error:
             raise RngError(f"{name}: {error}") from error
-        self._defaults = len(defaults)
+        self._defaults = 1 + len(defaults)
 
     @staticmethod
     def of(generator: torch.Generator, name: str) -> RngState:

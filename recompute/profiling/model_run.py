@@ -63,7 +63,7 @@ def roots(
 @contextmanager
 def left_as_it_was(model: nn.Module, sources: Iterable[Any]) -> Iterator[None]:
     """Inside, ``model`` is in training mode without gradients. At the end it and the random state are as before."""
-    state = ModuleState([model], (), LearnedBuffers())
+    state = ModuleState([model], LearnedBuffers())
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     attributes = [value for module in model.modules() for value in vars(module).values()]
     tensors = [value for value in attributes if type(value) is Tensor]

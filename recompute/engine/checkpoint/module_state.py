@@ -5,7 +5,6 @@ Both are captured when the frame begins, and put back while it runs again.
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -104,7 +103,7 @@ class ModuleState:
 
     __slots__ = ("_are_plain", "_before", "_buffers", "_copies", "_flags", "_learned", "_versions", "held")
 
-    def __init__(self, roots: Iterable[nn.Module], tensors: Iterable[Tensor], learned: LearnedBuffers):
+    def __init__(self, roots: Iterable[nn.Module], learned: LearnedBuffers):
         modules = list(roots)
         seen = set(modules)
         parameters: list[Tensor | None] = []
@@ -134,7 +133,6 @@ class ModuleState:
         self._copies: _Copies | None = None
         if buffers:
             parameters += self._capture_buffers()
-        parameters += tensors
         parameters += loose
         self._versions: list[tuple[Tensor, int, bool, StorageWeakRef | None]] = []
         self.watch([t for t in parameters if t is not None])
@@ -377,32 +375,23 @@ def _assign(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 
 
 class AutocastState:
-    """The autocast state of every device type for which autocast is on: mostly of none."""
+    """Autocast as it is when this is made: mostly off."""
 
-    __slots__ = ("_cache", "_dtypes")
+    __slots__ = ("_settings",)
 
     def __init__(self) -> None:
-        self._dtypes: dict[str, torch.dtype] = {}
+        self._settings: list[tuple[Any, ...]] = []
         if torch._C._is_any_autocast_enabled():
-            self._dtypes = {d: torch.get_autocast_dtype(d) for d in _device_types() if torch.is_autocast_enabled(d)}
-        self._cache = torch.is_autocast_cache_enabled()
+            cache = torch.is_autocast_cache_enabled()
+            self._settings = [(d, torch.get_autocast_dtype(d), torch.is_autocast_enabled(d), cache) for d in _DEVICES]
 
-    def replayed(self) -> AbstractContextManager[None]:
-        return self._replayed() if self._dtypes or torch._C._is_any_autocast_enabled() else _NOTHING
-
-    @contextmanager
-    def _replayed(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            for device in _device_types():
-                if device in self._dtypes or torch.is_autocast_enabled(device):
-                    dtype = self._dtypes.get(device)
-                    stack.enter_context(
-                        torch.autocast(device, dtype=dtype, enabled=dtype is not None, cache_enabled=self._cache)
-                    )
-            yield
+    def replayed(self) -> AbstractContextManager[Any]:
+        if not self._settings and not torch._C._is_any_autocast_enabled():
+            return _NOTHING
+        stack = ExitStack()
+        for device, dtype, is_enabled, cache in self._settings or [(d, None, False, None) for d in _DEVICES]:
+            stack.enter_context(torch.autocast(device, dtype, is_enabled, cache))
+        return stack
 
 
-@functools.cache
-def _device_types() -> tuple[str, ...]:
-    accelerator = torch.accelerator.current_accelerator()
-    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+_DEVICES = ("cpu", "cuda")

@@ -26,7 +26,6 @@ from recompute.engine.modes import (
     dispatch_modes,
     function_modes,
     has_foreign_modes,
-    hidden_from_modes,
     put_beneath,
     put_on_top,
     under,
@@ -39,7 +38,7 @@ from recompute.engine.saved_tensors import (
     top_hooks,
     unpack_saved,
 )
-from recompute.engine.scopes import let_transforms_in
+from recompute.engine.scopes import Scope, let_transforms_in
 from recompute.engine.tape.autocast import in_force, left_out, run_as_called
 from recompute.engine.tape.exposed_memory import bytes_of, expose, expose_arrays, watch
 from recompute.engine.tape.frame import TapeFrame
@@ -146,10 +145,10 @@ def _skip_in_compiled_code() -> None:
     torch._dynamo.eval_frame.skip_code(Tape.__torch_dispatch__.__code__)  # torch loads it when it is asked for
 
 
-class Tape(TorchDispatchMode):
+class Tape(Scope, TorchDispatchMode):
     """Shows a frame each op that runs in a region, and each tensor that autograd saves there."""
 
-    is_checkpoint = False
+    is_frame = True
     supports_higher_order_operators = True
 
     @classmethod
@@ -163,7 +162,7 @@ class Tape(TorchDispatchMode):
         return False
 
     def __init__(self, region: TapeRegion, variant: Hashable):
-        super().__init__()
+        TorchDispatchMode.__init__(self)
         _skip_in_compiled_code()
         self.op_policy = region.op_policy
         """The one in force: that of the innermost region that runs."""
@@ -176,11 +175,9 @@ class Tape(TorchDispatchMode):
         """What the custom Function that runs now has reached; None if none runs."""
 
     def __enter__(self) -> Tape:
-        _push_hooks(self.pack, unpack_saved)
-        local.books.append(None)
-        local.active_frames.append(self)
+        Scope.__enter__(self)
         self._regenerating, local.regenerating = local.regenerating, 0
-        super().__enter__()
+        TorchDispatchMode.__enter__(self)
         if count_dispatch_modes() > 1:
             put_beneath(self)
         return self
@@ -188,11 +185,9 @@ class Tape(TorchDispatchMode):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         if count_dispatch_modes() > 1:
             put_on_top(self)
-        super().__exit__(kind, error, trace)
+        TorchDispatchMode.__exit__(self, kind, error, trace)
         local.regenerating = self._regenerating
-        local.active_frames.pop()
-        local.books.pop()
-        _pop_hooks()
+        Scope.__exit__(self, kind, error, trace)
         if kind is not None:
             self.abandon()
 
@@ -272,10 +267,8 @@ class Tape(TorchDispatchMode):
         return output
 
     def pack(self, tensor: Tensor) -> PackedTensor:
-        """The pack hook of what autograd saves in the region."""
-        if (count_dispatch_modes() > 1 or count_function_modes()) and has_foreign_modes():  # more modes than this one
-            with hidden_from_modes():
-                return self.pack(tensor)
+        if (count_dispatch_modes() > 1 or count_function_modes()) and has_foreign_modes():
+            return self.pack_hidden(tensor)
         if type(tensor) not in PLAIN:
             if has_layout(tensor):
                 part = self.pack(self.frame.part_of(tensor))
