@@ -28,7 +28,23 @@ from recompute.substitution.codec import Blockwise8Bit
 from recompute.substitution.whole_heads import WholeHeads
 
 
-class RootRunner(Runner):
+class OuterRunner(Runner):
+    """A runner around another one, or around the module's own forward."""
+
+    inner: Runner | None
+
+    def run_compiled(self, module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        return (_forward if self.inner is None else self.inner.run_compiled)(module, forward, args, kwargs)
+
+    def run_plain(self, module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        return (_forward if self.inner is None else self.inner.run_plain)(module, forward, args, kwargs)
+
+
+def _forward(module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
+    return forward(*args, **kwargs)
+
+
+class RootRunner(OuterRunner):
     """Opens the scope in which outputs may be dropped, around the model's forward, or around the runner of its rule."""
 
     def __init__(self, statistics: RegionStatistics, inner: Runner | None = None):
@@ -42,16 +58,6 @@ class RootRunner(Runner):
             if self.inner is None:
                 return forward(*args, **kwargs)
             return self.inner.run_training(module, forward, args, kwargs)
-
-    def run_compiled(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        if self.inner is None:
-            return forward(*args, **kwargs)
-        return self.inner.run_compiled(module, forward, args, kwargs)
-
-    def run_plain(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        if self.inner is None:
-            return forward(*args, **kwargs)
-        return self.inner.run_plain(module, forward, args, kwargs)
 
 
 def wrap_forward(inner: Callable[..., Any], module: nn.Module, runner: Runner) -> Callable[..., Any]:
@@ -140,7 +146,7 @@ def _again(checkpoint: CheckpointRegion, module: nn.Module | None, forward: Forw
     return checkpoint.run(forward, (itself,), args, kwargs)
 
 
-class TapeRunner(Runner):
+class TapeRunner(OuterRunner):
     """Writes down the ops of a module's or a function's forward, to run some of them again in backward.
 
     inner: runs the module inside of the tape. If kernels do, their ops are written down in the place of the module's.
@@ -165,13 +171,8 @@ class TapeRunner(Runner):
             return self._compiled_region.run(forward, args, kwargs)
         return self._compiled_region.run(self.inner.run, (module, forward, args, kwargs), {})
 
-    def run_plain(self, module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        if self.inner is None:
-            return forward(*args, **kwargs)
-        return self.inner.run_plain(module, forward, args, kwargs)
 
-
-class OffloadRunner(Runner):
+class OffloadRunner(OuterRunner):
     """Takes what is held for backward off the device, and back ahead of use: under every other runner, or none.
 
     inner: drops what need not be held.
@@ -193,11 +194,6 @@ class OffloadRunner(Runner):
     def run_compiled(self, module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
         refuse_offloading()
         return forward(*args, **kwargs)
-
-    def run_plain(self, module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        if self.inner is None:
-            return forward(*args, **kwargs)
-        return self.inner.run_plain(module, forward, args, kwargs)
 
 
 def _region(

@@ -24,7 +24,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recompute.engine.checkpoint.module_state import LearnedBuffers, ModuleState
+from recompute.engine.checkpoint.held_buffers import LearnedBuffers
+from recompute.engine.checkpoint.module_state import ModuleState
 from recompute.engine.checkpoint.reached_state import Places, ReachedState, alive
 from recompute.engine.cut.ops import EFFECT, facts, is_effect_registered
 from recompute.engine.random_sources import is_random_source

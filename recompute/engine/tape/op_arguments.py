@@ -12,7 +12,7 @@ from torch._library.custom_ops import _maybe_get_opdef
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 
-from recompute.engine.cut.layout import Layout
+from recompute.engine.cut.layout import Layout, is_dense
 from recompute.engine.cut.ops import tensors_in
 from recompute.engine.random_sources import GLOBALS
 from recompute.engine.reachable_objects import find_generators
@@ -59,17 +59,6 @@ def is_plain(tensor: Tensor) -> bool:
         and tensor.layout is torch.strided
         and not (tensor.is_nested or tensor.is_neg() or tensor.is_conj())
     )
-
-
-def is_dense(layout: Layout, nbytes: int) -> bool:
-    """Whether a tensor of ``layout`` covers every byte of a storage of ``nbytes`` exactly once."""
-    step = 1
-    for stride, size in sorted(zip(layout.stride, layout.shape, strict=True)):
-        if size != 1:
-            if stride != step:
-                return False
-            step *= size
-    return bool(layout.offset == 0) and step * layout.dtype.itemsize == nbytes
 
 
 def fits(layout: Layout, tensor: Tensor) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from recompute.engine.cut.layout import Layout
+from recompute.engine.cut.layout import Layout, is_dense
 from recompute.engine.cut.ops import Kind, OpFacts, tensors_in
 from recompute.engine.cut.save_plan import SavePlan, ValueFacts, ValueRef
 from recompute.engine.rng import RngState, WatchedDraws
@@ -20,7 +20,6 @@ from recompute.engine.tape.op_arguments import (
     at,
     capture,
     fits,
-    is_dense,
     is_plain,
     parameter_of,
     watch,
