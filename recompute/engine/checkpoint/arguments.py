@@ -23,6 +23,7 @@ from recompute.engine.saved_tensors import (
     KeptTensor,
     PackedByOuterHook,
     describe,
+    laid_out,
     pack_through,
     storage_key,
     top_hooks,
@@ -73,11 +74,8 @@ class _HeldTensor:
         tensor = self.saved.get()
         if type(tensor) is not Tensor and isinstance(tensor, nn.Parameter):
             return tensor
-        if self.stride is not None and tensor.stride() != self.stride and 0 not in self.stride:
-            # Hooks like save_on_cpu give back another layout, in which the same code may add in another order.
-            tensor = torch.empty_strided(tensor.shape, self.stride, dtype=tensor.dtype, device=tensor.device).copy_(
-                tensor
-            )
+        if self.stride is not None:
+            tensor = laid_out(tensor, self.stride)
         tensor = tensor.detach()
         if self.requires_grad:
             tensor.requires_grad_()

@@ -75,7 +75,7 @@ class LearnedFacts:
     ) -> tuple[Places, list[Any], ModuleState]:
         """Find the places anew. state: that of ``roots``, if it is known."""
         state = state or ModuleState(roots, self.buffers)
-        self._places = places = Places(function, state.modules(), given)
+        places = Places(function, state.modules(), given)
         self.is_scripted = any(isinstance(value, torch.jit.ScriptModule) for value in places.reached)
         self.found = [*{id(value): value for value in places.reached if is_random_source(value)}.values()]
         self.generators = None
@@ -85,6 +85,7 @@ class LearnedFacts:
             state = ModuleState([*roots, *alive(places.modules)], self.buffers)
         values = places.values()
         places.note(state.held, values)
+        self._places = places  # at last, as other threads may look at it
         return places, values, state
 
     def watching(self, rng: RngState | None, name: str) -> AbstractContextManager[Any]:

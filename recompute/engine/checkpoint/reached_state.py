@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import repeat
-from types import CellType, MemberDescriptorType, MethodType, ModuleType
+from types import MemberDescriptorType, MethodType, ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -29,29 +29,8 @@ _MANY = 100
 """The contents of a longer list or dict, as a vocabulary, are not noted."""
 
 
-class _Cell:
-    """A variable of a closure."""
-
-    __slots__ = ("_cell",)
-
-    def __init__(self, cell: CellType):
-        self._cell = cell
-
-    def get(self) -> Any:
-        try:
-            return self._cell.cell_contents
-        except ValueError:  # it is empty
-            return _MISSING
-
-    def put(self, value: Any) -> None:
-        if value is _MISSING:
-            del self._cell.cell_contents
-        else:
-            self._cell.cell_contents = value
-
-
 class _Attribute:
-    """An attribute of a class, or one of an object that is in a slot."""
+    """An attribute of a class, one of an object that is in a slot, or what is in the cell of a closure."""
 
     __slots__ = ("name", "owner")
 
@@ -62,7 +41,10 @@ class _Attribute:
     def get(self) -> Any:
         if isinstance(self.owner, type):
             return vars(self.owner).get(self.name, _MISSING)
-        return getattr(self.owner, self.name, _MISSING)
+        try:
+            return getattr(self.owner, self.name)
+        except (AttributeError, ValueError):  # the latter of an empty cell
+            return _MISSING
 
     def put(self, value: Any) -> None:
         if value is _MISSING:
@@ -150,7 +132,7 @@ class Places:
         inside = [value for value in found.values() if known.isdisjoint(map(id, value.modules()))]
         self.modules = [weakref.ref(value) for value in inside]
         """Those that names in the code lead to, beside the region's own."""
-        places: list[Any] = [*map(_Cell, walk.cells.values())]
+        places: list[Any] = [_Attribute(cell, "cell_contents") for cell in walk.cells.values()]
         if reads_environment(walk):
             places.append(_Environment())
         entries = dict(walk.globals)

@@ -36,7 +36,6 @@ from recompute.engine.modes import (
     has_foreign_modes,
     hidden_from_any_modes,
 )
-from recompute.engine.parameter_memory import may_hold_memory
 from recompute.engine.random_sources import is_random_source
 from recompute.engine.recipes import Handle, Recipe
 from recompute.engine.rng import RngState
@@ -45,7 +44,6 @@ from recompute.engine.saved_tensors import (
     PackedDTensor,
     PackedTensor,
     ParameterReference,
-    ParameterView,
     RegionStatistics,
     StorageKey,
     pack_through,
@@ -283,9 +281,8 @@ class CheckpointFrame(Scope, Recipe):
             if parameter.dtype is tensor.dtype and (now == version or has_layout(parameter)):
                 part = local_of(parameter)
                 is_whole = tensor.shape == part.shape and tensor.stride() == part.stride()  # at its offset
-                if is_whole or not may_hold_memory(parameter):
-                    return ParameterReference(parameter, Layout.of(tensor), now, self.statistics.name)
-                return ParameterView(parameter, tensor.detach(), now, self.statistics.name)
+                memory = None if is_whole else tensor.untyped_storage()
+                return ParameterReference(parameter, Layout.of(tensor), now, self.statistics.name, memory)
         if all_are and version == version_of(tensor):  # the hooks around this frame decide how
             return pack_through(self.outer, tensor.detach(), self.statistics.name)
         return KeptTensor(tensor.detach(), self.statistics.name, version)

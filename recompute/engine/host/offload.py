@@ -233,14 +233,14 @@ class OffloadedStorage(Recipe):
     The handles that stand for views of it share what came back, as those of any recipe do.
     """
 
-    __slots__ = ("_buffer", "_came_back", "_copied", "_device", "_guard", "_here", "_version", "source", "whole")
+    __slots__ = ("_buffer", "_came_back", "_copied", "_device", "_guard", "_here", "source", "version", "whole")
 
     def __init__(self, tensor: Tensor, region: OffloadRegion, statistics: RegionStatistics, group: RecipeGroup):
         """tensor: any view of the storage. statistics: that counts coming back."""
         super().__init__(statistics, "a copy off the device", group)
         storage = tensor.untyped_storage()
         self.source = StorageWeakRef(storage)
-        self._version = version_of(tensor)
+        self.version = version_of(tensor)
         self._guard = None if isinstance(tensor, FakeTensor) else _shell_of(tensor)
         self._device = tensor.device
         here = _bytes_of(tensor)
@@ -257,10 +257,6 @@ class OffloadedStorage(Recipe):
             self._buffer = pool_in(offloading.directory).buffer(
                 here.numel(), offloading.max_host_bytes, pin=here.is_cuda, who=region.statistics.name
             )
-
-    @property
-    def version(self) -> int:
-        return self._version
 
     def start(self) -> None:
         """Start the copy."""
@@ -300,7 +296,7 @@ class OffloadedStorage(Recipe):
     def regenerate(self, wanted: Collection[int]) -> dict[int, PackedTensor]:
         name = self.statistics.name
         if self._guard is not None:
-            checked(self._guard, self._version, name)
+            checked(self._guard, self.version, name)
         if self._here is not None:
             return dict.fromkeys(wanted, KeptTensor(self._here, name))
         memory, event = self._came_back or self._copy_back()
