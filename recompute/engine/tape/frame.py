@@ -201,7 +201,7 @@ class TapeFrame:
             call = call._replace(reason=call.reason or str(error))
         if known.running_statistics and recorded is not None:
             call = call._replace(reason="")
-        output = call.run()
+        output = call.op(*call.args, **call.kwargs) if call.function is None else call.function()
         if known.writes:
             count_writes(call)
         made = made_by(self.values, call, output)
@@ -232,7 +232,7 @@ class TapeFrame:
             if self.values.plan is not None:
                 self.deoptimize()
             return self.run(call)
-        output = call.run()
+        output = call.op(*call.args, **call.kwargs) if call.function is None else call.function()
         if is_pure and len(step.made) == 1 and (recorded is None or recorded.rng is None) and is_plain(output):
             storage = output.untyped_storage()
             if storage._cdata not in values.current and Layout.of(output) == instruction.layouts[0]:

@@ -52,9 +52,6 @@ class OpCall(NamedTuple):
     function: Callable[..., Any] | None = None
     """What runs, if not ``op``. It adds to ``args`` what it reaches."""
 
-    def run(self) -> Any:
-        return self.op(*self.args, **self.kwargs) if self.function is None else self.function()
-
 
 class RecordedCall(NamedTuple):
     """All that it takes to run a step again, with a ``ValueRef`` in the place of each tensor."""
