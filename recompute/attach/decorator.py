@@ -18,7 +18,8 @@ from recompute.attach.attachments import attach, attachments_of, deepcopy_withou
 from recompute.attach.check_effect import check_effect, has_effect
 from recompute.attach.explain import Attachment
 from recompute.attach.own_checkpointing import find_checkpointing, warn_of_checkpointing
-from recompute.attach.runners import FunctionCheckpointRunner, OffloadRunner, TapeRunner
+from recompute.attach.runners import OffloadRunner
+from recompute.attach.selection import runner_without_kernels
 from recompute.compiled.captured_region import CaptureCache
 from recompute.compiled.runner import Forward, Runner
 from recompute.compiled.under_torch_compile import refuse_first_run
@@ -28,7 +29,7 @@ from recompute.engine.saved_tensors import RegionStatistics
 from recompute.errors import AlreadyAppliedError, UnsupportedError
 from recompute.policy.loading import load_policy
 from recompute.policy.matching import ModuleEntry, assign
-from recompute.policy.meaning import Kernels, Mechanism, meaning_of
+from recompute.policy.meaning import Kernels, meaning_of
 from recompute.policy.rules import Policy, Rule
 from recompute.substitution.settings import transformers_layer
 
@@ -164,14 +165,9 @@ def _decorate_function(function: Forward, policy: Policy, cache: CaptureCache) -
     if not meaning.has_effect:
         return function
     statistics = RegionStatistics(name)
-    runner: Runner | None = None
-    if meaning.mechanism is Mechanism.TAPE:
-        runner = TapeRunner(statistics, meaning, cache)
-    elif meaning.mechanism is Mechanism.CHECKPOINT:
-        runner = FunctionCheckpointRunner(statistics, meaning, cache)
+    runner = runner_without_kernels(statistics, None, meaning, cache)
     if meaning.offloading is not None:
         runner = OffloadRunner(statistics, meaning, runner)
-    assert runner is not None, "a rule with an effect has a runner"
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:

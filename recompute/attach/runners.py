@@ -10,7 +10,6 @@ from contextlib import nullcontext, suppress
 from types import MethodType
 from typing import Any
 
-import torch
 from torch import nn
 
 from recompute.compiled.captured_region import CaptureCache, CapturedRegion
@@ -21,7 +20,6 @@ from recompute.engine.checkpoint.module_state import RUNNER
 from recompute.engine.checkpoint.region import CheckpointRegion
 from recompute.engine.cut.op_policy import op_policy
 from recompute.engine.host.offload import OffloadRegion
-from recompute.engine.reachable_objects import references_of_function, references_of_modules
 from recompute.engine.saved_tensors import RegionStatistics
 from recompute.engine.scopes import KeepScope, RecipeScope
 from recompute.engine.tape.recorder import TapeRegion
@@ -30,7 +28,23 @@ from recompute.substitution.codec import Blockwise8Bit
 from recompute.substitution.whole_heads import WholeHeads
 
 
-class RootRunner(Runner):
+class OuterRunner(Runner):
+    """A runner around another one, or around the module's own forward."""
+
+    inner: Runner | None
+
+    def run_compiled(self, module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        return (_forward if self.inner is None else self.inner.run_compiled)(module, forward, args, kwargs)
+
+    def run_plain(self, module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        return (_forward if self.inner is None else self.inner.run_plain)(module, forward, args, kwargs)
+
+
+def _forward(module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
+    return forward(*args, **kwargs)
+
+
+class RootRunner(OuterRunner):
     """Opens the scope in which outputs may be dropped, around the model's forward, or around the runner of its rule."""
 
     def __init__(self, statistics: RegionStatistics, inner: Runner | None = None):
@@ -44,16 +58,6 @@ class RootRunner(Runner):
             if self.inner is None:
                 return forward(*args, **kwargs)
             return self.inner.run_training(module, forward, args, kwargs)
-
-    def run_compiled(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        if self.inner is None:
-            return forward(*args, **kwargs)
-        return self.inner.run_compiled(module, forward, args, kwargs)
-
-    def run_plain(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        if self.inner is None:
-            return forward(*args, **kwargs)
-        return self.inner.run_plain(module, forward, args, kwargs)
 
 
 def wrap_forward(inner: Callable[..., Any], module: nn.Module, runner: Runner) -> Callable[..., Any]:
@@ -113,54 +117,36 @@ class KeepRunner(Runner):
 
 
 class CheckpointRunner(Runner):
-    """Runs the whole forward of a module again from its inputs."""
+    """Runs the whole forward of a module, or a decorated function, again from its inputs.
 
-    def __init__(self, statistics: RegionStatistics, module: nn.Module, meaning: Meaning, cache: CaptureCache):
-        self.statistics = statistics
-        self.note = meaning.note
-        self._compiled_region = compiled_region(op_policy(meaning))
-        beyond = references_of_modules(module.modules())
-        self._checkpoint = CheckpointRegion(
-            statistics, op_policy(meaning), beyond=beyond, state_hooks=cache.state_hooks
-        )
-        itself = weakref.ref(module)
+    A function is never captured.
+    """
 
-        def run(forward: Forward, args: tuple, kwargs: dict) -> Any:
-            # A library may have given another module this one's attributes, and so its runner (``higher``, a replica).
-            module = forward.__self__ if isinstance(forward, MethodType) else itself()
-            assert isinstance(module, nn.Module)
-            return self._checkpoint.run(forward, (module,), args, kwargs)
-
-        self.region = _region(statistics, meaning, cache, run)
-
-    def run_training(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        return self.region.run(forward, args, kwargs)
-
-    def run_compiled(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        return self._compiled_region.run(forward, args, kwargs)
-
-
-class FunctionCheckpointRunner(Runner):
-    """Runs a decorated function again from its inputs. It is never captured."""
-
-    def __init__(self, statistics: RegionStatistics, meaning: Meaning, cache: CaptureCache):
+    def __init__(self, statistics: RegionStatistics, module: nn.Module | None, meaning: Meaning, cache: CaptureCache):
         self.statistics = statistics
         self.note = meaning.note
         self._compiled_region = compiled_region(op_policy(meaning))
         self._checkpoint = CheckpointRegion(statistics, op_policy(meaning), state_hooks=cache.state_hooks)
+        if module is not None:
+            itself, checkpoint = weakref.ref(module), self._checkpoint
+            self.region = _region(statistics, meaning, cache, lambda *call: _again(checkpoint, itself(), *call))
 
-    def run_training(self, module: None, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        references = references_of_function(forward)  # at each call, as its globals may change after it is decorated
-        given = [each for each in (*references, *args, *kwargs.values()) if isinstance(each, nn.Module)]
-        parts = [part for each in given for part in each.modules() if not isinstance(part, torch.jit.ScriptModule)]
-        self._checkpoint.reach([*references, *references_of_modules(parts)])
-        return self._checkpoint.run(forward, (), args, kwargs)
+    def run_training(self, module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        if module is None:
+            return self._checkpoint.run(forward, (), args, kwargs)
+        return self.region.run(forward, args, kwargs)
 
-    def run_compiled(self, module: None, forward: Forward, args: tuple, kwargs: dict) -> Any:
+    def run_compiled(self, module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
         return self._compiled_region.run(forward, args, kwargs)
 
 
-class TapeRunner(Runner):
+def _again(checkpoint: CheckpointRegion, module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
+    # A library may have given another module this one's attributes, and so its runner (``higher``, a replica).
+    itself: Any = forward.__self__ if isinstance(forward, MethodType) else module
+    return checkpoint.run(forward, (itself,), args, kwargs)
+
+
+class TapeRunner(OuterRunner):
     """Writes down the ops of a module's or a function's forward, to run some of them again in backward.
 
     inner: runs the module inside of the tape. If kernels do, their ops are written down in the place of the module's.
@@ -185,13 +171,8 @@ class TapeRunner(Runner):
             return self._compiled_region.run(forward, args, kwargs)
         return self._compiled_region.run(self.inner.run, (module, forward, args, kwargs), {})
 
-    def run_plain(self, module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        if self.inner is None:
-            return forward(*args, **kwargs)
-        return self.inner.run_plain(module, forward, args, kwargs)
 
-
-class OffloadRunner(Runner):
+class OffloadRunner(OuterRunner):
     """Takes what is held for backward off the device, and back ahead of use: under every other runner, or none.
 
     inner: drops what need not be held.
@@ -213,11 +194,6 @@ class OffloadRunner(Runner):
     def run_compiled(self, module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
         refuse_offloading()
         return forward(*args, **kwargs)
-
-    def run_plain(self, module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        if self.inner is None:
-            return forward(*args, **kwargs)
-        return self.inner.run_plain(module, forward, args, kwargs)
 
 
 def _region(

@@ -55,12 +55,8 @@ def _runners(
     governed: Collection[str],
     cache: CaptureCache,
 ) -> Iterator[tuple[str, nn.Module, Runner]]:
-    if meaning.mechanism is Mechanism.KEEP:
-        yield path, module, KeepRunner(statistics, meaning) if meaning.offloading is None else PlainRunner(statistics)
-    elif meaning.mechanism is Mechanism.CHECKPOINT:
-        yield path, module, CheckpointRunner(statistics, module, meaning, cache)
-    elif meaning.kernels is Kernels.NEVER:
-        yield path, module, TapeRunner(statistics, meaning, cache)
+    if meaning.mechanism is not Mechanism.TAPE or meaning.kernels is Kernels.NEVER:
+        yield path, module, runner_without_kernels(statistics, module, meaning, cache)
     else:
         runner: Runner
         if meaning.tapes_kernels and not is_head(module):
@@ -80,6 +76,17 @@ def _runners(
         yield path, module, runner
         if kernel is None:
             yield from _kernels_inside(path, module, meaning, governed)
+
+
+def runner_without_kernels(
+    statistics: RegionStatistics, module: nn.Module | None, meaning: Meaning, cache: CaptureCache
+) -> Runner:
+    """What runs a module, or a decorated function, under a rule, but for what offloads. module: None of a function."""
+    if meaning.mechanism is Mechanism.CHECKPOINT:
+        return CheckpointRunner(statistics, module, meaning, cache)
+    if meaning.mechanism is Mechanism.TAPE:
+        return TapeRunner(statistics, meaning, cache)
+    return KeepRunner(statistics, meaning) if meaning.offloading is None else PlainRunner(statistics)
 
 
 def _find_named_kernel(

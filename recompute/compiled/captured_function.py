@@ -93,8 +93,8 @@ class CapturedFrame:
     def run(self) -> tuple[Any, ...]:
         """Run forward; returns the outputs."""
         program, given, statistics = self._program, self._given, self.statistics
-        if program.draws:
-            self._rng = RngState(name=statistics.name)
+        if program.draws_from is not None:
+            self._rng = RngState(program.draws_from, name=statistics.name, only_torch=True)
         self._held: list[Versioned | None]
         self._others: list[Other]
         is_sure = self._region.trusts(program)  # else backward may turn out to need another run of forward

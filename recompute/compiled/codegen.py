@@ -29,7 +29,7 @@ from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.ops import Kind, facts
 from recompute.engine.rng import RngState, WatchedDraws
 from recompute.engine.saved_tensors import seen_as
-from recompute.engine.tape.op_arguments import capture, copied
+from recompute.engine.tape.op_arguments import capture, copied, generators_of
 from recompute.kernels.launch import IMPLEMENTATIONS
 from recompute.kernels.launch_plan import PlannedCall
 
@@ -226,7 +226,8 @@ class Code:
         """
         state = f"r{len(self.recording.calls)}_{len(self.statements)}"
         if facts(call.op).is_foreign:
-            self._write(Statement(f"{state} = RngState(name=name)", [], [state], is_ordered=True))
+            text = f"{state} = RngState({self.named(generators_of(call.op))}, name=name, only_torch=True)"
+            self._write(Statement(text, [], [state], is_ordered=True))
             return state
         reads: list[str] = []
         first = next(call.uses(), None)

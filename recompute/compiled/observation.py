@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
@@ -12,22 +11,29 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
+from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 from recompute.compiled.autocast_settings import Autocast, CallSettings, autocast_in_force, cast_of
+from recompute.compiled.backward_ops import BackwardOps
 from recompute.compiled.following import FollowingRecording
 from recompute.compiled.function_calls import Around, FunctionBackward, FunctionCall, takes_gradient
 from recompute.compiled.program import Program
 from recompute.compiled.program_writer import ObservedFrame, ProgramWriter
 from recompute.compiled.recording import Call, Departure, NotCapturable, Recording, Use
-from recompute.compiled.region_graph import INPUT, OTHER, Edge, ends_of, numbered_nodes, reached_from
+from recompute.compiled.region_graph import (
+    INPUT,
+    OTHER,
+    OTHER_WHEN_RECORDED,
+    Edge,
+    ends_of,
+    numbered_nodes,
+    reached_from,
+)
 from recompute.engine.cut.layout import Layout, are_apart
 from recompute.engine.cut.save_plan import SavePlan
 from recompute.engine.saved_tensors import PackedTensor
-from recompute.engine.tape.autocast import run_as_called
 from recompute.engine.tape.functions import FunctionOp
 from recompute.engine.tape.op_arguments import LISTS
-from recompute.engine.thread_state import local
 
 
 class _Seen(PackedTensor):
@@ -47,56 +53,6 @@ class _Seen(PackedTensor):
 
 
 _ATEN = torch.ops.aten
-
-OTHER_WHEN_RECORDED = frozenset(
-    {
-        "CumprodBackward0",
-        "LinalgHouseholderProductBackward0",
-        "MaskedFillBackward1",
-        "MaskedSelectBackward0",
-        "MaxBackward1",
-        "MedianBackward0",
-        "MinBackward1",
-        "NanmedianBackward0",
-        "OrmqrBackward0",
-        "ProdBackward0",
-        "ProdBackward1",
-    }
-)
-"""The nodes whose formulas make other calls under a dispatch mode, which give other strides or bits.
-
-They are all that were found among the ops of torch's own tests (``op_db``), on strided inputs, too. Clamp, maximum and
-minimum have other formulas as well, but only to fill out of place: see ``_BackwardOps``.
-"""
-
-
-class _BackwardOps(TorchDispatchMode):
-    """Records the calls of a node of the graph.
-
-    Under a mode some formulas fill a fresh result of ``where`` out of place, which makes it contiguous. Without one
-    they fill it in place, and it keeps its strides, which decide in which order later sums go. So here, too, it is
-    filled in place.
-    """
-
-    supports_higher_order_operators = True
-
-    def __init__(self, seen: Observation):
-        super().__init__()
-        self._seen = weakref.ref(seen)  # weakly, because that holds this
-        self._chosen: Callable[[], Tensor | None] = lambda: None
-        """What the last ``where`` gave, as long as it lives."""
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        seen = self._seen()
-        if local.regenerating or seen is None:
-            return op(*args, **kwargs)
-        if op is _ATEN.masked_fill.Scalar and args[0] is self._chosen():
-            op = _ATEN.masked_fill_.Scalar
-        output = seen.run(op, args, kwargs, partial(run_as_called, op, args, kwargs, seen.name))
-        if op is _ATEN.where.self:
-            self._chosen = weakref.ref(output)
-        return output
 
 
 class Observation:
@@ -138,7 +94,7 @@ class Observation:
         """The gradients that a custom Function's node is given while it runs."""
         self._given_back: set[int] = set()
         """The buffers of the gradients that custom Functions have given."""
-        self._mode = _BackwardOps(self)
+        self._mode = BackwardOps(self.run, name)
         self._is_running = False
         try:
             for position, tensor in enumerate(given):

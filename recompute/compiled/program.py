@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -89,8 +90,8 @@ class Program:
     """For each output, the positions of the inputs that its gradient reaches."""
     fixed: tuple[int, ...]
     """Which outputs take no gradient."""
-    draws: bool
-    """Whether forward draws random numbers."""
+    draws_from: tuple[Any, ...] | None
+    """The generators beside torch's own from which forward may draw random numbers; None if it draws none."""
 
     @property
     def kernels(self) -> tuple[GeneratedKernel, ...]:

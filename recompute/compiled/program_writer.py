@@ -19,6 +19,7 @@ from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.ops import Kind, facts, facts_of_call
 from recompute.engine.cut.save_plan import LARGEST_COPY, SavePlan
 from recompute.engine.tape.functions import FunctionOp
+from recompute.engine.tape.op_arguments import generators_of
 
 SMALL = 8
 """What is left for the region's own backward is at least so many times smaller than the outputs that came back."""
@@ -127,7 +128,7 @@ class ProgramWriter:
             shown=tuple([index for index, number in enumerate(self._kept) if self._is_output(number)]),
             reaches=tuple(frame.reaches),
             fixed=tuple(sorted(frame.fixed)),
-            draws=any(map(_may_draw, self._forward)),
+            draws_from=_generators_of([call.op for call in self._forward if _may_draw(call)]),
             **self._given_facts,
         )
 
@@ -373,8 +374,13 @@ def deciding(calls: Sequence[Call], rerun: Collection[int], recording: Recording
 
 def _is_watched(call: Call) -> bool:
     """Whether the random numbers that a call of an op draws are to be the same when it runs again."""
-    known = facts(call.op)
-    return known.kind is Kind.RANDOM or known.is_foreign
+    return (known := facts(call.op)).kind is Kind.RANDOM or known.is_foreign
+
+
+def _generators_of(ops: Sequence[Any]) -> tuple[Any, ...] | None:
+    """The generators that the names in the code of ops lead to; None where there are no ops."""
+    code = [op.function.forward if type(op) is FunctionOp else op for op in ops]
+    return tuple([generator for each in code for generator in generators_of(each)]) if ops else None
 
 
 def _may_draw(call: Call) -> bool:

@@ -14,6 +14,27 @@ INPUT = -1
 OTHER = -1
 """Stands for the slot in an edge that leads to where an input's gradient goes, and is no input's."""
 
+OTHER_WHEN_RECORDED = frozenset(
+    {
+        "CumprodBackward0",
+        "LinalgHouseholderProductBackward0",
+        "MaskedFillBackward1",
+        "MaskedSelectBackward0",
+        "MaxBackward1",
+        "MedianBackward0",
+        "MinBackward1",
+        "NanmedianBackward0",
+        "OrmqrBackward0",
+        "ProdBackward0",
+        "ProdBackward1",
+    }
+)
+"""The nodes whose formulas make other calls under a dispatch mode, which give other strides or bits.
+
+They are all that were found among the ops of torch's own tests (``op_db``), on strided inputs, too. Clamp, maximum and
+minimum have other formulas as well, but only to fill out of place, which an observation undoes.
+"""
+
 Edge = tuple[int, int] | None
 """Where a gradient goes: to a node, by its number, and to which slot of it; None if nobody takes it."""
 Ends = Mapping[Any, Mapping[int, int]]

@@ -15,6 +15,9 @@ from typing import Any
 
 import torch
 
+Getter = Callable[[], Any]
+Setter = Callable[[Any], Any]
+
 _C = torch._C
 _tiny = sys.float_info.min
 
@@ -24,29 +27,16 @@ def _flushes_denormals() -> bool:
     return _tiny * 0.5 == 0.0
 
 
-def _matmul_precision() -> str | None:
-    """None where it contradicts the newer ``fp32_precision``: torch raises an error then."""
-    try:
-        return _C._get_float32_matmul_precision()
-    except RuntimeError:
-        return None
+def _unless_refused(get: Getter, put: Setter) -> tuple[Getter, Setter]:
+    """Of an older setting: None where it contradicts the newer ``fp32_precision``, for torch raises an error then."""
 
+    def getter() -> Any:
+        try:
+            return get()
+        except RuntimeError:
+            return None
 
-def _set_matmul_precision(value: str | None) -> None:
-    if value is not None:
-        _C._set_float32_matmul_precision(value)
-
-
-def _cudnn_allows_tf32() -> bool | None:
-    try:
-        return _C._get_cudnn_allow_tf32()
-    except RuntimeError:
-        return None
-
-
-def _set_cudnn_allows_tf32(value: bool | None) -> None:
-    if value is not None:
-        _C._set_cudnn_allow_tf32(value)
+    return getter, lambda value: None if value is None else put(value)
 
 
 def _determinism() -> tuple[bool, bool]:
@@ -57,19 +47,19 @@ def _set_determinism(value: tuple[bool, bool]) -> None:
     _C._set_deterministic_algorithms(value[0], warn_only=value[1])
 
 
-def _reduced(name: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+def _reduced(name: str) -> tuple[Getter, Setter]:
     put = getattr(_C, f"_set_cublas_allow_{name}_reduced_precision_reduction")
     return getattr(_C, f"_get_cublas_allow_{name}_reduced_precision_reduction"), lambda value: put(*value)
 
 
-def _fp32(backend: str, op: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+def _fp32(backend: str, op: str) -> tuple[Getter, Setter]:
     get, put = _C._get_fp32_precision_getter, _C._set_fp32_precision_setter
     return functools.partial(get, backend, op), functools.partial(put, backend, op)
 
 
 # The order in which attention's backends are tried is not among these. On Hopper torch itself changes it during the
 # first attention (``priority_order`` in ATen/native/transformers/cuda/sdp_utils.cpp), in the middle of a region.
-_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+_SETTINGS: tuple[tuple[Getter, Setter], ...] = (
     (torch.get_default_dtype, _C._set_default_dtype),
     (torch.get_num_threads, torch.set_num_threads),
     (_flushes_denormals, torch.set_flush_denormal),
@@ -87,8 +77,9 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (_C._get_math_sdp_enabled, _C._set_sdp_use_math),
     (_C._get_cudnn_sdp_enabled, _C._set_sdp_use_cudnn),
     (_C._get_math_sdp_allow_fp16_bf16_reduction, _C._set_math_sdp_allow_fp16_bf16_reduction),
-    (_matmul_precision, _set_matmul_precision),  # also sets some of those below, so those, more exact, come after it
-    (_cudnn_allows_tf32, _set_cudnn_allows_tf32),
+    # These two also set some of those below, so those, more exact, come after them.
+    _unless_refused(_C._get_float32_matmul_precision, _C._set_float32_matmul_precision),
+    _unless_refused(_C._get_cudnn_allow_tf32, _C._set_cudnn_allow_tf32),
     _fp32("generic", "all"),
     _fp32("cuda", "all"),
     _fp32("cuda", "matmul"),

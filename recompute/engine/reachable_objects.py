@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._library.custom_ops import CustomOpDef, _maybe_get_opdef
 from torch._ops import OpOverload
 
-from recompute.engine.random_sources import is_random_source
+from recompute.engine.random_sources import GLOBALS, draws_globally, is_random_source
 
 
 def base_of(module: nn.Module) -> type[nn.Module]:
@@ -54,40 +54,6 @@ def taken_apart(value: Any) -> tuple[list[FunctionType], list[Any]]:
     return functions, others
 
 
-def references_of_function(function: Callable[..., Any]) -> list[Any]:
-    """What ``function`` can use without being passed it: bound arguments, closure, defaults and named globals."""
-    found: list[Any] = []
-    pending: list[Any] = [function]
-    seen: set[int] = set()
-    while pending:
-        value = pending.pop()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, functools.partial):
-            inside = [value.func, *value.args, *value.keywords.values()]
-        elif isinstance(value, MethodType):
-            inside = [value.__self__, value.__func__, *getattr(value.__self__, "__dict__", {}).values()]
-        elif isinstance(value, FunctionType):
-            inside = _given_at_definition(value)
-            found += [value.__globals__.get(name) for name in _names(value.__code__)]
-        elif value is function and hasattr(value, "__dict__"):  # an object that can be called
-            inside = [type(value).__call__, *vars(value).values()]
-        else:
-            continue
-        found += inside
-        pending += inside
-    return found
-
-
-def references_of_modules(modules: Iterable[nn.Module]) -> list[Any]:
-    """What the forwards of ``modules`` reach besides arguments, parameters and buffers, by attribute or name."""
-    found: list[Any] = []
-    for module in modules:
-        found += [*references_of_function(type(module).forward), *_attributes_of(module)]
-    return found
-
-
 def find_generators(roots: Iterable[Any]) -> list[Any]:
     """The random generators that ``roots`` may use; see ``walk_references``."""
     return list({id(value): value for value in walk_references(roots) if is_random_source(value)}.values())
@@ -123,6 +89,7 @@ class Walk:
             self._walk_values(values, names)
             while not values:
                 if not self._functions:
+                    self.values += GLOBALS if draws_globally(self.names, self.values) else ()
                     return
                 function, owner = self._functions.pop()
                 if (id(function), id(owner)) not in walked:

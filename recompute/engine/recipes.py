@@ -27,6 +27,7 @@ from recompute.engine.saved_tensors import (
     checked,
     describe,
     fetch,
+    laid_out,
     packed_in,
     seen_as,
     version_of,
@@ -377,8 +378,5 @@ class OuterUnpackRecipe(Recipe):
         self.layout = layout
 
     def regenerate(self, wanted: Collection[int]) -> dict[int, PackedTensor]:
-        tensor = self._saved.get()
-        if tensor.stride() != self.layout.stride and 0 not in self.layout.stride:  # from save_on_cpu, say
-            plain = torch.empty_strided(self.layout.shape, self.layout.stride, dtype=tensor.dtype, device=tensor.device)
-            tensor = plain.copy_(tensor)
+        tensor = laid_out(self._saved.get(), self.layout.stride)
         return {0: KeptTensor(tensor, self.statistics.name)}

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from recompute.engine.random_sources import GLOBALS, CpuSource, CudaSource, RandomSource, source_of
+from recompute.engine.random_sources import CPU, GLOBALS, RandomSource, source_of
 from recompute.errors import RngError
 
 
@@ -17,28 +17,28 @@ class RngState:
 
     __slots__ = ("_defaults", "_states")
 
-    def __init__(self, extra: Iterable[Any] = (), *, name: str = "a region"):
-        """name: of the module that is going to draw; errors mention it."""
+    def __init__(self, extra: Iterable[Any] = (), *, name: str = "a region", only_torch: bool = False):
+        """name: of the module that is going to draw; errors mention it.
+
+        only_torch: leave out Python's and NumPy's, unless they are in ``extra``.
+        """
+        devices = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+        defaults = (*devices, *(() if only_torch else GLOBALS))
         try:
-            self._states = GLOBALS.states()  # others have the same list, so it is never changed, only replaced
-            if torch.cuda.is_initialized():
-                devices = map(CudaSource, torch.cuda.default_generators)
-                self._states = [*self._states, *((source, source.state()) for source in devices)]
+            self._states: list[tuple[RandomSource, Any]] = [(CPU, CPU.state())]
+            for value in (*defaults, *extra):
+                self.include(value)
         except RngError as error:
             raise RngError(f"{name}: {error}") from error
-        self._defaults = len(self._states)
-        for value in extra:
-            self.include(value)
+        self._defaults = 1 + len(defaults)
 
     @staticmethod
     def of(generator: torch.Generator, name: str) -> RngState:
         """The state of one generator alone."""
         captured = object.__new__(RngState)
-        source: RandomSource = GLOBALS.cpu  # a region on CUDA asks for its state, too, and does not draw
-        if generator is not torch.default_generator:
-            source = CudaSource(generator) if generator.device.type == "cuda" else CpuSource(generator)
+        captured._states = []
         try:
-            captured._states = [(source, source.state())]
+            captured.include(generator)
         except RngError as error:
             raise RngError(f"{name}: {error}") from error
         return captured
@@ -47,7 +47,7 @@ class RngState:
         """Also capture the state of ``value``, if it is a source that has not been captured yet."""
         source = source_of(value)
         if source is not None and all(known.generator is not source.generator for known, _ in self._states):
-            self._states = [*self._states, (source, source.state())]
+            self._states.append((source, source.state()))
 
     def extra(self) -> list[Any]:
         """The generators that were included besides the default ones."""
@@ -59,13 +59,7 @@ class RngState:
 
     def drawn(self) -> RngState | None:
         """The captured states of those sources that have been drawn from since; None if there are none."""
-        if self._states is GLOBALS.states():
-            return None
-        changed = [
-            (source, state)
-            for source, state in self._states
-            if (new := source.state()) is not state and not source.same(state, new)
-        ]
+        changed = [(source, state) for source, state in self._states if not source.same(state, source.state())]
         if not changed:
             return None
         drawn = object.__new__(RngState)
@@ -120,6 +114,6 @@ class WatchedDraws(RngState):
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
-        with RngState(self._extra):
+        with RngState(self._extra, only_torch=True):
             self.restore()
             yield

@@ -146,31 +146,6 @@ class ParameterReference(PackedTensor):
         return tensor.as_strided(self.layout.shape, self.layout.stride, self.layout.offset)
 
 
-class ParameterView(PackedTensor):
-    """A view of a parameter, in the memory that the parameter had in forward.
-
-    If that memory has been freed since, as FSDP does, this acts like a ``ParameterReference``.
-
-    parameter: one for which ``may_hold_memory`` is true.
-    """
-
-    __slots__ = ("name", "parameter", "version", "view")
-
-    def __init__(self, parameter: Tensor, view: Tensor, version: int, name: str):
-        self.parameter = parameter
-        self.view = view
-        self.version = version
-        self.name = name
-
-    def get(self) -> Tensor:
-        view = self.view
-        if view.untyped_storage().nbytes():
-            checked(self.parameter, self.version, self.name)
-            return view
-        # Its memory was freed, and the parameter has been gathered into other memory since.
-        return ParameterReference(self.parameter, Layout.of(view), self.version, self.name).get()
-
-
 class VersionGuard:
     """Refuses a DTensor that was changed in place. Its part on this rank, which counts no versions, needs that too."""
 
@@ -241,6 +216,13 @@ class PackedView(PackedTensor):
 
     def get(self) -> Tensor:
         return seen_as(self.whole.get(), self.layout)
+
+
+def laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """``tensor`` with this stride. Hooks like save_on_cpu give back another, in which code may add up otherwise."""
+    if tensor.stride() == stride or 0 in stride:
+        return tensor
+    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def seen_as(tensor: Tensor, layout: Layout) -> Tensor:

@@ -60,34 +60,63 @@ def _goes_without() -> bool:
     return False
 
 
-class RecipeScope:
+class Scope:
+    """A span of forward in which hooks of ours say what is held in the place of what autograd saves."""
+
+    __slots__ = ()
+    is_checkpoint = False
+    holds_elsewhere = False
+    """Whether it may take what it holds off the device."""
+    is_frame = False
+    """Whether it is among the frames that ``recompute.keep`` and memory that is handed out are told of."""
+    book: RecipeBook | None = None
+    """The recipes of what is made inside, if there are any."""
+    outer: Hooks | None = None
+    """The hooks around it."""
+
+    def __enter__(self) -> Any:
+        _push_hooks(self.pack, unpack_saved)
+        local.books.append(self.book)
+        if self.is_frame:
+            local.active_frames.append(self)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        if self.is_frame:
+            local.active_frames.pop()
+        local.books.pop()
+        _pop_hooks()
+
+    def pack(self, tensor: Tensor) -> PackedTensor:
+        """The pack hook: what is held in the place of a tensor."""
+        raise NotImplementedError
+
+    def pack_hidden(self, tensor: Tensor) -> PackedTensor:
+        """``pack``, where there are modes of others."""
+        with hidden_from_modes():
+            return self.pack(tensor)
+
+
+class RecipeScope(Scope):
     """The span in which outputs that recipes give back are dropped, whichever module saves them.
 
     Scopes inside of another one share its book, so that a module in any of them finds the recipe.
     """
 
-    is_checkpoint = False
-
     def __init__(self, statistics: RegionStatistics):
         let_transforms_in()
         self._statistics = statistics
         self.outer = top_hooks()
-        self._book: RecipeBook | None = open_book() or RecipeBook()
+        self.book = open_book() or RecipeBook()
 
-    def __enter__(self) -> None:
-        _push_hooks(self._pack, unpack_saved)
-        local.books.append(self._book)
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
+        self.book = None  # autograd keeps the pack hook, and with it this scope, as long as the graph lives
 
-    def __exit__(self, *error: object) -> None:
-        _pop_hooks()
-        local.books.pop()
-        self._book = None  # autograd keeps the pack hook, and with it this scope, as long as the graph lives
-
-    def _pack(self, tensor: Tensor) -> PackedTensor:
+    def pack(self, tensor: Tensor) -> PackedTensor:
         if (count_dispatch_modes() or count_function_modes()) and has_foreign_modes():
-            with hidden_from_modes():
-                return self._pack(tensor)
-        handle = self._book.handle(local_of(tensor)) if self._book is not None else None
+            return self.pack_hidden(tensor)
+        handle = self.book.handle(local_of(tensor)) if self.book is not None else None
         if handle is not None:
             return PackedDTensor(tensor.detach(), handle, self._statistics.name) if has_layout(tensor) else handle
         return pack_through(self.outer, tensor.detach(), self._statistics.name)

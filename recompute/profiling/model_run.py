@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from recompute.engine.checkpoint.arguments import map_leaves, snapshot
-from recompute.engine.checkpoint.module_state import LearnedBuffers, ModuleState
+from recompute.engine.checkpoint.held_buffers import LearnedBuffers
+from recompute.engine.checkpoint.module_state import ModuleState
 from recompute.engine.reachable_objects import find_generators
 from recompute.engine.rng import RngState
 from recompute.errors import ModelError, MutationError
@@ -63,7 +64,7 @@ def roots(
 @contextmanager
 def left_as_it_was(model: nn.Module, sources: Iterable[Any]) -> Iterator[None]:
     """Inside, ``model`` is in training mode without gradients. At the end it and the random state are as before."""
-    state = ModuleState([model], (), LearnedBuffers())
+    state = ModuleState([model], LearnedBuffers())
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     attributes = [value for module in model.modules() for value in vars(module).values()]
     tensors = [value for value in attributes if type(value) is Tensor]

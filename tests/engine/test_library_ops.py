@@ -66,6 +66,15 @@ def noting(name: str, gives: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]
 
 
 NOISE = {name: library_op(name, drawing(draw)) for name, draw in DRAWS.items()}
+LIBRARY = torch.library.Library("library_ops_test", "FRAGMENT")
+LIBRARY.define("implemented(Tensor x) -> Tensor")
+LIBRARY.impl("implemented", drawing(DRAWS["several"]), "CompositeExplicitAutograd")
+torch.library.register_autograd(
+    "library_ops_test::implemented",
+    lambda ctx, grad: grad * ctx.saved_tensors[0],
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output),
+)
+NOISE["implemented"] = torch.ops.library_ops_test.implemented
 NOISE["tagged"] = library_op("tagged", drawing(DRAWS["several"]), tags=(torch.Tag.nondeterministic_seeded,))
 EFFECTS = {
     "registered": library_op("registered", noting("registered", lambda x: x * 2)),

@@ -23,6 +23,7 @@ from recompute.engine.saved_tensors import (
     KeptTensor,
     PackedByOuterHook,
     describe,
+    laid_out,
     pack_through,
     storage_key,
     top_hooks,
@@ -73,11 +74,8 @@ class _HeldTensor:
         tensor = self.saved.get()
         if type(tensor) is not Tensor and isinstance(tensor, nn.Parameter):
             return tensor
-        if self.stride is not None and tensor.stride() != self.stride and 0 not in self.stride:
-            # Hooks like save_on_cpu give back another layout, in which the same code may add in another order.
-            tensor = torch.empty_strided(tensor.shape, self.stride, dtype=tensor.dtype, device=tensor.device).copy_(
-                tensor
-            )
+        if self.stride is not None:
+            tensor = laid_out(tensor, self.stride)
         tensor = tensor.detach()
         if self.requires_grad:
             tensor.requires_grad_()
@@ -154,9 +152,8 @@ class HeldArguments:
         """Names an argument that has been modified in place since, or that can be used only once, if there is one."""
         for held in self._tensors.values():
             if held.changed():
-                tensor = next(
-                    each for each in (held.original, held.before, *[t for t, _ in held.inner]) if each is not None
-                )
+                known = (held.original, held.before, *[tensor for tensor, _ in held.inner])
+                tensor = next(each for each in known if each is not None)
                 return f"an argument, a {describe(tensor)}, has been modified in place"
         for opaque in self._opaque.values():
             if opaque.changed():
@@ -189,8 +186,8 @@ class HeldArguments:
                 f"in {self._name}: {what} between forward and backward, so the region cannot be run again as it ran"
             )
 
-        restored: dict[int, Any] = {id(held): held.restore() for held in self._tensors.values()}
-        restored |= {id(opaque): opaque.restore() for opaque in self._opaque.values()}
+        parts: list[Any] = [*self._tensors.values(), *self._opaque.values()]
+        restored = {id(part): part.restore() for part in parts}
         return put_together(lambda value: restored.get(id(value), value), self._arguments)
 
 
@@ -356,14 +353,9 @@ def _fingerprint(value: Any, depth: int, seen: dict[int, int]) -> Any:
     if id(value) in seen:
         return "seen", seen[id(value)]
     seen[id(value)] = len(seen)
-    parts: list[Any] = [type(value)]
-    if isinstance(value, dict):
-        parts += [(key, _fingerprint(item, depth - 1, seen)) for key, item in value.items()]
-    elif isinstance(value, (list, tuple)):
-        parts += [_fingerprint(item, depth - 1, seen) for item in value]
-    if _is_opaque(value):
-        parts += [(key, _fingerprint(item, depth - 1, seen)) for key, item in _attributes(value).items()]
-    return parts
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    attributes = _attributes(value).items() if _is_opaque(value) else ()
+    return [type(value), *[(key, _fingerprint(item, depth - 1, seen)) for key, item in (*items, *attributes)]]
 
 
 def snapshot(value: Any) -> Any:
@@ -371,9 +363,8 @@ def snapshot(value: Any) -> Any:
     return _snapshot(value, _DEPTH, {}, [])
 
 
-def _snapshot(
-    value: Any, depth: int, copies: dict[int, Any], generators: list[Any]
-) -> Any:  # no closure, because one that calls itself is a cycle (invariant 8)
+def _snapshot(value: Any, depth: int, copies: dict[int, Any], generators: list[Any]) -> Any:
+    # It is no closure, because one that calls itself is a cycle (invariant 8).
     if not depth or not (isinstance(value, (dict, list, tuple)) or _is_opaque(value)):
         if isinstance(value, GENERATORS):  # ``RngState`` captures their states
             generators.append(value)

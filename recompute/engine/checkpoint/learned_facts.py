@@ -21,10 +21,12 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recompute.engine.checkpoint.module_state import HeldModule, LearnedBuffers
-from recompute.engine.checkpoint.reached_state import Places, ReachedState
+from recompute.engine.checkpoint.held_buffers import LearnedBuffers
+from recompute.engine.checkpoint.module_state import ModuleState
+from recompute.engine.checkpoint.reached_state import Places, ReachedState, alive
 from recompute.engine.cut.ops import EFFECT, facts, is_effect_registered
 from recompute.engine.random_sources import is_random_source
 from recompute.engine.rng import RngState
@@ -51,22 +53,40 @@ class LearnedFacts:
         self.buffers = LearnedBuffers()
         self._places: Places | None = None
 
-    def reach(self, function: Callable[..., Any], modules: Sequence[HeldModule], given: Sequence[Any]) -> ReachedState:
-        """What ``function(...)`` reads beside its arguments, and beside ``modules``, as it is now.
+    def reach(
+        self, function: Callable[..., Any], modules: Sequence[nn.Module], given: Sequence[Any]
+    ) -> tuple[ModuleState, ReachedState]:
+        """What ``function(...)`` reads beside its arguments, as it is now: of modules, and at other places.
 
-        given: what it may call or draw from among its arguments.
+        modules: those it runs. given: what it may call, run or draw from among its arguments.
         """
-        if (places := self._places) is not None:
-            values = places.values()
-            if places.are_those_of(function, modules, given, values):
-                return ReachedState(places, values)
-        self._places = places = Places(function, modules, given)
+        roots = [*modules, *[value for value in given if isinstance(value, nn.Module)]]
+        places = self._places
+        state = ModuleState([*roots, *alive(places.modules)] if places and places.modules else roots, self.buffers)
+        values = None if places is None else places.values()
+        if places is None or values is None or not places.are_those_of(function, state.held, given, values):
+            places, values, state = self._walk(function, roots, given, state if places is None else None)
+        reached = ReachedState(places, values)
+        state.watch([*reached.tensors, *alive(places.tensors)] if places.tensors else reached.tensors)
+        return state, reached
+
+    def _walk(
+        self, function: Callable[..., Any], roots: Sequence[nn.Module], given: Sequence[Any], state: ModuleState | None
+    ) -> tuple[Places, list[Any], ModuleState]:
+        """Find the places anew. state: that of ``roots``, if it is known."""
+        state = state or ModuleState(roots, self.buffers)
+        places = Places(function, state.modules(), given)
         self.is_scripted = any(isinstance(value, torch.jit.ScriptModule) for value in places.reached)
         self.found = [*{id(value): value for value in places.reached if is_random_source(value)}.values()]
         self.generators = None
         self.buffers.may_change_unseen |= places.names_batch_norm
         del places.reached
-        return ReachedState(places, places.values())
+        if places.modules:
+            state = ModuleState([*roots, *alive(places.modules)], self.buffers)
+        values = places.values()
+        places.note(state.held, values)
+        self._places = places  # at last, as other threads may look at it
+        return places, values, state
 
     def watching(self, rng: RngState | None, name: str) -> AbstractContextManager[Any]:
         """A context for a frame. In the first one it notes the generators of ops, and ops that have effects.

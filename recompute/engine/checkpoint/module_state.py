@@ -5,8 +5,6 @@ Both are captured when the frame begins, and put back while it runs again.
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -14,10 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.modules.batchnorm import _NormBase
 
+from recompute.engine.checkpoint.held_buffers import HeldBuffers, LearnedBuffers
 from recompute.engine.dtensors import has_layout
 from recompute.engine.parameter_memory import is_managed_elsewhere
 from recompute.engine.saved_tensors import describe, storage_of, version_of
@@ -37,74 +34,15 @@ HeldModule = tuple[nn.Module, type, dict[str, Any], bool]
 """A module, its class, a copy of its attributes, and whether there are containers or tensors among these."""
 
 
-class LearnedBuffers:
-    """What a region's frames have found out about its buffers, for later frames.
-
-    Buffers are numbered. The keys are the training flags of the modules, because forward may change other buffers in
-    training.
-    """
-
-    __slots__ = ("changing", "copies", "may_change_unseen")
-
-    def __init__(self) -> None:
-        self.may_change_unseen = False
-        """Whether its code names a batch norm, whose kernels write to statistics without a new version."""
-        self.changing: dict[tuple[bool, ...], frozenset[int]] = {}
-        """The buffers that a frame has changed."""
-        self.copies: dict[tuple[bool, ...], _Copies] = {}
-        """Copies of the small buffers that no frame has changed."""
-
-
-class _Copies:
-    """Buffers, and copies of them. All frames share the copies until one of the buffers is changed."""
-
-    __slots__ = ("buffers", "values", "versions")
-
-    def __init__(self, buffers: list[Tensor], values: list[Tensor]):
-        self.buffers = buffers
-        self.values = values
-        self.versions = [version_of(buffer) for buffer in buffers]
-
-    def moved(self) -> list[int]:
-        """The numbers of the buffers that have been changed in place since, as far as versions tell."""
-        pairs = zip(self.buffers, self.versions, strict=True)
-        return [number for number, (buffer, version) in enumerate(pairs) if version_of(buffer) != version]
-
-    def changed(self) -> list[int]:
-        """The numbers of the buffers that have been changed. This compares values too."""
-        moved = self.moved()
-        pairs = zip(self.values, self.buffers, strict=True)
-        return [number for number, pair in enumerate(pairs) if number in moved or _differ(*pair)]
-
-    def are_of(self, buffers: list[Tensor]) -> bool:
-        return len(buffers) == len(self.buffers) and all(map(operator.is_, buffers, self.buffers)) and not self.moved()
-
-
 _ScriptModule = torch.jit.ScriptModule
-_SMALL = 1 << 16
-"""In bytes: copying a buffer of this size takes no longer than launching a kernel."""
-
-
-def _is_small(buffer: Tensor) -> bool:
-    return buffer.layout is torch.strided and buffer.nbytes <= _SMALL
 
 
 class ModuleState:
-    """The classes, attributes, parameters and buffers of the modules that a frame runs.
+    """The classes, attributes, parameters and buffers of the modules that a frame runs."""
 
-    Buffers are of three kinds:
+    __slots__ = ("_are_plain", "_buffers", "_versions", "held")
 
-    - Those that forward itself changes in place, such as batch-norm statistics. They are copied before each frame. The
-      first frame with the same training flags finds out which these are. It compares values and not only versions,
-      because kernels write to some buffers without a new version. Those of a batch norm count as changed anyway: it
-      may write the same value at first.
-    - Small ones that forward does not change. All frames share one copy of them, as long as nobody changes them.
-    - Large ones that forward does not change. They are not copied; the replay is refused if somebody changes them.
-    """
-
-    __slots__ = ("_are_plain", "_before", "_buffers", "_copies", "_flags", "_learned", "_versions", "held")
-
-    def __init__(self, roots: Iterable[nn.Module], tensors: Iterable[Tensor], learned: LearnedBuffers):
+    def __init__(self, roots: Iterable[nn.Module], learned: LearnedBuffers):
         modules = list(roots)
         seen = set(modules)
         parameters: list[Tensor | None] = []
@@ -124,18 +62,11 @@ class ModuleState:
                 self.held.append((module, type(module), attributes, has_parts))
                 if has_parts:
                     loose += [value for value in attributes.values() if type(value) is Tensor]
-        self._flags = tuple([module.training for module in modules]) if buffers else ()
         self._are_plain = _PLAIN.issuperset(map(type, parameters))
         if not _PLAIN.issuperset(map(type, buffers)):  # of wrappers, what they hold is copied and compared
             buffers = [each for buffer in buffers for each in inner_tensors(buffer) or (buffer,)]
-        self._buffers = buffers
-        self._learned = learned
-        self._before: dict[int, Tensor] = {}
-        self._copies: _Copies | None = None
-        if buffers:
-            parameters += self._capture_buffers()
-        parameters += tensors
-        parameters += loose
+        self._buffers = HeldBuffers(buffers, modules, learned) if buffers else None
+        parameters += loose if self._buffers is None else [*self._buffers.uncopied(), *loose]
         self._versions: list[tuple[Tensor, int, bool, StorageWeakRef | None]] = []
         self.watch([t for t in parameters if t is not None])
 
@@ -145,70 +76,22 @@ class ModuleState:
             tensors = [*tensors, *[inner for tensor in tensors for inner in inner_tensors(tensor)]]
         self._versions += [(t, version_of(t), t.requires_grad, storage_of(t)) for t in tensors]
 
-    def _capture_buffers(self) -> list[Tensor]:
-        """Copy the buffers that may have to be put back. Returns those whose versions have to be checked."""
-        buffers, changing = self._buffers, self._learned.changing.get(self._flags)
-        indices = range(len(buffers)) if changing is None else changing
-        self._before = {index: buffers[index].detach().clone() for index in indices}
-        if changing is None:
-            return buffers
-        steady = [buffer for index, buffer in enumerate(buffers) if index not in changing]
-        small = [buffer for buffer in steady if _is_small(buffer)]
-        if small:
-            copies = self._learned.copies.get(self._flags)
-            if copies is None or not copies.are_of(small):
-                copies = _Copies(small, [buffer.detach().clone() for buffer in small])
-                self._learned.copies[self._flags] = copies
-            self._copies = copies
-        return [buffer for buffer in steady if not _is_small(buffer)]
-
     def settle(self) -> None:
-        """The frame has ended: of its copies keep those of buffers that it changed, and share those of small ones."""
-        if self._buffers and self._flags not in self._learned.changing:
-            versions = {id(tensor): version for tensor, version, _, _ in self._versions}
-            copies, self._before = self._before, {}
-            unseen = self._statistics()
-            small = []
-            for index, before in copies.items():
-                buffer = self._buffers[index]
-                if id(buffer) in unseen or version_of(buffer) != versions[id(buffer)] or _differ(before, buffer):
-                    self._before[index] = before
-                elif _is_small(buffer):
-                    small.append(index)
-            self._copies = _Copies([self._buffers[index] for index in small], [copies[index] for index in small])
-            self._learned.changing[self._flags] = frozenset(self._before)
-            self._learned.copies[self._flags] = self._copies
-            self._unwatch([*self._before, *small])
-        elif self._copies is not None and (self._learned.may_change_unseen or self._copies.moved()):
-            # This frame changed some that none before it did.
-            numbers = {id(buffer): index for index, buffer in enumerate(self._buffers)}
-            everything = range(len(self._copies.buffers))
-            for number in everything if self._learned.may_change_unseen else self._copies.changed():
-                self._before[numbers[id(self._copies.buffers[number])]] = self._copies.values[number]
-            self._learned.changing[self._flags] = frozenset(self._before)
-            self._learned.copies.pop(self._flags, None)
-
-    def _statistics(self) -> set[int]:
-        """The ids of the buffers to which a batch norm may write, though neither version nor value may tell."""
-        if self._learned.may_change_unseen:
-            return {id(buffer) for buffer in self._buffers if _is_small(buffer)}
-        norms = [module for module, _, _, _ in self.held if isinstance(module, _NormBase) and module.training]
-        return {id(buffer) for norm in norms for buffer in norm._buffers.values()}
-
-    def _unwatch(self, indices: Iterable[int]) -> None:
-        ours = {id(self._buffers[index]) for index in indices}
-        self._versions = [version for version in self._versions if id(version[0]) not in ours]
+        """The frame has ended: note which buffers it has changed, and watch only those that are not copied."""
+        if self._buffers is not None and self._buffers.settle(self.modules()):
+            copied = set(map(id, self._buffers.all)).difference(map(id, self._buffers.uncopied()))
+            self._versions = [version for version in self._versions if id(version[0]) not in copied]
 
     def modules(self) -> list[nn.Module]:
         return [module for module, _, _, _ in self.held]
 
     def unlearn(self) -> None:
-        """The frame changed something that earlier ones with these flags did not: let the next one learn anew."""
-        self._learned.changing.pop(self._flags, None)
+        if self._buffers is not None:
+            self._buffers.unlearn()
 
     def tensors(self) -> list[Tensor]:
         """The parameters and buffers, which all live anyway (invariant 7)."""
-        return [tensor for tensor, _, _, _ in self._versions] + self._buffers
+        return [tensor for tensor, _, _, _ in self._versions] + ([] if self._buffers is None else self._buffers.all)
 
     def changed(self) -> str | None:
         """Describes a parameter or buffer that has been modified since, or has got other memory; None if none has."""
@@ -243,17 +126,8 @@ class ModuleState:
                 f"in {name}: {what} between forward and backward (an optimizer step?), so the region cannot be run "
                 "again as it ran. Call backward first, or leave this module out of the policy."
             )
-        buffers = [self._buffers[index] for index in self._before]
-        values = list(self._before.values())
-        if self._copies is not None:
-            moved = [number for number in self._copies.moved() if not _is_among(self._copies.buffers[number], buffers)]
-            buffers += [self._copies.buffers[number] for number in moved]
-            values += [self._copies.values[number] for number in moved]
         with ExitStack() as stack:
-            if buffers:
-                stack.enter_context(torch.autograd._unsafe_preserve_version_counter(tuple(buffers)))
-                stack.callback(_assign, buffers, [buffer.detach().clone() for buffer in buffers])
-                _assign(buffers, values)
+            stack.enter_context(_NOTHING if self._buffers is None else self._buffers.replayed())
             for tensor, _, requires_grad, _ in self._versions:
                 if tensor.requires_grad is not requires_grad and tensor.is_leaf:
                     stack.callback(tensor.requires_grad_, tensor.requires_grad)
@@ -358,51 +232,24 @@ def _swap_attributes(states: Iterable[tuple[nn.Module, type, dict[str, Any]]]) -
         _set(module, "__dict__", attributes)
 
 
-def _differ(before: Tensor, now: Tensor) -> bool:
-    if before.is_meta or isinstance(before, FakeTensor):
-        return False
-    if before.layout is not torch.strided:
-        before, now = before.to_dense(), now.to_dense()
-    return not torch.equal(before, now)
-
-
-def _is_among(tensor: Tensor, tensors: Iterable[Tensor]) -> bool:
-    return any(tensor is other for other in tensors)
-
-
-def _assign(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    with torch.no_grad():
-        for buffer, value in zip(buffers, values, strict=True):
-            buffer.copy_(value)
-
-
 class AutocastState:
-    """The autocast state of every device type for which autocast is on: mostly of none."""
+    """Autocast as it is when this is made: mostly off."""
 
-    __slots__ = ("_cache", "_dtypes")
+    __slots__ = ("_settings",)
 
     def __init__(self) -> None:
-        self._dtypes: dict[str, torch.dtype] = {}
+        self._settings: list[tuple[Any, ...]] = []
         if torch._C._is_any_autocast_enabled():
-            self._dtypes = {d: torch.get_autocast_dtype(d) for d in _device_types() if torch.is_autocast_enabled(d)}
-        self._cache = torch.is_autocast_cache_enabled()
+            cache = torch.is_autocast_cache_enabled()
+            self._settings = [(d, torch.get_autocast_dtype(d), torch.is_autocast_enabled(d), cache) for d in _DEVICES]
 
-    def replayed(self) -> AbstractContextManager[None]:
-        return self._replayed() if self._dtypes or torch._C._is_any_autocast_enabled() else _NOTHING
-
-    @contextmanager
-    def _replayed(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            for device in _device_types():
-                if device in self._dtypes or torch.is_autocast_enabled(device):
-                    dtype = self._dtypes.get(device)
-                    stack.enter_context(
-                        torch.autocast(device, dtype=dtype, enabled=dtype is not None, cache_enabled=self._cache)
-                    )
-            yield
+    def replayed(self) -> AbstractContextManager[Any]:
+        if not self._settings and not torch._C._is_any_autocast_enabled():
+            return _NOTHING
+        stack = ExitStack()
+        for device, dtype, is_enabled, cache in self._settings or [(d, None, False, None) for d in _DEVICES]:
+            stack.enter_context(torch.autocast(device, dtype, is_enabled, cache))
+        return stack
 
 
-@functools.cache
-def _device_types() -> tuple[str, ...]:
-    accelerator = torch.accelerator.current_accelerator()
-    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+_DEVICES = ("cpu", "cuda")

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import repeat
-from types import CellType, MemberDescriptorType, MethodType, ModuleType
-from typing import Any
+from types import MemberDescriptorType, MethodType, ModuleType
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,34 +22,15 @@ from torch import Tensor, nn
 from recompute.engine.checkpoint.module_state import PARTS, TORCHS_OWN, HeldModule, copy_of
 from recompute.engine.reachable_objects import Walk, is_foreign
 
+T = TypeVar("T")
+
 _MISSING = object()
 _MANY = 100
 """The contents of a longer list or dict, as a vocabulary, are not noted."""
 
 
-class _Cell:
-    """A variable of a closure."""
-
-    __slots__ = ("_cell",)
-
-    def __init__(self, cell: CellType):
-        self._cell = cell
-
-    def get(self) -> Any:
-        try:
-            return self._cell.cell_contents
-        except ValueError:  # it is empty
-            return _MISSING
-
-    def put(self, value: Any) -> None:
-        if value is _MISSING:
-            del self._cell.cell_contents
-        else:
-            self._cell.cell_contents = value
-
-
 class _Attribute:
-    """An attribute of a class, or one of an object that is in a slot."""
+    """An attribute of a class, one of an object that is in a slot, or what is in the cell of a closure."""
 
     __slots__ = ("name", "owner")
 
@@ -60,7 +41,10 @@ class _Attribute:
     def get(self) -> Any:
         if isinstance(self.owner, type):
             return vars(self.owner).get(self.name, _MISSING)
-        return getattr(self.owner, self.name, _MISSING)
+        try:
+            return getattr(self.owner, self.name)
+        except (AttributeError, ValueError):  # the latter of an empty cell
+            return _MISSING
 
     def put(self, value: Any) -> None:
         if value is _MISSING:
@@ -136,21 +120,22 @@ class _Entry:
 class Places:
     """The places that a region's code reads, as one of its frames has found them."""
 
-    def __init__(self, function: Callable[..., Any], modules: Sequence[HeldModule], given: Sequence[Any]):
-        """function: what the region runs. modules: their state is noted elsewhere. given: arguments to look at."""
-        own = [module for module, *_ in modules]
+    def __init__(self, function: Callable[..., Any], own: Sequence[nn.Module], given: Sequence[Any]):
+        """function: what the region runs. own: modules whose state is noted elsewhere. given: arguments to look at."""
         walk = Walk((function, *own, *given))
         self.reached = walk.values
         self.names_batch_norm = any("batch_norm" in name or "instance_norm" in name for name in walk.names)
         self._code = [*map(_weakly, _code_of(function, given))]
-        self._kinds = [kind for _, kind, _, _ in modules]
-        self._counts = [len(attributes) for _, _, attributes, _ in modules]
-        self._names = [tuple(attributes.keys() - TORCHS_OWN) for _, _, attributes, _ in modules]
-        places: list[Any] = [*map(_Cell, walk.cells.values())]
+        known = set(map(id, own))
+        found = {id(value): value for value in walk.values if isinstance(value, nn.Module) and id(value) not in known}
+        # A module around the region's own does not run inside of it, though a hook, say, may know it.
+        inside = [value for value in found.values() if known.isdisjoint(map(id, value.modules()))]
+        self.modules = [weakref.ref(value) for value in inside]
+        """Those that names in the code lead to, beside the region's own."""
+        places: list[Any] = [_Attribute(cell, "cell_contents") for cell in walk.cells.values()]
         if reads_environment(walk):
             places.append(_Environment())
         entries = dict(walk.globals)
-        known = set(map(id, own))
         for value in {id(value): value for value in walk.values}.values():
             if isinstance(value, threading.local):
                 places.append(_ThreadLocal(value))
@@ -163,7 +148,18 @@ class Places:
         self._spaces = [space for space, _ in kept]
         self._keys = [key for _, key in kept]
         self._others = places
-        self._objects = [*map(_weakly, self._objects_at(self.values(), modules))]
+
+    def note(self, modules: Sequence[HeldModule], values: Sequence[Any]) -> None:
+        """The state of the region's modules, and what is at the places, when they were found."""
+        self._kinds = [kind for _, kind, _, _ in modules]
+        self._counts = [len(attributes) for _, _, attributes, _ in modules]
+        self._names = [tuple(attributes.keys() - TORCHS_OWN) for _, _, attributes, _ in modules]
+        self._objects = [*map(_weakly, self._objects_at(values, modules))]
+        found: list[Tensor] = []
+        pairs = zip(modules, self._names, strict=True)
+        _collect_tensors([attributes[name] for (_, _, attributes, _), names in pairs for name in names], found, 0)
+        self.tensors = [weakref.ref(tensor) for tensor in found if type(tensor) is not Tensor]
+        """The wrappers among the attributes of modules: ``ModuleState`` watches other tensors there."""
 
     def values(self) -> list[Any]:
         """What is at the places now."""
@@ -244,6 +240,10 @@ def _collect_tensors(values: Iterable[Any], found: list[Tensor], depth: int) -> 
             found.append(value)
         elif type(value) in _CONTAINERS and len(value) <= _MANY and depth < _DEPTH:
             _collect_tensors(value.values() if isinstance(value, dict) else value, found, depth + 1)
+
+
+def alive(references: Iterable[weakref.ref[T]]) -> list[T]:
+    return [value for reference in references if (value := reference()) is not None]
 
 
 def _weakly(value: Any) -> Callable[[], Any]:

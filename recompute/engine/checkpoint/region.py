@@ -15,7 +15,7 @@ import re
 import weakref
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from recompute.engine.bit_comparison import count_different, is_verifying
 from recompute.engine.checkpoint.arguments import HeldArguments
 from recompute.engine.checkpoint.learned_facts import LearnedFacts
-from recompute.engine.checkpoint.module_state import AutocastState, ModuleState
-from recompute.engine.checkpoint.reached_state import ReachedState
+from recompute.engine.checkpoint.module_state import AutocastState
 from recompute.engine.checkpoint.replay import ExpectedTensor, OpNames, Replay, ReplayComplete
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.op_policy import OpPolicy
@@ -36,9 +35,7 @@ from recompute.engine.modes import (
     count_function_modes,
     has_foreign_modes,
     hidden_from_any_modes,
-    hidden_from_modes,
 )
-from recompute.engine.parameter_memory import may_hold_memory
 from recompute.engine.random_sources import is_random_source
 from recompute.engine.recipes import Handle, Recipe
 from recompute.engine.rng import RngState
@@ -47,22 +44,18 @@ from recompute.engine.saved_tensors import (
     PackedDTensor,
     PackedTensor,
     ParameterReference,
-    ParameterView,
     RegionStatistics,
     StorageKey,
     pack_through,
     storage_key,
     top_hooks,
-    unpack_saved,
     version_of,
 )
-from recompute.engine.scopes import let_transforms_in
+from recompute.engine.scopes import Scope, let_transforms_in
 from recompute.engine.tape.recorder import TapeRegion
-from recompute.engine.thread_state import is_fake, local
+from recompute.engine.thread_state import is_fake
 from recompute.engine.wrapper_tensors import inner_tensors, nbytes_held
 from recompute.errors import RegenerationError, warn
-
-T = TypeVar("T")
 
 StateHook = tuple[Callable[[], Any], Callable[[Any], AbstractContextManager[Any]]]
 """For state that nothing here can see: what forward calls to note it, and the span in which that is in force again."""
@@ -81,24 +74,15 @@ class CheckpointRegion:
         statistics: RegionStatistics,
         op_policy: OpPolicy,
         *,
-        beyond: Iterable[Any] = (),
         state_hooks: Iterable[StateHook] = (),
     ):
-        """op_policy: of the tape. beyond: what it reaches other than its arguments, and its modules' tensors."""
+        """op_policy: of the tape."""
         let_transforms_in()
         self.statistics = statistics
         self.state_hooks = tuple(state_hooks)
         self._op_policy = op_policy
         self._tape: TapeRegion | None = None
         self.learned = LearnedFacts()
-        self.reach(beyond)
-
-    def reach(self, beyond: Iterable[Any]) -> None:
-        """Take care of the random generators, tensors and modules in ``beyond``."""
-        unique = {id(value): value for value in beyond}.values()
-        self.sources = [value for value in unique if is_random_source(value)]
-        self.tensors = [weakref.ref(value) for value in unique if isinstance(value, Tensor)]
-        self.modules = [weakref.ref(value) for value in unique if isinstance(value, nn.Module)]
 
     def run(self, function: Callable[..., Any], modules: tuple[nn.Module, ...], args: tuple, kwargs: dict) -> Any:
         """``function(*args, **kwargs)``, which may use ``modules``, with what it saves dropped."""
@@ -115,14 +99,10 @@ class CheckpointRegion:
         return result
 
 
-def _alive(references: Iterable[weakref.ref[T]]) -> list[T]:
-    return [value for reference in references if (value := reference()) is not None]
-
-
-class CheckpointFrame(Recipe):
+class CheckpointFrame(Scope, Recipe):
     """One run of a region. Its values are what autograd saved, numbered in order."""
 
-    is_checkpoint = True
+    is_checkpoint = is_frame = True
     __slots__ = (
         "_autocast",
         "_context",
@@ -150,26 +130,19 @@ class CheckpointFrame(Recipe):
         kwargs: dict,
         modes: ActiveModes,
     ):
-        super().__init__(region.statistics, "a checkpoint")
+        Recipe.__init__(self, region.statistics, "a checkpoint")
         region.statistics.frames += 1
         self._region = region
         self._function = function
         self._modes = modes
         self._inputs = HeldArguments((args, kwargs), region.statistics.name)
-        if self._inputs.others:
-            modules += tuple(value for value in self._inputs.others if isinstance(value, nn.Module))
-        if region.modules:
-            modules += tuple(_alive(region.modules))
-        self._state = ModuleState(modules, _alive(region.tensors), region.learned.buffers)
+        given, learned = self._inputs.others, region.learned
+        self._state, self._reached = learned.reach(function, modules, given)
         self._rng: RngState | None = None
-        self._reached: ReachedState | None = None
         if not is_fake():
-            given, learned = self._inputs.others, region.learned
-            self._reached = learned.reach(function, self._state.held, given)
-            self._state.watch(self._reached.tensors)
             found = learned.found if learned.generators is None else learned.generators
-            sources = [*region.sources, *found, *filter(is_random_source, given)]
-            self._rng = RngState(sources, name=region.statistics.name)
+            sources = [*found, *filter(is_random_source, given)]
+            self._rng = RngState(sources, name=region.statistics.name, only_torch=True)
         self._context = contextvars.copy_context()
         self._hooked = [(restored, snapshot()) for snapshot, restored in region.state_hooks]
         self._autocast = AutocastState()
@@ -179,27 +152,19 @@ class CheckpointFrame(Recipe):
         self._pins: list[KeptTensor] = []
         self.outer = top_hooks()
 
-    def __enter__(self) -> None:
-        _push_hooks(self._pack, unpack_saved)
-        local.books.append(None)
-        local.active_frames.append(self)
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *trace: object) -> None:
-        _pop_hooks()
-        local.active_frames.pop()
-        local.books.pop()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
         if kind is not None:  # what the region made before the error may live on, so it is kept
             for ref in self.handles:
                 if (handle := ref()) is not None and handle.tensor is not None:
                     handle.keep(KeptTensor(handle.tensor.detach(), self.statistics.name, handle.version))
 
-    def _pack(self, tensor: Tensor) -> PackedTensor:
+    def pack(self, tensor: Tensor) -> PackedTensor:
         if (count_dispatch_modes() or count_function_modes()) and has_foreign_modes():
-            with hidden_from_modes():
-                return self._pack(tensor)
+            return self.pack_hidden(tensor)
         if type(tensor) is not Tensor:
             if has_layout(tensor):
-                return PackedDTensor(tensor.detach(), self._pack(local_of(tensor)), self.statistics.name)
+                return PackedDTensor(tensor.detach(), self.pack(local_of(tensor)), self.statistics.name)
             tensor = local_of(tensor)
             if type(tensor) is nn.Parameter:
                 tensor = tensor.detach()  # its present memory: a library that gathers weights may soon swap it
@@ -316,9 +281,8 @@ class CheckpointFrame(Recipe):
             if parameter.dtype is tensor.dtype and (now == version or has_layout(parameter)):
                 part = local_of(parameter)
                 is_whole = tensor.shape == part.shape and tensor.stride() == part.stride()  # at its offset
-                if is_whole or not may_hold_memory(parameter):
-                    return ParameterReference(parameter, Layout.of(tensor), now, self.statistics.name)
-                return ParameterView(parameter, tensor.detach(), now, self.statistics.name)
+                memory = None if is_whole else tensor.untyped_storage()
+                return ParameterReference(parameter, Layout.of(tensor), now, self.statistics.name, memory)
         if all_are and version == version_of(tensor):  # the hooks around this frame decide how
             return pack_through(self.outer, tensor.detach(), self.statistics.name)
         return KeptTensor(tensor.detach(), self.statistics.name, version)
@@ -359,9 +323,9 @@ class CheckpointFrame(Recipe):
         with (
             _without_transforms(),
             self._state.replayed(self.statistics.name),
-            _NOTHING if self._reached is None else self._reached.replayed(),
+            self._reached.replayed(),
             # Put back all generators afterwards. One that forward left where it was may move now: torch.manual_seed(0).
-            _NOTHING if is_fake() else RngState(self._region.learned.generators or ()),
+            _NOTHING if is_fake() else RngState(self._region.learned.generators or (), only_torch=True),
             _NOTHING if self._rng is None else self._rng.replayed(),
             self._autocast.replayed(),
             self.group.numerics.replayed(),

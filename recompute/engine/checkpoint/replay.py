@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from recompute.engine.dtensors import has_layout, local_of
-from recompute.engine.modes import count_dispatch_modes, count_function_modes, has_foreign_modes, hidden_from_modes
+from recompute.engine.modes import count_dispatch_modes, count_function_modes, has_foreign_modes
 from recompute.engine.saved_tensors import (
     KeptTensor,
     PackedDTensor,
@@ -18,12 +18,8 @@ from recompute.engine.saved_tensors import (
     StorageKey,
     describe,
     storage_key,
-    unpack_saved,
 )
-from recompute.engine.thread_state import local
-
-_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
-_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+from recompute.engine.scopes import Scope
 
 
 class ReplayComplete(Exception):
@@ -34,7 +30,7 @@ ExpectedTensor = tuple[torch.Size, torch.dtype, StorageKey]
 """The shape and dtype of the tensor of a slot, and the key of its storage, which means nothing once that is freed."""
 
 
-class Replay:
+class Replay(Scope):
     """A frame being run again, to collect the values of the slots in ``wanted``.
 
     name: of the region, for messages.
@@ -43,7 +39,7 @@ class Replay:
     living: by slot, the parameter or input with which the tensor there shares its storage.
     """
 
-    is_checkpoint = True
+    is_checkpoint = is_frame = True
 
     def __init__(
         self,
@@ -67,7 +63,6 @@ class Replay:
         self.is_done = False
         self.op = "an op"
         self._ops: dict[int, str] = {}  # the op that saved each value
-        self.outer = None
         self._pins = 0
         self._refusal: str | None = None
 
@@ -75,21 +70,16 @@ class Replay:
         self._refusal = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
         if self._refusal is not None:  # backward may run where hooks are disabled, though forward did not
             torch._C._autograd._saved_tensors_hooks_enable()
-        _push_hooks(self._pack, unpack_saved)
-        local.books.append(None)
-        local.active_frames.append(self)
+        super().__enter__()
 
-    def __exit__(self, *error: object) -> None:
-        _pop_hooks()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
         if self._refusal is not None:
             torch._C._autograd._saved_tensors_hooks_disable(self._refusal)
-        local.active_frames.pop()
-        local.books.pop()
 
-    def _pack(self, tensor: Tensor) -> PackedTensor:
+    def pack(self, tensor: Tensor) -> PackedTensor:
         if (count_dispatch_modes() or count_function_modes()) and has_foreign_modes():
-            with hidden_from_modes():
-                return self._pack(tensor)
+            return self.pack_hidden(tensor)
         slot = self.count
         self.count += 1
         if not self._missing:

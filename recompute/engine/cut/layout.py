@@ -33,6 +33,17 @@ class Layout(NamedTuple):
         return True
 
 
+def is_dense(layout: Layout, nbytes: int) -> bool:
+    """Whether a tensor of ``layout`` covers every byte of a storage of ``nbytes`` exactly once."""
+    step = 1
+    for stride, size in sorted(zip(layout.stride, layout.shape, strict=True)):
+        if size != 1:
+            if stride != step:
+                return False
+            step *= size
+    return bool(layout.offset == 0) and step * layout.dtype.itemsize == nbytes
+
+
 def are_apart(one: Layout, other: Layout) -> bool:
     """Whether two tensors in one storage are slices of one tensor along a dimension, and have no element in common."""
     first, second = sorted((one, other), key=lambda layout: int(layout.offset))

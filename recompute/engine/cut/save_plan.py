@@ -83,14 +83,10 @@ class SavedTensorRow(NamedTuple):
 class StepInstruction(NamedTuple):
     """What a frame that follows a plan expects and does at a step."""
 
-    op: Any
+    step: TapeStep
     matters: bool
     """Whether there is anything to do but to run it."""
     runs_again: bool
-    unobserved: bool
-    op_policy: Any
-    inputs: tuple[int, ...]
-    made: tuple[int, ...]
     layouts: tuple[Layout, ...]
     """The layouts of what it makes."""
     tracked_overwritten: frozenset[int]
@@ -240,19 +236,7 @@ class SavePlan:
             runs_again = index in self.rerun_set
             matters = runs_again or step.op is KEEP or step.writes or not self.tracked.isdisjoint(step.made)
             layouts = tuple([self.facts[number].layout for number in step.made])
-            instructions.append(
-                StepInstruction(
-                    step.op,
-                    matters,
-                    runs_again,
-                    step.unobserved,
-                    step.op_policy,
-                    step.inputs,
-                    step.made,
-                    layouts,
-                    overwritten,
-                )
-            )
+            instructions.append(StepInstruction(step, matters, runs_again, layouts, overwritten))
         return tuple(instructions)
 
     @cached_property

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from recompute.engine.cut.layout import Layout
+from recompute.engine.cut.layout import Layout, is_dense
 
 _TOLERATE = frozenset(
     f"aten.{name}"
@@ -47,11 +47,5 @@ def can_be_codes(layout: Layout, nbytes: int) -> bool:
 
     nbytes: of that memory.
     """
-    if layout.dtype not in (torch.float16, torch.bfloat16, torch.float32) or layout.offset:
-        return False
-    expected = 1
-    for stride, size in sorted(zip(layout.stride, layout.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return expected >= LEAST_NUMEL and expected * layout.dtype.itemsize == nbytes
+    is_of_numbers = layout.dtype in (torch.float16, torch.bfloat16, torch.float32)
+    return is_of_numbers and layout.shape.numel() >= LEAST_NUMEL and is_dense(layout, nbytes)

@@ -25,7 +25,8 @@ from torch.utils._pytree import tree_leaves
 from recompute.engine.cut.layout import Layout
 from recompute.engine.dtensors import has_layout, local_of
 from recompute.engine.host.host_memory import HostBuffer, pool_in
-from recompute.engine.modes import count_dispatch_modes, count_function_modes, has_foreign_modes, hidden_from_modes
+from recompute.engine.modes import count_dispatch_modes, count_function_modes, has_foreign_modes
+from recompute.engine.recipe_book import open_book
 from recompute.engine.recipes import Recipe, RecipeGroup
 from recompute.engine.saved_tensors import (
     KeptTensor,
@@ -36,17 +37,13 @@ from recompute.engine.saved_tensors import (
     has_only_our_hooks,
     pack_through,
     top_hooks,
-    unpack_saved,
     version_of,
 )
-from recompute.engine.scopes import let_transforms_in
+from recompute.engine.scopes import Scope, let_transforms_in
 from recompute.engine.tape.op_arguments import parameter_of
 from recompute.engine.thread_state import is_in_cuda_graph, local, working
 from recompute.errors import UnsupportedError
 from recompute.policy.meaning import Offloading, travelling
-
-_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
-_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 
 
 class OffloadRegion:
@@ -79,14 +76,13 @@ class OffloadRegion:
         return result
 
 
-class OffloadFrame:
+class OffloadFrame(Scope):
     """One execution of a region, and the scope in which what is saved is offloaded."""
 
-    is_checkpoint = False
     holds_elsewhere = True
 
     def __init__(self, region: OffloadRegion, *, counts: bool):
-        self.outer = top_hooks()
+        self.outer, self.book = top_hooks(), open_book()
         self._region = region
         self._counts = counts
         self._sizes: list[int] = []
@@ -107,12 +103,6 @@ class OffloadFrame:
         self._before: weakref.ref[OffloadFrame] | None = None
         self._task = -1
         """The backward in which its copies were last started."""
-
-    def __enter__(self) -> None:
-        _push_hooks(self._pack, unpack_saved)
-
-    def __exit__(self, *error: object) -> None:
-        _pop_hooks()
 
     def end(self, result: Any) -> None:
         """The region has returned ``result``."""
@@ -153,10 +143,9 @@ class OffloadFrame:
             if (copy := reference()) is not None:
                 copy.let_go()
 
-    def _pack(self, tensor: Tensor) -> PackedTensor:
+    def pack(self, tensor: Tensor) -> PackedTensor:
         if (count_dispatch_modes() or count_function_modes()) and has_foreign_modes():
-            with hidden_from_modes():
-                return self._pack(tensor)
+            return self.pack_hidden(tensor)
         packed = pack_through(self.outer, tensor.detach(), self._region.statistics.name)
         if type(packed) is not KeptTensor or parameter_of(tensor) is not None:
             return packed  # a recipe gives it back, or it lives anyway
@@ -244,14 +233,14 @@ class OffloadedStorage(Recipe):
     The handles that stand for views of it share what came back, as those of any recipe do.
     """
 
-    __slots__ = ("_buffer", "_came_back", "_copied", "_device", "_guard", "_here", "_version", "source", "whole")
+    __slots__ = ("_buffer", "_came_back", "_copied", "_device", "_guard", "_here", "source", "version", "whole")
 
     def __init__(self, tensor: Tensor, region: OffloadRegion, statistics: RegionStatistics, group: RecipeGroup):
         """tensor: any view of the storage. statistics: that counts coming back."""
         super().__init__(statistics, "a copy off the device", group)
         storage = tensor.untyped_storage()
         self.source = StorageWeakRef(storage)
-        self._version = version_of(tensor)
+        self.version = version_of(tensor)
         self._guard = None if isinstance(tensor, FakeTensor) else _shell_of(tensor)
         self._device = tensor.device
         here = _bytes_of(tensor)
@@ -268,10 +257,6 @@ class OffloadedStorage(Recipe):
             self._buffer = pool_in(offloading.directory).buffer(
                 here.numel(), offloading.max_host_bytes, pin=here.is_cuda, who=region.statistics.name
             )
-
-    @property
-    def version(self) -> int:
-        return self._version
 
     def start(self) -> None:
         """Start the copy."""
@@ -311,7 +296,7 @@ class OffloadedStorage(Recipe):
     def regenerate(self, wanted: Collection[int]) -> dict[int, PackedTensor]:
         name = self.statistics.name
         if self._guard is not None:
-            checked(self._guard, self._version, name)
+            checked(self._guard, self.version, name)
         if self._here is not None:
             return dict.fromkeys(wanted, KeptTensor(self._here, name))
         memory, event = self._came_back or self._copy_back()

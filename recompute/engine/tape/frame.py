@@ -10,7 +10,7 @@ from what it still has. Recipes are always made from the frame's own arguments.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Collection, Hashable
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from recompute.engine.bit_comparison import is_verifying
 from recompute.engine.compression import Codec
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.op_policy import OpPolicy
-from recompute.engine.cut.ops import Kind, OpFacts, seconds, tensors_in
+from recompute.engine.cut.ops import Kind, seconds, tensors_in
 from recompute.engine.cut.save_plan import (
     HAND_OUT,
     KEEP,
@@ -49,13 +49,13 @@ from recompute.engine.saved_tensors import (
 from recompute.engine.tape.exposed_memory import bytes_of
 from recompute.engine.tape.frame_values import FrameValues, PlanMismatch, without_graph
 from recompute.engine.tape.kept_values import KeptValues, PackKept, make_recipes, resolve_handles
-from recompute.engine.tape.op_arguments import NotRegenerable, at, is_plain, parameter_of
+from recompute.engine.tape.op_arguments import NotRegenerable, is_plain, parameter_of
 from recompute.engine.tape.recorded_call import (
     MadeTensor,
+    OpCall,
     RecordedCall,
     agree,
     count_writes,
-    facts_of,
     made_by,
     record_call,
     writable,
@@ -82,15 +82,13 @@ class TapeFrame:
         """All arguments are the region's. last: the plan of its last frame."""
         self.statistics = statistics
         self.outer = top_hooks()
-        self.plan: SavePlan | None = None
-        """The plan that this frame has followed so far."""
         self._op_policy = op_policy
         self._plan_cache = plan_cache
         self._variant = variant
         self._last = last
         self._codec = codec
         self._book = open_book()
-        self._values = FrameValues(statistics.name, self._book, compares=is_verifying() and codec is None)
+        self.values = FrameValues(statistics.name, self._book, compares=is_verifying() and codec is None)
         self.has_begun = False
         self._guard: Hashable = None
         self._is_deoptimized = False
@@ -120,7 +118,9 @@ class TapeFrame:
         self.has_begun = True
         last = self._last
         self._guard = (self._op_policy, self._variant, event, layout)
-        self.plan = last if last is not None and last.guard == self._guard else self._plan_cache.get(self._guard)
+        is_alike = last is not None and last.guard == self._guard
+        if (plan := last if is_alike else self._plan_cache.get(self._guard)) is not None:
+            self.values.follow(plan)
 
     def begin(self, op: Any, args: tuple) -> None:
         """The first op is about to run."""
@@ -132,12 +132,13 @@ class TapeFrame:
 
         If the plan has another step here, this deoptimizes and returns None. op_policy: the one in force.
         """
-        plan = self.plan
+        plan = self.values.plan
         assert plan is not None
         instructions = plan.instructions
         if self._count < len(instructions):
             instruction = instructions[self._count]
-            if instruction.op is op and instruction.unobserved == unobserved and instruction.op_policy is op_policy:
+            step = instruction.step
+            if step.op is op and step.unobserved == unobserved and step.op_policy is op_policy:
                 if not instruction.matters:
                     self._count += 1
                 return instruction
@@ -147,9 +148,9 @@ class TapeFrame:
     @runs_hidden_from_modes
     def deoptimize(self) -> None:
         """Go on without the plan: take back what the frame has let go of, so that nothing depends on the plan now."""
-        plan = self.plan
+        plan = self.values.plan
         assert plan is not None
-        values = self._values
+        values = self.values
         with sharing_values():
             for dropped, stand_in in self._find_stand_ins():
                 dropped.tensor = stand_in.get()
@@ -163,8 +164,7 @@ class TapeFrame:
         self._steps = list(plan.steps[: self._count])
         size = max([number + 1 for step in self._steps for number in step.made], default=0)
         size = max([size, *(number + 1 for number in values.versions)])
-        values.facts = list(plan.facts[:size])
-        self.plan = None
+        values.plan, values.facts = None, list(plan.facts[:size])
         self._is_deoptimized = True
         self._stand_ins = None
 
@@ -173,7 +173,7 @@ class TapeFrame:
 
         Recipes that none of these needs are freed here, so that no value is held for them.
         """
-        plan = self.plan
+        plan = self.values.plan
         assert plan is not None
         recipes = self._make_recipes(plan, self._as_it_is)
         found = []
@@ -189,130 +189,104 @@ class TapeFrame:
             self._stand_ins = weakref.WeakKeyDictionary(self._find_stand_ins())
         return self._stand_ins[handle].get()
 
-    def run(
-        self,
-        op: Any,
-        known: OpFacts,
-        reason: str,
-        args: tuple,
-        kwargs: dict[str, Any],
-        unobserved: bool,
-        op_policy: OpPolicy,
-        function: Callable[..., Any] | None = None,
-    ) -> Any:
-        """Run a step that no plan foresees, and write it down.
-
-        reason: why it cannot run again; "" if it may. op_policy: the one in force.
-        function: what runs, if not ``op``. It adds to ``args`` what it reaches.
-        """
-        call: RecordedCall | None = None
+    def run(self, call: OpCall) -> Any:
+        """Run a step that no plan foresees, and write it down."""
+        known = call.known
+        recorded: RecordedCall | None = None
         inputs: tuple[int, ...] = ()
         try:
-            if not unobserved:
-                call, inputs = record_call(self._values, None, op, known, reason, args, kwargs)
+            if not call.unobserved:
+                recorded, inputs = record_call(self.values, call)
         except NotRegenerable as error:
-            reason = reason or str(error)
-        if known.running_statistics and call is not None:
-            reason = ""
-        output = op(*args, **kwargs) if function is None else function()
+            call = call._replace(reason=call.reason or str(error))
+        if known.running_statistics and recorded is not None:
+            call = call._replace(reason="")
+        output = call.op(*call.args, **call.kwargs) if call.function is None else call.function()
         if known.writes:
-            count_writes(at(known.writes, args, kwargs))
-        made = made_by(self._values, None, known, reason, unobserved, args, kwargs, output)
+            count_writes(call)
+        made = made_by(self.values, call, output)
+        reason = call.reason
         if made is None:
-            made, call, reason = [], None, reason or "its output shares memory with another tensor"
-        if call is not None and (call := call.after(known)) is None:
+            made, recorded, reason = [], None, reason or "its output shares memory with another tensor"
+        if recorded is not None and (recorded := recorded.after(known)) is None:
             reason = "it draws random numbers, and not from the generator that it should"
-        costs = 0.0 if reason else seconds(op, args, kwargs, output)
-        self._write_down(op, known, reason, inputs, made, call, unobserved, op_policy, costs)
+        costs = 0.0 if reason else seconds(call.op, call.args, call.kwargs, output)
+        self._write_down(call, reason, inputs, made, recorded, costs)
         return output
 
-    def run_planned(
-        self,
-        instruction: StepInstruction,
-        op: Any,
-        known: OpFacts,
-        reason: str,
-        args: tuple,
-        kwargs: dict[str, Any],
-        function: Callable[..., Any] | None = None,
-    ) -> Any:
-        """Run a step as the plan has foreseen it, or give the plan up. function: what runs, if not ``op``."""
-        values, plan, unobserved = self._values, self.plan, instruction.unobserved
+    def run_planned(self, instruction: StepInstruction, call: OpCall) -> Any:
+        """Run a step as the plan has foreseen it, or give the plan up."""
+        values, known, is_function = self.values, call.known, call.function is not None
+        plan, step = values.plan, instruction.step
         assert plan is not None
-        call = None
-        is_pure = known.kind is Kind.PURE and not unobserved
+        recorded = None
+        is_pure = known.kind is Kind.PURE and not call.unobserved
         try:
-            if not is_pure and function is None and not self._writes_as_foreseen(instruction, known, args, kwargs):
+            if not is_pure and not is_function and not self._writes_as_foreseen(instruction, call):
                 raise PlanMismatch
             if instruction.runs_again:
-                call, inputs = record_call(values, plan, op, known, reason, args, kwargs, instruction.inputs)
-                if call is None or inputs != instruction.inputs:
+                recorded, inputs = record_call(values, call, step.inputs)
+                if recorded is None or inputs != step.inputs:
                     raise PlanMismatch
         except (PlanMismatch, NotRegenerable):
-            if self.plan is not None:
+            if self.values.plan is not None:
                 self.deoptimize()
-            return self.run(op, known, reason, args, kwargs, unobserved, instruction.op_policy, function)
-        output = op(*args, **kwargs) if function is None else function()
-        if is_pure and len(instruction.made) == 1 and (call is None or call.rng is None) and is_plain(output):
+            return self.run(call)
+        output = call.op(*call.args, **call.kwargs) if call.function is None else call.function()
+        if is_pure and len(step.made) == 1 and (recorded is None or recorded.rng is None) and is_plain(output):
             storage = output.untyped_storage()
             if storage._cdata not in values.current and Layout.of(output) == instruction.layouts[0]:
-                if call is not None:
-                    self._calls[self._count] = call
+                if recorded is not None:
+                    self._calls[self._count] = recorded
                 self._count += 1
-                if (number := instruction.made[0]) in plan.tracked:
+                if (number := step.made[0]) in plan.tracked:
                     values.bind_new(number, output, storage, holds=number in plan.kept)
                 return output
         if known.writes:
-            count_writes(at(known.writes, args, kwargs))
-        made = made_by(values, plan, known, reason, unobserved, args, kwargs, output, instruction.layouts)
-        has_drawn_unseen = call is not None and (call := call.after(known)) is None
-        is_other = function is not None and not self._writes_as_foreseen(instruction, known, args, kwargs)
+            count_writes(call)
+        made = made_by(values, call, output, instruction.layouts)
+        has_drawn_unseen = recorded is not None and (recorded := recorded.after(known)) is None
+        is_other = is_function and not self._writes_as_foreseen(instruction, call)
         if made is None or has_drawn_unseen or is_other or not agree(made, instruction.layouts):
             self.deoptimize()
-            reason = reason or "it does not do the same every time"
-            self._write_down(op, known, reason, (), made or [], None, unobserved, instruction.op_policy)
+            self._write_down(call, call.reason or "it does not do the same every time", (), made or [], None)
             return output
-        if call is not None:
-            self._calls[self._count] = call
+        if recorded is not None:
+            self._calls[self._count] = recorded
         self._count += 1
         tracked, current = plan.tracked, values.current
-        for number, (_, tensor, _) in zip(instruction.made, made, strict=True):
+        for number, (_, tensor, _) in zip(step.made, made, strict=True):
             if number in tracked or tensor.untyped_storage()._cdata in current:
-                is_written = bool(known.writes) or unobserved
+                is_written = bool(known.writes) or call.unobserved
                 values.bind(number, tensor, holds=number in plan.kept, written=is_written)
         return output
 
-    def _writes_as_foreseen(
-        self, instruction: StepInstruction, known: OpFacts, args: tuple, kwargs: dict[str, Any]
-    ) -> bool:
+    def _writes_as_foreseen(self, instruction: StepInstruction, call: OpCall) -> bool:
         """Whether the values that a step may write over are those that the plan expects."""
-        if not known.writes and not instruction.unobserved:
+        if not call.known.writes and not call.unobserved:
             return True
-        assert self.plan is not None
-        written = map(self._values.known_number, writable(self._values, known, instruction.unobserved, args, kwargs))
-        return self.plan.tracked.intersection(written) == instruction.tracked_overwritten
+        assert self.values.plan is not None
+        written = map(self.values.known_number, writable(self.values, call))
+        return self.values.plan.tracked.intersection(written) == instruction.tracked_overwritten
 
     def _write_down(
         self,
-        op: Any,
-        known: OpFacts,
+        call: OpCall,
         reason: str,
         inputs: tuple[int, ...],
         made: list[MadeTensor],
-        call: RecordedCall | None,
-        unobserved: bool,
-        op_policy: OpPolicy,
+        recorded: RecordedCall | None,
         costs: float = 0.0,
     ) -> None:
-        values, step = self._values, self._count
+        values, step, known = self.values, self._count, call.known
         overwrites = [values.known_number(tensor) for _, tensor, _ in made]
-        writes = bool(known.writes) or unobserved
+        writes = bool(known.writes) or call.unobserved
         numbers = [values.add(tensor, layout, step=step, slot=slot, written=writes) for slot, tensor, layout in made]
-        if call is not None:
-            self._calls[step] = call
+        if recorded is not None:
+            self._calls[step] = recorded
         self._add_step(
             TapeStep(
-                op,
+                call.op,
                 known.name,
                 inputs,
                 tuple(numbers),
@@ -322,8 +296,8 @@ class TapeFrame:
                 is_thin=known.is_thin,
                 writes=writes,
                 overwrites=tuple([number for number in overwrites if number is not None]),
-                unobserved=unobserved,
-                op_policy=op_policy,
+                unobserved=call.unobserved,
+                op_policy=call.op_policy,
             )
         )
 
@@ -333,7 +307,7 @@ class TapeFrame:
 
     def save(self, tensor: Tensor) -> PackedTensor:
         """Autograd saves a tensor; what it is to hold."""
-        values = self._values
+        values = self.values
         try:
             number = self._number_of_saved(tensor)
         except NotRegenerable:
@@ -343,14 +317,14 @@ class TapeFrame:
             parameter = parameter_of(tensor)
             memory = None if parameter is tensor else tensor.untyped_storage()
             return values.parameter_reference(number, Layout.of(tensor), parameter, memory)
-        plan = self.plan
+        plan = self.values.plan
         if plan is None:
             values.held.setdefault(number, tensor)
         elif number in plan.kept and plan.facts[number].step is not None and self._are_held_as_they_are:
             kept = KeptTensor(tensor, self.statistics.name)
             self._with_graphs.append(kept)
             return kept
-        layout, whole = Layout.of(tensor), facts_of(values, plan, number).layout
+        layout, whole = Layout.of(tensor), values.facts[number].layout
         is_dropped = plan is not None and number in plan.dropped
         handle = Handle(self, number, None if is_dropped else tensor, None if layout == whole else (layout, whole))
         self._handles.append(weakref.ref(handle))
@@ -359,30 +333,30 @@ class TapeFrame:
     def _number_of_saved(self, tensor: Tensor) -> int:
         if not self.has_begun:
             self.choose_plan("saved", Layout.of(tensor) if is_plain(tensor) else None)
-        plan = self.plan
+        plan = self.values.plan
         if plan is not None:
             index, saves = len(self._saves), plan.saves
             try:
                 if index < len(saves):
                     foreseen = saves[index][0]
-                    if self._values.number_of(tensor, plan, foreseen) == foreseen:
+                    if self.values.number_of(tensor, foreseen) == foreseen:
                         return foreseen
             except PlanMismatch:
                 pass
             self.deoptimize()
-        return self._values.number_of(tensor, None, None)
+        return self.values.number_of(tensor)
 
     def pin(self, tensor: Tensor, op_policy: OpPolicy) -> None:
         """``tensor``, a plain one, was passed to ``recompute.keep``. op_policy: the one in force."""
         self.choose_plan(KEEP, Layout.of(tensor))
-        if self.plan is not None:
+        if self.values.plan is not None:
             instruction = self.follow(KEEP, False, op_policy)
-            if instruction is not None and instruction.inputs == (self._values.known_number(tensor),):
+            if instruction is not None and instruction.step.inputs == (self.values.known_number(tensor),):
                 self._count += 1
                 return
             if instruction is not None:
                 self.deoptimize()
-        number = self._values.number_of(tensor, self.plan, None)
+        number = self.values.number_of(tensor)
         self._add_step(TapeStep(KEEP, KEEP, (number,), (), "not an op", op_policy=op_policy))
 
     def hand_out(
@@ -398,21 +372,21 @@ class TapeFrame:
         unobserved: that value stays what it is, as only the code that runs now writes to it. Otherwise others may write
         to it at any time. parameter: the one that the storage belongs to.
         """
-        values = self._values
+        values = self.values
         number = values.number_in(storage)
         if number is None or storage._cdata in values.exposed:
             return
-        instruction = None if self.plan is None else self.follow(HAND_OUT, unobserved, op_policy)
-        if instruction is not None and instruction.inputs != (number,):
+        instruction = None if self.values.plan is None else self.follow(HAND_OUT, unobserved, op_policy)
+        if instruction is not None and instruction.step.inputs != (number,):
             self.deoptimize()
             instruction = None
         tensor = bytes_of(storage) if tensor is None else tensor
         if not unobserved:
             values.exposed.add(storage._cdata)
         if instruction is not None:
-            assert self.plan is not None
-            made = instruction.made[0]
-            values.bind(made, tensor, parameter, holds=made in self.plan.kept)
+            assert self.values.plan is not None
+            made = instruction.step.made[0]
+            values.bind(made, tensor, parameter, holds=made in self.values.plan.kept)
             self._count += 1
             return
         layout = values.facts[number].layout
@@ -438,22 +412,6 @@ class TapeFrame:
             )
         )
 
-    def parameter_in(self, storage: torch.UntypedStorage, tensor: Tensor | None) -> Tensor | None:
-        """The parameter in the storage that ``tensor`` may be a view of."""
-        return self._values.parameter_in(storage, tensor)
-
-    def note_dtensors(self, tensors: Iterable[Tensor]) -> None:
-        """An op is called on DTensors, and the tape is about to see the ops on their parts."""
-        self._values.note_dtensors(tensors)
-
-    def part_of(self, tensor: Tensor) -> Tensor:
-        """What this rank has of a tensor: itself, if it is plain."""
-        return self._values.part_of(tensor)
-
-    def plain_parts(self, values: Iterable[Any]) -> list[Tensor]:
-        """The tensors among ``values``, or what this rank has of them, that are views of storages and no more."""
-        return self._values.plain_parts(values)
-
     def abandon(self) -> None:
         """The region has raised an error. What ran of it may live on."""
         self.finish((), self._as_it_is)
@@ -476,10 +434,10 @@ class TapeFrame:
         try:
             results: dict[int, Tensor] = {}
             if self._book is not None:
-                numbers = [(tensor, self._values.known_number(tensor)) for tensor in outputs]
+                numbers = [(tensor, self.values.known_number(tensor)) for tensor in outputs]
                 results = {number: tensor for tensor, number in numbers if number is not None}
             plan = self._decide(results)
-            kept = KeptValues(self._values, plan, self.statistics, self.outer, self._group, self._codec)
+            kept = KeptValues(self.values, plan, self.statistics, self.outer, self._group, self._codec)
             recipes = self._make_recipes(plan, pack or kept.for_rerun)
             for saved in self._with_graphs:
                 saved.tensor = saved.tensor.detach()
@@ -495,7 +453,7 @@ class TapeFrame:
             self._clear()
 
     def _decide(self, results: Collection[int]) -> SavePlan:
-        values, plan = self._values, self.plan
+        values, plan = self.values, self.values.plan
         values.note_unseen_writes()
         if plan is not None:
             if (
@@ -523,10 +481,10 @@ class TapeFrame:
 
         FSDP, for one, gathers the weights of an inner module only while that runs.
         """
-        held = self._values.held
+        held = self.values.held
         return {
             number
-            for number, parameter in self._values.parameters.items()
+            for number, parameter in self.values.parameters.items()
             if (memory := held.get(number)) is not None  # it is None if a backward inside has written to it
             and (memory.untyped_storage().nbytes() == 0 or is_managed_elsewhere(parameter))
         }
@@ -536,7 +494,7 @@ class TapeFrame:
 
         What autograd saved, but ``deoptimize`` has not taken back, belonged to a graph that is dead by now.
         """
-        values = self._values
+        values = self.values
         saves = [save for save in self._saves if save[0] in values.held or save[0] in values.overwritten]
         steps = [
             step if step.reason or index in self._calls else step._replace(reason="its arguments are not held any more")
@@ -548,16 +506,16 @@ class TapeFrame:
 
     def _as_it_is(self, ref: ValueRef) -> PackedTensor:
         """What is held for a kept value while the frame still runs."""
-        tensor = without_graph(self._values.held[ref.value])
+        tensor = without_graph(self.values.held[ref.value])
         return KeptTensor(seen_as(tensor, ref.layout), self.statistics.name)
 
     def _make_recipes(self, plan: SavePlan, pack: PackKept) -> dict[int, OpRecipe]:
-        originals = self._values.originals
+        originals = self.values.originals
         return make_recipes(self._calls, plan, pack, self.statistics, self._group, self._dtype, originals)
 
     def _clear(self) -> None:
         """Let go of everything: autograd holds the pack hook, and so this, as long as the graph lives (invariant 8)."""
-        self._values.clear()
-        self.plan = self._last = self._book = self._stand_ins = None
+        self.values.clear()
+        self._last = self._book = self._stand_ins = None
         self._calls.clear()
         self._steps, self._handles, self._saves, self._with_graphs = [], [], [], []

@@ -35,8 +35,10 @@ class FrameValues:
         """name: of the region, for errors. book: the recipes of the scope around. compares: copy every value."""
         self.name = name
         self._book = book
+        self.plan: SavePlan | None = None
+        """The plan that the frame has followed so far."""
         self.facts: list[ValueFacts] = []
-        """The facts of the values, by number, if no plan has numbered them."""
+        """The facts of the values, by number: the plan's, as long as one is followed."""
         self.current: dict[int, int] = {}
         """The number of the value in each storage, by the address of the StorageImpl."""
         self._references: list[Any] = []
@@ -56,6 +58,10 @@ class FrameValues:
         self.originals: dict[int, Tensor] | None = {} if compares else None
         """Copies, to compare with what comes back."""
 
+    def follow(self, plan: SavePlan | None) -> None:
+        self.plan = plan
+        self.facts = [] if plan is None else list(plan.facts)
+
     def number_in(self, storage: torch.UntypedStorage) -> int | None:
         return self.current.get(storage._cdata)
 
@@ -63,7 +69,7 @@ class FrameValues:
         """The number of the value in the tensor's storage, if one has been seen there."""
         return self.current.get(tensor.untyped_storage()._cdata)
 
-    def number_of(self, tensor: Tensor, plan: SavePlan | None, foreseen: int | None) -> int:
+    def number_of(self, tensor: Tensor, foreseen: int | None = None) -> int:
         """The number of the value in a tensor. foreseen: the number that the plan expects, if one is followed."""
         kind = type(tensor)
         if kind not in PLAIN or tensor.layout is not _STRIDED or tensor.is_neg() or tensor.is_conj():
@@ -71,7 +77,7 @@ class FrameValues:
         number = self.current.get(tensor.untyped_storage()._cdata)
         may_be_parameter = kind is not Tensor or tensor._base is not None
         if number is None or (may_be_parameter and number not in self.parameters and parameter_of(tensor) is not None):
-            return self._add_given(tensor, plan, foreseen)  # a parameter that was just gathered, or something new
+            return self._add_given(tensor, foreseen)  # a parameter that was just gathered, or something new
         version = version_of(tensor)
         known = self.versions[number]
         if version != known:
@@ -79,11 +85,11 @@ class FrameValues:
             if other is not None and (parameter := parameter_of(tensor)) is not None and parameter is not other:
                 return number  # ZeRO lays out several parameters in one storage
             if known is not None:  # something has written to it that the tape does not see
-                number = self._add_given(tensor, plan, None)
+                number = self._add_given(tensor, None)
             self.versions[number] = version
         return number
 
-    def _add_given(self, tensor: Tensor, plan: SavePlan | None, foreseen: int | None) -> int:
+    def _add_given(self, tensor: Tensor, foreseen: int | None) -> int:
         """Add a value that no step has made."""
         if tensor.is_nested:
             raise not_regenerable(tensor)
@@ -96,7 +102,7 @@ class FrameValues:
         exposed = parameter is None and is_exposed(storage)
         if exposed:
             self.exposed.add(storage._cdata)
-        if plan is None:
+        if (plan := self.plan) is None:
             return self.add(tensor, layout, alive=alive, parameter=parameter)
         if foreseen is None or foreseen in self.versions:  # another tensor has that number
             raise PlanMismatch
@@ -228,7 +234,7 @@ class FrameValues:
     def clear(self) -> None:
         for reference in self._references:
             torch.UntypedStorage._free_weak_ref(reference)
-        self._references, self.facts, self._book = [], [], None
+        self._references, self.facts, self.plan, self._book = [], [], None, None
         self.current.clear()
         self.held.clear()
         self.parameters.clear()

@@ -8,10 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._library.custom_ops import _maybe_get_opdef
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 
-from recompute.engine.cut.layout import Layout
+from recompute.engine.cut.layout import Layout, is_dense
 from recompute.engine.cut.ops import tensors_in
+from recompute.engine.random_sources import GLOBALS
 from recompute.engine.reachable_objects import find_generators
 from recompute.engine.rng import RngState
 from recompute.engine.thread_state import is_fake, is_in_cuda_graph
@@ -58,17 +61,6 @@ def is_plain(tensor: Tensor) -> bool:
     )
 
 
-def is_dense(layout: Layout, nbytes: int) -> bool:
-    """Whether a tensor of ``layout`` covers every byte of a storage of ``nbytes`` exactly once."""
-    step = 1
-    for stride, size in sorted(zip(layout.stride, layout.shape, strict=True)):
-        if size != 1:
-            if stride != step:
-                return False
-            step *= size
-    return bool(layout.offset == 0) and step * layout.dtype.itemsize == nbytes
-
-
 def fits(layout: Layout, tensor: Tensor) -> bool:
     """Whether a tensor of ``layout`` covers the storage of ``tensor``, each byte exactly once."""
     return is_dense(layout, tensor.untyped_storage().nbytes())
@@ -93,13 +85,21 @@ def watch(op: Any, values: Iterable[Any], name: str) -> RngState | None:
     if is_in_cuda_graph():
         raise NotRegenerable("it may draw random numbers, which nobody sees while a CUDA graph is captured")
     given = [value for value in values if isinstance(value, torch.Generator)]
-    return RngState([*generators_of(op), *given], name=name)
+    return RngState([*generators_of(op), *given], name=name, only_torch=True)
 
 
 @functools.cache
 def generators_of(op: Any) -> list[Any]:
-    """The generators that the names in an op's code lead to, if it is written in Python."""
-    return find_generators((op,))
+    """The generators that the names in an op's code lead to, if it is written in Python.
+
+    Where torch keeps that code to itself, as of ``torch.library.impl``, these are Python's and NumPy's own.
+    """
+    found = find_generators((op,))
+    if isinstance(op, OpOverload) and _maybe_get_opdef(op) is None:
+        name = op.name().replace("::", "/")
+        keys = [key.removeprefix(f"{name}/") for key in torch.library._impls if key.startswith(f"{name}/")]
+        found += GLOBALS if any(not key.startswith(("Meta", "Autograd")) for key in keys) else ()
+    return found
 
 
 def capture(args: Iterable[Any], kwargs: dict[str, Any], name: str) -> RngState | None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from recompute.engine.cut.layout import Layout
+from recompute.engine.cut.layout import Layout, is_dense
+from recompute.engine.cut.op_policy import OpPolicy
 from recompute.engine.cut.ops import Kind, OpFacts, tensors_in
-from recompute.engine.cut.save_plan import SavePlan, ValueFacts, ValueRef
+from recompute.engine.cut.save_plan import ValueRef
 from recompute.engine.rng import RngState, WatchedDraws
 from recompute.engine.tape.frame_values import FrameValues
 from recompute.engine.tape.op_arguments import (
@@ -20,7 +21,6 @@ from recompute.engine.tape.op_arguments import (
     at,
     capture,
     fits,
-    is_dense,
     is_plain,
     parameter_of,
     watch,
@@ -34,6 +34,23 @@ MadeTensor = tuple[int | None, Tensor, Layout]
 
 The number is None if the step does not give it back when it runs again.
 """
+
+
+class OpCall(NamedTuple):
+    """A call of an op that a tape sees, and what is known of it."""
+
+    op: Any
+    known: OpFacts
+    reason: str
+    """Why it cannot run again; "" if it may."""
+    args: tuple
+    kwargs: dict[str, Any]
+    unobserved: bool
+    """Whether it runs where not all that happens is seen."""
+    op_policy: OpPolicy
+    """The one in force."""
+    function: Callable[..., Any] | None = None
+    """What runs, if not ``op``. It adds to ``args`` what it reaches."""
 
 
 class RecordedCall(NamedTuple):
@@ -58,37 +75,26 @@ class RecordedCall(NamedTuple):
         return None if drawn.are_none and known.kind is Kind.RANDOM else self._replace(rng=drawn)
 
 
-def facts_of(values: FrameValues, plan: SavePlan | None, number: int) -> ValueFacts:
-    """What is known of a value. plan: the one that the frame follows, if any, and that has numbered the values."""
-    return (values.facts if plan is None else plan.facts)[number]
-
-
 def record_call(
-    values: FrameValues,
-    plan: SavePlan | None,
-    op: Any,
-    known: OpFacts,
-    reason: str,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    foreseen: tuple[int, ...] = (),
+    values: FrameValues, call: OpCall, foreseen: tuple[int, ...] = ()
 ) -> tuple[RecordedCall | None, tuple[int, ...]]:
     """How to run a step again, or None if it may not, and the numbers of the values that it reads.
 
-    reason: why it may not run again, or "". foreseen: the numbers that the plan expects.
+    foreseen: the numbers that the plan expects.
     """
+    op, known, reason, args, kwargs, *_ = call
     if known.running_statistics:  # in backward they have been collected, and the outputs do not depend on them
-        if plan is None:
-            _with_refs(values, plan, at(known.running_statistics, args, kwargs), [], ())
-        args, reason = without(known.running_statistics, args), ""
+        if values.plan is None:
+            _with_refs(values, at(known.running_statistics, args, kwargs), [], ())
+        args, reason = tuple(without(known.running_statistics, args)), ""
     inputs: list[int] = []
-    template = _with_refs(values, plan, args, inputs, foreseen)
+    template = _with_refs(values, args, inputs, foreseen)
     keywords = kwargs
     if kwargs:
-        keywords = dict(zip(kwargs, _with_refs(values, plan, kwargs.values(), inputs, foreseen), strict=True))
+        keywords = dict(zip(kwargs, _with_refs(values, kwargs.values(), inputs, foreseen), strict=True))
     if reason:
         return None, tuple(inputs)
-    writes = _read_whole(values, plan, known, template) if known.kind is Kind.IN_PLACE else None
+    writes = _read_whole(values, known, template) if known.kind is Kind.IN_PLACE else None
     rng = None
     if known.is_foreign:
         rng = watch(op, (*args, *kwargs.values()), values.name)
@@ -99,7 +105,6 @@ def record_call(
 
 def _with_refs(
     values: FrameValues,
-    plan: SavePlan | None,
     arguments: Iterable[Any],
     inputs: list[int],
     foreseen: tuple[int, ...],
@@ -109,18 +114,16 @@ def _with_refs(
     for value in arguments:
         kind = type(value)
         if kind in PLAIN or isinstance(value, Tensor):
-            number = values.number_of(value, plan, foreseen[len(inputs)] if len(inputs) < len(foreseen) else None)
+            number = values.number_of(value, foreseen[len(inputs)] if len(inputs) < len(foreseen) else None)
             inputs.append(number)
             value = _new(ValueRef, (number, Layout.of(value)))
         elif kind in LISTS:
-            value = _with_refs(values, plan, value, inputs, foreseen)
+            value = _with_refs(values, value, inputs, foreseen)
         found.append(value)
     return found
 
 
-def _read_whole(
-    values: FrameValues, plan: SavePlan | None, known: OpFacts, template: list[Any]
-) -> dict[int | str, Layout]:
+def _read_whole(values: FrameValues, known: OpFacts, template: list[Any]) -> dict[int | str, Layout]:
     """Have a step that changes an argument read the whole value, so that it can run again on a copy of that.
 
     Returns the argument's place, and the layout through which the step sees it.
@@ -129,7 +132,7 @@ def _read_whole(
     ref = template[place]  # type: ignore[index]
     if not isinstance(ref, ValueRef):
         raise NotRegenerable("it changes several tensors in place")
-    value = facts_of(values, plan, ref.value)
+    value = values.facts[ref.value]
     if not is_dense(value.layout, value.nbytes):
         raise NotRegenerable("it changes in place a tensor whose part the module has seen")
     template[place] = ValueRef(ref.value, value.layout)  # type: ignore[index]
@@ -137,26 +140,19 @@ def _read_whole(
 
 
 def made_by(
-    values: FrameValues,
-    plan: SavePlan | None,
-    known: OpFacts,
-    reason: str,
-    unobserved: bool,
-    args: tuple,
-    kwargs: dict[str, Any],
-    output: Any,
-    foreseen: tuple[Layout, ...] = (),
+    values: FrameValues, call: OpCall, output: Any, foreseen: tuple[Layout, ...] = ()
 ) -> list[MadeTensor] | None:
     """What a step has made; None if an output has the memory of another tensor."""
-    if known.kind is Kind.IN_PLACE and not reason:
-        tensor = args[known.writes[0]]  # type: ignore[index]
-        return [(0, tensor, _whole_layout(values, plan, tensor, *foreseen[:1]))]
-    if not known.writes and not unobserved:
+    known = call.known
+    if known.kind is Kind.IN_PLACE and not call.reason:
+        tensor = call.args[known.writes[0]]  # type: ignore[index]
+        return [(0, tensor, _whole_layout(values, tensor, *foreseen[:1]))]
+    if not known.writes and not call.unobserved:
         return _outputs_in_new_memory(output, values.current)
-    written = writable(values, known, unobserved, args, kwargs)
+    written = writable(values, call)
     others = {*values.current, *(tensor.untyped_storage()._cdata for tensor in written)}
     changed: list[MadeTensor] = [(None, tensor, Layout.of(tensor)) for tensor in written]
-    if unobserved:  # it may give back what it was given, beside what it made
+    if call.unobserved:  # it may give back what it was given, beside what it made
         output = [each if _is_new(each, others) else None for each in (output if type(output) in LISTS else (output,))]
     return changed + (_outputs_in_new_memory(output, others) or [])
 
@@ -165,22 +161,21 @@ def _is_new(value: Any, others: Container[int]) -> bool:
     return isinstance(value, Tensor) and is_plain(value) and value.untyped_storage()._cdata not in others
 
 
-def _whole_layout(values: FrameValues, plan: SavePlan | None, tensor: Tensor, foreseen: Layout | None = None) -> Layout:
+def _whole_layout(values: FrameValues, tensor: Tensor, foreseen: Layout | None = None) -> Layout:
     """The layout that sees all of a value. ``tensor`` may be a part of it."""
     number = values.known_number(tensor)
     if number is not None:
-        return facts_of(values, plan, number).layout
+        return values.facts[number].layout
     return foreseen if foreseen is not None and fits(foreseen, tensor) else Layout.of(tensor)
 
 
-def writable(
-    values: FrameValues, known: OpFacts, unobserved: bool, args: tuple, kwargs: dict[str, Any]
-) -> list[Tensor]:
+def writable(values: FrameValues, call: OpCall) -> list[Tensor]:
     """One tensor for each storage that a step may write to. A kernel that is not observed may write to all it reaches.
 
     Parameters are left out: one is known as an object, whatever value it has.
     """
-    reach = tensors_in((args, kwargs) if unobserved else at(known.writes, args, kwargs))
+    every = (call.args, call.kwargs)
+    reach = tensors_in(every if call.unobserved else at(call.known.writes, *every))
     found = {
         key: tensor
         for tensor in values.plain_parts(reach)
@@ -207,9 +202,9 @@ def _outputs_in_new_memory(output: Any, others: Container[int]) -> list[MadeTens
     return made
 
 
-def count_writes(written: list[Any]) -> None:
+def count_writes(call: OpCall) -> None:
     """Count writes to lists of tensors, such as ``_foreach_add_``'s: under a dispatch mode torch does not."""
-    for value in written:
+    for value in at(call.known.writes, call.args, call.kwargs):
         if type(value) in LISTS:
             torch.autograd.graph.increment_version(value)
 

@@ -26,7 +26,6 @@ from recompute.engine.modes import (
     dispatch_modes,
     function_modes,
     has_foreign_modes,
-    hidden_from_modes,
     put_beneath,
     put_on_top,
     under,
@@ -39,15 +38,17 @@ from recompute.engine.saved_tensors import (
     top_hooks,
     unpack_saved,
 )
-from recompute.engine.scopes import let_transforms_in
+from recompute.engine.scopes import Scope, let_transforms_in
 from recompute.engine.tape.autocast import in_force, left_out, run_as_called
 from recompute.engine.tape.exposed_memory import bytes_of, expose, expose_arrays, watch
 from recompute.engine.tape.frame import TapeFrame
 from recompute.engine.tape.frame_values import without_graph
 from recompute.engine.tape.functions import FunctionOp, Reached, is_in_function
 from recompute.engine.tape.op_arguments import PLAIN, is_plain
+from recompute.engine.tape.recorded_call import OpCall
 from recompute.engine.thread_state import in_backward, local
 
+_new = tuple.__new__  # takes a third of the time of a NamedTuple's own
 _compiling_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
@@ -146,10 +147,10 @@ def _skip_in_compiled_code() -> None:
     torch._dynamo.eval_frame.skip_code(Tape.__torch_dispatch__.__code__)  # torch loads it when it is asked for
 
 
-class Tape(TorchDispatchMode):
+class Tape(Scope, TorchDispatchMode):
     """Shows a frame each op that runs in a region, and each tensor that autograd saves there."""
 
-    is_checkpoint = False
+    is_frame = True
     supports_higher_order_operators = True
 
     @classmethod
@@ -163,7 +164,7 @@ class Tape(TorchDispatchMode):
         return False
 
     def __init__(self, region: TapeRegion, variant: Hashable):
-        super().__init__()
+        TorchDispatchMode.__init__(self)
         _skip_in_compiled_code()
         self.op_policy = region.op_policy
         """The one in force: that of the innermost region that runs."""
@@ -176,11 +177,9 @@ class Tape(TorchDispatchMode):
         """What the custom Function that runs now has reached; None if none runs."""
 
     def __enter__(self) -> Tape:
-        _push_hooks(self.pack, unpack_saved)
-        local.books.append(None)
-        local.active_frames.append(self)
+        Scope.__enter__(self)
         self._regenerating, local.regenerating = local.regenerating, 0
-        super().__enter__()
+        TorchDispatchMode.__enter__(self)
         if count_dispatch_modes() > 1:
             put_beneath(self)
         return self
@@ -188,11 +187,9 @@ class Tape(TorchDispatchMode):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         if count_dispatch_modes() > 1:
             put_on_top(self)
-        super().__exit__(kind, error, trace)
+        TorchDispatchMode.__exit__(self, kind, error, trace)
         local.regenerating = self._regenerating
-        local.active_frames.pop()
-        local.books.pop()
-        _pop_hooks()
+        Scope.__exit__(self, kind, error, trace)
         if kind is not None:
             self.abandon()
 
@@ -202,7 +199,7 @@ class Tape(TorchDispatchMode):
 
     def finish(self, result: Any) -> SavePlan | None:
         """The region has returned ``result``. Returns the plan for its next frame, if there is one."""
-        return self.frame.finish(self.frame.plain_parts(tree_leaves(result)))
+        return self.frame.finish(self.frame.values.plain_parts(tree_leaves(result)))
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         see = self.see if _compiling_callback() is None else torch._dynamo.disable(self.see)
@@ -215,7 +212,7 @@ class Tape(TorchDispatchMode):
         if self.reached is not None:
             return self._run_in_function(self.reached, op, args, kwargs)
         if types and are_sharded(types):  # they will call the op on this rank's parts, and that comes here
-            self.frame.note_dtensors(tensors_in((args, kwargs)))
+            self.frame.values.note_dtensors(tensors_in((args, kwargs)))
             return NotImplemented
         op_policy = self.op_policy
         known, reason = op_policy.decisions.get(op) or op_policy.decide(op)
@@ -228,16 +225,17 @@ class Tape(TorchDispatchMode):
         frame = self.frame
         if not frame.has_begun:
             frame.begin(op, args)
-        instruction = None if frame.plan is None else frame.follow(op, unobserved, op_policy)
+        instruction = None if frame.values.plan is None else frame.follow(op, unobserved, op_policy)
         if instruction is not None and not instruction.matters:
             return op(*args, **kwargs)
         if known.varies and (instruction is None or instruction.runs_again or known.kind is not Kind.PURE):
             known, reason = op_policy.decide_by(facts_of_call(op, args, kwargs))
         if unobserved:
             reason = "made inside a custom autograd.Function"
+        call = _new(OpCall, (op, known, reason, args, kwargs, unobserved, op_policy, None))
         if instruction is not None:
-            return frame.run_planned(instruction, op, known, reason, args, kwargs)
-        return frame.run(op, known, reason, args, kwargs, unobserved, op_policy)
+            return frame.run_planned(instruction, call)
+        return frame.run(call)
 
     def run_function(self, op: FunctionOp, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run the forward of a custom ``autograd.Function`` as one step."""
@@ -246,7 +244,7 @@ class Tape(TorchDispatchMode):
         frame, known = self.frame, op.facts
         if not frame.has_begun:
             frame.begin(op, args)
-        instruction = None if frame.plan is None else frame.follow(op, True, self.op_policy)
+        instruction = None if frame.values.plan is None else frame.follow(op, True, self.op_policy)
         self.reached = Reached()
         reached = self.reached.tensors
 
@@ -255,10 +253,9 @@ class Tape(TorchDispatchMode):
             self.see_reached(reached)
             return output
 
+        call = OpCall(op, known, known.reason, (reached,), {}, True, self.op_policy, run)
         try:
-            if instruction is None:
-                return frame.run(op, known, known.reason, (reached,), {}, True, self.op_policy, run)
-            return frame.run_planned(instruction, op, known, known.reason, (reached,), {}, run)
+            return frame.run(call) if instruction is None else frame.run_planned(instruction, call)
         finally:
             self.reached = None
 
@@ -266,26 +263,24 @@ class Tape(TorchDispatchMode):
         """A custom Function's forward has run, and has reached these."""
 
     def _run_in_function(self, reached: Reached, op: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        reached.add(self.frame.plain_parts(tensors_in((args, kwargs))))
+        reached.add(self.frame.values.plain_parts(tensors_in((args, kwargs))))
         output = run_as_called(op, args, kwargs, self.statistics.name)
-        reached.make(self.frame.plain_parts(tensors_in(output)))
+        reached.make(self.frame.values.plain_parts(tensors_in(output)))
         return output
 
     def pack(self, tensor: Tensor) -> PackedTensor:
-        """The pack hook of what autograd saves in the region."""
-        if (count_dispatch_modes() > 1 or count_function_modes()) and has_foreign_modes():  # more modes than this one
-            with hidden_from_modes():
-                return self.pack(tensor)
+        if (count_dispatch_modes() > 1 or count_function_modes()) and has_foreign_modes():
+            return self.pack_hidden(tensor)
         if type(tensor) not in PLAIN:
             if has_layout(tensor):
-                part = self.pack(self.frame.part_of(tensor))
+                part = self.pack(self.frame.values.part_of(tensor))
                 return PackedDTensor(without_graph(tensor), part, self.statistics.name)
-            tensor = self.frame.part_of(tensor)
+            tensor = self.frame.values.part_of(tensor)
         return self.frame.save(tensor)
 
     def pin(self, tensor: Tensor, name: str | None) -> Tensor:
         """Never regenerate ``tensor``, if it has no name or the rule in force lists its name."""
-        part = self.frame.part_of(tensor)
+        part = self.frame.values.part_of(tensor)
         if self.op_policy.keeps_tensor(name) and is_plain(part):
             self.frame.pin(part, self.op_policy)
         return tensor
@@ -299,14 +294,14 @@ class Tape(TorchDispatchMode):
         """
         if local.regenerating or not self.is_in_force():  # an op asks, and its schema says what it writes to
             return
-        tensor = self.frame.part_of(memory) if isinstance(memory, Tensor) else None
+        tensor = self.frame.values.part_of(memory) if isinstance(memory, Tensor) else None
         if tensor is not None and not is_plain(tensor):
             return
         storage = memory if tensor is None else tensor.untyped_storage()
         if self.reached is not None:
             self.reached.add((bytes_of(storage) if tensor is None else tensor,))
             return
-        parameter = self.frame.parameter_in(storage, tensor)
+        parameter = self.frame.values.parameter_in(storage, tensor)
         if parameter is not None and not is_array:
             return
         unobserved = not torch.is_grad_enabled() and (in_backward() or is_in_function(_RUN))
