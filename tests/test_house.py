@@ -215,7 +215,7 @@ def test_a_class_name_is_used_once() -> None:
     assert {name for name in classes if classes.count(name) > 1} == one_a_framework
 
 
-MOST_LINES = {"recompute": 36_250, "kernels": 6_000, "tests": 47_650}
+MOST_LINES = {"recompute": 36_210, "kernels": 6_000, "tests": 47_650}
 """What the house may have, in hundreds of lines as it is now: a bound that is only ever lowered."""
 LONG_FILES = {
     "arguments",

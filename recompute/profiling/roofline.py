@@ -78,11 +78,11 @@ def roofline(
         trained = [parameter for parameter in fake.parameters() if parameter.requires_grad]
         shards = Shards.of(fake, sharding, devices)
         clock = _RooflineClock(gpu)
-        updating = simulate_optimizer(optimizer or AdamW, shards.updated(trained), clock.add)
+        updating = simulate_optimizer(optimizer or AdamW, shards.updated, clock.add)
         clock.mark("optimizer")
         run = _FakeDryRun(fake, args, kwargs, loss, SGD(trained, lr=0.0), figures=gpu, share=shards.share)
         table = _table(run, match, kernels, progress, gpu.link is not None, compress)
-        static_nbytes = shards.parameter_nbytes + nbytes_of(list(fake.buffers())) + updating.state_nbytes
+        static_nbytes = shards.static.parameters + nbytes_of(list(fake.buffers())) + updating.state_nbytes
         static_nbytes += table["microbatch_nbytes"]
     table["regions"] = shards.with_buffers(table["regions"])
     table["static_nbytes"] = static_nbytes + cublas_nbytes(gpu.capability)
