@@ -18,13 +18,10 @@ from torch.utils._pytree import tree_map
 
 from recompute.attach.apply import policy_on
 from recompute.compiled.unwrap import unwrapped
-from recompute.engine.fake_mode import FakeMode
 from recompute.errors import PolicyWarning, RecomputeError
 from recompute.estimation.attention_choice import Platform
-from recompute.estimation.build_model import without_packing
 from recompute.estimation.estimate_result import ModuleActivations, table
-from recompute.estimation.fake_tensors import fake_batch, fake_copy
-from recompute.estimation.model_and_batch import ModelAndBatch
+from recompute.estimation.model_and_batch import ModelAndBatch, on_fake_tensors
 from recompute.estimation.model_estimator import ModelEstimator, by_module
 from recompute.estimation.module_tracker import layer_of, pattern_of
 from recompute.estimation.simulation import SimulatedStep
@@ -205,12 +202,11 @@ def _report(model: nn.Module, latest: _Latest, where: str) -> OutOfMemory:
 
 def _with_advice(model: nn.Module, latest: _Latest, device: torch.device, found: OutOfMemory) -> OutOfMemory:
     """``found``, with what a step takes and which rules would change that."""
-    name = type(model).__name__
     policy = policy_on(model)
-    with without_packing(name), FakeMode(), warnings.catch_warnings():
+    with on_fake_tensors(model, latest.batch) as (fake, batch), warnings.catch_warnings():
         warnings.simplefilter("ignore", PolicyWarning)
         estimator = ModelEstimator(
-            ModelAndBatch(fake_copy(model), fake_batch(latest.batch), name),
+            ModelAndBatch(fake, batch, type(model).__name__),
             Platform.of(None) if device.type == "cuda" else None,
             strict=False,
         )

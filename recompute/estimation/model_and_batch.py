@@ -49,17 +49,26 @@ class ModelAndBatch(NamedTuple):
 
 
 @contextmanager
+def on_fake_tensors(model: nn.Module, batch: Any, dtype: torch.dtype | None = None) -> Iterator[tuple[nn.Module, Any]]:
+    """A copy of a model, in training mode, and its batch on fake tensors, as ``fake_copy`` makes it. They run inside.
+
+    Raises ``ModelError`` where the model asks inside for the value of a tensor.
+    """
+    with without_packing(type(model).__name__), FakeMode():
+        yield fake_copy(model, dtype), fake_batch(batch)
+
+
+@contextmanager
 def fake_model_and_batch(
     model: Any, options: EstimateOptions, batch_size: int, length: int, batch: Any
 ) -> Iterator[ModelAndBatch]:
     dtype = torch.float32 if DTYPE_RECIPES[options.dtype].parameter == 4 else torch.bfloat16
     if isinstance(model, nn.Module):
         name = type(model).__name__
-        with without_packing(name), FakeMode():
-            fake = fake_copy(model, dtype)
+        with on_fake_tensors(model, batch, dtype) as (fake, given):
             if batch is not None:
                 check_taken(model, batch, name)
-                given, assumed = _in_dtype(fake_batch(batch), options)
+                given, assumed = _in_dtype(given, options)
                 yield ModelAndBatch(fake, given, name, assumed)
             elif hasattr(model, "config") and hasattr(model, "main_input_name"):
                 given = batch_of(fake, name, length, batch_size, dtype, torch.device("cpu"))

@@ -40,6 +40,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -47,8 +48,9 @@ import torch.distributed as dist
 from recompute.errors import PlanError
 from recompute.planning import plan_verification
 from recompute.planning.plan import Plan
-from recompute.planning.plan_verification import MeasuredPlace, MeasuredStep
+from recompute.planning.plan_verification import MeasuredStep
 from recompute.profiling.cost_table import Profile
+from recompute.profiling.step_trace import StepPart
 
 if TYPE_CHECKING:
     from torch import nn
@@ -205,7 +207,7 @@ def _most_measured(ranks: list[MeasuredStep]) -> MeasuredStep:
     return MeasuredStep(
         max(one.peak_nbytes for one in ranks),
         max(one.step_seconds for one in ranks),
-        tuple(MeasuredPlace(*map(max, zip(*alike, strict=True))) for alike in zip(*places, strict=True))
+        tuple(StepPart(*map(max, zip(*map(astuple, alike), strict=True))) for alike in zip(*places, strict=True))
         if len({len(each) for each in places}) == 1
         else (),
     )

@@ -38,41 +38,49 @@ class VerificationRound(NamedTuple):
 
 
 @dataclass(frozen=True)
-class UniformPolicy:
-    """The fastest policy within the budget that runs every region in the same way, if the region offers that way."""
-
-    choice: str
-    policy: Policy
-    predicted_peak_bytes: int
-    predicted_step_seconds: float
-
-
-@dataclass(frozen=True)
 class Plan:
     """A policy for ``recompute.apply``, and the training step that it is predicted to give. ``str`` shows it."""
 
     policy: Policy
     budget_nbytes: int
-    predicted_peak_bytes: int
-    """The most alive at once, static bytes included."""
-    predicted_step_seconds: float
-    """Of all its microbatches and the optimizer; without what a pipeline's stage waits for others."""
-    peak_moment: str
-    """When that is: "backward of model.layers.3", "optimizer step" …"""
-    uniform: UniformPolicy | None
-    """None where no uniform policy fits the budget."""
-    note: str
-    """A remark on the budget or on the profile; "" if there is none."""
     profile: Profile
     """The profile that was planned with: it has the allowed choices alone."""
-    assignment: Assignment
-    """For each place of the profile, the index of its choice."""
-    offloaded_bytes: int = 0
-    """What leaves the device in a step, and comes back."""
+    solution: Solution
+    note: str
+    """A remark on the budget or on the profile; "" if there is none."""
+    choice: str = ""
+    """Of a uniform plan, the way in which every region runs that offers it."""
+    uniform: Plan | None = None
+    """The fastest uniform plan within the budget; None where there is none."""
     frontier: tuple[Solution, ...] = ()
     """The best that other budgets give, from the fastest to the least peak; empty unless asked for."""
     rounds: tuple[VerificationRound, ...] = ()
     """One for each policy that was run to verify plans; the last one is of this plan's policy."""
+
+    @property
+    def predicted_peak_bytes(self) -> int:
+        """The most alive at once, static bytes included."""
+        return self.solution.prediction.peak_nbytes
+
+    @property
+    def predicted_step_seconds(self) -> float:
+        """Of all its microbatches and the optimizer; without what a pipeline's stage waits for others."""
+        return self.solution.prediction.step_seconds
+
+    @property
+    def peak_moment(self) -> str:
+        """When the peak is: "backward of model.layers.3", "optimizer step" …"""
+        return self.solution.prediction.peak_moment
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """What leaves the device in a step, and comes back."""
+        return self.solution.prediction.moved_nbytes
+
+    @property
+    def assignment(self) -> Assignment:
+        """For each place of the profile, the index of its choice."""
+        return self.solution.assignment
 
     @property
     def is_over_budget(self) -> bool:
@@ -172,28 +180,14 @@ def solve_plan(profile: Profile, budget_nbytes: int) -> Plan:
 def plan_from_solution(profile: Profile, budget_nbytes: int, solution: Solution) -> Plan:
     """The plan that does what ``solution`` says."""
 
-    def policy(of: Solution, name: str) -> Policy:
-        return policy_of(profile, of.assignment, _description(profile, of.prediction, budget_nbytes), name)
+    def plan_of(of: Solution, name: str, **more: Any) -> Plan:
+        description = _description(profile, of.prediction, budget_nbytes)
+        policy = policy_of(profile, of.assignment, description, name)
+        return Plan(policy, budget_nbytes, profile, of, _note(profile, of, budget_nbytes), **more)
 
     uniform = next(iter(solver.uniforms(profile, budget_nbytes)), None)
-    return Plan(
-        policy=policy(solution, "plan"),
-        budget_nbytes=budget_nbytes,
-        predicted_peak_bytes=solution.prediction.peak_nbytes,
-        predicted_step_seconds=solution.prediction.step_seconds,
-        peak_moment=solution.prediction.peak_moment,
-        uniform=uniform
-        and UniformPolicy(
-            uniform.choice,
-            policy(uniform.solution, "uniform"),
-            uniform.solution.prediction.peak_nbytes,
-            uniform.solution.prediction.step_seconds,
-        ),
-        note=_note(profile, solution, budget_nbytes),
-        profile=profile,
-        assignment=solution.assignment,
-        offloaded_bytes=solution.prediction.moved_nbytes,
-    )
+    other = None if uniform is None else plan_of(uniform.solution, "uniform", choice=uniform.choice)
+    return plan_of(solution, "plan", uniform=other)
 
 
 def _document(policy: Policy) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from recompute.policy.rules import Policy
 from recompute.profiling.cost_table import Choice, Profile
 from recompute.profiling.dry_run import DryRun, dry_run
 from recompute.profiling.model_run import Loss
+from recompute.profiling.step_trace import StepPart
 from recompute.units import humanize
 
 _MOST_ROUNDS = 3
@@ -32,21 +33,13 @@ _TOLERANCE = 0.02  # of the peak
 _UNCERTAIN = 1.25
 
 
-class MeasuredPlace(NamedTuple):
-    """The bytes measured for the region at a place, counted as in ``Choice``."""
-
-    held_nbytes: int
-    forward_peak_nbytes: int
-    backward_peak_nbytes: int
-
-
 class MeasuredStep(NamedTuple):
     """What a training step took."""
 
     peak_nbytes: int
     """Static bytes included."""
     step_seconds: float
-    places: tuple[MeasuredPlace, ...] = ()
+    places: tuple[StepPart, ...] = ()
     """One for each place of the profile, or () where they could not be told apart."""
 
 
@@ -170,26 +163,26 @@ def corrected(profile: Profile, assignment: Assignment, measured: MeasuredStep) 
     left the device: that is added to what the place held. What the predicted peak is then too low or too high by goes
     to static bytes. All seconds change by one factor.
     """
-    seen: dict[tuple[int, int], list[MeasuredPlace]] = {}
+    seen: dict[tuple[int, int], list[StepPart]] = {}
     choices = choices_of(profile, assignment)
     for i, found in enumerate(measured.places):
         left = leaving_before(choices)[i] if choices[i].moved_nbytes else 0
-        whole = found._replace(held_nbytes=found.held_nbytes + left)
+        whole = replace(found, held_nbytes=found.held_nbytes + left)
         seen.setdefault((profile.places[i].region, assignment[i]), []).append(whole)
     before = predict(profile, assignment).step_seconds
     factor = measured.step_seconds / before if before else 1.0
 
-    def of(choice: Choice, found: Sequence[MeasuredPlace]) -> Choice:
+    def of(choice: Choice, found: Sequence[StepPart]) -> Choice:
         changes: dict[str, Any] = {
             "forward_seconds": choice.forward_seconds * factor,
             "backward_seconds": choice.backward_seconds * factor,
         }
         if found:
-            held, forward_peaks, backward_peaks = zip(*found, strict=True)
+            held = sum(part.held_nbytes for part in found)
             changes |= {
-                "held_nbytes": max(-(-sum(held) // len(held)), choice.moved_nbytes),
-                "forward_peak_nbytes": max(forward_peaks),
-                "backward_peak_nbytes": max(backward_peaks),
+                "held_nbytes": max(-(-held // len(found)), choice.moved_nbytes),
+                "forward_peak_nbytes": max(part.forward_peak_nbytes for part in found),
+                "backward_peak_nbytes": max(part.backward_peak_nbytes for part in found),
             }
         return choice.model_copy(update=changes)
 
@@ -215,14 +208,11 @@ def _measure(run: DryRun, profile: Profile, policy: Policy, steps: int) -> Measu
         trace = run.step(regions, memory=memory_trace(run.device))
         # Steps are timed without marks at regions, which would slow them down where the host sets the pace.
         timed = [run.step(None, clock=clock(run.device)) for _ in range(steps)]
-    places = tuple(
-        MeasuredPlace(part.held_nbytes, part.forward_peak_nbytes, part.backward_peak_nbytes) for part in trace.parts
-    )
     seconds = [run.microbatches * (one.seconds - one.optimizer_seconds) + one.optimizer_seconds for one in timed]
     return MeasuredStep(
         static_nbytes + trace.peak_nbytes,
         statistics.median(seconds),
-        places if len(places) == len(profile.places) else (),
+        trace.parts if len(trace.parts) == len(profile.places) else (),
     )
 
 

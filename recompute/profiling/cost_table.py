@@ -16,13 +16,13 @@ Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Bandwidth = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
-_TABLE = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+class _Table(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
 
-class HostLink(BaseModel):
+class HostLink(_Table):
     """How fast a device copies to its host's memory and back, and how much of that memory there is for it."""
-
-    model_config = _TABLE
 
     out_bandwidth: Bandwidth
     """Bytes a second from the device to the host."""
@@ -32,15 +32,13 @@ class HostLink(BaseModel):
     """The most that may be off the device at once."""
 
 
-class Choice(BaseModel):
+class Choice(_Table):
     """One way to run a region, and what it costs there.
 
     Bytes count from what was allocated when the region's forward began. Neither what lives anyway (parameters,
     optimizer states) nor the gradients that other regions have left behind are among them. What leaves the device is
     among them as if it stayed: only the whole step tells when its memory is free.
     """
-
-    model_config = _TABLE
 
     name: str
     """Unique among the region's choices: "keep", "checkpoint", "kernel, holding 225.0 MiB" …"""
@@ -69,10 +67,8 @@ class Choice(BaseModel):
         return self
 
 
-class RegionCosts(BaseModel):
+class RegionCosts(_Table):
     """A region and all that run like it: the same ops on the same shapes."""
-
-    model_config = _TABLE
 
     name: str
     """The name of its class: "LlamaDecoderLayer"."""
@@ -81,10 +77,8 @@ class RegionCosts(BaseModel):
     """Bytes of gradients that its backward leaves behind; 0 where it adds them to those of a step before."""
 
 
-class Place(BaseModel):
+class Place(_Table):
     """A region at its place in the model."""
-
-    model_config = _TABLE
 
     path: str
     """The path of the module that a rule matches: "model.layers.3"; "" where there is no such module."""
@@ -101,13 +95,11 @@ def rule_beside_head(rule: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in rule.items() if key != "hold"}
 
 
-class Profile(BaseModel):
+class Profile(_Table):
     """What a training step costs: its regions in the order in which forward runs them, and what is outside of them.
 
     What runs before the first layer is a region, too, and so is what runs after the last one: the head and the loss.
     """
-
-    model_config = _TABLE
 
     version: Literal[1] = 1
     model: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ from recompute.profiling.step_log import StepLog
 from recompute.profiling.step_trace import StepTrace
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is running, the training steps done, and the steps in all, as far as is known."""
+"""Called with what is running, how many of those are done, and how many there are, as far as is known."""
 
 
 _WARMUP = 2
@@ -108,13 +108,6 @@ class _RegionMeasurer:
     report: Progress
     may_offload: bool
     found: StepLog
-    done: int = 0
-    began: int = 0
-    """The steps that were done when the present job began."""
-    warmup_of_this_job: int = _WARMUP
-    """The steps that the present job runs before it measures any."""
-    jobs_ahead: int = 0
-    """Jobs that are still to come after it."""
     is_slow: bool = False
     """Whether steps take longer than ``SLOW_SECONDS``."""
     fillers: dict[int, Candidate] = field(default_factory=dict)
@@ -139,11 +132,12 @@ class _RegionMeasurer:
 
     def run_all(self) -> None:
         """Measure every candidate that has not been measured yet."""
-        jobs = self._jobs()
+        jobs, done = self._jobs(), 0
         while jobs:
+            self.report("assignments of ways to regions", done, done + len(jobs))
             job = jobs.pop(0)
-            self.jobs_ahead = len(jobs)
             failure = self._try(job)
+            done += 1
             if failure is None:
                 continue
             if len(job) > 1:
@@ -152,17 +146,6 @@ class _RegionMeasurer:
             else:
                 name = self.layout.kinds[job[0].places[-1]].name
                 warn(f"profile: {job[0].candidate.name} is left out for {name}: {failure}")
-
-    @property
-    def _warmup_steps(self) -> int:
-        return 1 if self.is_slow else _WARMUP
-
-    @property
-    def _measured_steps(self) -> int:
-        """The steps of a job after its warm-up."""
-        if self._is_timed_as_counted:
-            return self._timed_steps
-        return 2 if self.is_slow else 1 + _STEPS_UNTIL_CAPTURED + 2 * self._timed_steps
 
     @property
     def _timed_steps(self) -> int:
@@ -217,7 +200,6 @@ class _RegionMeasurer:
 
     def _try(self, job: Sequence[_Placement]) -> Exception | None:
         """Measure a job. Returns the error if it runs out of memory or a way cannot be used here; else None."""
-        self.began = self.done
         try:
             self._measure(job)
         except (torch.OutOfMemoryError, RecomputeError) as error:
@@ -234,37 +216,23 @@ class _RegionMeasurer:
         with apply(self.run.model, policy_for(self.run, self.layout.rules(chosen))):
             if self.is_slow:
                 self.run.forward()
-            self.warmup_of_this_job = self._warmup_steps
-            for _ in range(self.warmup_of_this_job):
-                seconds = self._warm_up()
+            for _ in range(1 if self.is_slow else _WARMUP):
+                seconds = self.run.warm_up(regions)
             self.is_slow = seconds > SLOW_SECONDS
             at_once = self._is_timed_as_counted
             clock = self.run.clock() if at_once else None
             counted = self.run.step(regions, memory=self.run.memory_trace(), clock=clock)
-            self._tell()
             for _ in range(0 if at_once or self.is_slow else _STEPS_UNTIL_CAPTURED):
-                self._warm_up()
+                self.run.warm_up(regions)
             timed = [counted] if at_once else []
             whole: list[StepTrace] = []
             while len(timed) < self._timed_steps:
-                timed.append(self._time(regions))
+                timed.append(self.run.step(regions, clock=self.run.clock()))
                 if not self.is_slow:
-                    whole.append(self._time(None))
+                    whole.append(self.run.step(None, clock=self.run.clock()))
         self.found.add(chosen, counted, timed, whole)
         if self.may_offload:
             self._look_at_storages(chosen)
-
-    def _warm_up(self) -> float:
-        """Run a step, and return the seconds that it took."""
-        seconds = self.run.warm_up(self.layout.regions)
-        self._tell()
-        return seconds
-
-    def _time(self, regions: Mapping[str, nn.Module] | None) -> StepTrace:
-        """Run a step and time its parts, or the whole of it where ``regions`` is None."""
-        found = self.run.step(regions, clock=self.run.clock())
-        self._tell()
-        return found
 
     def _look_at_storages(self, chosen: Sequence[Candidate]) -> None:
         """See which storages the places hold that could travel, by rules under which next to nothing does."""
@@ -282,9 +250,3 @@ class _RegionMeasurer:
             found = dict(storages_that_may_travel(handle))
         for path, key in keys.items():  # of places that run alike the last counts, which has usual neighbours
             self.found.storages_of[key] = found[path]
-
-    def _tell(self) -> None:
-        """Report a step, and how many there are as far as is known: each job sees anew whether steps are slow."""
-        self.done += 1
-        this, next_one = self.warmup_of_this_job + self._measured_steps, self._warmup_steps + self._measured_steps
-        self.report("training steps", self.done, self.began + this + self.jobs_ahead * next_one)

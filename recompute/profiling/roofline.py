@@ -17,15 +17,13 @@ from torch.optim import SGD, AdamW
 from recompute.attach.module_entries import module_entries
 from recompute.counters import Clock, MemoryTrace
 from recompute.engine.cut.ops import Kind, facts, work
-from recompute.engine.fake_mode import FakeMode
 from recompute.errors import ModelError
 from recompute.estimation.attention_choice import Platform
-from recompute.estimation.build_model import without_packing
 from recompute.estimation.cuda_semantics import as_on_cuda
 from recompute.estimation.factories import describe
-from recompute.estimation.fake_tensors import fake_batch, fake_copy
 from recompute.estimation.gpus import Gpu, find_gpu
 from recompute.estimation.layer_stacks import shortened
+from recompute.estimation.model_and_batch import on_fake_tensors
 from recompute.estimation.optimizer_step import OptimizerFactory, simulate_optimizer
 from recompute.estimation.static_memory import check_sharding
 from recompute.estimation.storage_tracker import BLOCK_NBYTES, StorageTrace
@@ -70,23 +68,21 @@ def roofline(
     if not (parameters := [parameter for parameter in model.parameters() if parameter.requires_grad]):
         raise ModelError(f"expected a model to train; none of {type(model).__name__}'s parameters requires a gradient")
     with (
-        without_packing(type(model).__name__),
-        FakeMode(),
+        on_fake_tensors(model, batch, parameters[0].dtype) as (fake, given),
         as_on_cuda(Platform.of(gpu)),
         torch.inference_mode(False),
         torch.enable_grad(),
         looking_once(),
     ):
-        fake = fake_copy(model, parameters[0].dtype)
-        args, kwargs = arguments_of(fake_batch(batch))
+        args, kwargs = arguments_of(given)
         trained = [parameter for parameter in fake.parameters() if parameter.requires_grad]
         shards = Shards.of(fake, sharding, devices)
         clock = _RooflineClock(gpu)
-        updating = simulate_optimizer(optimizer or AdamW, shards.updated(trained), clock.add)
+        updating = simulate_optimizer(optimizer or AdamW, shards.updated, clock.add)
         clock.mark("optimizer")
         run = _FakeDryRun(fake, args, kwargs, loss, SGD(trained, lr=0.0), figures=gpu, share=shards.share)
         table = _table(run, match, kernels, progress, gpu.link is not None, compress)
-        static_nbytes = shards.parameter_nbytes + nbytes_of(list(fake.buffers())) + updating.state_nbytes
+        static_nbytes = shards.static.parameters + nbytes_of(list(fake.buffers())) + updating.state_nbytes
         static_nbytes += table["microbatch_nbytes"]
     table["regions"] = shards.with_buffers(table["regions"])
     table["static_nbytes"] = static_nbytes + cublas_nbytes(gpu.capability)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -12,8 +13,8 @@ from recompute.estimation.module_tracker import parameter_shapes
 from recompute.estimation.static_memory import (
     SHARDINGS,
     DtypeRecipe,
-    ExtraBuffer,
     OptimizerKind,
+    StaticBytes,
     shard_shapes,
     share_of,
     static_nbytes,
@@ -22,15 +23,13 @@ from recompute.profiling.cost_table import Choice, RegionCosts
 from recompute.profiling.dry_run import nbytes_of
 
 
-@dataclass(frozen=True)
-class Shards:
+class Shards(NamedTuple):
     """What one device holds of a model's parameters, counted in the dtype that they have."""
 
-    parameter_nbytes: int
-    buffers: tuple[ExtraBuffer, ...]
-    """The buffers that parameters are gathered into and gradients are reduced in."""
-    shapes: tuple[tuple[int, ...], ...] | None
-    """The shapes of what the device's optimizer updates; None: it updates the parameters themselves."""
+    static: StaticBytes
+    """Parameters, and the buffers that parameters are gathered into and gradients are reduced in."""
+    updated: list[tuple[tuple[int, ...], torch.dtype]]
+    """The shapes and dtypes of what the device's optimizer updates."""
     share: Callable[[int], int] | None
     """From the bytes of gradients to those that the device keeps once they are reduced; None: it keeps all."""
 
@@ -38,36 +37,22 @@ class Shards:
     def of(model: nn.Module, sharding: str, devices: int) -> Shards:
         """The shards of a model.
 
-        model: all of its parameters have one dtype.
+        model: all parameters of floats have one dtype; where several devices share it, all parameters do.
         sharding: one that ``check_sharding`` lets pass.
         """
-        if devices == 1:
-            return Shards(nbytes_of(list(model.parameters())), (), None, None)
+        sharding, shapes = (sharding if devices > 1 else "none"), parameter_shapes(model)
         size = next(model.parameters()).element_size()
-        shapes, kind = parameter_shapes(model), SHARDINGS[sharding]
-        found = static_nbytes(
-            shapes,
-            recipe=DtypeRecipe(size, size, 0, size),
-            optimizer=OptimizerKind(0),
-            sharding=sharding,
-            devices=devices,
-        )
-        return Shards(
-            found.parameters,
-            tuple(found.buffers.values()),
-            tuple(shard_shapes(shapes, sharding, devices)) if kind.optimizer else None,
-            share_of(sharding, devices) if kind.gradients else None,
-        )
-
-    def updated(self, parameters: Sequence[nn.Parameter]) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """The shapes and dtypes of what the device's optimizer updates of these parameters."""
-        if self.shapes is None:
-            return [(tuple(parameter.shape), parameter.dtype) for parameter in parameters]
-        return [(shape, parameters[0].dtype) for shape in self.shapes]
+        recipe, kind = DtypeRecipe(size, size, 0, size), OptimizerKind(0)
+        static = static_nbytes(shapes, recipe=recipe, optimizer=kind, sharding=sharding, devices=devices)
+        if devices == 1:
+            static = replace(static, parameters=nbytes_of(list(model.parameters())))
+        dtype = next(each.dtype for each in model.parameters() if each.requires_grad)
+        updated = [(shape, dtype) for shape in shard_shapes(shapes, sharding, devices)]
+        return Shards(static, updated, share_of(sharding, devices) if SHARDINGS[sharding].gradients else None)
 
     def buffer_nbytes(self, phase: str) -> int:
         """The bytes of buffers alive in this part of a step: "forward", "backward" or "optimizer"."""
-        return sum(buffer.nbytes for buffer in self.buffers if phase in buffer.phases)
+        return self.static.in_phase(phase) - self.static.parameters
 
     def with_buffers(self, regions: Sequence[RegionCosts]) -> tuple[RegionCosts, ...]:
         """The regions, with the buffers that are alive while they run added to their peaks."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from recompute.profiling.cost_table import Choice, HostLink, Place, Profile, RegionCosts
+from recompute.profiling.step_trace import StepPart
 
 CHECKPOINT = {"action": "checkpoint"}
 HOOK = {"action": "recompute", "via": "hook"}
@@ -35,6 +36,11 @@ def choice(
         moved_nbytes=moved,
         storages=tuple(storages),
     )
+
+
+def part(held: int, forward_peak: int, backward_peak: int) -> StepPart:
+    """The bytes that a step took at one place."""
+    return StepPart("", held_nbytes=held, forward_peak_nbytes=forward_peak, backward_peak_nbytes=backward_peak)
 
 
 def link(bandwidth: float = 100.0, host: int = 10**9) -> HostLink:

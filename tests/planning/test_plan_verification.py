@@ -15,7 +15,6 @@ from recompute.planning import solver
 from recompute.planning.make_plan import plan
 from recompute.planning.plan import Plan, policy_of
 from recompute.planning.plan_verification import (
-    MeasuredPlace,
     MeasuredStep,
     corrected,
     or_faster_uniform,
@@ -55,7 +54,7 @@ class Machine:
         assignment = self.by_rules[policy.rules]
         prediction = predict(self.truth, assignment)
         places = tuple(
-            MeasuredPlace(choice.held_nbytes, choice.forward_peak_nbytes, choice.backward_peak_nbytes)
+            tables.part(choice.held_nbytes, choice.forward_peak_nbytes, choice.backward_peak_nbytes)
             for choice in choices_of(self.truth, assignment)
         )
         return MeasuredStep(prediction.peak_nbytes, prediction.step_seconds, places if self.tells_places_apart else ())
@@ -141,12 +140,12 @@ def test_the_corrected_profile_predicts_what_was_measured(assignment: Assignment
 def test_the_correction_of_a_choice_is_what_its_places_took() -> None:
     assignment = (0, 3, 3, 0, 0, 1)
     places = (
-        MeasuredPlace(11, 12, 25),
-        MeasuredPlace(10, 60, 140),
-        MeasuredPlace(13, 70, 135),  # 11.5 a place, and never less than was held
-        MeasuredPlace(100, 110, 120),
-        MeasuredPlace(100, 110, 120),
-        MeasuredPlace(20, 60, 80),
+        tables.part(11, 12, 25),
+        tables.part(10, 60, 140),
+        tables.part(13, 70, 135),  # 11.5 a place, and never less than was held
+        tables.part(100, 110, 120),
+        tables.part(100, 110, 120),
+        tables.part(20, 60, 80),
     )
     after = corrected(PROFILE, assignment, MeasuredStep(1400, predict(PROFILE, assignment).step_seconds, places))
     keep, hook, kernel, checkpoint = after.regions[1].choices

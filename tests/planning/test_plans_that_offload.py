@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ from recompute.integrations import distributed
 from recompute.planning import cheapest_walk, solver
 from recompute.planning.allowed_ways import only_allowed
 from recompute.planning.make_plan import plan
-from recompute.planning.plan_verification import MeasuredPlace, MeasuredStep, corrected
+from recompute.planning.plan_verification import MeasuredStep, corrected
 from recompute.planning.prediction import choices_of, predict
 from recompute.planning.solver import solve
 from recompute.profiling import profile_model
@@ -208,10 +209,10 @@ def test_a_correction_counts_what_leaves_when_the_next_place_has_run() -> None:
     names = [choice.name for choice in profile.regions[1].choices]
     index = names.index("keep, half offloaded")
     assignment = (0, *[index] * 5, 0, 0)
-    measured = [MeasuredPlace(c.held_nbytes, c.forward_peak_nbytes, c.backward_peak_nbytes) for c in
+    measured = [tables.part(c.held_nbytes, c.forward_peak_nbytes, c.backward_peak_nbytes) for c in
                 choices_of(profile, assignment)]  # fmt: skip
     for i in range(2, 6):  # forward of each ends with 50 bytes less, which the one before it has moved
-        measured[i] = measured[i]._replace(held_nbytes=measured[i].held_nbytes - 50)
+        measured[i] = replace(measured[i], held_nbytes=measured[i].held_nbytes - 50)
     before = predict(profile, assignment)
     step = MeasuredStep(before.peak_nbytes, before.step_seconds, tuple(measured))
     assert corrected(profile, assignment, step) == profile

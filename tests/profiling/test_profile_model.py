@@ -319,44 +319,25 @@ def test_gradients_that_are_no_numbers_change_no_weight() -> None:
     assert_same_state(state_of(model), before)
 
 
-@pytest.mark.parametrize("slow_from", [9, *slow(0, 1000)])
-def test_progress_is_told(monkeypatch: pytest.MonkeyPatch, slow_from: int) -> None:
-    """Also where a machine gets busy meanwhile, so that fewer steps are timed from then on."""
-    calls = itertools.count()
-    warm_up = DryRun.warm_up
-
-    def timed(run: DryRun, regions: Any) -> float:
-        warm_up(run, regions)
-        return 0.0 if next(calls) < slow_from else 2 * measure_regions.SLOW_SECONDS
-
-    monkeypatch.setattr(DryRun, "warm_up", timed)
-    told: list[tuple[str, int, int]] = []
-    profiled(1, match="layers.*.mlp", progress=lambda *now: told.append(now))
-    done = [now[1] for now in told if now[0] == "training steps"]
-    assert done == list(range(1, len(done) + 1))
-    assert all(now[1] <= now[2] for now in told)
-    assert told[-1][1] == told[-1][2] == len(done)
-
-
 @pytest.mark.parametrize(
     ("slow_seconds", "steps_of_first_job", "steps_of_a_job"),
     [(-1.0, 2 + 1 + 1, 1 + 1 + 1), *slow((float("inf"), *2 * [5 + 1 + 2 * 3]))],
 )
-def test_fewer_steps_run_where_they_are_long(
+def test_fewer_steps_run_where_they_are_long_and_progress_counts_assignments(
     monkeypatch: pytest.MonkeyPatch, slow_seconds: float, steps_of_first_job: int, steps_of_a_job: int
 ) -> None:
     """Until the first steps have run, nobody knows how long they are."""
     monkeypatch.setattr(measure_regions, "SLOW_SECONDS", slow_seconds)
+    ran: list[Any] = []
+    step = DryRun.step
+    monkeypatch.setattr(DryRun, "step", lambda run, *given, **more: ran.append(run) or step(run, *given, **more))
     told: list[tuple[str, int, int]] = []
-    jobs = []
-    measure = measure_regions._RegionMeasurer._measure
-    monkeypatch.setattr(
-        measure_regions._RegionMeasurer, "_measure", lambda self, job: (jobs.append(job), measure(self, job))
-    )
     model, ids, loss = decoder_and_loss(1)
     recompute.profile(model, ids, loss=loss, match="layers.*.mlp", steps=3, progress=lambda *now: told.append(now))
+    jobs = [now[1:] for now in told if now[0] == "assignments of ways to regions"]
+    assert jobs == [(done, len(jobs)) for done in range(len(jobs))]
     assert len(jobs) > 1
-    assert told[-1][1] == told[-1][2] == steps_of_first_job + (len(jobs) - 1) * steps_of_a_job
+    assert len(ran) == steps_of_first_job + len(jobs) * steps_of_a_job
 
 
 def test_short_steps_are_measured_as_captured_code(monkeypatch: pytest.MonkeyPatch) -> None:
