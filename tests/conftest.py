@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib.util
 import os
@@ -98,12 +99,20 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 
 def _interpret_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    from triton.runtime import interpreter
-
     from recompute.kernels import launch
 
     def uses_triton(*tensors: torch.Tensor | None) -> bool:
         return all(tensor is None or tensor.dtype in launch.TRITON_DTYPES for tensor in tensors)
+
+    _mend_the_interpreter()
+    monkeypatch.setattr(launch, "uses_triton", uses_triton)
+
+
+@functools.cache
+def _mend_the_interpreter() -> None:
+    """Correct what it gets wrong, and have it change Triton's language once: a fresh change takes most of its time."""
+    import triton.language as tl
+    from triton.runtime import interpreter
 
     convert = interpreter._convert_float
 
@@ -117,12 +126,17 @@ def _interpret_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
             return converted.view({1: torch.uint8, 2: torch.uint16, 4: torch.uint32}[converted.itemsize]).numpy()
         return convert(data, source, target, mode)
 
-    patch_tensor = interpreter._patch_lang_tensor
+    patch_language, patched = interpreter._patch_lang, set()
 
-    def patch_tensor_and_its_index(tensor: Any, scope: Any) -> None:
-        patch_tensor(tensor, scope)  # whose __index__ NumPy 2.4 refuses in Triton 3.6
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+    def patch_language_once(function: Any) -> Any:
+        modules = frozenset(
+            each for each in (tl, tl.core) if any(each is value for value in function.__globals__.values())
+        )
+        if modules not in patched:
+            patched.add(modules)
+            patch_language(function)
+            tl.tensor.__index__ = lambda self: self.handle.data.item()  # Triton 3.6 does what NumPy 2.4 refuses
+        return interpreter._LangPatchScope()  # of which nothing is to be restored
 
-    monkeypatch.setattr(launch, "uses_triton", uses_triton)
-    monkeypatch.setattr(interpreter, "_convert_float", convert_as_gpus_do)
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_tensor_and_its_index)
+    interpreter._convert_float = convert_as_gpus_do
+    interpreter._patch_lang = patch_language_once
