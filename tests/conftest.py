@@ -129,9 +129,8 @@ def _mend_the_interpreter() -> None:
     patch_language, patched = interpreter._patch_lang, set()
 
     def patch_language_once(function: Any) -> Any:
-        modules = frozenset(
-            each for each in (tl, tl.core) if any(each is value for value in function.__globals__.values())
-        )
+        seen = function.__globals__.values()
+        modules = frozenset(each for each in (tl, tl.core) if any(each is value for value in seen))
         if modules not in patched:
             patched.add(modules)
             patch_language(function)
