@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import importlib.util
+import logging
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -37,6 +38,16 @@ def pytest_xdist_auto_num_workers() -> int:
 @pytest.hookimpl(tryfirst=True)  # hypothesis loads the profile that the command line names afterwards
 def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("quick" if config.option.markexpr else "exhaustive")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Logs of torch's traces stay out of reports. pytest's ``log_level`` sets the root logger's in each phase of a test.
+
+    Each time Python forgets what is enabled of thousands of loggers: that took 5 ms a test.
+    """
+    plugin = session.config.pluginmanager.get_plugin("logging-plugin")
+    for handler in (plugin.caplog_handler, plugin.report_handler):
+        handler.setLevel(logging.WARNING)
 
 
 @pytest.hookimpl(tryfirst=True)  # pytest deselects by markers afterwards
