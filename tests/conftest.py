@@ -41,9 +41,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Logs of torch's traces stay out of reports. pytest's ``log_level`` sets the root logger's in each phase of a test.
+    """Logs of torch's traces stay out of reports.
 
-    Each time Python forgets what is enabled of thousands of loggers: that took 5 ms a test.
+    pytest's ``log_level`` would set the root logger's level too, in each phase of a test. Each time Python forgets what
+    is enabled of thousands of loggers: that took 5 ms a test.
     """
     plugin = session.config.pluginmanager.get_plugin("logging-plugin")
     for handler in (plugin.caplog_handler, plugin.report_handler):
@@ -75,18 +76,22 @@ def _what_a_file_leaves_behind_lives_on() -> Iterator[None]:
 
 
 def _mark_slow_under_the_interpreter(items: list[pytest.Item]) -> None:
-    """Of each test the interpreter runs the first case by default, in tests over ops the first case of each op.
+    """Of each test the interpreter runs the first case by default. The others, with other numbers, are slow.
 
-    The other cases are slow: the same program runs there on other numbers, at a thousandth of the speed.
+    Of tests over ops it runs the first case of every third op, of the next test those of the next ops: each op has its
+    turn in a third of the tests. Errors are compared for all.
     """
-    seen = set()
+    seen, tests, ops = set(), {}, {}
     for item in items:
         params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-        if params.get("device") == "interpreter":
-            first = (item.nodeid.partition("[")[0], str(params.get("case")))
-            if first in seen:
-                item.add_marker(pytest.mark.slow)
-            seen.add(first)
+        if params.get("device") != "interpreter":
+            continue
+        test, op = item.nodeid.partition("[")[0], str(params.get("case"))
+        turn = tests.setdefault(test, len(tests)) + ops.setdefault(op, len(ops))
+        is_due = "case" not in params or turn % 3 == 0 or "::test_errors_" in test
+        if (test, op) in seen or not is_due:
+            item.add_marker(pytest.mark.slow)
+        seen.add((test, op))
 
 
 def _deselect(config: pytest.Config, items: list[pytest.Item], marker: str) -> None:
