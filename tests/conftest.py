@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib.util
+import logging
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -38,6 +40,17 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("quick" if config.option.markexpr else "exhaustive")
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Logs of torch's traces stay out of reports.
+
+    pytest's ``log_level`` would set the root logger's level too, in each phase of a test. Each time Python forgets what
+    is enabled of thousands of loggers: that took 5 ms a test.
+    """
+    plugin = session.config.pluginmanager.get_plugin("logging-plugin")
+    for handler in (plugin.caplog_handler, plugin.report_handler):
+        handler.setLevel(logging.WARNING)
+
+
 @pytest.hookimpl(tryfirst=True)  # pytest deselects by markers afterwards
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _mark_slow_under_the_interpreter(items)
@@ -63,18 +76,22 @@ def _what_a_file_leaves_behind_lives_on() -> Iterator[None]:
 
 
 def _mark_slow_under_the_interpreter(items: list[pytest.Item]) -> None:
-    """Of each test the interpreter runs the first case by default, in tests over ops the first case of each op.
+    """Of each test the interpreter runs the first case by default. The others, with other numbers, are slow.
 
-    The other cases are slow: the same program runs there on other numbers, at a thousandth of the speed.
+    Of tests over ops it runs the first case of every third op, of the next test those of the next ops: each op has its
+    turn in a third of the tests. Errors are compared for all.
     """
-    seen = set()
+    seen, tests, ops = set(), {}, {}
     for item in items:
         params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-        if params.get("device") == "interpreter":
-            first = (item.nodeid.partition("[")[0], str(params.get("case")))
-            if first in seen:
-                item.add_marker(pytest.mark.slow)
-            seen.add(first)
+        if params.get("device") != "interpreter":
+            continue
+        test, op = item.nodeid.partition("[")[0], str(params.get("case"))
+        turn = tests.setdefault(test, len(tests)) + ops.setdefault(op, len(ops))
+        is_due = "case" not in params or turn % 3 == 0 or "::test_errors_" in test
+        if (test, op) in seen or not is_due:
+            item.add_marker(pytest.mark.slow)
+        seen.add((test, op))
 
 
 def _deselect(config: pytest.Config, items: list[pytest.Item], marker: str) -> None:
@@ -98,12 +115,20 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 
 def _interpret_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    from triton.runtime import interpreter
-
     from recompute.kernels import launch
 
     def uses_triton(*tensors: torch.Tensor | None) -> bool:
         return all(tensor is None or tensor.dtype in launch.TRITON_DTYPES for tensor in tensors)
+
+    _mend_the_interpreter()
+    monkeypatch.setattr(launch, "uses_triton", uses_triton)
+
+
+@functools.cache
+def _mend_the_interpreter() -> None:
+    """Correct what it gets wrong, and have it change Triton's language once: a fresh change takes most of its time."""
+    import triton.language as tl
+    from triton.runtime import interpreter
 
     convert = interpreter._convert_float
 
@@ -117,12 +142,16 @@ def _interpret_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
             return converted.view({1: torch.uint8, 2: torch.uint16, 4: torch.uint32}[converted.itemsize]).numpy()
         return convert(data, source, target, mode)
 
-    patch_tensor = interpreter._patch_lang_tensor
+    patch_language, patched = interpreter._patch_lang, set()
 
-    def patch_tensor_and_its_index(tensor: Any, scope: Any) -> None:
-        patch_tensor(tensor, scope)  # whose __index__ NumPy 2.4 refuses in Triton 3.6
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+    def patch_language_once(function: Any) -> Any:
+        seen = function.__globals__.values()
+        modules = frozenset(each for each in (tl, tl.core) if any(each is value for value in seen))
+        if modules not in patched:
+            patched.add(modules)
+            patch_language(function)
+            tl.tensor.__index__ = lambda self: self.handle.data.item()  # Triton 3.6 does what NumPy 2.4 refuses
+        return interpreter._LangPatchScope()  # of which nothing is to be restored
 
-    monkeypatch.setattr(launch, "uses_triton", uses_triton)
-    monkeypatch.setattr(interpreter, "_convert_float", convert_as_gpus_do)
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_tensor_and_its_index)
+    interpreter._convert_float = convert_as_gpus_do
+    interpreter._patch_lang = patch_language_once

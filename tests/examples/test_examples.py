@@ -192,6 +192,7 @@ def test_scale(tmp_path: Path) -> None:
     report.plot().savefig(tmp_path / "results.png")
 
 
+@pytest.mark.slow
 def test_hook_against_kernel(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

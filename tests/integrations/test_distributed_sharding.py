@@ -22,12 +22,11 @@ WAYS = ["ddp", "fsdp", "fsdp of parts", "tensor parallel", "sequence parallel", 
 OF_WEIGHTS = [way for way in WAYS if "parallel" in way]
 
 ONCE = [
-    ("ddp", "recompute"),
     ("fsdp", "recompute"),
     ("sequence parallel", "recompute"),
     ("tensor parallel", "checkpoint"),
 ]
-"""Each way at least once, and each action."""
+"""Parameters that are shared out and layers that are, and each action. DDP alone is test_distributed_training's."""
 OFFLOADING: dict[str, dict[str, Any]] = {
     "offload": {"action": "offload"},
     "recompute": {"action": "recompute", "via": "hook", "offload": True},
@@ -164,8 +163,9 @@ def test_ranks_with_other_models_or_plans_are_told_so(two_processes: TwoProcesse
         assert "rank 1 of the group has a plan with another budget than rank 0" in plans
 
 
-@pytest.mark.parametrize("name", by_default(list(SETTINGS), "recompute"))
-@pytest.mark.parametrize("stage", [3, *slow(1, 2)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("stage", [3, 1, 2])
 def test_losses_under_deepspeed_are_as_without(two_processes: TwoProcesses, stage: int, name: str) -> None:
     pytest.importorskip("deepspeed")
     from two_deepspeed import losses

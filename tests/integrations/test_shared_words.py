@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import two_shards
+from tiers import slow
 from two_processes import TwoProcesses
 from two_shards import OPTIONS, TOKENS
 
 
-@pytest.mark.parametrize("words", [two_shards.WORDS, 600, 2])
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        *(default := [("plain", 2), ("all", two_shards.WORDS), ("weights", 600), ("extras", two_shards.WORDS)]),
+        *slow(*(each for each in itertools.product(OPTIONS, [two_shards.WORDS, 600, 2]) if each not in default)),
+    ],
+)
 def test_a_cross_entropy_is_that_of_all_words(two_processes: TwoProcesses, option: str, words: int) -> None:
     for sums in two_processes.run(two_shards.cross_entropy_is_as_whole, option, words):
         forward, backward = sums[:-2], sums[-2:]
