@@ -173,7 +173,7 @@ def test_captured_code_launches_what_the_kernels_launch(device: str) -> None:
         gradients(code, batch)
     assert_same(gradients(code, batch), [gradients(kernels, batch) for _ in range(2)][-1])
     region: Any = region_in(handle._attachments[0].runner)
-    program = region._graphs()[0].program(region)
+    program = region.programs[0]
     names = [*vars(program)["forward"].__globals__.values(), *vars(program)["backward"].__globals__.values()]
     calls = [value for value in names if isinstance(value, PlannedCall)]
     assert len(calls) == 4 + 4
