@@ -93,7 +93,7 @@ def ablate(
     batch: what forward is given at each step: a tensor, a tuple of arguments, a mapping of keyword arguments; or a
         function that returns one, called once a step before anything is trained.
     policies: as ``recompute.apply`` takes them, or a mapping from names of rows to such. ``none`` runs first, anyway.
-        On a CPU the preset ``auto`` is what it is on a GPU, by the kernels' references.
+        On a CPU, ``auto`` runs by the kernels' references.
     peers: what others offer, as further rows: "torch-checkpoint", "torch-selective", "torch-compile",
         "torch-compile-selective", "torch-budget-0.5" (any share), "torch-save-on-cpu", "torchtune-offload", "liger"
         and "liger-loss" (Llama alone), "cut-cross-entropy" (models of transformers).
@@ -113,18 +113,11 @@ def ablate(
     bad policy, ``WriteError`` where ``out`` cannot be written.
     """
     _check({"steps": (steps, 1), "warmup": (warmup, 0), "seed": (seed, 0)}, dtype, peers)
-    options: dict[str, Any] = {
-        "dtype": dtype,
-        "layers": layers,
-        "loss": loss,
-        "optimizer": optimizer,
-        "progress": progress,
-    }
-    sizes: dict[str, Any] = {"steps": steps, "warmup": warmup, "seed": seed}
-    recorder = record(model_factory, batch, policies, peers, device, out, compiled=compile, **sizes, **options)
+    given: dict[str, Any] = {"steps": steps, "warmup": warmup, "seed": seed, "dtype": dtype, "layers": layers}
+    given |= {"loss": loss, "optimizer": optimizer, "progress": progress}
+    recorder = record(model_factory, batch, policies, peers, device, out, compiled=compile, **given)
     for row in recorder:
-        if on_row is not None:
-            on_row(row)
+        (on_row or (lambda row: None))(row)
     found = Ablation(recorder.rows, recorder.results)
     try:
         if out is not None:

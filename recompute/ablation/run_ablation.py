@@ -18,7 +18,7 @@ from recompute.ablation.longest_sequence import is_out_of_memory
 from recompute.ablation.own_process import run_apart
 from recompute.ablation.peers import BASELINE
 from recompute.ablation.results import AblationRow, place
-from recompute.ablation.subjects import experiment_of, load_text, source_of
+from recompute.ablation.subjects import experiment_of, load_text, model_source
 from recompute.ablation.trials import Ask, Baseline, Progress, attempted
 from recompute.counters import describe_machine, host_seconds, resolve_device
 from recompute.errors import AblationError, WriteError
@@ -185,7 +185,7 @@ def run(
     search, names, comparisons = config.longest_sequence, config.treatments(), config.comparisons()
     budget = None if search is None else search.budget_nbytes(device)
     for comparison in comparisons:
-        source_of(comparison)
+        model_source(comparison)
     check_writable(out, error=AblationError, is_folder=True)
     found: dict[str, Any] = {
         "command": command,

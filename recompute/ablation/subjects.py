@@ -49,7 +49,7 @@ def experiment_of(comparison: Comparison, text: bytes, device: torch.device, pro
         "facts": comparison.facts,
         "place": place_of(comparison.facts, varied(each.facts for each in config.comparisons())),
     }
-    source = source_of(comparison)
+    source = model_source(comparison)
     if length is None or batch_size is None:
         return factory_experiment(source, None, config.steps, dtype, device, **common)
     sizes: dict[str, Any] = {"sequence_length": length, "batch_size": batch_size, "dtype": dtype, "seed": config.seed}
@@ -71,7 +71,7 @@ def experiment_of(comparison: Comparison, text: bytes, device: torch.device, pro
     )
 
 
-def source_of(comparison: Comparison) -> Any:
+def model_source(comparison: Comparison) -> Any:
     """What the model is made of: a factory, or what ``build`` takes.
 
     Raises ``ModelError`` where there is no such factory, and where transformers knows no such model.

@@ -126,7 +126,9 @@ def _called(source: Source) -> str:
     return source if isinstance(source, str) else type(source).__name__
 
 
-def _hugging_face(source: Source, dtype: torch.dtype, device: torch.device, positions: int) -> nn.Module:
+def _hugging_face(
+    source: str | transformers.PretrainedConfig, dtype: torch.dtype, device: torch.device, positions: int
+) -> nn.Module:
     config = _read(source) if isinstance(source, str) else copy.deepcopy(source)
     text = config.get_text_config()
     config.dtype = dtype
