@@ -17,17 +17,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from rich.progress import Progress
 from tabulate import tabulate
-from torch.optim import AdamW
 
 from recompute import counters
 from recompute.ablation.ablation_config import AblationConfig, default_config
 from recompute.ablation.peers import under
-from recompute.ablation.subjects import build_model, load_text, sample_batches
+from recompute.ablation.subjects import experiment_of, load_text
 from recompute.ablation.trials import seeded
 from recompute.policy.document import load_document
 
@@ -67,22 +65,21 @@ def configuration(path: Path | None, steps: int) -> AblationConfig:
     config = default_config() if path is None else load_document(AblationConfig, path, kind="configuration")
     if path is None and counters.resolve_device(config.device).type == "cuda":
         config = config.model_copy(update={"model": config.model.model_copy(update={"layers": 8})})
-    return config.single().model_copy(update={"steps": steps, "sequence_lengths": config.sequence_lengths[:1]})
+    return config.model_copy(update={"steps": steps, "sequence_lengths": config.sequence_lengths[:1]})
 
 
 def train(config: AblationConfig, policy: str, text: bytes, advance: Any) -> list[float]:
     """The loss of each step."""
     device = counters.resolve_device(config.device)
     gc.collect()
-    model = build_model(config, device)
-    batches = sample_batches(config, text, config.sequence_lengths[0]).to(device)
+    experiment = experiment_of(config.single(), text, device, lambda *_: None)
+    model = experiment.make()
     losses = []
     with under(policy, model), seeded(config.seed, device):
-        optimizer = AdamW(model.parameters(), lr=config.learning_rate, fused=True)
-        for batch in batches:
+        optimizer = experiment.optimizer(model.parameters())
+        for batch in experiment.batches:
             optimizer.zero_grad()
-            with torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "autocast"):
-                loss = model(input_ids=batch, labels=batch).loss
+            loss = experiment.forward(model, batch)
             loss.backward()
             optimizer.step()
             losses.append(loss.item())

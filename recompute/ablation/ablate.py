@@ -17,21 +17,18 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from recompute.ablation import ablation_plots, ablation_report, results
+from recompute.ablation.ablation_config import PEERS, POLICIES, STEPS, WARMUP
 from recompute.ablation.peers import BASELINE, COMPILED, is_peer, treatments
 from recompute.ablation.results import AblationRow
 from recompute.ablation.run_ablation import RowRecorder
-from recompute.ablation.subjects import FactorySubject
-from recompute.ablation.trials import Experiment, Progress
+from recompute.ablation.subjects import factory_experiment
+from recompute.ablation.trials import Progress
 from recompute.attach.apply import PolicyLike
 from recompute.counters import describe_machine, resolve_device
 from recompute.errors import AblationError, WriteError
 from recompute.estimation.factories import Factory
 from recompute.files import user_path
 from recompute.policy.loading import load_policy
-
-POLICIES = (BASELINE, "full", "hook", "elementwise", "kernel")
-PEERS = ("torch-checkpoint",)
-STEPS, WARMUP = 12, 6
 
 
 @dataclass(frozen=True)
@@ -54,7 +51,7 @@ class Ablation:
     __str__ = table
 
     def markdown(self) -> str:
-        """The rows as a table in Markdown, what failed, and below it what was run, and on what."""
+        """A verdict, the rows as a table in Markdown, what failed, and below it what was run, and on what."""
         return ablation_report.markdown(self.results)
 
     def plot(self) -> Figure:
@@ -96,6 +93,7 @@ def ablate(
     batch: what forward is given at each step: a tensor, a tuple of arguments, a mapping of keyword arguments; or a
         function that returns one, called once a step before anything is trained.
     policies: as ``recompute.apply`` takes them, or a mapping from names of rows to such. ``none`` runs first, anyway.
+        On a CPU, ``auto`` runs by the kernels' references.
     peers: what others offer, as further rows: "torch-checkpoint", "torch-selective", "torch-compile",
         "torch-compile-selective", "torch-budget-0.5" (any share), "torch-save-on-cpu", "torchtune-offload", "liger"
         and "liger-loss" (Llama alone), "cut-cross-entropy" (models of transformers).
@@ -115,14 +113,11 @@ def ablate(
     bad policy, ``WriteError`` where ``out`` cannot be written.
     """
     _check({"steps": (steps, 1), "warmup": (warmup, 0), "seed": (seed, 0)}, dtype, peers)
-    named, place = policies_by_name(policies), resolve_device(device) if isinstance(device, str) else device
-    subject = FactorySubject(model_factory, batch, steps, seed, dtype, place, loss)
-    options: dict[str, Any] = {"warmup": warmup, "policies": named, "layers": layers, "progress": progress}
-    experiment = subject.experiment(optimizer=optimizer or partial(AdamW, lr=1e-3), **options)
-    recorder = record(experiment, subject.description, treatments(named, peers, compiled=compile), out)
+    given: dict[str, Any] = {"steps": steps, "warmup": warmup, "seed": seed, "dtype": dtype, "layers": layers}
+    given |= {"loss": loss, "optimizer": optimizer, "progress": progress}
+    recorder = record(model_factory, batch, policies, peers, device, out, compiled=compile, **given)
     for row in recorder:
-        if on_row is not None:
-            on_row(row)
+        (on_row or (lambda row: None))(row)
     found = Ablation(recorder.rows, recorder.results)
     try:
         if out is not None:
@@ -132,14 +127,30 @@ def ablate(
     return found
 
 
-def record(experiment: Experiment, model: str, names: Sequence[str], out: str | Path | None) -> RowRecorder:
-    """To iterate over it is to train under each of the names. model: its description."""
-    config = {"steps": len(experiment.batches), "warmup": experiment.warmup, "seed": experiment.seed}
+def record(
+    factory: Factory,
+    batch: Any,
+    policies: Any,
+    peers: Sequence[str],
+    device: str | torch.device,
+    out: str | Path | None,
+    *,
+    compiled: bool = False,
+    steps: int = STEPS,
+    dtype: torch.dtype | None = None,
+    **options: Any,
+) -> RowRecorder:
+    """To iterate over it is to train a function's models. options: of an ``Experiment``; None: by default."""
+    named, place = policies_by_name(policies), resolve_device(device) if isinstance(device, str) else device
+    defaults = {"warmup": WARMUP, "seed": 0, "optimizer": partial(AdamW, lr=1e-3), "progress": lambda *step: None}
+    given = {**defaults, "policies": named, **{key: value for key, value in options.items() if value is not None}}
+    experiment = factory_experiment(factory, batch, steps, dtype, place, **given)
     head = {
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "machine": describe_machine(experiment.device) | {"recompute": results.package_version()},
-        "config": {"model": model, **config},
+        "machine": describe_machine(place) | {"recompute": results.package_version()},
+        "config": {"model": experiment.description, "steps": steps, **{key: given[key] for key in ("warmup", "seed")}},
     }
+    names = treatments(named, peers, compiled=compiled)
     work = partial(RowRecorder.train, ask=experiment.ask, names=names, facts=experiment.facts)
     return RowRecorder(head, None if out is None else user_path(out), work=work)
 

@@ -28,6 +28,9 @@ from recompute.errors import AblationError
 from recompute.estimation.check_paths import names_factory
 from recompute.estimation.llama import ModelShape
 
+POLICIES = (BASELINE, "full", "hook", "elementwise", "kernel", "auto")
+PEERS = ("torch-checkpoint",)
+STEPS, WARMUP = 12, 6
 Dtype = Literal["float32", "bfloat16", "autocast"]
 
 
@@ -82,17 +85,17 @@ class AblationConfig(BaseModel):
 
     model: ModelShape = ModelShape()
     models: dict[str, ModelSource] = Field(default_factory=dict)
-    policies: Annotated[tuple[str, ...], Strict(False)] = (BASELINE, "full", "hook", "elementwise", "kernel")
+    policies: Annotated[tuple[str, ...], Strict(False)] = POLICIES
     compile: bool = False
-    peers: Annotated[tuple[Peer, ...], Strict(False)] = ("torch-checkpoint",)
+    peers: Annotated[tuple[Peer, ...], Strict(False)] = PEERS
     sequence_lengths: Annotated[tuple[SequenceLength, ...], Strict(False), Field(min_length=1)] = (256,)
     batch_size: PositiveInt = 4
     batch_sizes: Annotated[tuple[PositiveInt, ...], Strict(False)] = ()
     step: Literal["training", "layers"] = "training"
     dtype: Dtype = "float32"
     dtypes: Annotated[tuple[Dtype, ...], Strict(False)] = ()
-    steps: PositiveInt = 12
-    warmup: Annotated[int, Field(ge=0)] = 6
+    steps: PositiveInt = STEPS
+    warmup: Annotated[int, Field(ge=0)] = WARMUP
     repeats: PositiveInt = 1
     learning_rate: Annotated[float, Field(gt=0)] = 1e-3
     seed: int = 0
@@ -115,16 +118,9 @@ class AblationConfig(BaseModel):
                 "nothing but its own process"
             )
         for name, source in self.models.items():
-            if _is_factory(source) and (self.step == "layers" or self.longest_sequence):
+            if is_factory(source) and (self.step == "layers" or self.longest_sequence):
                 key = "step: layers" if self.step == "layers" else "longest_sequence"
                 raise ValueError(f"{key}: expected models of transformers; found models.{name}, the factory {source}")
-        return self
-
-    def single(self) -> AblationConfig:
-        """The same configuration. Raises ``AblationError`` if it has several models, batch sizes or dtypes."""
-        for one, several in _ONE_AND_SEVERAL.items():
-            if getattr(self, several):
-                raise AblationError(f"expected a configuration with one {one}; found {several}")
         return self
 
     def as_given(self) -> dict[str, Any]:
@@ -137,19 +133,24 @@ class AblationConfig(BaseModel):
         return treatments(self.policies, self.peers, compiled=self.compile)
 
     def comparisons(self) -> tuple[Comparison, ...]:
-        """One for each model, batch size, dtype and sequence length, in this order."""
-        sources: Mapping[str, ModelSource] = self.models or {"llama": self.model}
-        batch_sizes, dtypes = self.batch_sizes or (self.batch_size,), self.dtypes or (self.dtype,)
-        found: list[Comparison] = []
-        for name, source in sources.items():
-            sizes: Any = (batch_sizes, dtypes, self.sequence_lengths)
-            if _is_factory(source):  # whose sizes are its own
-                sizes = ((None,), dtypes, (None,))
-            found += [Comparison(self, name, source, length, *others) for *others, length in product(*sizes)]
-        return tuple(found)
+        """One for each model, batch size, dtype and sequence length, in this order. A factory's sizes are its own."""
+        of_all: Any = (self.batch_sizes or (self.batch_size,), self.dtypes or (self.dtype,), self.sequence_lengths)
+        return tuple(
+            Comparison(self, name, source, length, *others)
+            for name, source in (self.models or {"llama": self.model}).items()
+            for *others, length in product(*((None,), of_all[1], (None,)) if is_factory(source) else of_all)
+        )
+
+    def single(self) -> Comparison:
+        """The only comparison. Raises ``AblationError`` if there are several models, sizes or dtypes."""
+        found, *others = self.comparisons()
+        if others:
+            raise AblationError("expected a configuration with one model, sequence length, batch size and dtype")
+        return found
 
 
-def _is_factory(source: ModelSource) -> bool:
+def is_factory(source: Any) -> bool:
+    """Whether this names a function that makes a model, whose sizes are its own."""
     return isinstance(source, str) and names_factory(source)
 
 
@@ -174,7 +175,7 @@ class Comparison:
 
 LLAMA_1B = AblationConfig(
     model=ModelShape(hidden_size=2048, intermediate_size=8192, layers=16, heads=32, kv_heads=8),
-    policies=("none", "full", "hook", "elementwise", "kernel", "auto"),
+    policies=POLICIES,
     peers=("torch-checkpoint", "torch-selective"),
     sequence_lengths=(4096,),
     batch_size=1,

@@ -11,11 +11,11 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.text import Annotation
+from matplotlib.text import Annotation, Text
 from matplotlib.transforms import BboxBase
 
 from recompute.ablation.peers import BASELINE
-from recompute.ablation.results import AXES, RowDict, place, place_of, varied
+from recompute.ablation.results import AXES, RowDict, grouped, place
 from recompute.files import png_of
 
 NAMES = ("results.png", "memory.png", "times.png", "longest.png")
@@ -30,16 +30,14 @@ def pictures(rows: Sequence[RowDict]) -> dict[str, bytes]:
     figures = {"results.png": memory_against_time(rows)}
     measured = [row for row in rows if row["error"] is None]
     if any(row.get("parameter_bytes") is not None for row in measured):
-        most = max(sum(_memory_parts(row, {}).values()) for row in measured)
-        figures["memory.png"] = _bars(measured, _memory_parts, *_unit(most))
+        unit = _unit(max(sum(_memory_parts(row, {}).values()) for row in measured))
+        figures["memory.png"] = _bars(measured, _memory_parts, "Memory between forward and backward", *unit)
     if any(row.get("backward_seconds") is not None for row in measured):
-        figures["times.png"] = _bars(measured, _time_parts, "milliseconds a step", 1e-3)
+        figures["times.png"] = _bars(measured, _time_parts, "What a step's time goes to", "milliseconds a step", 1e-3)
     if any(row.get("longest_sequence") is not None for row in rows):
-        without_lengths = {
-            (place(one), one["policy"]): one for one in ({**row, "sequence_length": None} for row in rows)
-        }
-        parts = lambda row, base: {"tokens": row.get("longest_sequence") or 0}  # noqa: E731
-        figures["longest.png"] = _bars([*without_lengths.values()], parts, "tokens of the longest sequence", 1)
+        of_all = ({**row, "sequence_length": None} for row in rows)
+        once = {(place(one), one["policy"]): one for one in of_all}
+        figures["longest.png"] = _bars([*once.values()], _length, "Longest sequence that fits", "tokens", 1)
     return {name: png_of(figure) for name, figure in figures.items()}
 
 
@@ -56,11 +54,11 @@ def memory_against_time(rows: Sequence[RowDict]) -> Figure:
     would be too many.
     """
     measured = [row for row in rows if row["error"] is None]
-    groups = _groups(measured, [axis for axis in AXES if axis != "sequence_length"]) or [("", [])]
+    groups = grouped(measured, [axis for axis in AXES if axis != "sequence_length"]) or [("", [])]
     if max(len(group) for _, group in groups) > _CROWDED:
-        groups = _groups(measured, AXES)
-    figure, frames = _frames(len(groups), width=8, height=5)
-    labels = [_draw_points(axes, title, group) for axes, (title, group) in zip(frames, groups, strict=True)]
+        groups = grouped(measured, AXES)
+    figure, frames = _frames(groups, "Memory against the time of a step: lower left is better", 8, 5)
+    labels = [_draw_points(axes, group) for axes, (_, group) in zip(frames, groups, strict=True)]
     figure.canvas.draw()
     for axes, named in zip(frames, labels, strict=True):
         drawn = [axes.get_legend(), *(line for line in axes.lines if line.get_drawstyle() == "default")]
@@ -68,10 +66,10 @@ def memory_against_time(rows: Sequence[RowDict]) -> Figure:
     return figure
 
 
-def _draw_points(axes: Axes, title: str, rows: Sequence[RowDict]) -> list[Annotation]:
+def _draw_points(axes: Axes, rows: Sequence[RowDict]) -> list[Annotation]:
     """Draw rows that differ in policy and sequence length alone; return the labels of their points."""
     unit, unit_nbytes = _unit(max((row["peak_bytes"] for row in rows), default=0))
-    axes.set(xlabel="milliseconds a step", ylabel=f"{unit} above static memory", title=title)
+    axes.set(xlabel="milliseconds a step", ylabel=f"{unit} above weights, gradients, optimizer")
     lengths = sorted({row["sequence_length"] for row in rows})
     labels = []
     for row in rows:
@@ -82,7 +80,9 @@ def _draw_points(axes: Axes, title: str, rows: Sequence[RowDict]) -> list[Annota
         axes.plot([milliseconds, milliseconds], [held, peak], color=color, alpha=0.5)
         axes.plot(milliseconds, held, marker, color=color, markerfacecolor="white")
         axes.plot(milliseconds, peak, marker, color=color)
-        labels.append(axes.annotate(row["policy"], (milliseconds, peak), (0, 0), textcoords="offset points"))
+        line = {"arrowstyle": "-", "color": "gray", "alpha": 0.5, "shrinkA": 0}
+        point = (milliseconds, peak)
+        labels.append(axes.annotate(row["policy"], point, (0, 0), textcoords="offset points", arrowprops=line))
     for number, length in enumerate(lengths):
         best = frontier(row for row in rows if row["sequence_length"] == length)
         corners = [(row["step_seconds"] * 1e3, row["peak_bytes"] / unit_nbytes) for row in best]
@@ -103,33 +103,25 @@ def frontier(rows: Iterable[RowDict]) -> list[RowDict]:
     return best
 
 
-def _groups(rows: Sequence[RowDict], axes: Sequence[str]) -> list[tuple[str, list[RowDict]]]:
-    """The rows that are equal on these axes, with what tells them from others."""
-    shown = varied(rows) & {*axes}
-    found: dict[tuple[Any, ...], list[RowDict]] = {}
-    for row in rows:
-        found.setdefault(tuple(row.get(axis) for axis in axes), []).append(row)
-    titles = [place_of({axis: group[0].get(axis) for axis in shown}, shown) for group in found.values()]
-    return [(title.removeprefix(", "), group) for title, group in zip(titles, found.values(), strict=True)]
-
-
-def _frames(count: int, *, width: float, height: float) -> tuple[Figure, list[Axes]]:
+def _frames(groups: Sequence[tuple[str, Any]], title: str, width: float, height: float) -> tuple[Figure, list[Axes]]:
+    count = len(groups)
     columns = min(count, 2 if count < 5 else 3)
     lines = math.ceil(count / columns)
     figure = Figure(figsize=(width * columns, height * lines), dpi=150 if count < 5 else 75, layout="constrained")
     FigureCanvasAgg(figure)
-    return figure, [figure.add_subplot(lines, columns, number + 1) for number in range(count)]
+    figure.suptitle(title)
+    return figure, [figure.add_subplot(lines, columns, at, title=name) for at, (name, _) in enumerate(groups, 1)]
 
 
 Parts = Callable[[RowDict, RowDict], Mapping[str, float]]
 """The lengths of a bar's parts, by what they are, from its row and the baseline's."""
 
 
-def _bars(rows: Sequence[RowDict], parts: Parts, label: str, unit: float) -> Figure:
+def _bars(rows: Sequence[RowDict], parts: Parts, title: str, label: str, unit: float) -> Figure:
     """A bar for each row, put together from its parts. Each comparison has axes of its own."""
-    groups = _groups(rows, AXES)
-    figure, frames = _frames(len(groups), width=7, height=1.2 + 0.35 * max(len(group) for _, group in groups))
-    for axes, (title, group) in zip(frames, groups, strict=True):
+    groups = grouped(rows, AXES)
+    figure, frames = _frames(groups, title, 7, 1.5 + 0.35 * max(len(group) for _, group in groups))
+    for axes, (_, group) in zip(frames, groups, strict=True):
         base = next((row for row in group if row["policy"] == BASELINE), {})
         drawn = [parts(row, base) for row in group]
         left = [0.0] * len(group)
@@ -139,11 +131,15 @@ def _bars(rows: Sequence[RowDict], parts: Parts, label: str, unit: float) -> Fig
             left = [a + b for a, b in zip(left, lengths, strict=True)]
         axes.set_yticks(range(len(group)), [row["policy"] for row in group])
         axes.invert_yaxis()
-        axes.set(xlabel=label, title=title)
+        axes.set(xlabel=label)
         axes.grid(alpha=0.3, axis="x")
         if len(axes.containers) > 1:
             axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
+
+
+def _length(row: RowDict, base: RowDict) -> Mapping[str, float]:
+    return {"tokens": row.get("longest_sequence") or 0}
 
 
 def _memory_parts(row: RowDict, base: RowDict) -> Mapping[str, float]:
@@ -161,9 +157,8 @@ def _memory_parts(row: RowDict, base: RowDict) -> Mapping[str, float]:
 def _time_parts(row: RowDict, base: RowDict) -> Mapping[str, float]:
     """Seconds. Where the time of regenerating is not known, what backward takes longer than the baseline's is shown."""
     backward, plain = row.get("backward_seconds") or 0.0, base.get("backward_seconds") or math.inf
-    regenerating = row.get("regenerating_seconds")
-    again = 0.0 if regenerating is None else min(regenerating, backward)
-    added = max(0.0, backward - plain) if regenerating is None else 0.0
+    known = row.get("regenerating_seconds")
+    again, added = (0.0, max(0.0, backward - plain)) if known is None else (min(known, backward), 0.0)
     return {
         "forward": row.get("forward_seconds") or 0.0,
         "backward": backward - again - added,
@@ -174,23 +169,24 @@ def _time_parts(row: RowDict, base: RowDict) -> Mapping[str, float]:
 
 
 def _legend(lengths: Sequence[int]) -> list[Line2D]:
-    markers = [
-        Line2D([], [], color="black", marker="o", linestyle="", markerfacecolor=face, label=label)
-        for label, face in (("peak", "black"), ("held after forward", "white"))
-    ]
-    markers.append(Line2D([], [], color="gray", linestyle="dashed", label="Pareto frontier"))
+    faces = (("peak", "black"), ("held after forward", "white"))
+    dots = [Line2D([], [], color="k", marker="o", ls="", markerfacecolor=face, label=label) for label, face in faces]
+    stairs = Line2D([], [], color="gray", linestyle="dashed", label="Pareto frontier")
     named = [(number, length) for number, length in enumerate(lengths) if length is not None]
-    return markers + [Line2D([], [], color=f"C{number}", label=f"sequence {length}") for number, length in named]
+    return [*dots, stairs, *(Line2D([], [], color=f"C{at}", label=f"sequence {length}") for at, length in named)]
 
 
 def _spread(labels: Sequence[Annotation], frame: BboxBase, taken: list[Any]) -> None:
-    """Move each label to the nearest place beside its point that is in the frame and not taken by anything."""
-    heights = sorted(range(-108, 109, 9), key=abs)
+    """Move each label to the nearest place beside its point that is in the frame, and taken by the fewest others."""
+    places = sorted(product(range(-180, 181, 9), (8, 60, 120), (1, -1)), key=lambda at: (abs(at[0]) + at[1], -at[2]))
     for label in labels:
-        for dy, side in product(heights, (1, -1)):
-            label.set(position=(8 * side, dy), va="center", ha="left" if side > 0 else "right")
-            box = label.get_window_extent()
+
+        def overlaps(at: tuple[int, int, int], label: Annotation = label) -> int:
+            dy, dx, side = at
+            label.set(position=(dx * side, dy), va="center", ha="left" if side > 0 else "right")
+            box = Text.get_window_extent(label)  # without its line
             inside = frame.x0 < box.x0 and box.x1 < frame.x1 and frame.y0 < box.y0 and box.y1 < frame.y1
-            if inside and not box.count_overlaps(taken):
-                break
-        taken.append(label.get_window_extent())
+            return box.count_overlaps(taken) if inside else len(taken) + 1
+
+        overlaps(next((at for at in places if not overlaps(at)), None) or min(places, key=overlaps))
+        taken.append(Text.get_window_extent(label))

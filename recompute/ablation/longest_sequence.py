@@ -17,19 +17,13 @@ DEVICE = "device"
 """The budget that is all memory of the device: whatever runs fits."""
 
 SequenceLength = Annotated[int, Field(ge=2)]
-_OUT_OF_MEMORY = (
-    torch.OutOfMemoryError.__name__,
-    MemoryError.__name__,
-    "out of memory",  # CUDA's own error
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "can't allocate memory",  # torch's allocator of the CPU
-    signal.SIGKILL.name,  # the kernel's way to end what takes all memory
-)
 
 
 def is_out_of_memory(error: str) -> bool:
     """Whether a row's error says that there was no memory left."""
-    return any(sign in error for sign in _OUT_OF_MEMORY)
+    of_torch = ("OutOfMemoryError", "MemoryError", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory")
+    signs = (*of_torch, "out of memory", signal.SIGKILL.name)  # CUDA's, and the kernel's who ends what takes all
+    return any(sign in error for sign in signs)
 
 
 class LongestSequence(BaseModel):
@@ -64,17 +58,14 @@ class LongestSequence(BaseModel):
 
         Raises ``AblationError`` for a share of a device whose size is not known, as the CPU's.
         """
-        if self.budget == DEVICE and device.type == "cuda":
+        on_cuda = device.type == "cuda"
+        if self.budget == DEVICE and on_cuda:
             return None
-        if self.budget == DEVICE:
-            raise AblationError(
-                f"longest_sequence.budget: expected a size such as '4GiB' on {device.type}; found '{DEVICE}', which is "
-                "for a CUDA device"
-            )
         is_share = isinstance(self.budget, str) and "%" in self.budget  # to look at a device takes some of its memory
-        capacity = torch.cuda.mem_get_info(device)[1] if is_share and device.type == "cuda" else None
         try:
-            return parse_budget(self.budget, capacity)
+            if self.budget == DEVICE:
+                raise BudgetError(f"expected a size such as '4GiB' on {device.type}; found '{DEVICE}', a CUDA device's")
+            return parse_budget(self.budget, torch.cuda.mem_get_info(device)[1] if is_share and on_cuda else None)
         except BudgetError as error:
             raise AblationError(f"longest_sequence.budget: {error}") from error
 

@@ -11,12 +11,11 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
-_LOG = "log.txt"
-_LAST_LINES = 3  # of what a process printed before it ended
+_LOG, _LAST_LINES = "log.txt", 3
+"""What a process prints; and the lines of it that are told where the process has ended."""
 
 Work = Callable[[Callable[..., None]], Any]
 """Called with a function whose arguments go to ``progress``. It is pickled, and so is what it returns."""
@@ -49,7 +48,11 @@ def run_apart(
         return None, f"ProcessEnded: {_ending(process.exitcode or 0, log)}"
     finally:
         here.close()
-        _end(process)
+        if process.is_alive():
+            with suppress(ProcessLookupError):  # it has no group of its own yet
+                os.killpg(process.pid or 0, signal.SIGKILL)  # with whatever it started
+            process.kill()
+            process.join()
 
 
 def _ending(code: int, log: Path) -> str:
@@ -57,15 +60,6 @@ def _ending(code: int, log: Path) -> str:
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     last = [line for line in lines if line.strip()][-_LAST_LINES:]
     return f"{how}; it printed last: {' | '.join(last)}" if last else how
-
-
-def _end(process: SpawnProcess) -> None:
-    """End the process, if it still runs, and whatever it started."""
-    if process.is_alive():
-        with suppress(ProcessLookupError):  # it has no group of its own yet
-            os.killpg(process.pid or 0, signal.SIGKILL)
-        process.kill()
-        process.join()
 
 
 def _run(channel: Connection, work: Work, log: Path) -> None:

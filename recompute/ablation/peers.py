@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from importlib import import_module
 from types import MappingProxyType
@@ -40,6 +40,7 @@ EXACT_PEERS = (
 )  # fmt: skip
 """Those that promise the baseline's bits. The others round in their own ways."""
 
+Match = str | Sequence[str] | None
 _PEERS = (*EXACT_PEERS, "torch-compile", "torch-compile-selective", "liger", "liger-loss", "cut-cross-entropy")
 _MEMORY_BUDGET = re.compile(r"torch-budget-(0\.\d+)")
 
@@ -66,17 +67,7 @@ def treatments(policies: Iterable[str], peers: Iterable[str], *, compiled: bool)
 
 
 Peer = Annotated[str, AfterValidator(_known_peer)]
-"""The name of what another library offers, each for every decoder layer of the model.
-
-- torch-checkpoint: torch's checkpoint. torch-selective: the same, with matmuls and attention kept.
-- torch-remat: Meta's torch_remat, with Linears and attention as save regions. torch-remat-full: without save regions.
-- torch-save-on-cpu: torch's save_on_cpu, with pinned memory where there is CUDA.
-- torch-compile: torch.compile. torch-compile-selective: the same on top of torch-selective.
-- torch-budget-0.5: torch.compile, which may save this share of what it would save otherwise (its memory budget).
-- liger: Liger-Kernel's norms, SwiGLU and rotary embedding. liger-loss: its loss without logits, too.
-- cut-cross-entropy: the loss from the decoder's output, without logits, by the package of that name.
-- torchtune-offload: torchtune's OffloadActivations, which copies to pinned memory on a stream of its own.
-"""
+"""The name of what another library offers, each for every decoder layer of the model: see examples/ablation."""
 
 
 @contextmanager
@@ -84,7 +75,7 @@ def under(
     policy: str,
     model: nn.Module,
     policies: Mapping[str, PolicyLike] = MappingProxyType({}),
-    match: str | Sequence[str] | None = None,
+    match: Match = None,
 ) -> Iterator[AppliedPolicy | None]:
     """Put the model under a policy or a peer. It stays so after the block, except for what a peer changes elsewhere.
 
@@ -93,44 +84,34 @@ def under(
     policy: a name in ``policies``, or the name of a peer or a preset, or a policy file.
     match: globs over the paths of the modules that a peer takes for layers; None: by the names of their classes.
     """
-    if policy.endswith(COMPILED):
-        with under(policy.removesuffix(COMPILED), model, policies, match):
+    name = policy.removesuffix(COMPILED)
+    is_compiled, is_ours = name != policy, name in policies or not is_peer(name)
+    handle = None
+    with nullcontext() if is_ours else _WAYS.get(name, _compiled)(name, model, match):
+        if is_ours and (name != BASELINE or name in policies):
+            handle = apply(model, load_policy(policies.get(name, name)))
+        if is_compiled:
             for layer in find_regions(model, match).values():
                 layer.compile()
-            yield None
+        yield None if is_compiled else handle
+    if is_compiled or name not in _WAYS:
         torch.compiler.reset()
-    elif policy in policies or not is_peer(policy):
-        is_plain = policy == BASELINE and policy not in policies
-        yield None if is_plain else apply(model, load_policy(policies.get(policy, policy)))
-    elif policy == "cut-cross-entropy":
-        _cut_cross_entropy(model)
-        yield None
-    elif policy in ("liger", "liger-loss"):
-        with _liger(policy, model):
-            yield None
-    elif policy.startswith(("torch-compile", "torch-budget")):
-        with _compiled(policy, model, find_regions(model, match)):
-            yield None
-        torch.compiler.reset()
-    else:
-        with _LAYER_PEERS[policy](policy) as wrapped:
-            for layer in find_regions(model, match).values():
-                layer.forward = wrapped(layer)
-            yield None
-
-
-Wrap = Callable[[Any], Callable[..., Any]]
-"""Makes a layer's new forward of the layer."""
 
 
 @contextmanager
-def _checkpointed(peer: str) -> Iterator[Wrap]:
+def _checkpointed(peer: str, model: nn.Module, match: Match) -> Iterator[None]:
     options: dict[str, Any] = {"context_fn": _SELECTIVE} if peer == "torch-selective" else {}
-    yield lambda layer: partial(checkpoint, layer.forward, use_reentrant=False, **options)
+    for layer in _layers(model, match):
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, **options)
+    yield
+
+
+def _layers(model: nn.Module, match: Match) -> list[Any]:
+    return list(find_regions(model, match).values())
 
 
 @contextmanager
-def _offloaded(peer: str) -> Iterator[Wrap]:
+def _offloaded(peer: str, model: nn.Module, match: Match) -> Iterator[None]:
     offloading: Callable[[], AbstractContextManager[Any]] = partial(save_on_cpu, torch.cuda.is_available())
     if peer == "torchtune-offload":
         training = _imported(peer, "torchtune.training", "torchtune torchao")
@@ -143,11 +124,13 @@ def _offloaded(peer: str) -> Iterator[Wrap]:
         with offloading():
             return forward(*args, **kwargs)
 
-    yield lambda layer: partial(run, layer.forward)
+    for layer in _layers(model, match):
+        layer.forward = partial(run, layer.forward)
+    yield
 
 
 @contextmanager
-def _remat(peer: str) -> Iterator[Wrap]:
+def _remat(peer: str, model: nn.Module, match: Match) -> Iterator[None]:
     """torch_remat puts no random state back: where what runs again draws, it computes other gradients."""
     library = _imported(peer, "torch_remat", "torch-remat")
     numbers = itertools.count()  # a region's name is its number in a run of the layer: equal when it runs again
@@ -160,41 +143,30 @@ def _remat(peer: str) -> Iterator[Wrap]:
 
         return run
 
-    def wrapped(layer: Any) -> Callable[..., Any]:
-        forward = layer.forward
-        modules: Iterable[Any] = layer.modules() if peer == "torch-remat" else ()
-        for module in modules:
-            if isinstance(module, nn.Linear):
-                vars(module)["forward"] = saved(module.forward)
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            nonlocal numbers
-            numbers = itertools.count()
-            return forward(*args, **kwargs)
-
-        return library.checkpoint()(run)
+    def numbered(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        nonlocal numbers
+        numbers = itertools.count()
+        return forward(*args, **kwargs)
 
     attention = F.scaled_dot_product_attention
     try:
         if peer == "torch-remat":
             F.scaled_dot_product_attention = saved(attention)
-        yield wrapped
+        for layer in _layers(model, match):
+            for module in layer.modules() if peer == "torch-remat" else ():
+                if isinstance(module, nn.Linear):
+                    vars(module)["forward"] = saved(module.forward)
+            layer.forward = library.checkpoint()(partial(numbered, layer.forward))
+        yield
     finally:
         F.scaled_dot_product_attention = attention
 
 
-_LAYER_PEERS: dict[str, Callable[[str], AbstractContextManager[Wrap]]] = {
-    **dict.fromkeys(("torch-checkpoint", "torch-selective"), _checkpointed),
-    **dict.fromkeys(("torch-save-on-cpu", "torchtune-offload"), _offloaded),
-    **dict.fromkeys(("torch-remat", "torch-remat-full"), _remat),
-}
-
-
 @contextmanager
-def _compiled(peer: str, model: nn.Module, layers: Mapping[str, nn.Module]) -> Iterator[None]:
+def _compiled(peer: str, model: nn.Module, match: Match) -> Iterator[None]:
     budget = _MEMORY_BUDGET.fullmatch(peer)
     with functorch_config.patch(activation_memory_budget=float(budget[1]) if budget else 1.0):
-        for path, layer in layers.items():
+        for path, layer in find_regions(model, match).items():
             if peer == "torch-compile-selective":  # a checkpoint as a replaced forward would run uncompiled
                 layer = checkpoint_wrapper(layer, context_fn=_SELECTIVE)
                 model.set_submodule(path, layer)
@@ -202,14 +174,15 @@ def _compiled(peer: str, model: nn.Module, layers: Mapping[str, nn.Module]) -> I
         yield
 
 
-def _cut_cross_entropy(model: Any) -> None:
+@contextmanager
+def _cut_cross_entropy(peer: str, model: Any, match: Match) -> Iterator[None]:
     """Have forward compute its loss from the decoder's output and the head's weight, by the package's own function."""
-    library = _imported("cut-cross-entropy", "cut_cross_entropy", "cut-cross-entropy")
+    library = _imported(peer, "cut_cross_entropy", peer)
     decoder = model.get_decoder() if isinstance(model, PreTrainedModel) else model
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     if decoder is model or not isinstance(head, nn.Linear):
         raise AblationError(
-            f"the peer cut-cross-entropy is for a model of transformers with a decoder and a Linear head; found "
+            f"the peer {peer} is for a model of transformers with a decoder and a Linear head; found "
             f"{type(model).__name__}"
         )
     softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
@@ -221,20 +194,11 @@ def _cut_cross_entropy(model: Any) -> None:
         return CausalLMOutput(loss=loss)
 
     model.forward = forward
-
-
-def _imported(peer: str, module: str, packages: str) -> Any:
-    """The module of a peer. packages: what to install for it, first the one that is named."""
-    try:
-        return import_module(module)
-    except ImportError as error:
-        is_absent = error.name is not None and f"{module}.".startswith(f"{error.name}.")
-        needed = f"needs the package {packages.split()[0]}" if is_absent else f"cannot import {module} ({error})"
-        raise AblationError(f"the peer {peer} {needed}: pip install {packages}") from error
+    yield
 
 
 @contextmanager
-def _liger(peer: str, model: nn.Module) -> Iterator[None]:
+def _liger(peer: str, model: nn.Module, match: Match) -> Iterator[None]:
     """Liger changes the model, and a module of transformers for all models: that one is put back as it was."""
     if not isinstance(model, LlamaForCausalLM):
         raise AblationError(f"the peer {peer} is for transformers' LlamaForCausalLM; found {type(model).__name__}")
@@ -247,6 +211,25 @@ def _liger(peer: str, model: nn.Module) -> Iterator[None]:
     finally:
         vars(modeling_llama).update(before)
 
+
+def _imported(peer: str, module: str, packages: str) -> Any:
+    """The module of a peer. packages: what to install for it, first the one that is named."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        is_absent = error.name is not None and f"{module}.".startswith(f"{error.name}.")
+        needed = f"needs the package {packages.split()[0]}" if is_absent else f"cannot import {module} ({error})"
+        raise AblationError(f"the peer {peer} {needed}: pip install {packages}") from error
+
+
+_WAYS: dict[str, Callable[[str, Any, Match], AbstractContextManager[None]]] = {
+    **dict.fromkeys(("torch-checkpoint", "torch-selective"), _checkpointed),
+    **dict.fromkeys(("torch-save-on-cpu", "torchtune-offload"), _offloaded),
+    **dict.fromkeys(("torch-remat", "torch-remat-full"), _remat),
+    **dict.fromkeys(("liger", "liger-loss"), _liger),
+    "cut-cross-entropy": _cut_cross_entropy,
+}
+"""The peers that do not compile."""
 
 _SELECTIVE = partial(
     create_selective_checkpoint_contexts,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib import metadata
 from pathlib import Path
@@ -16,8 +16,7 @@ from tabulate import tabulate
 from recompute.errors import AblationError
 from recompute.files import user_path, write_file
 
-NAME, DATE = "results.json", "date"
-
+NAME = "results.json"
 TIMED = ("step", "forward", "backward", "optimizer", "forward_cpu", "regenerating")
 Timings = dict[str, tuple[float, ...]]
 """The seconds of each timed step, by what they are of: ``TIMED``."""
@@ -30,36 +29,26 @@ RowDict = Mapping[str, Any]
 class AblationRow:
     """What training under one policy, or peer, took and gave. If it failed, ``error`` says how.
 
-    What was not measured is None. ``sequence_length``, ``batch_size`` and ``model`` are None for a model of the
-    caller's own.
+    What was not measured is None; so are the sizes of a model of the caller's own.
 
-    Bytes are those of tensors. ``activation_bytes_held`` are alive between forward and backward, and
-    ``logits_bytes_held`` is by how many these are more than when the decoder returned: what head and loss hold, less
-    the decoder's output where a policy drops it. It is not known under autocast. ``peak_bytes`` is the most alive at
-    once in forward and backward. None of these count what is alive before the step: ``parameter_bytes``,
-    ``gradient_bytes`` and ``optimizer_bytes``, its states.
+    Bytes are those of tensors. ``activation_bytes_held`` are alive between forward and backward; ``logits_bytes_held``
+    of them were not when the decoder returned. ``peak_bytes`` is the most alive at once in forward and backward. None
+    of these count what lives all through training: ``parameter_bytes``, ``gradient_bytes`` and ``optimizer_bytes``.
 
-    Times are medians over the timed steps of all repeats; their ``_quartiles`` are the first and the third. On CUDA
-    ``step_seconds`` ends when the device has finished, and its parts are by the device's clock. ``forward_cpu_seconds``
-    is the time that launching forward takes the CPU; it is None where the model itself runs on the CPU.
-    ``backward_added_seconds`` is the backward's time minus that of the baseline's. That is what regenerating adds, less
-    what the policy makes faster. ``regenerating_seconds`` is the part of backward in which it runs again what the
-    policy has dropped; what a kernel regenerates in registers takes no time of its own. It is known of our policies in
-    eager code alone. ``timings`` has the seconds of each timed step, for each repeat.
+    Times are medians over the timed steps of all repeats; their ``_quartiles`` are the first and the third, and
+    ``timings`` has each step of each repeat. On CUDA the parts of a step are by the device's clock, and
+    ``forward_cpu_seconds`` is what launching forward takes the CPU. ``regenerating_seconds`` is the part of backward
+    that runs again what the policy dropped, known of our policies in eager code. ``backward_added_seconds`` is
+    backward's time minus the baseline's.
 
-    ``longest_sequence`` is the longest of those that were tried whose whole step fits the budget; 0 if none does.
-
-    The other fields compare with the baseline, and are None where the baseline failed. ``loss_error`` is the largest
-    relative error of a step's loss. The error of a gradient g is ‖g - r‖ / ‖r‖, with the baseline's gradient r, over
-    all parameters together. ``grad_error`` is that of the first step, in which the weights are still equal, and
-    ``grad_error_last`` that of the last step.
-
-    ``grads_match`` means one of two things. An ``exact`` policy promises the baseline's bits: then it says whether the
-    gradients of the first and of the last step have them. Any other policy rounds in its own way: then it says whether
-    ``grad_error`` is at most ``grad_tolerance``. That is twice the error of the baseline's own gradient, as compared
-    with the same model's in float64 (float32 for a bfloat16 model), because the policy may be that far from it in one
-    direction and the baseline in the other. Of a policy that compresses it is ``COMPRESSION_TOLERANCE``, if that is
-    more. Where there is no memory for the model in the wider dtype, neither is known.
+    The other fields compare with the baseline, and are None where it failed. ``loss_error`` is the largest relative
+    error of a step's loss. The error of a gradient g is ‖g - r‖ / ‖r‖, with the baseline's gradient r, over all
+    parameters: ``grad_error`` in the first step, where the weights are still equal, ``grad_error_last`` in the last.
+    Of an ``exact`` policy, which promises the baseline's bits, ``grads_match`` says whether both steps have them. Any
+    other rounds in its own way: then it says whether ``grad_error`` is at most ``grad_tolerance``. That is twice the
+    error of the baseline's own gradient against that in a wider dtype, as the two may be off in opposite directions.
+    Of a policy that compresses it is ``COMPRESSION_TOLERANCE``, if that is more. Without memory for the wider dtype
+    neither is known.
     """
 
     policy: str
@@ -96,6 +85,7 @@ class AblationRow:
     grad_error_last: float | None = None
     grad_tolerance: float | None = None
     longest_sequence: int | None = None
+    """Of those that were tried, the longest whose whole step fits the budget; 0 if none does."""
     timings: tuple[Timings, ...] = ()
     error: str | None = None
 
@@ -110,13 +100,7 @@ class AblationRow:
         return replace(self, **found)
 
 
-_WORDS: Mapping[str, Callable[[Any], str]] = {
-    "model": str,
-    "sequence_length": lambda length: f"sequence {length}",
-    "batch_size": lambda size: f"batch {size}",
-    "dtype": str,
-}
-AXES = tuple(_WORDS)
+AXES = ("model", "sequence_length", "batch_size", "dtype")
 """The keys of a row in which comparisons differ."""
 
 
@@ -127,15 +111,25 @@ def place(row: RowDict) -> tuple[Any, ...]:
 
 def varied(rows: Iterable[RowDict]) -> frozenset[str]:
     """The axes on which rows differ."""
-    rows = list(rows)
-    return frozenset(axis for axis in AXES if len({row.get(axis) for row in rows}) > 1)
+    places = [place(row) for row in rows]
+    return frozenset(axis for number, axis in enumerate(AXES) if len({each[number] for each in places}) > 1)
 
 
 def place_of(row: RowDict, axes: Iterable[str]) -> str:
     """What follows a policy's name: the sequence length, and the row's values on these axes."""
-    shown = {"sequence_length", *axes}
-    words = [word(row[axis]) for axis, word in _WORDS.items() if axis in shown and row.get(axis) is not None]
-    return "".join(f", {word}" for word in words)
+    words, shown = {"sequence_length": "sequence ", "batch_size": "batch "}, {"sequence_length", *axes}
+    found = [f", {words.get(axis, '')}{row[axis]}" for axis in AXES if axis in shown and row.get(axis) is not None]
+    return "".join(found)
+
+
+def grouped(rows: Sequence[RowDict], axes: Sequence[str]) -> list[tuple[str, list[RowDict]]]:
+    """The rows that are equal on these axes, with what tells them from others."""
+    shown = varied(rows) & {*axes}
+    found: dict[tuple[Any, ...], list[RowDict]] = {}
+    for row in rows:
+        found.setdefault(tuple(row.get(axis) for axis in axes), []).append(row)
+    titles = (place_of({axis: group[0].get(axis) for axis in shown}, shown) for group in found.values())
+    return [(title.removeprefix(", "), group) for title, group in zip(titles, found.values(), strict=True)]
 
 
 def package_version() -> str | None:
@@ -173,14 +167,9 @@ def rows_to_resume(found: Mapping[str, Any], expected: Mapping[str, Any], file: 
 
     Raises ``AblationError`` that names what differs. The date does not count.
     """
-    different = [
-        f"  {key}: {NAME} has {before!r}, this run {now!r}"
-        for part in ("config", "machine", "text")
-        for key, before, now in _differences(found.get(part), expected.get(part), part)
-        if key != f"machine.{DATE}"
-    ]
-    if different:
-        listed = "\n".join(different)
+    changes = [change for part in _PARTS for change in _differences(found, expected, part)]
+    if changes:
+        listed = "\n".join(f"  {key}: {NAME} has {before!r}, this run {now!r}" for key, before, now in changes)
         raise AblationError(
             f"{file}: expected results of the same configuration, machine and versions to resume; found others:\n"
             f"{listed}\nRun with the configuration and on the machine of before, or write to another folder by --out"
@@ -190,19 +179,27 @@ def rows_to_resume(found: Mapping[str, Any], expected: Mapping[str, Any], file: 
 
 def row_from(values: RowDict) -> AblationRow:
     """The row that JSON holds. A field that was not known when it was written has its default."""
-    names = [each.name for each in fields(AblationRow) if each.name in values]
-    known: dict[str, Any] = {key: tuple(values[key]) if isinstance(values[key], list) else values[key] for key in names}
-    return AblationRow(**known)
+    known: dict[str, Any] = {each.name: values[each.name] for each in fields(AblationRow) if each.name in values}
+    as_written: dict[str, Any] = {key: tuple(each) if isinstance(each, list) else each for key, each in known.items()}
+    return AblationRow(**as_written)
 
 
-def _differences(one: Any, other: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """The dotted keys whose values differ, with both of them: "absent" stands for that of a key that is not there."""
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        for name in dict.fromkeys((*one, *other)):
-            dotted = f"{key}.{name}" if key else str(name)
-            yield from _differences(one.get(name, "absent"), other.get(name, "absent"), dotted)
-    elif one != other:
-        yield key, one, other
+_PARTS = ("config", "machine", "text")
+"""The keys of results that say what was run, and on what."""
+
+
+def _differences(before: Mapping[str, Any], after: Mapping[str, Any], part: str) -> Iterator[tuple[str, Any, Any]]:
+    """The dotted keys of a part whose values differ, with both: "absent" where there is none. The date is left out."""
+    one, other = (_flat(each.get(part), part) for each in (before, after))
+    for key in dict.fromkeys((*one, *other)):
+        if one.get(key, "absent") != other.get(key, "absent") and key != "machine.date":
+            yield key, one.get(key, "absent"), other.get(key, "absent")
+
+
+def _flat(value: Any, key: str) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        return {key: value}
+    return {dotted: each for name in value for dotted, each in _flat(value[name], f"{key}.{name}").items()}
 
 
 _TIMES = tuple(f"{name}_seconds" for name in TIMED)
@@ -214,15 +211,13 @@ def compare(one: Path, other: Path) -> str:
     """The text of a comparison of two ``results.json``, or of the folders that hold them.
 
     A time has changed beyond the spread where the ranges between its quartiles do not meet. Bytes and lengths have no
-    spread: any change is one.
-
-    Raises ``AblationError`` where there are no results.
+    spread: any change is one. Raises ``AblationError`` where there are no results.
     """
     before, after = load(one), load(other)
     blocks = [f"before: {one}\nafter: {other}"]
-    for part in ("config", "machine", "text"):
-        found = _differences(before.get(part), after.get(part))
-        lines = [f"  {key}: {old!r} before, {new!r} after" for key, old, new in found if key != DATE]
+    for part in _PARTS:
+        found = [(key.removeprefix(f"{part}."), *both) for key, *both in _differences(before, after, part)]
+        lines = [f"  {key}: {old!r} before, {new!r} after" for key, old, new in found]
         blocks.append("\n".join([f"{part}: {'different' if lines else 'the same'}", *lines]))
     mine, theirs = _rows(before), _rows(after)
     axes = varied([*mine.values(), *theirs.values()])
@@ -265,9 +260,7 @@ def _changes(before: RowDict, after: RowDict) -> Iterator[tuple[str, str, str, s
 def _judged(key: str, before: RowDict, after: RowDict) -> str:
     if before[key] == after[key]:
         return "the same"
-    if key in _COUNTS:
-        return "beyond the spread"
     one, other = before.get(f"{key}_quartiles"), after.get(f"{key}_quartiles")
-    if one is None or other is None:
+    if key in _TIMES and (one is None or other is None):
         return "spread not known"
-    return "within the spread" if one[0] <= other[1] and other[0] <= one[1] else "beyond the spread"
+    return "within the spread" if one and other and one[0] <= other[1] and other[0] <= one[1] else "beyond the spread"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,21 +13,21 @@ from typing import Any
 import torch
 
 from recompute.ablation import results
-from recompute.ablation.ablation_config import AblationConfig, Comparison, HuggingFaceFields
-from recompute.ablation.cell_process import isolated, machine_of
+from recompute.ablation.ablation_config import AblationConfig, Comparison
 from recompute.ablation.longest_sequence import is_out_of_memory
+from recompute.ablation.own_process import run_apart
 from recompute.ablation.peers import BASELINE
 from recompute.ablation.results import AblationRow, place
-from recompute.ablation.subjects import experiment_of, hugging_face_source, load_text
-from recompute.ablation.trials import Ask, Progress, attempted
-from recompute.counters import host_seconds, resolve_device
+from recompute.ablation.subjects import experiment_of, load_text, model_source
+from recompute.ablation.trials import Ask, Baseline, Progress, attempted
+from recompute.counters import describe_machine, host_seconds, resolve_device
 from recompute.errors import AblationError, WriteError
-from recompute.estimation.check_paths import names_factory
-from recompute.estimation.factories import load_factory
 from recompute.files import check_writable
 
 TellLeft = Callable[[int, int, float | None], None]
 """Called with how many cells are done, how many there are, and the seconds that the rest may take (None: not known)."""
+
+_BASELINE, _PREFIX = "baseline.pt", "recompute-ablation-"
 
 
 class RowRecorder:
@@ -50,9 +51,9 @@ class RowRecorder:
         total: int = 0,
         tell_left: TellLeft = lambda done, total, seconds: None,
     ):
-        self.results, self._out, self._work, self._tell_left = results, out, work, tell_left
-        self._rows = {self._key(vars(row), row.policy): row for row in earlier}
-        self._done, self._total = 0, total
+        self.results, self._out, self._work, self._total, self._tell_left = results, out, work, total, tell_left
+        self._rows = {(place(vars(row)), row.policy): row for row in earlier}
+        self._done = 0
         self._spent: list[float] = []
         self.problem: WriteError | None = None
         """Why the file lacks the latest rows; None if it has all of them. They are written with the next row."""
@@ -75,29 +76,29 @@ class RowRecorder:
 
         What has a row without an error, and as many timings, is not trained again. Yields each row that has changed.
         """
-        failed_now: set[str] = set()
+        asked_now: set[str] = set()
         has_trained = False
         for repeat in range(repeats):
             for name in names:
-                row = self._rows.get(self._key(facts, name))
-                is_new = row is None or (row.error is not None and name not in failed_now)
-                if row is not None and not is_new and (row.error is not None or len(row.timings) > repeat):
+                row = self._rows.get((place(facts), name))
+                if row is not None and row.error is not None and name not in asked_now:
+                    row = None  # a run before failed
+                if row is not None and (row.error is not None or len(row.timings) > repeat):
                     self._done += 1
                     continue
+                asked_now.add(name)
                 with self._cell():
-                    if row is not None and not is_new:
+                    if row is not None:
                         timings, error = ask("timings", name)
                         told = f"repeat {len(row.timings) + 1}: {error}"
                         row = row.timed([*row.timings, timings]) if timings else replace(row, error=told)
                     else:
-                        base = self._rows.get(self._key(facts, BASELINE))
+                        base = self._rows.get((place(facts), BASELINE))
                         if not has_trained and name != BASELINE and base is not None and base.error is None:
                             ask("row", BASELINE)  # of a run before: its row stays, but its gradients are gone
                         has_trained = True
                         found, error = ask("row", name)
                         row = found or AblationRow(name, **facts, error=error)
-                if row.error is not None:
-                    failed_now.add(name)
                 yield self._put(row)
 
     def search(
@@ -111,9 +112,8 @@ class RowRecorder:
         longest: returns it, or an error. facts: of any of these rows.
         """
         for name in names:
-            lengths = dict.fromkeys(row.sequence_length for row in self.rows)
-            keys = [self._key({**facts, "sequence_length": length}, name) for length in lengths]
-            rows = [self._rows[key] for key in keys if key in self._rows]
+            wanted = place({**facts, "sequence_length": None}), name
+            rows = [row for row in self.rows if (place({**vars(row), "sequence_length": None}), row.policy) == wanted]
             if all(row.longest_sequence is not None for row in rows):
                 self._done += 1
                 continue
@@ -134,17 +134,16 @@ class RowRecorder:
         self._tell_left(self._done, self._total, mean * (self._total - self._done))
 
     def _put(self, row: AblationRow) -> AblationRow:
-        key = self._key(vars(row), row.policy)
+        key = place(vars(row)), row.policy
         self._rows[key] = row
         base = self._rows.get((key[0], BASELINE))
         for at, each in self._rows.items():
             if at[0] == key[0] and base is not None:
-                self._rows[at] = replace(each, backward_added_seconds=_difference(each, base))
+                spent, plain = each.backward_seconds, base.backward_seconds
+                added = None if spent is None or plain is None else spent - plain
+                self._rows[at] = replace(each, backward_added_seconds=added)
         self._write(is_complete=False)
         return self._rows[key]
-
-    def _key(self, facts: Mapping[str, Any], policy: str) -> tuple[tuple[Any, ...], str]:
-        return place(facts), policy
 
     def _write(self, *, is_complete: bool) -> None:
         self.results |= {"complete": is_complete, "rows": [dict(vars(row)) for row in self.rows]}
@@ -155,12 +154,6 @@ class RowRecorder:
             self.problem = None
         except WriteError as error:  # training goes on: its rows are still told
             self.problem = error
-
-
-def _difference(row: AblationRow, baseline: AblationRow) -> float | None:
-    if row.backward_seconds is None or baseline.backward_seconds is None:
-        return None
-    return row.backward_seconds - baseline.backward_seconds
 
 
 def run(
@@ -189,15 +182,15 @@ def run(
     source, text = load_text(config.text)
     if len(text) < (longest := max(config.sequence_lengths)):
         raise AblationError(f"{source}: expected a text of at least {longest} bytes; found {len(text)}")
-    search = config.longest_sequence
+    search, names, comparisons = config.longest_sequence, config.treatments(), config.comparisons()
     budget = None if search is None else search.budget_nbytes(device)
-    for comparison in config.comparisons():
-        _check_model(comparison)
+    for comparison in comparisons:
+        model_source(comparison)
     check_writable(out, error=AblationError, is_folder=True)
     found: dict[str, Any] = {
         "command": command,
         "complete": False,
-        "machine": machine_of(config, device) | {"recompute": results.package_version()},
+        "machine": _machine(config, device) | {"recompute": results.package_version()},
         "config": config.model_dump(mode="json"),
         "text": {"source": source, "nbytes": len(text)},
     }
@@ -206,47 +199,20 @@ def run(
         before = results.load(out)
         earlier = results.rows_to_resume(before, found, out / results.NAME)
         found = {**before, "complete": False, "resumed": [*before.get("resumed", ()), found["machine"]["date"]]}
-    names, comparisons = config.treatments(), config.comparisons()
-    searched = _without_lengths(comparisons) if search else []
+    # Comparisons that differ in the sequence length alone share a search.
+    of_search = {(each.model, each.batch_size, each.dtype): each for each in reversed(comparisons) if search}
     asked = partial(_asked, text=text, device=device, progress=progress)
 
     def train(recorder: RowRecorder) -> Iterator[AblationRow]:
         for comparison in comparisons:
             with asked(comparison) as ask:
                 yield from recorder.train(ask, names, comparison.facts, repeats=config.repeats)
-        for comparison in searched:
+        for comparison in reversed(of_search.values()):
             longest = partial(_longest, comparison, asked, budget, len(text))
             yield from recorder.search(longest, names, comparison.facts)
 
-    total = len(names) * (len(comparisons) * config.repeats + len(searched))
+    total = len(names) * (len(comparisons) * config.repeats + len(of_search))
     return RowRecorder(found, out, earlier, work=train, total=total, tell_left=tell_left)
-
-
-def _check_model(comparison: Comparison) -> None:
-    """Raise ``ModelError`` where there is no such model, before anything is trained."""
-    source = comparison.source
-    if isinstance(source, str) and names_factory(source):
-        load_factory(source)
-    elif isinstance(source, (str, HuggingFaceFields)):
-        hugging_face_source(comparison)
-
-
-def _without_lengths(comparisons: Iterable[Comparison]) -> list[Comparison]:
-    """The first of those that differ in the sequence length alone."""
-    found: dict[tuple[Any, ...], Comparison] = {}
-    for each in comparisons:
-        found.setdefault((each.model, each.batch_size, each.dtype), each)
-    return list(found.values())
-
-
-@contextmanager
-def _asked(comparison: Comparison, text: bytes, device: torch.device, progress: Progress) -> Iterator[Ask]:
-    if comparison.config.isolate:
-        with isolated(comparison, progress) as ask:
-            yield ask
-    else:
-        experiment, error = attempted(lambda: experiment_of(comparison, text, device, progress))
-        yield (lambda task, policy: (None, error)) if experiment is None else experiment.ask
 
 
 def _longest(
@@ -266,3 +232,70 @@ def _longest(
 
     found = search.longest(fits, most)
     return (None, failures[0]) if failures else (found, None)
+
+
+@contextmanager
+def _asked(comparison: Comparison, text: bytes, device: torch.device, progress: Progress) -> Iterator[Ask]:
+    if comparison.config.isolate:
+        with isolated(comparison, progress) as ask:
+            yield ask
+    else:
+        experiment, error = attempted(lambda: experiment_of(comparison, text, device, progress))
+        yield (lambda task, policy: (None, error)) if experiment is None else experiment.ask
+
+
+@contextmanager
+def isolated(comparison: Comparison, progress: Progress) -> Iterator[Ask]:
+    """Inside, what an ``Experiment`` is asked is answered by a process of its own, each time.
+
+    The baseline's losses and gradients are handed on in a temporary folder, and so is the tolerance.
+    """
+    tolerance: tuple[float | None] | None = None
+    with tempfile.TemporaryDirectory(prefix=_PREFIX) as temporary:
+        folder = Path(temporary)
+
+        def ask(task: str, policy: str) -> tuple[Any, str | None]:
+            nonlocal tolerance
+            work = partial(_answer, comparison, task, policy, folder / _BASELINE, tolerance, torch.get_num_threads())
+            try:
+                answer, error = run_apart(work, folder, progress, comparison.config.cell_timeout_seconds)
+            except OSError as problem:  # the disk of temporary files is full, say: that is this row's error, too
+                answer, error = None, f"{type(problem).__name__}: {folder}: {problem}"
+            if error is None:
+                answer, error, tolerance = answer
+            return answer, error
+
+        yield ask
+
+
+def _machine(config: AblationConfig, device: torch.device) -> dict[str, Any]:
+    """With processes of their own, trainings have the whole device: this process does not even look at it."""
+    if not (config.isolate and device.type == "cuda"):
+        return dict(describe_machine(device))
+    with tempfile.TemporaryDirectory(prefix=_PREFIX) as folder:
+        found, error = run_apart(partial(_describe, device), Path(folder), lambda *_: None, config.cell_timeout_seconds)
+    if found is None:
+        raise AblationError(f"isolate: a process of its own cannot look at the device: {error}")
+    return found
+
+
+def _describe(device: torch.device, progress: Progress) -> dict[str, Any]:
+    return dict(describe_machine(device))
+
+
+def _answer(
+    comparison: Comparison, task: str, policy: str, saved: Path, tolerance: Any, threads: int, progress: Progress
+) -> tuple[Any, str | None, Any]:
+    """What an ``Experiment`` answers, or an error; and the tolerance, once it has been sought."""
+    torch.set_num_threads(threads)
+    config = comparison.config
+    device = resolve_device(config.device)
+    experiment, error = attempted(lambda: experiment_of(comparison, load_text(config.text)[1], device, progress))
+    if experiment is None:
+        return None, error, tolerance
+    baseline = Baseline(**torch.load(saved, mmap=True)) if saved.exists() else None
+    experiment = replace(experiment, baseline=baseline, known_tolerance=tolerance)
+    answer, error = experiment.ask(task, policy)
+    if (task, policy) == ("row", BASELINE) and experiment.baseline is not None:
+        torch.save(vars(experiment.baseline), saved)
+    return answer, error, experiment.known_tolerance

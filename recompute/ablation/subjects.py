@@ -14,27 +14,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import AdamW
 from torch.utils._pytree import tree_map_only
-from transformers import AutoConfig, LlamaForCausalLM, PretrainedConfig
+from transformers import AutoConfig
 
-from recompute.ablation.ablation_config import AblationConfig, Comparison, HuggingFaceFields
+from recompute.ablation.ablation_config import Comparison, HuggingFaceFields, is_factory
 from recompute.ablation.results import place_of, varied
 from recompute.ablation.trials import Experiment, Progress, seeded
 from recompute.diagnostics.comparing_runs import wider_dtype
 from recompute.errors import AblationError, ModelError
-from recompute.estimation.build_model import build, refusals_named
+from recompute.estimation import factories
+from recompute.estimation.build_model import Source, build, refusals_named
 from recompute.estimation.check_paths import check_source
-from recompute.estimation.factories import (
-    Factory,
-    call,
-    check_batch,
-    check_factory,
-    describe,
-    load_factory,
-    loss_in,
-    make,
-    placed,
-)
-from recompute.estimation.llama import ModelShape, build_llama
+from recompute.estimation.llama import ModelShape
 from recompute.files import user_path
 from recompute.policy.document import nearest
 
@@ -46,7 +36,8 @@ def experiment_of(comparison: Comparison, text: bytes, device: torch.device, pro
 
     Raises ``ModelError`` or ``AblationError`` for a model that cannot be made.
     """
-    config, source = comparison.config, comparison.source
+    config, length, batch_size = comparison.config, comparison.sequence_length, comparison.batch_size
+    dtype = torch.bfloat16 if comparison.dtype == "bfloat16" else torch.float32  # of the weights
     common: dict[str, Any] = {
         "optimizer": partial(AdamW, lr=config.learning_rate, fused=True),
         "progress": progress,
@@ -58,41 +49,40 @@ def experiment_of(comparison: Comparison, text: bytes, device: torch.device, pro
         "facts": comparison.facts,
         "place": place_of(comparison.facts, varied(each.facts for each in config.comparisons())),
     }
-    dtype, length, batch_size = _dtype_of(comparison.dtype), comparison.sequence_length, comparison.batch_size
+    source = model_source(comparison)
     if length is None or batch_size is None:
-        own = FactorySubject(load_factory(str(source)), None, config.steps, config.seed, dtype, device)
-        return own.experiment(**common)
-    config = config.model_copy(update={"batch_size": batch_size, "sequence_lengths": (length,)})
-    make: Callable[[], nn.Module]
-    layers: int | None
-    hidden: int | None
-    if isinstance(source, ModelShape):
-        config = config.model_copy(update={"model": source, "dtype": comparison.dtype})
-        make, layers, hidden = partial(build_model, config, device), source.layers, source.hidden_size
-        batches = [{"input_ids": ids, "labels": ids} for ids in sample_batches(config, text, length).to(device)]
-    else:
-        read = hugging_face_source(comparison)
-        sizes: dict[str, Any] = {"sequence_length": length, "batch_size": batch_size, "dtype": dtype}
-        model: Any
-        model, shapes = build(read, device=torch.device("meta"), seed=config.seed, **sizes)
-        fields = model.config.get_text_config()
-        layers, hidden = getattr(fields, "num_hidden_layers", None), getattr(fields, "hidden_size", None)
-        make = lambda: build(read, device=device, seed=config.seed, **sizes)[0]  # noqa: E731
-        ids = sample_batches(config, text, length) if "input_ids" in shapes else [None] * config.steps
-        with seeded(config.seed, device):
-            batches = [_batch_like(shapes, each, fields, device) for each in ids]
-    elements = batch_size * length * layers * hidden if layers and hidden else None
+        return factory_experiment(source, None, config.steps, dtype, device, **common)
+    sizes: dict[str, Any] = {"sequence_length": length, "batch_size": batch_size, "dtype": dtype, "seed": config.seed}
+    model: Any
+    model, shapes = build(source, device=torch.device("meta"), **sizes)
+    fields = model.config.get_text_config()
+    layers, hidden = getattr(fields, "num_hidden_layers", None), getattr(fields, "hidden_size", None)
+    has_tokens = "input_ids" in shapes
+    ids = windows(text, config.steps, batch_size, length, config.seed) if has_tokens else [None] * config.steps
+    with seeded(config.seed, device):
+        batches = [_batch_like(shapes, each, fields, device) for each in ids]
     return Experiment(
-        make=make, loss=_LOSSES[config.step], batches=batches, device=device, token_elements=elements, **common
+        make=lambda: build(source, device=device, **sizes)[0],
+        loss=_LOSSES[config.step],
+        batches=batches,
+        device=device,
+        token_elements=batch_size * length * layers * hidden if layers and hidden else None,
+        **common,
     )
 
 
-def hugging_face_source(comparison: Comparison) -> str | PretrainedConfig:
-    """What ``build`` makes the model of. Raises ``ModelError`` where transformers knows no such model."""
+def model_source(comparison: Comparison) -> Any:
+    """What the model is made of: a factory, or what ``build`` takes.
+
+    Raises ``ModelError`` where there is no such factory, and where transformers knows no such model.
+    """
     source, where = comparison.source, f"models.{comparison.model}"
     if isinstance(source, HuggingFaceFields):
         return _configuration(source.model_dump(), where)
-    assert isinstance(source, str), "a Llama's shape is built by build_llama"
+    if isinstance(source, ModelShape):
+        return source
+    if is_factory(source):
+        return factories.load_factory(source)
     try:
         check_source(source)
     except ModelError as error:
@@ -100,7 +90,7 @@ def hugging_face_source(comparison: Comparison) -> str | PretrainedConfig:
     return source
 
 
-def _configuration(fields: dict[str, Any], where: str) -> PretrainedConfig:
+def _configuration(fields: dict[str, Any], where: str) -> Source:
     """The configuration of these fields. transformers itself takes a misspelled one for an attribute, and is silent."""
     with refusals_named(where):
         found = AutoConfig.for_model(**fields)
@@ -124,7 +114,7 @@ def _batch_like(shapes: Any, ids: Tensor | None, fields: Any, device: torch.devi
 
 
 def _loss_of_training(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
-    return loss_in(model(**batch), type(model).__name__)
+    return factories.loss_in(model(**batch), type(model).__name__)
 
 
 def _loss_of_layers(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
@@ -137,11 +127,6 @@ def _loss_of_layers(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
 _LOSSES = {"training": _loss_of_training, "layers": _loss_of_layers}
 
 
-def _dtype_of(name: str) -> torch.dtype:
-    """The dtype of the weights."""
-    return torch.bfloat16 if name == "bfloat16" else torch.float32
-
-
 def load_text(path: Path | None) -> tuple[str, bytes]:
     """A name for the text, and its bytes: those of the file, or of the standard library's modules, sorted by name."""
     if path is not None:
@@ -149,78 +134,61 @@ def load_text(path: Path | None) -> tuple[str, bytes]:
             return path.name, user_path(path).read_bytes()
         except OSError as error:
             raise AblationError(f"{path}: the text cannot be read: {error.strerror}") from error
-    text = bytearray()
-    for module in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
-        text += module.read_bytes()
-        if len(text) >= _TEXT_NBYTES:
-            break
-    return f"standard library of Python {sys.version.split()[0]}", bytes(text[:_TEXT_NBYTES])
+    modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    text = b"".join(module.read_bytes() for module in modules)[:_TEXT_NBYTES]
+    return f"standard library of Python {sys.version.split()[0]}", text
 
 
-def build_model(config: AblationConfig, device: torch.device) -> LlamaForCausalLM:
-    """The Llama of a configuration's ``model``, in training mode on ``device``.
-
-    Leaves the global random state as it was.
-    """
-    dtype, positions = _dtype_of(config.dtype), max(config.sequence_lengths)
-    return build_llama(config.model, positions=positions, dtype=dtype, device=device, seed=config.seed)
-
-
-def sample_batches(config: AblationConfig, text: bytes, length: int) -> Tensor:
-    """Windows of `text` at random places: (steps, batch, length) int64, the same for the same seed."""
-    generator = torch.Generator().manual_seed(config.seed)
-    starts = torch.randint(len(text) - length + 1, (config.steps, config.batch_size), generator=generator)
+def windows(text: bytes, steps: int, batch_size: int, length: int, seed: int) -> Tensor:
+    """Parts of ``text`` at random places: (steps, batch, length) int64, the same for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.randint(len(text) - length + 1, (steps, batch_size), generator=generator)
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     return data[starts[..., None] + torch.arange(length)].long()
 
 
-class FactorySubject:
-    """What a function of the caller's own makes: models with equal weights, and one batch for each step."""
+def factory_experiment(
+    factory: factories.Factory,
+    batch: Any,
+    steps: int,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    *,
+    seed: int,
+    loss: Callable[[Any], Tensor] | None = None,
+    **options: Any,
+) -> Experiment:
+    """What trains the models that a function of the caller's own makes. options: further ones of an ``Experiment``."""
+    name = getattr(factory, "__qualname__", type(factory).__name__)
+    factories.check_factory(factory, name)
 
-    def __init__(
-        self,
-        factory: Factory,
-        batch: Any,
-        steps: int,
-        seed: int,
-        dtype: torch.dtype | None,
-        device: torch.device,
-        loss: Callable[[Any], Tensor] | None = None,
-    ):
-        self.name = getattr(factory, "__qualname__", type(factory).__name__)
-        self._factory = check_factory(factory, self.name)
-        self._seed, self._dtype, self._device, self._loss = seed, dtype, device, loss
-        model, own = self._make()
-        if not any(parameter.requires_grad for parameter in model.parameters()):
-            raise ModelError(f"{self.name}: expected a model with parameters to train; {type(model).__name__} has none")
-        self._weights = _fingerprint(model)
-        found = _batches(own, batch, steps, seed, device, self.name)
-        self.batches = [placed(each, dtype=dtype, device=device) for each in found]
-        self.description = describe(model, self.batches[0])
-        self._wider = wider_dtype(model)
+    def made() -> tuple[nn.Module, Any]:
+        with seeded(seed, device):
+            return factories.make(factory, name, dtype=dtype, device=device)
 
-    def experiment(self, *, progress: Progress | None, **options: Any) -> Experiment:
-        """What trains the model. options: further ones of an ``Experiment``."""
-        own = {"make": self.model, "loss": self.loss, "batches": self.batches, "device": self._device}
-        known: dict[str, Any] = {"wider": self._wider, "seed": self._seed, **own, **options}
-        return Experiment(progress=progress or (lambda what, done, total: None), **known)
+    model, own = made()
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ModelError(f"{name}: expected a model with parameters to train; {type(model).__name__} has none")
+    weights = _fingerprint(model)
+    found = _batches(own, batch, steps, seed, device, name)
+    batches = [factories.placed(each, dtype=dtype, device=device) for each in found]
 
-    def _make(self) -> tuple[nn.Module, Any]:
-        with seeded(self._seed, self._device):
-            return make(self._factory, self.name, dtype=self._dtype, device=self._device)
-
-    def model(self) -> nn.Module:
-        model, _ = self._make()
-        if _fingerprint(model) != self._weights:
+    def again() -> nn.Module:
+        model, _ = made()
+        if _fingerprint(model) != weights:
             raise AblationError(
-                f"{self.name} gives other weights when it is called again with the same random state, so that policies "
+                f"{name} gives other weights when it is called again with the same random state, so that policies "
                 "cannot be compared: have it draw from the default generators of torch, NumPy or Python alone"
             )
         return model
 
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        output = call(model, batch)
-        return loss_in(output, self.name) if self._loss is None else self._loss(output)
+    def total(model: nn.Module, batch: Any) -> Tensor:
+        output = factories.call(model, batch)
+        return factories.loss_in(output, name) if loss is None else loss(output)
+
+    known = {"wider": wider_dtype(model), "description": factories.describe(model, batches[0])}
+    own_options = {"make": again, "loss": total, "batches": batches, "device": device, "seed": seed}
+    return Experiment(**{**known, **own_options, **options})
 
 
 def _batches(own: Any, batch: Any, steps: int, seed: int, device: torch.device, name: str) -> list[Any]:
@@ -231,8 +199,8 @@ def _batches(own: Any, batch: Any, steps: int, seed: int, device: torch.device, 
         raise AblationError(f"expected a batch: pass one, or have {name} return (model, batch)")
     if callable(batch) and not isinstance(batch, (Tensor, Mapping)):
         with seeded(seed, device):
-            return [check_batch(batch(), "batch") for _ in range(steps)]
-    return [own if batch is None else check_batch(batch, "batch")] * steps
+            return [factories.check_batch(batch(), "batch") for _ in range(steps)]
+    return [own if batch is None else factories.check_batch(batch, "batch")] * steps
 
 
 def _fingerprint(model: nn.Module) -> list[tuple[float, float]]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from recompute import counters
 from recompute.ablation.longest_sequence import is_out_of_memory
-from recompute.ablation.peers import BASELINE, COMPILED, EXACT_PEERS, is_peer, under
+from recompute.ablation.peers import BASELINE, COMPILED, EXACT_PEERS, Match, is_peer, under
 from recompute.ablation.results import TIMED, AblationRow, Timings
 from recompute.attach.apply import AppliedPolicy, PolicyLike
 from recompute.diagnostics.comparing_runs import (
@@ -39,6 +39,12 @@ from recompute.profiling.dry_run import nbytes_of
 Progress = Callable[[str, int, int], None]
 """Called after each training step with what is running, the steps done and the steps in all."""
 
+Ask = Callable[[str, str], tuple[Any, str | None]]
+"""As ``Experiment.ask``, in this process or in one of its own."""
+
+Look = Callable[[nn.Module], Any]
+"""Called with a model that has gradients; returns what is to be known of them."""
+
 _PIECE = 1 << 26  # elements of a gradient that are compared at once
 _REGENERATING_STEPS = 3
 """Steps in which regenerating is timed by itself. They come after the others, as on CUDA each of its parts costs two
@@ -55,17 +61,11 @@ class Baseline:
     last_gradient: tuple[Tensor, ...]
 
 
-Look = Callable[[nn.Module], Any]
-"""Called with a model that has gradients; returns what is to be known of them."""
-
-
-@dataclass(frozen=True)
-class Training:
-    """What a training gave."""
+class Training(NamedTuple):
+    """What a training gave. looks: what was seen of the gradients, in the first step and in the last."""
 
     losses: tuple[float, ...]
-    looks: tuple[Any, ...]
-    """What was seen of the gradients: in the first step, and in the last."""
+    looks: list[Any]
     timings: Timings
 
 
@@ -76,17 +76,18 @@ class Experiment:
     make: makes the model in training mode, on ``device``, with the same weights each time it is called.
     loss: computes a scalar from a model and a batch.
     batches: one for each step; tensors of floats in them have the model's dtype.
-    optimizer: makes one of the parameters.
     wider: a dtype in which gradients are exact enough to judge the model's own by.
     autocast: the dtype that forward runs in by ``torch.autocast``; None to leave it as it is.
     warmup: how many of the first steps are not timed.
     updates: whether the optimizer takes its step.
-    seed: of the random numbers that training draws.
-    policies: by names of their own. Other names are those of peers, presets or files.
+    policies: by names of their own. Other names are those of peers, presets or files. On a CPU the preset ``auto`` is
+        what it is on a GPU, by the kernels' references in plain PyTorch.
     layers: globs over the paths of the modules that peers take for layers; None: by the names of their classes.
     facts: the fields of a row that say what is trained, and at which sizes.
     place: what follows the policy's name where progress is told.
     token_elements: tokens times layers times the hidden size of a step, for bytes by these.
+    description: a line on the model and the batch.
+    known_tolerance: the ``grad_tolerance`` once it has been sought.
     """
 
     make: Callable[[], nn.Module]
@@ -101,13 +102,19 @@ class Experiment:
     updates: bool = True
     seed: int = 0
     policies: Mapping[str, PolicyLike] = field(default_factory=dict)
-    layers: str | Sequence[str] | None = None
+    layers: Match = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     place: str = ""
     token_elements: int | None = None
+    description: str = ""
     baseline: Baseline | None = None
     known_tolerance: tuple[float | None] | None = None
-    """The ``grad_tolerance`` once it has been sought."""
+
+    def __post_init__(self) -> None:
+        auto = load_policy("auto")
+        if self.device.type == "cpu" and load_policy(self.policies.get("auto", auto)) == auto:
+            rules = [rule.model_copy(update={"via": "kernel"}) for rule in auto.rules]
+            self.policies = {**self.policies, "auto": auto.model_copy(update={"rules": rules})}
 
     @property
     def grad_tolerance(self) -> float | None:
@@ -140,7 +147,7 @@ class Experiment:
     def timings(self, policy: str) -> Timings:
         """Train under a policy or peer once more, for the time that it takes."""
         with self.model_under(policy) as (model, optimizer, handle):
-            return _train(self, model, optimizer, policy).timings | _regenerating(self, model, handle)
+            return self.train(model, optimizer, policy).timings | _regenerating(self, model, handle)
 
     def step_peak(self, policy: str) -> int:
         """The most bytes of tensors alive at once in a step, of what lives all through training, too.
@@ -148,11 +155,19 @@ class Experiment:
         The step is the second one, in which the optimizer has its states. On the CPU what the optimizer itself
         allocates for a moment does not count.
         """
-        return _step_peak(replace(self, batches=self.batches[:1], warmup=0), policy)
+        one = replace(self, batches=self.batches[:1], warmup=0)
+        with self.model_under(policy) as (model, optimizer, _):
+            one.train(model, optimizer, policy)
+            counters.start_peak(self.device)
+            one.train(model, optimizer, policy)
+            if (counted := counters.allocated_nbytes(self.device)) is not None:
+                return counted[1]
+            memory = counters.step_memory(partial(self.forward, model, self.batches[0]), self.device)
+            return memory.peak_bytes + sum(_static_bytes(model, optimizer).values())
 
     def forward(self, model: nn.Module, batch: Any) -> Tensor:
         """The loss, under autocast if that is asked for."""
-        if self.autocast is None:
+        if self.autocast is None:  # whatever the caller's own is
             return self.loss(model, batch)
         with torch.autocast(self.device.type, dtype=self.autocast):
             return self.loss(model, batch)
@@ -164,9 +179,35 @@ class Experiment:
         with under(policy, model, self.policies, self.layers) as handle:
             yield model, self.optimizer(model.parameters()), handle
 
+    def train(self, model: nn.Module, optimizer: Optimizer, policy: str, looks: Sequence[Look] = ()) -> Training:
+        """looks: at the gradients of the first step, and of the last; none to look at no gradient."""
+        device, steps = self.device, len(self.batches)
+        seconds: dict[str, list[float]] = {name: [] for name in TIMED}
+        losses, seen = [], []
+        with seeded(self.seed, device):
+            for step, batch in enumerate(self.batches):
+                optimizer.zero_grad()
+                with counters.clock(device) as clock:  # the device is idle now
+                    start, cpu_start = counters.host_seconds(), counters.thread_seconds()
+                    loss = self.forward(model, batch)
+                    seconds["forward_cpu"].append(counters.thread_seconds() - cpu_start)
+                    clock.mark("forward")
+                    loss.backward()
+                    clock.mark("backward")
+                    if self.updates:
+                        optimizer.step()
+                        clock.mark("optimizer")
+                    seconds["step"].append(counters.wall_seconds(device) - start)
+                for name, spent in clock.seconds.items():
+                    seconds[name].append(spent)
+                losses.append(loss.item())
+                seen += [look(model) for look, at in zip(looks, (0, steps - 1), strict=False) if at == step]
+                self.progress(f"{policy}{self.place}", step + 1, steps)
+        if device.type != "cuda":
+            del seconds["forward_cpu"]
+        warmup = min(self.warmup, steps - 1)
+        return Training(tuple(losses), seen, {name: tuple(each[warmup:]) for name, each in seconds.items() if each})
 
-Ask = Callable[[str, str], tuple[Any, str | None]]
-"""As ``Experiment.ask``, in this process or in one of its own."""
 
 Result = TypeVar("Result")
 
@@ -208,25 +249,24 @@ def _measure(experiment: Experiment, policy: str) -> AblationRow:
     tolerance = 0.0 if exact else experiment.grad_tolerance if baseline else None
     if tolerance is not None and compresses:
         tolerance = max(tolerance, COMPRESSION_TOLERANCE)
-    gradients = () if baseline is None else (baseline.first_gradient, baseline.last_gradient)
-    compared: list[Look] = [partial(_compare, expected=each) for each in gradients]
+    expected = () if baseline is None else (baseline.first_gradient, baseline.last_gradient)
+    looks: Any = [_copied] * 2 if policy == BASELINE else [partial(_compare, expected=each) for each in expected]
     with experiment.model_under(policy) as (model, optimizer, handle):
         with deterministic(device.type == "cuda"):
-            looks = (_copied, _copied) if policy == BASELINE else compared
-            trained = _train(experiment, model, optimizer, policy, looks)
-        timed = _train(experiment, model, optimizer, policy) if device.type == "cuda" else trained
+            trained = experiment.train(model, optimizer, policy, looks)
+        timed = experiment.train(model, optimizer, policy) if device.type == "cuda" else trained
         with seeded(experiment.seed, device):
             forward = partial(experiment.forward, model, experiment.batches[-1])
             memory = counters.step_memory(forward, device, _decoder_in(model))
         static_bytes = _static_bytes(model, optimizer)
         timings = timed.timings | _regenerating(experiment, model, handle)
     if policy == BASELINE:
-        experiment.baseline = Baseline(trained.losses, *trained.looks)
-        trained = replace(trained, looks=((True, 0.0), (True, 0.0)))
+        baseline = experiment.baseline = Baseline(trained.losses, *trained.looks)
+        trained = trained._replace(looks=[(True, 0.0)] * 2)
     held, elements = memory.activation_bytes_held, experiment.token_elements
     # Autocast's copies of the weights live until forward has ended, not until the decoder has.
     after_decoder = None if experiment.autocast else memory.bytes_held_after_inner
-    row = AblationRow(
+    return AblationRow(
         policy,
         **experiment.facts,
         exact=exact,
@@ -236,20 +276,21 @@ def _measure(experiment: Experiment, policy: str) -> AblationRow:
         **static_bytes,
         bytes_per_token_layer_hidden=None if elements is None else held / elements,
         losses=trained.losses,
+        **({} if baseline is None else _compared(trained, baseline, exact, tolerance)),
     ).timed([timings])
-    return _compared(row, trained, experiment.baseline, tolerance) if experiment.baseline else row
 
 
-def _step_peak(experiment: Experiment, policy: str) -> int:
-    device = experiment.device
-    with experiment.model_under(policy) as (model, optimizer, _):
-        _train(experiment, model, optimizer, policy)
-        counters.start_peak(device)
-        _train(experiment, model, optimizer, policy)
-        if (counted := counters.allocated_nbytes(device)) is not None:
-            return counted[1]
-        memory = counters.step_memory(partial(experiment.forward, model, experiment.batches[0]), device)
-        return memory.peak_bytes + sum(_static_bytes(model, optimizer).values())
+def _compared(trained: Training, baseline: Baseline, exact: bool, tolerance: float | None) -> dict[str, Any]:
+    (first_matches, first_error), (last_matches, last_error) = trained.looks
+    within = None if tolerance is None else first_error <= tolerance
+    return {
+        "losses_match": trained.losses == baseline.losses,
+        "loss_error": max(abs(a - b) / (abs(b) or 1.0) for a, b in zip(trained.losses, baseline.losses, strict=True)),
+        "grads_match": first_matches and last_matches if exact else within,
+        "grad_error": first_error,
+        "grad_error_last": last_error,
+        "grad_tolerance": tolerance,
+    }
 
 
 def _decoder_in(model: nn.Module) -> nn.Module | None:
@@ -266,53 +307,6 @@ def _static_bytes(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         "gradient_bytes": nbytes_of([each.grad for each in parameters]),
         "optimizer_bytes": nbytes_of(list(optimizer.state.values())),
     }
-
-
-def _compared(row: AblationRow, trained: Training, baseline: Baseline, tolerance: float | None) -> AblationRow:
-    (first_matches, first_error), (last_matches, last_error) = trained.looks
-    within = None if tolerance is None else first_error <= tolerance
-    return replace(
-        row,
-        losses_match=trained.losses == baseline.losses,
-        loss_error=max(abs(a - b) / (abs(b) or 1.0) for a, b in zip(trained.losses, baseline.losses, strict=True)),
-        grads_match=first_matches and last_matches if row.exact else within,
-        grad_error=first_error,
-        grad_error_last=last_error,
-        grad_tolerance=tolerance,
-    )
-
-
-def _train(
-    experiment: Experiment, model: nn.Module, optimizer: Optimizer, policy: str, looks: Sequence[Look] = ()
-) -> Training:
-    """looks: at the gradients of the first step, and of the last; none to look at no gradient."""
-    device, steps = experiment.device, len(experiment.batches)
-    seconds: dict[str, list[float]] = {name: [] for name in TIMED}
-    losses, seen = [], []
-    with seeded(experiment.seed, device):
-        for step, batch in enumerate(experiment.batches):
-            optimizer.zero_grad()
-            with counters.clock(device) as clock:  # the device is idle now
-                start, cpu_start = counters.host_seconds(), counters.thread_seconds()
-                loss = experiment.forward(model, batch)
-                seconds["forward_cpu"].append(counters.thread_seconds() - cpu_start)
-                clock.mark("forward")
-                loss.backward()
-                clock.mark("backward")
-                if experiment.updates:
-                    optimizer.step()
-                    clock.mark("optimizer")
-                seconds["step"].append(counters.wall_seconds(device) - start)
-            for name, spent in clock.seconds.items():
-                seconds[name].append(spent)
-            losses.append(loss.item())
-            seen += [look(model) for look, at in zip(looks, (0, steps - 1), strict=False) if at == step]
-            experiment.progress(f"{policy}{experiment.place}", step + 1, steps)
-    if device.type != "cuda":
-        del seconds["forward_cpu"]
-    warmup = min(experiment.warmup, steps - 1)
-    timings = {name: tuple(each[warmup:]) for name, each in seconds.items() if each}
-    return Training(losses=tuple(losses), looks=tuple(seen), timings=timings)
 
 
 def _regenerating(experiment: Experiment, model: nn.Module, handle: AppliedPolicy | None) -> Timings:

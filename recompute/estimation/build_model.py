@@ -21,7 +21,7 @@ from recompute.errors import ModelError
 from recompute.estimation.check_paths import check_source, names_factory
 from recompute.estimation.factories import load_factory, make, placed
 from recompute.estimation.fake_tensors import modules_move
-from recompute.estimation.llama import ModelFile, build_llama
+from recompute.estimation.llama import ModelFile, ModelShape, build_llama
 from recompute.estimation.make_batch import batch_of
 from recompute.files import user_path
 from recompute.policy.document import load_document
@@ -29,7 +29,7 @@ from recompute.policy.document import load_document
 _SEED = 0
 
 
-Source = str | transformers.PretrainedConfig
+Source = str | transformers.PretrainedConfig | ModelShape
 
 
 def build(
@@ -45,7 +45,7 @@ def build(
 
     source: one of
 
-        - an ablation's configuration file (YAML): its section ``model`` counts,
+        - an ablation's configuration file (YAML): its section ``model`` counts; or that section,
         - a Hugging Face configuration, its ``config.json``, the folder of that, or the name of the model,
         - ``package.module:factory``, a function that returns a model and a batch, whose sizes are its own.
     sequence_length: token ids are (batch_size, sequence_length). Where the configuration has fewer positions, the model
@@ -60,8 +60,9 @@ def build(
         if isinstance(source, str) and names_factory(source):
             return _of_factory(source, dtype, device)
         if isinstance(source, str) and source.endswith((".yaml", ".yml")):
-            shape = load_document(ModelFile, source, kind="configuration").model
-            model: nn.Module = build_llama(shape, positions=sequence_length, dtype=dtype, device=device, seed=seed)
+            source = load_document(ModelFile, source, kind="configuration").model
+        if isinstance(source, ModelShape):
+            model: nn.Module = build_llama(source, positions=sequence_length, dtype=dtype, device=device, seed=seed)
         else:
             model = _hugging_face(source, dtype, device, sequence_length)
         return model, batch_of(model, _called(source), sequence_length, batch_size, dtype, device)
@@ -125,7 +126,9 @@ def _called(source: Source) -> str:
     return source if isinstance(source, str) else type(source).__name__
 
 
-def _hugging_face(source: Source, dtype: torch.dtype, device: torch.device, positions: int) -> nn.Module:
+def _hugging_face(
+    source: str | transformers.PretrainedConfig, dtype: torch.dtype, device: torch.device, positions: int
+) -> nn.Module:
     config = _read(source) if isinstance(source, str) else copy.deepcopy(source)
     text = config.get_text_config()
     config.dtype = dtype

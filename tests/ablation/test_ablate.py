@@ -133,7 +133,7 @@ def test_what_is_returned_shows_and_saves_itself(tmp_path: Path) -> None:
     assert found.row("elementwise") is found.rows[1]
     assert str(found) == found.table()
     assert [line.split()[0] for line in found.table().splitlines()[2:]] == ["none", "elementwise"]
-    assert found.markdown().startswith("| policy ")
+    assert found.markdown().startswith("`elementwise` is fastest")
     assert found.plot().axes[0].get_xlabel() == "milliseconds a step"
     saved = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
     assert saved["complete"]

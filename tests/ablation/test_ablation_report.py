@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.text import Text
 
 from recompute.ablation import ablation_plots, ablation_report
 from recompute.units import humanize
@@ -79,7 +80,7 @@ def test_the_table_has_ratios_to_the_baseline_and_what_matches() -> None:
         ["policy", "held after forward", "peak", "ms a step", "losses", "gradients"],
         ["none", "8.0 MiB", "10.0 MiB", "100.0", "✓ bitwise", "✓ bitwise"],
         ["full", "2.0 MiB (0.25x)", "4.0 MiB (0.40x)", "130.0 (1.30x)", "✓ bitwise", "✓ bitwise"],
-        ["kernel", "8.0 MiB (1.00x)", "10.0 MiB (1.00x)", "100.0 (1.00x)", "1.2e-07", "✓ 2.5e-07"],
+        ["kernel", "8.0 MiB (1.00x)", "10.0 MiB (1.00x)", "100.0 (1.00x)", "≈ 1.2e-07", "✓ 2.5e-07"],
         ["broken", *["-"] * 5],
     ]
 
@@ -93,7 +94,7 @@ def test_ratios_are_to_the_baseline_of_the_same_comparison(axis: dict[str, Any])
 
 @pytest.mark.parametrize("baseline", [[], [failed("none", "no room")]])
 def test_without_a_baseline_numbers_have_no_ratio(baseline: list[dict[str, Any]]) -> None:
-    assert cells(*baseline, {**FULL, **dict.fromkeys(JUDGED)})[-1] == ["full", "2.0 MiB", "4.0 MiB", "130.0", "-", "-"]
+    assert cells(*baseline, {**FULL, **dict.fromkeys(JUDGED)})[-1] == ["full", "2.0 MiB", "4.0 MiB", "130.0"]
 
 
 def test_cpu_time_of_forward_is_shown_where_it_was_measured() -> None:
@@ -111,9 +112,9 @@ UNJUDGED = {**KERNEL, "grads_match": None, "grad_error": 2.5e-3, "grad_tolerance
             "1.0e-03 of the losses, above 0"),
         (row("full", grads_match=False, grad_error_last=2e-3), ["✓ bitwise", "✗ 2.0e-03"],
             "2.0e-03 of the gradients, above 0.0e+00"),
-        ({**KERNEL, "grads_match": False, "grad_error": 6e-7}, ["1.2e-07", "✗ 6.0e-07"],
+        ({**KERNEL, "grads_match": False, "grad_error": 6e-7}, ["≈ 1.2e-07", "✗ 6.0e-07"],
             "6.0e-07 of the gradients, above 5.0e-07"),
-        (UNJUDGED, ["1.2e-07", "2.5e-03"], None),  # there was no room for the reference
+        (UNJUDGED, ["≈ 1.2e-07", "≈ 2.5e-03"], None),  # there was no room for the reference
     ],
 )  # fmt: skip
 def test_what_differs_is_marked_and_told(changed: dict[str, Any], shown: list[str], told: str | None) -> None:
@@ -196,6 +197,39 @@ def test_what_was_trained_and_on_what_is_described(config: dict[str, Any], text:
     assert ablation_report.markdown(found).endswith(f"{where}\n\n`recompute ablate`\n")
 
 
+SHARES = "1.30 of the time, 0.25 of the activations, 0.40 of the peak"
+FAST = {**KERNEL, "policy": "auto", "step_seconds": 0.09, "peak_bytes": 5 * MIB, "activation_bytes_held": 2 * MIB}
+FASTEST = "`auto` is fastest: 0.90 of the time, 0.25 of the activations, 0.50 of the peak of `none`."
+
+
+@pytest.mark.parametrize(
+    ("rows", "told"),
+    [
+        ([NONE, FULL], [f"`full` is fastest after `none`: {SHARES} of `none`. Nothing changes a bit."]),
+        ([NONE, FULL, FAST],
+            [f"{FASTEST} `full` peaks lowest: {SHARES}. Nothing changes a bit but `auto`, which may round."]),
+        ([NONE, FAST, BROKEN], [f"{FASTEST} Nothing changes a bit but `auto`, which may round. `broken` failed."]),
+        ([NONE, row("full", 2 * MIB, 4 * MIB, 0.13, grads_match=False, grad_error_last=2e-3)],
+            [f"`full` is fastest after `none`: {SHARES} of `none`. Nothing changes a bit but `full`, which may not."]),
+        ([timed("none"), timed("none", model="n"), timed("a", model="n")],
+            ["n: `a` is fastest after `none`: 1.00 of the time, 1.00 of the activations, 1.00 of the peak of `none`. "
+             "Nothing changes a bit."]),
+        ([NONE], []),
+        ([failed("none", "no room"), FULL], []),
+    ],
+)  # fmt: skip
+def test_the_verdict_says_what_is_fastest_what_is_leanest_and_what_changes_bits(rows: Any, told: list[str]) -> None:
+    assert ablation_report.verdicts(rows) == told
+
+
+def test_the_legend_has_the_words_and_marks_that_the_table_has() -> None:
+    legend = ablation_report.markdown(results(NONE, KERNEL))
+    words = ["held after forward", "peak", "ms a step", "✓ bitwise", "✓ …", "≈ …"]
+    assert re.findall(r"^- [*]{2}(.*)[*]{2}: ", legend, re.MULTILINE) == words
+    assert "On a CPU, kernels are their references" in legend
+    assert "✓ …" not in ablation_report.markdown(results(NONE, FULL))
+
+
 def test_csv_has_a_line_for_each_row_and_a_column_for_each_number(tmp_path: Path) -> None:
     ablation_report.write(results(timed("none"), BROKEN), tmp_path)
     with (tmp_path / "results.csv").open(encoding="utf-8", newline="") as stream:
@@ -241,7 +275,7 @@ def test_the_plot_names_each_policy_once_inside_and_no_name_covers_another() -> 
     last = row("the-last-one-to-the-right", seconds=0.14)
     axes = ablation_plots.memory_against_time([NONE, FULL, BROKEN, *near, last]).axes[0]
     assert [label.get_text() for label in axes.texts] == [each["policy"] for each in (NONE, FULL, *near, last)]
-    boxes = [label.get_window_extent() for label in axes.texts]
+    boxes = [Text.get_window_extent(label) for label in axes.texts]  # without the lines to their points
     assert not any(a.overlaps(b) for a, b in combinations(boxes, 2))
     assert all(axes.bbox.x0 < box.x0 and box.x1 < axes.bbox.x1 for box in boxes)
 
@@ -251,12 +285,16 @@ def test_the_plot_goes_from_held_to_peak_with_the_frontier_of_each_length_as_sta
     longer = [row("none", seconds=0.3, sequence_length=128), row("full", seconds=0.2, sequence_length=128)]
     bytes_of = ("activation_bytes_held", "peak_bytes")
     rows = [{**each, **{key: each[key] * scale for key in bytes_of}} for each in (NONE, FULL, *longer)]
-    axes = ablation_plots.memory_against_time(rows).axes[0]
+    axes = (figure := ablation_plots.memory_against_time(rows)).axes[0]
+    assert figure.get_suptitle().startswith("Memory against the time of a step")
     bars = [line.get_xydata().tolist() for line in axes.lines if len({*line.get_xdata()}) < len(line.get_xdata())]
     assert bars == [[[x, held], [x, peak]] for x, held, peak in ((100, 8, 10), (130, 2, 4), (300, 8, 10), (200, 8, 10))]
     stairs = [line.get_xydata().tolist() for line in axes.lines if line.get_drawstyle() == "steps-post"]
     assert stairs == [[[100, 10], [130, 4]], [[200, 10]]]
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("milliseconds a step", f"{unit} above static memory")
+    assert (axes.get_xlabel(), axes.get_ylabel()) == (
+        "milliseconds a step",
+        f"{unit} above weights, gradients, optimizer",
+    )
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from ablation_testing import LEAST, by_policy, quiet, run, saved
 
-from recompute.ablation.cell_process import isolated
 from recompute.ablation.own_process import run_apart
+from recompute.ablation.run_ablation import isolated
 
 WORK = """
 import atexit, os, signal, subprocess, sys, time
@@ -131,8 +131,7 @@ def test_a_crash_or_what_takes_too_long_is_a_row_and_the_others_go_on(own: Path)
 
 ABANDONED = """
 from recompute.ablation.ablation_config import AblationConfig
-from recompute.ablation.cell_process import isolated
-
+from recompute.ablation.run_ablation import isolated
 config = AblationConfig(models={"hanging": "its_own_model:hanging"}, isolate=True, device="cpu")
 with isolated(config.comparisons()[0], lambda *_: None) as ask:
     ask("row", "none")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from ablation_testing import LEAST, TINY, by_policy, run, saved
+from ablation_testing import LEAST, TINY, by_policy, quiet, run, saved
 from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from recompute.ablation import ablation_config, peers, subjects
 from recompute.ablation.ablation_config import AblationConfig
 from recompute.ablation.results import AblationRow
+from recompute.ablation.trials import Experiment
 from recompute.diagnostics.comparing_runs import Widened
 from recompute.errors import AblationError
 from recompute.policy.document import load_document
@@ -82,7 +83,7 @@ def test_policies_hold_less_than_the_baseline(rows: dict[str, AblationRow]) -> N
     assert max(held.values()) <= 0.75 * none
     assert held["full"] < held["alternate"] < none
     assert held["elementwise"] == held["hook"]  # in float32
-    assert held["auto"] == held["elementwise"]  # where there is no CUDA
+    assert held["auto"] == pytest.approx(held["elementwise"], rel=0.01)  # here by the kernels' references
     assert held["torch-checkpoint"] < held["torch-selective"] < none
 
 
@@ -149,15 +150,15 @@ def test_what_fails_is_told_in_its_row_and_the_others_go_on(tmp_path: Path, monk
 def test_without_a_baseline_the_others_are_measured_and_not_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build_model = subjects.build_model
+    build = subjects.build
     failures = [MemoryError("no room for the first model")]
 
-    def fail_once(*args: Any) -> nn.Module:
-        if failures:
+    def fail_once(*args: Any, **options: Any) -> Any:
+        if failures and options["device"].type == "cpu":
             raise failures.pop()
-        return build_model(*args)
+        return build(*args, **options)
 
-    monkeypatch.setattr(subjects, "build_model", fail_once)
+    monkeypatch.setattr(subjects, "build", fail_once)
     none, *others = run(tmp_path, policies=("full", "kernel"))
     assert none.error == "MemoryError: no room for the first model"
     for row in others:
@@ -195,24 +196,28 @@ def test_the_baseline_runs_first_and_once_whatever_is_listed() -> None:
 
 
 def test_model_and_batches_come_from_the_seed_and_leave_the_global_rng_alone() -> None:
-    cpu, text = torch.device("cpu"), bytes(range(256)) * 8
+    text = bytes(range(256)) * 8
     before = torch.get_rng_state()
-    first, again = (subjects.build_model(TINY, cpu).state_dict() for _ in range(2))
-    other = subjects.build_model(TINY.model_copy(update={"seed": 1}), cpu).state_dict()
+    first, again = (made(text).make().state_dict() for _ in range(2))
+    other = made(text, seed=1).make().state_dict()
     assert torch.equal(torch.get_rng_state(), before)
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
-
-    batches = subjects.sample_batches(TINY, text, 16)
+    batches = torch.stack([batch["input_ids"] for batch in made(text, sequence_lengths=(16,)).batches])
     assert batches.shape == (2, 4, 16)
     assert batches.dtype == torch.int64
-    assert torch.equal(batches, subjects.sample_batches(TINY, text, 16))
+    assert torch.equal(batches, subjects.windows(text, 2, 4, 16, TINY.seed))
     assert torch.equal(batches.diff() % 256, torch.ones(2, 4, 15, dtype=torch.int64))
     assert len(set(batches[..., 0].flatten().tolist())) > 1
 
 
+def made(text: bytes, **changes: Any) -> Experiment:
+    config = TINY.model_copy(update=changes)
+    return subjects.experiment_of(config.single(), text, torch.device("cpu"), quiet)
+
+
 def test_bfloat16_model_keeps_its_rotary_table_in_float32() -> None:
-    model = subjects.build_model(TINY.model_copy(update={"dtype": "bfloat16"}), torch.device("cpu"))
+    model = made(bytes(2048), dtype="bfloat16").make()
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert {buffer.dtype for buffer in model.buffers()} == {torch.float32}
 

@@ -10,7 +10,7 @@ from ablation_testing import LEAST, run
 
 from recompute.ablation.ablation_config import AblationConfig, HuggingFaceFields, ModelSource
 from recompute.ablation.peers import EXACT_PEERS, is_peer
-from recompute.ablation.subjects import hugging_face_source
+from recompute.ablation.subjects import model_source
 from recompute.estimation.llama import ModelShape
 from recompute.policy.document import load_document
 from recompute.policy.loading import load_policy
@@ -52,7 +52,7 @@ def test_each_configuration_asks_a_question_and_can_be_run(name: str) -> None:
     for comparison in config.comparisons():
         source = comparison.source
         if not isinstance(source, ModelShape):
-            read: Any = hugging_face_source(comparison)
+            read: Any = model_source(comparison)
             given = source.model_dump() if isinstance(source, HuggingFaceFields) else {}
             assert {key: getattr(read, key) for key in given} == given, "transformers knows every field"
 
