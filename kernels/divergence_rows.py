@@ -111,7 +111,7 @@ def _sums_kernel(
             part = p * of_p
             term = beta * q * of_q + (1.0 - beta) * part
         if KIND == 3:
-            term = 0.5 * tl.abs(p - q)
+            term = tl.where(p == q, 0.0, 0.5 * tl.abs(p - q))  # a fused p - q is the rounding error of equal ones
             part = tl.where(p > q, 0.5 * p, tl.where(p < q, -0.5 * p, 0.0))
         value += tl.where(mask, term, 0.0)
         if means is not None:
