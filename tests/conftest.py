@@ -115,21 +115,14 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 
 def _interpret_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime import interpreter
+
     from recompute.kernels import launch
 
     def uses_triton(*tensors: torch.Tensor | None) -> bool:
         return all(tensor is None or tensor.dtype in launch.TRITON_DTYPES for tensor in tensors)
 
-    _mend_the_interpreter()
-    monkeypatch.setattr(launch, "uses_triton", uses_triton)
-
-
-@functools.cache
-def _mend_the_interpreter() -> None:
-    """Correct what it gets wrong, and have it change Triton's language once: a fresh change takes most of its time."""
-    import triton.language as tl
-    from triton.runtime import interpreter
-
+    _change_the_language_once()
     convert = interpreter._convert_float
 
     # Conversions that the interpreter gets wrong: it cuts bits off for bfloat16, scales bfloat16's subnormal numbers,
@@ -142,6 +135,16 @@ def _mend_the_interpreter() -> None:
             return converted.view({1: torch.uint8, 2: torch.uint16, 4: torch.uint32}[converted.itemsize]).numpy()
         return convert(data, source, target, mode)
 
+    monkeypatch.setattr(launch, "uses_triton", uses_triton)
+    monkeypatch.setattr(interpreter, "_convert_float", convert_as_gpus_do)
+
+
+@functools.cache
+def _change_the_language_once() -> None:
+    """Have the interpreter change Triton's language once, and not for each call: that takes most of its time."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
     patch_language, patched = interpreter._patch_lang, set()
 
     def patch_language_once(function: Any) -> Any:
@@ -153,5 +156,4 @@ def _mend_the_interpreter() -> None:
             tl.tensor.__index__ = lambda self: self.handle.data.item()  # Triton 3.6 does what NumPy 2.4 refuses
         return interpreter._LangPatchScope()  # of which nothing is to be restored
 
-    interpreter._convert_float = convert_as_gpus_do
     interpreter._patch_lang = patch_language_once

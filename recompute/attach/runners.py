@@ -128,8 +128,8 @@ class CheckpointRunner(Runner):
         self._compiled_region = compiled_region(op_policy(meaning))
         self._checkpoint = CheckpointRegion(statistics, op_policy(meaning), state_hooks=cache.state_hooks)
         if module is not None:
-            itself, checkpoint = weakref.ref(module), self._checkpoint
-            self.region = _region(statistics, meaning, cache, lambda *call: _again(checkpoint, itself(), *call))
+            run = functools.partial(_again, self._checkpoint, weakref.ref(module))
+            self.region = _region(statistics, meaning, cache, run)
 
     def run_training(self, module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
         if module is None:
@@ -140,9 +140,11 @@ class CheckpointRunner(Runner):
         return self._compiled_region.run(forward, args, kwargs)
 
 
-def _again(checkpoint: CheckpointRegion, module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
+def _again(
+    checkpoint: CheckpointRegion, module: weakref.ref[nn.Module], forward: Forward, args: tuple, kwargs: dict
+) -> Any:
     # A library may have given another module this one's attributes, and so its runner (``higher``, a replica).
-    itself: Any = forward.__self__ if isinstance(forward, MethodType) else module
+    itself: Any = forward.__self__ if isinstance(forward, MethodType) else module()
     return checkpoint.run(forward, (itself,), args, kwargs)
 
 
