@@ -75,6 +75,8 @@ class Walk:
     def __init__(self, roots: Iterable[Any]):
         self.values: list[Any] = []
         """What was reached; some of it more than once."""
+        self.tensors: list[Tensor] = []
+        """Those that functions were given when they were defined."""
         self.names: set[str] = set()
         """All names in the code."""
         self.globals: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
@@ -96,7 +98,9 @@ class Walk:
                     walked.add((id(function), id(owner)))
                     names = () if is_foreign(function) else tuple({*_names(function.__code__)})
                     values = [function.__globals__.get(name) for name in names]
-                    values += [owner, *_given_at_definition(function)]
+                    given = _given_at_definition(function)
+                    self.tensors += [value for value in given if isinstance(value, Tensor)]
+                    values += [owner, *given]
                     self._note(function, names)
 
     def _note(self, function: FunctionType, names: tuple[str, ...]) -> None:

@@ -80,11 +80,11 @@ class LearnedFacts:
         self.found = [*{id(value): value for value in places.reached if is_random_source(value)}.values()]
         self.generators = None
         self.buffers.may_change_unseen |= places.names_batch_norm
-        del places.reached
         if places.modules:
             state = ModuleState([*roots, *alive(places.modules)], self.buffers)
         values = places.values()
         places.note(state.held, values)
+        del places.reached
         self._places = places  # at last, as other threads may look at it
         return places, values, state
 

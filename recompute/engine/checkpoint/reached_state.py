@@ -124,6 +124,7 @@ class Places:
         """function: what the region runs. own: modules whose state is noted elsewhere. given: arguments to look at."""
         walk = Walk((function, *own, *given))
         self.reached = walk.values
+        self._defaults = [*map(weakref.ref, walk.tensors)]
         self.names_batch_norm = any("batch_norm" in name or "instance_norm" in name for name in walk.names)
         self._code = [*map(_weakly, _code_of(function, given))]
         known = set(map(id, own))
@@ -159,7 +160,8 @@ class Places:
         pairs = zip(modules, self._names, strict=True)
         _collect_tensors([attributes[name] for (_, _, attributes, _), names in pairs for name in names], found, 0)
         self.tensors = [weakref.ref(tensor) for tensor in found if type(tensor) is not Tensor]
-        """The wrappers among the attributes of modules: ``ModuleState`` watches other tensors there."""
+        self.tensors += self._defaults
+        """Wrappers among the attributes of modules, where ``ModuleState`` watches other tensors; and functions' own."""
 
     def values(self) -> list[Any]:
         """What is at the places now."""
