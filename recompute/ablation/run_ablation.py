@@ -27,7 +27,7 @@ from recompute.files import check_writable
 TellLeft = Callable[[int, int, float | None], None]
 """Called with how many cells are done, how many there are, and the seconds that the rest may take (None: not known)."""
 
-_BASELINE, _PREFIX = "baseline.pt", "recompute-ablation-"
+_BASELINE_FILE, _PREFIX = "baseline.pt", "recompute-ablation-"
 
 
 class RowRecorder:
@@ -256,7 +256,9 @@ def isolated(comparison: Comparison, progress: Progress) -> Iterator[Ask]:
 
         def ask(task: str, policy: str) -> tuple[Any, str | None]:
             nonlocal tolerance
-            work = partial(_answer, comparison, task, policy, folder / _BASELINE, tolerance, torch.get_num_threads())
+            work = partial(
+                _answer, comparison, task, policy, folder / _BASELINE_FILE, tolerance, torch.get_num_threads()
+            )
             try:
                 answer, error = run_apart(work, folder, progress, comparison.config.cell_timeout_seconds)
             except OSError as problem:  # the disk of temporary files is full, say: that is this row's error, too

@@ -22,8 +22,8 @@ from recompute.compiled.program_writer import ObservedFrame, ProgramWriter
 from recompute.compiled.recording import Call, Departure, NotCapturable, Recording, Use
 from recompute.compiled.region_graph import (
     INPUT,
+    MODE_DEPENDENT,
     OTHER,
-    OTHER_WHEN_RECORDED,
     Edge,
     ends_of,
     numbered_nodes,
@@ -212,7 +212,7 @@ class Observation:
         numbers, self._edges = numbered_nodes(nodes, ends)
         if any(not node.next_functions for node in numbers if node not in nodes):
             raise NotCapturable("its graph reaches a leaf that it was not given")
-        for name in OTHER_WHEN_RECORDED.intersection(node.name() for node in numbers):
+        for name in MODE_DEPENDENT.intersection(node.name() for node in numbers):
             raise NotCapturable(f"{name} computes in another way while it is recorded")
         if any((INPUT, OTHER) in edges for edges in self._edges):
             raise NotCapturable("its graph reaches a tensor that it was not given")

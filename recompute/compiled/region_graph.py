@@ -14,7 +14,7 @@ INPUT = -1
 OTHER = -1
 """Stands for the slot in an edge that leads to where an input's gradient goes, and is no input's."""
 
-OTHER_WHEN_RECORDED = frozenset(
+MODE_DEPENDENT = frozenset(
     {
         "CumprodBackward0",
         "LinalgHouseholderProductBackward0",

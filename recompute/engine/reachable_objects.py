@@ -75,8 +75,8 @@ class Walk:
     def __init__(self, roots: Iterable[Any]):
         self.values: list[Any] = []
         """What was reached; some of it more than once."""
-        self.tensors: list[Tensor] = []
-        """Those that functions were given when they were defined."""
+        self.defaults: list[Tensor] = []
+        """The tensors among the defaults of functions."""
         self.names: set[str] = set()
         """All names in the code."""
         self.globals: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
@@ -98,9 +98,8 @@ class Walk:
                     walked.add((id(function), id(owner)))
                     names = () if is_foreign(function) else tuple({*_names(function.__code__)})
                     values = [function.__globals__.get(name) for name in names]
-                    given = _given_at_definition(function)
-                    self.tensors += [value for value in given if isinstance(value, Tensor)]
-                    values += [owner, *given]
+                    self.defaults += (value for value in _defaults_of(function) if isinstance(value, Tensor))
+                    values += [owner, *_given_at_definition(function)]
                     self._note(function, names)
 
     def _note(self, function: FunctionType, names: tuple[str, ...]) -> None:
@@ -193,7 +192,11 @@ def _attributes_of(module: nn.Module) -> Iterator[Any]:
 
 def _given_at_definition(function: FunctionType) -> list[Any]:
     cells = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
-    return [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), *cells]
+    return [*_defaults_of(function), *cells]
+
+
+def _defaults_of(function: FunctionType) -> list[Any]:
+    return [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
 
 
 def _names(code: CodeType) -> Iterator[str]:

@@ -124,7 +124,7 @@ class Places:
         """function: what the region runs. own: modules whose state is noted elsewhere. given: arguments to look at."""
         walk = Walk((function, *own, *given))
         self.reached = walk.values
-        self._defaults = [*map(weakref.ref, walk.tensors)]
+        self._defaults = [*map(weakref.ref, walk.defaults)]
         self.names_batch_norm = any("batch_norm" in name or "instance_norm" in name for name in walk.names)
         self._code = [*map(_weakly, _code_of(function, given))]
         known = set(map(id, own))
@@ -161,7 +161,7 @@ class Places:
         _collect_tensors([attributes[name] for (_, _, attributes, _), names in pairs for name in names], found, 0)
         self.tensors = [weakref.ref(tensor) for tensor in found if type(tensor) is not Tensor]
         self.tensors += self._defaults
-        """Wrappers among the attributes of modules, where ``ModuleState`` watches other tensors; and functions' own."""
+        """Defaults of functions, and wrappers among modules' attributes; ``ModuleState`` watches others there."""
 
     def values(self) -> list[Any]:
         """What is at the places now."""
