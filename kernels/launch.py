@@ -36,9 +36,9 @@ transform_in_force = torch._C._functorch.peek_interpreter_stack
 _LIBRARY = torch.library.Library("recompute", "FRAGMENT")
 
 
-def jit(function: Callable[..., Any]) -> Any:
+def jit(function: Callable[..., Any], **settings: Any) -> Any:
     """``triton.jit``. Without Triton, the function itself, which is then never launched."""
-    return function if triton is None else triton.jit(function)
+    return function if triton is None else triton.jit(function, **settings)
 
 
 def uses_triton(*tensors: Tensor | None) -> bool:

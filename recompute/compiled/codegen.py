@@ -18,6 +18,7 @@ from torch import Tag, Tensor
 
 from recompute.compiled.function_calls import FunctionCall
 from recompute.compiled.generated.compact_rows import READERS, part_of_rows
+from recompute.compiled.generated.dropout import DropoutMask, mask_of
 from recompute.compiled.generated.fusing import fused
 from recompute.compiled.generated.generated_kernel import GeneratedKernel
 from recompute.compiled.generated.out_of_place import out_of_place
@@ -58,10 +59,16 @@ class Code:
     """The buffers of copies of parts of rows."""
     _views: dict[tuple[str, tuple[Any, ...], bool], str] = field(default_factory=dict)
 
-    def call(self, call: Call, *, again: bool = False) -> None:
-        """Write a call of an op whose arguments have variables. again: it runs on copies of what it writes to."""
+    def call(self, call: Call, *, again: bool = False, state: str | None = None) -> None:
+        """Write a call of an op whose arguments have variables.
+
+        again: it runs on copies of what it writes to. state: the variable of what ``draw`` has captured for the call.
+        """
         if again:
             self.reruns.append(call)
+        if (mask := mask_of(call, self.recording)) is not None:
+            self._dropout(call, mask, again, state)
+            return
         if self.recording.is_generated and call.written and (again or self._makes(call.written[0][0])):
             call = out_of_place(call, self.recording) or call
         rounds = self.recording.is_generated and self.recording.generates is Generates.ROUNDED
@@ -92,10 +99,38 @@ class Code:
         text = f"{function}({', '.join(arguments)})"
         if makes:
             text = f"{', '.join(targets)}{',' if call.is_sequence and len(targets) == 1 else ''} = {text}"
+        if again and state is not None:
+            text = f"with {state}.replayed():\n    {text}"
+            reads.append(state)
         known = facts(call.op)
         may_draw = Tag.nondeterministic_seeded in call.op.tags or known.is_foreign
         is_ordered = may_draw or known.kind is Kind.OPAQUE
         self._write(Statement(text, reads, makes, again, call, variables, writes=writes, is_ordered=is_ordered))
+
+    def _dropout(self, call: Call, op: DropoutMask, again: bool, state: str | None) -> None:
+        """Write a dropout as two calls: what makes the mask of the numbers in ``state``, and what applies it."""
+        (out, mask), use = call.results, next(call.uses())
+        assert out is not None
+        assert mask is not None
+        if state is None:
+            state = self._taken(op, None)
+        made = self.tensors[mask] = f"t{mask}"
+        drawn = Call(op, (), {}, (mask,), (), is_sequence=False)
+        self._write(Statement(f"{made} = {self.named(op)}({state})", [state], [made], again, drawn))
+        apply, seen = torch.ops.aten.native_dropout_backward.default, Use(mask, self.recording.buffers[mask].layout)
+        reads: list[str] = []
+        arguments = ", ".join([self._value(value, reads, again) for value in (use, seen, op.scale)])
+        applied, name = Call(apply, (use, seen, op.scale), {}, (out,), (), is_sequence=False), f"t{out}"
+        self.tensors[out] = name
+        variables = {each.buffer: self._memory(each, again) for each in (use, seen)}
+        text = f"{name} = {self._function(apply)}({arguments})"
+        self._write(Statement(text, reads, [name], again, applied, variables))
+
+    def _taken(self, op: DropoutMask, region: str | None) -> str:
+        """Write what takes the numbers of a dropout. region: the variable of the region's name, if they come back."""
+        state = f"r{len(self.recording.calls)}_{len(self.statements)}"
+        self._write(Statement(f"{state} = {self.named(op.taken)}({region})", [], [state], is_ordered=True))
+        return state
 
     def _part(self, use: Use, again: bool) -> Use:
         """A copy of the part of rows that ``use`` is, where a generated kernel can write just that; else ``use``."""
@@ -224,6 +259,8 @@ class Code:
 
         An op of another library may draw from any.
         """
+        if (mask := mask_of(call, self.recording)) is not None:
+            return self._taken(mask, "name")
         state = f"r{len(self.recording.calls)}_{len(self.statements)}"
         if facts(call.op).is_foreign:
             text = f"{state} = RngState({self.named(generators_of(call.op))}, name=name, only_torch=True)"

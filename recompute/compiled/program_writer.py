@@ -290,11 +290,7 @@ class ProgramWriter:
                     pending += missing
                     continue
                 self._again[index] = None
-                code.call(call, again=True)
-                if _is_watched(call):
-                    statement = code.statements[-1]
-                    statement.text = f"with r{index}.replayed():\n    {statement.text}"
-                    statement.reads.append(f"r{index}")
+                code.call(call, again=True, state=f"r{index}" if _is_watched(call) else None)
 
     @cached_property
     def _keeps(self) -> frozenset[int]:
@@ -328,7 +324,7 @@ class ProgramWriter:
                     states[index] = f"r{index}"
                 code.function(call, frame.functions[index], states.get(index, "_"))
                 continue
-            code.call(call)
+            code.call(call, state=states.get(index))
             if index in states and facts(call.op).is_foreign:
                 code.drawn(states[index])
         outputs = [self._output(position, use, code) for position, use in enumerate(frame.results)]

@@ -187,6 +187,18 @@ def relu(x):
 
 
 @jit
+def is_kept(seed, offset, program, probability, vector: tl.constexpr, threads: tl.constexpr, block: tl.constexpr):
+    """Which of a program's elements ATen's dropout keeps, by its numbers: see ``dropout.DropoutMask``."""
+    four = program * (block // 4) + tl.arange(0, block // 4)
+    turn = four // (vector // 4)
+    counter = offset // 4 + (turn // threads) * (vector // 4) + four % (vector // 4)
+    low, high = counter.to(tl.uint32), (counter >> 32).to(tl.uint32)
+    a, b, c, d = tl.philox(seed, low, high, (turn % threads).to(tl.uint32), low * 0)
+    drawn = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (block,))
+    return tl.fma(drawn.to(tl.float32), 2.3283064365386963e-10, 1.1641532182693481e-10) < probability
+
+
+@jit
 def floor_divide(x, number):
     """Of integers, by a positive one. Triton rounds towards zero."""
     rest = x % number

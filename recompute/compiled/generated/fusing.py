@@ -50,7 +50,7 @@ def _generated(
     buffers = source.recording.buffers
     numbers = source.stored
     made = [f"t{number}" for number in numbers]
-    read = list(source.given)
+    read = [*source.given, *source.numbers]
     body = list(_with_views(members, views, made))
     lines = [line for own in lines_of(body, made, names) for line in own]
     name = f"kernel{len(names)}"
@@ -63,7 +63,7 @@ def _generated(
     own = sum(buffers[number].nbytes for number in source.group)
     written = sum(buffers[number].nbytes for number in numbers)
     moved = Traffic(sum(buffers[number].nbytes for number in source.inputs.values()), written, own - written)
-    names[name] = GeneratedKernel(source.text(), found[name], source.space, layouts, places, moved)
+    names[name] = GeneratedKernel(source.text(), found[name], source.space, layouts, places, moved, len(source.numbers))
     text = f"{', '.join(made)}, = {name}({', '.join(read)})"
     for index, variable in reused.items():
         whole, layout = buffers[source.inputs[variable]].layout, layouts[index]

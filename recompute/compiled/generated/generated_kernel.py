@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from recompute.compiled.generated import device_functions
+from recompute.compiled.generated.dropout import flat
 from recompute.compiled.generated.spaces import Elements, Rows
 from recompute.engine.bit_comparison import count_different
 from recompute.engine.cut.layout import Layout
@@ -40,7 +41,8 @@ def kernel_of(source: str) -> Any:
     linecache.cache[name] = len(source), None, lines, name  # where Triton reads the source
     names = {"tl": tl, "functions": device_functions, "__name__": __name__}
     exec(compile(source, name, "exec"), names)
-    return jit(names[source[4 : source.index("(")]])
+    function = names[source[4 : source.index("(")]]
+    return jit(function, do_not_specialize=list(function.__annotations__))
 
 
 class Traffic(NamedTuple):
@@ -62,11 +64,12 @@ class GeneratedKernel:
         outputs: Sequence[Layout],
         reused: Mapping[int, int] | None = None,
         nbytes: Traffic | None = None,
+        dropouts: int = 0,
     ):
         """space: what its programs run over. outputs: what it fills.
 
         reused: the outputs that are written into the memory of an input, which nobody reads afterwards. nbytes: what it
-        moves.
+        moves. dropouts: how many it computes. What each has taken from the generator follows the tensors.
         """
         self.source = source
         self.nbytes = nbytes or Traffic(0, 0, 0)
@@ -81,11 +84,15 @@ class GeneratedKernel:
         self._outputs = tuple(outputs)
         self._reused = dict(reused or {})
         self._compiled: Future[Any] | None = None
-        self._kernel = PlannedCall(self._launch)
+        self._dropouts = dropouts
+        # A plan repeats all but addresses.
+        self._kernel: Callable[..., Any] = self._launch_on if dropouts else PlannedCall(self._launch)
         self._run: Callable[..., Any] = self._wait
 
-    def __call__(self, *tensors: Tensor) -> Any:
-        return self._run(*tensors)
+    def __call__(self, *arguments: Any) -> Any:
+        if self._dropouts and arguments[-1] is None:  # a CUDA graph is captured
+            return self._aten(*arguments)
+        return self._run(*arguments)
 
     def __str__(self) -> str:
         read, written, spared = map(humanize, self.nbytes)
@@ -98,7 +105,11 @@ class GeneratedKernel:
         """That of its function, made of the ops that it computes."""
         return self.source[4 : self.source.index("(")]
 
-    def _launch(self, *tensors: Tensor) -> Any:
+    def _launch_on(self, *arguments: Any) -> Any:
+        """The kernel, with dropouts."""
+        return self._launch(*arguments[: -self._dropouts], numbers=flat(arguments[-self._dropouts :]))
+
+    def _launch(self, *tensors: Tensor, numbers: Sequence[int] = ()) -> Any:
         device = tensors[0].device
         made = [
             tensors[self._reused[index]]
@@ -106,19 +117,20 @@ class GeneratedKernel:
             else torch.empty_strided(output.shape, output.stride, dtype=output.dtype, device=device)
             for index, output in enumerate(self._outputs)
         ]
-        run(kernel_of(self.source), self._space.programs, *tensors, *made, **self._settings)
+        run(kernel_of(self.source), self._space.programs, *tensors, *made, *numbers, **self._settings)
         return tuple(made)
 
-    def _wait(self, *tensors: Tensor) -> Any:
+    def _wait(self, *arguments: Any) -> Any:
         """A call before it is known whether the kernel gives ATen's bits."""
         if self._compiled is None:
-            self._compiled = _compilers().submit(self._compile, tensors[0].device, [each.dtype for each in tensors])
-        if not self._compiled.done() or _is_capturing(tensors[0]):
-            return self._aten(*tensors)
+            dtypes = [each.dtype for each in arguments if isinstance(each, Tensor)]
+            self._compiled = _compilers().submit(self._compile, arguments[0].device, dtypes)
+        if not self._compiled.done() or _is_capturing(arguments[0]):
+            return self._aten(*arguments)
         error = self._compiled.exception()
         if error is not None:
-            return self._refuse(f"it does not compile: {error}", self._aten(*tensors))
-        expected, found = self._aten(*tensors), self._kernel(*tensors)
+            return self._refuse(f"it does not compile: {error}", self._aten(*arguments))
+        expected, found = self._aten(*arguments), self._kernel(*arguments)
         tolerance = max(TOLERANCE.get(output.dtype, 0.0) for output in self._outputs)
         for one, other, output in zip(expected, found, self._outputs, strict=True):
             other = other.as_strided(output.shape, output.stride)
@@ -144,7 +156,9 @@ class GeneratedKernel:
             with torch.cuda.device(device):
                 outputs = [output.dtype for output in self._outputs]
                 grid = (self._space.programs,)
-                kernel_of(self.source).warmup(*dtypes, *outputs, grid=grid, **self._settings)
+                kernel_of(self.source).warmup(
+                    *dtypes, *outputs, *[0] * (2 * self._dropouts), grid=grid, **self._settings
+                )
 
 
 def _is_capturing(tensor: Tensor) -> bool:

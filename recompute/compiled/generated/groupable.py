@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from recompute.compiled.generated.dropout import DropoutMask
 from recompute.compiled.generated.pointwise_ops import (
     COPIES,
     FLOATS,
@@ -36,6 +37,8 @@ class NotOneKernel(Exception):
 
 def can_be_generated(call: Call, recording: Recording) -> bool:
     """Whether a generated kernel can compute a call."""
+    if isinstance(call.op, DropoutMask):
+        return True
     by_rows = recording.generates is Generates.ROUNDED and can_run_by_rows(call, recording)
     if call.written or not call.results or None in call.results or (call.is_sequence and not by_rows):
         return False

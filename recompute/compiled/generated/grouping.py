@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from recompute.compiled.generated.dropout import DropoutMask
 from recompute.compiled.generated.groupable import NotOneKernel, can_be_generated, elements_of, space_of
 from recompute.compiled.generated.kernel_source import KernelSource
 from recompute.compiled.generated.pointwise_ops import EMPTY
@@ -56,8 +57,9 @@ class Grouping:
         for index, statement in enumerate(self.statements):
             if self.fits[index] and statement.call is not None and statement.call.op in EMPTY:
                 self.fits[index] = self._is_filled(index)
+        unread = self._leave_out_unread()
         for index in reversed(range(len(self.statements))):
-            if self.statements[index].view_of is None:
+            if self.statements[index].view_of is None and index not in unread:
                 self._place(index)
         self._extend_rows()
         self._join_readers()
@@ -67,6 +69,17 @@ class Grouping:
         if call is None or not can_be_generated(call, self.recording):
             return False
         return call.op not in ROW_OPS or call.results[0] not in self.recording.stable
+
+    def _leave_out_unread(self) -> set[int]:
+        """The statements whose values nobody reads, as what a dropout gives where backward needs its mask alone."""
+        unread: set[int] = set()
+        for index in reversed(range(len(self.statements))):
+            if self.fits[index] and index not in self.at_end and unread.issuperset(self.readers[index]):
+                unread.add(index)
+                self.fits[index] = False
+        for readers in self.readers:
+            readers[:] = [reader for reader in readers if reader not in unread]
+        return unread
 
     def _is_filled(self, index: int) -> bool:
         """Whether generated kernels fill what a statement gives, part by part, before anybody reads it."""
@@ -122,6 +135,9 @@ class Grouping:
     def _goes_over_rows(self, members: Collection[int]) -> bool:
         return any(self.fits[i] and (call := self.statements[i].call) and call.op in ROW_OPS for i in members)
 
+    def _draws(self, members: Collection[int]) -> bool:
+        return any((call := self.statements[i].call) and isinstance(call.op, DropoutMask) for i in members)
+
     def source_of(self, members: Collection[int], units: Collection[Unit]) -> KernelSource:
         """The kernel of a group's calls. units: those that the group is made of. Raises ``NotOneKernel``."""
         group = {number: self.statements[index] for index in sorted(members) for number in self._results(index)}
@@ -140,7 +156,7 @@ class Grouping:
         self.units[index] = [own]
         if not is_seen and len(groups) > 1 and self._contract([own, *groups]):
             return
-        has_room = all(len(unit.members) < MAX_CALLS for unit in groups)
+        has_room = all(len(unit.members) < MAX_CALLS and self._takes(unit, index) for unit in groups)
         if not is_seen and groups and has_room and self._is_cheap(statement, index):
             self.units[index] = groups
             for unit in groups:
@@ -148,6 +164,16 @@ class Grouping:
             return
         for unit in groups:
             self._contract([self.units[index][0], unit])
+
+    def _takes(self, unit: Unit, index: int) -> bool:
+        """Whether a unit's kernel can make a value for itself: all but a mask that it reads in another order."""
+        if not self._draws([index]):
+            return True
+        try:
+            self.source_of(unit.members | {index}, [unit])
+        except NotOneKernel:
+            return False
+        return True
 
     def _is_cheap(self, statement: Statement, index: int) -> bool:
         """Whether to make a value again reads no more than to read it."""
@@ -194,7 +220,7 @@ class Grouping:
         return True
 
     def _check(self, members: Collection[int], stored: Collection[int], units: Collection[Unit]) -> None:
-        if self._goes_over_rows(members):
+        if self._goes_over_rows(members) or self._draws(members):
             self.source_of(members, units)
             return
         calls = [call for index in members if (call := self.statements[index].call) is not None]
@@ -253,7 +279,7 @@ class Grouping:
                 id(homes[before])
                 for index in unit.members
                 for before in self.before[index]
-                if before not in unit.members
+                if before not in unit.members and before in homes
             }
         followers: dict[int, list[Unit]] = {}
         for unit in units:

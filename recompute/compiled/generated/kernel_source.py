@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from recompute.compiled.generated.dropout import DropoutMask
 from recompute.compiled.generated.groupable import NotOneKernel, equal_parts, part_of, space_of
 from recompute.compiled.generated.index_forms import Form
 from recompute.compiled.generated.pointwise_ops import (
@@ -32,7 +33,7 @@ from recompute.compiled.generated.pointwise_ops import (
     text_of,
 )
 from recompute.compiled.generated.row_ops import ROW_OPS, RowWriter, operands_of, row_width
-from recompute.compiled.generated.spaces import Elements
+from recompute.compiled.generated.spaces import BLOCK, Elements
 from recompute.compiled.recording import Buffer, Call, Recording, Use
 from recompute.compiled.statements import Statement
 from recompute.engine.cut.layout import Layout
@@ -60,6 +61,8 @@ class KernelSource:
     """The variables of which ATen's calls read the layout, and their buffers."""
     elsewhere: set[str] = field(default_factory=set)
     """Those whose elements a program reads elsewhere than it writes."""
+    numbers: dict[str, int] = field(default_factory=dict)
+    """The variables of the numbers that dropouts have taken, and the place of each among these."""
     lines: list[str] = field(default_factory=list)
     _values: dict[Any, str] = field(default_factory=dict)
     _counter: itertools.count = field(default_factory=itertools.count)
@@ -86,7 +89,7 @@ class KernelSource:
     def name(self) -> str:
         """What it computes, as a profiler is to show it."""
         calls = {id(statement): statement.call for statement in self.group.values()}
-        ops = [call.op._schema.name.partition("::")[2].lstrip("_") for call in calls.values() if call is not None]
+        ops = [str(call.op).split(".")[1].lstrip("_") for call in calls.values() if call is not None]
         counted = {op: ops.count(op) for op in ops if op != "to_copy"}
         kind = "pointwise" if isinstance(self.space, Elements) else "by_rows"
         return "_".join([kind, *[f"{op}{count if count > 1 else ''}" for op, count in counted.items()]])[:80]
@@ -99,7 +102,8 @@ class KernelSource:
         parameters = [*[f"in_{name}" for name in self.given], *[f"out{number}" for number in self.stored]]
         names = {name: f"p{index}" for index, name in enumerate(parameters)}
         first = self.space.lines(".to(tl.int64)" if is_long else "")
-        lines = [f"def {self.name}({', '.join(names.values())}):", *first]
+        numbers = [f"{part}{place}: tl.int64" for place in self.numbers.values() for part in ("seed", "offset")]
+        lines = [f"def {self.name}({', '.join([*names.values(), *numbers])}):", *first]
         for line in [*self.lines, *self.stores]:
             for name, short in names.items():
                 line = line.replace(f"({name} + ", f"({short} + ")
@@ -206,6 +210,8 @@ class KernelSource:
         assert call is not None
         if call.op in ROW_OPS:
             return self._by_rows(statement, call, number, index)
+        if isinstance(call.op, DropoutMask):
+            return self._kept(statement, call.op, index)
         values = arguments_of(call)
         if call.op in COPIES:
             use = values["self"]
@@ -244,6 +250,15 @@ class KernelSource:
         if target is torch.bool and source is not target:
             return self._fresh("x", f"{value} != 0")
         return value if source is target else self._fresh("x", f"{value}.to({TRITON_DTYPES[target]})")
+
+    def _kept(self, statement: Statement, op: DropoutMask, index: Index) -> str:
+        """Whether a dropout keeps an element. A program makes the numbers of those that lie side by side."""
+        address = Form.total(zip(index, op.layout.stride, strict=True))
+        if not isinstance(self.space, Elements) or address != self.space.address(op.layout.shape.numel()):
+            raise NotOneKernel
+        place = self.numbers.setdefault(statement.reads[0], len(self.numbers))
+        settings = f"{text_of(op.kept)}, {op.vector}, {op.threads}, {BLOCK}"
+        return self._fresh("b", f"functions.is_kept(seed{place}, offset{place}, tl.program_id(0), {settings})")
 
     def _joined(self, statement: Statement, values: dict[str, Any], index: Index, output: Layout) -> str:
         assert statement.call is not None
