@@ -118,6 +118,20 @@ def kernels_of(
     return kernels, [statement.text for statement in statements if "aten_" in statement.text]
 
 
+def two_of_products(x: Tensor) -> tuple[Tensor, ...]:
+    first, second = x @ x, x.t() @ x
+    return x * 2 + 1, x * 3 + first + second
+
+
+@pytest.mark.parametrize(("function", "waits"), [(lambda x: (x @ x).sin() * 2, False), (two_of_products, True)])
+def test_threads_wait_for_each_other_before_they_overwrite_what_they_read(
+    function: Callable[..., Any], waits: bool
+) -> None:
+    """Triton may give an element to another thread where it is stored than where it is loaded."""
+    ((kernel,), _) = kernels_of(function, draw(40, 40))
+    assert ("tl.debug_barrier()" in kernel.source) is waits
+
+
 def scores_with_a_sink(scores: Tensor, mask: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """Attention with a further column that takes part in softmax alone, as gpt-oss has it."""
     heads, rows = scores.shape[1:3]

@@ -73,9 +73,9 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], int]] = {
     "two of one tensor": (dropped_twice, 1),
     "mask": (lambda x: torch.ops.aten.native_dropout(x, 0.1, True), 1),
     "mask alone": (gradient_alone, 1),
-    "read in another order": (lambda x: (F.dropout(x, 0.1).mT + 1).contiguous(), 2),
+    "read in another order": (lambda x: (F.dropout(x, 0.1).mT + 1).contiguous(), 1),
 }
-"""Functions, and the kernels that each becomes."""
+"""Functions, and the kernels that each becomes. A mask that is read in another order is ATen's."""
 SHAPES = {"large": (3, 1024, 4096), "small": (16, 64), "odd": (3, 5, 4)}
 
 
@@ -158,7 +158,7 @@ class TestRegions:
         drawing = [kernel for kernel in made if "dropout_mask" in kernel.name]
         assert len({kernel.source for kernel in drawing}) >= 2
         assert [kernel.reason for kernel in made if kernel.reason] == []
-        assert all(kernel.is_exact for kernel in drawing[-4:])
+        assert {kernel.is_exact for kernel in drawing if kernel._compiled is not None} == {True}
 
     @pytest.mark.gpu
     def test_no_mask_is_held(self) -> None:

@@ -59,11 +59,14 @@ def _generated(
     exec(compile(aten, "<what a generated kernel computes>", "exec"), found)
     layouts = [buffers[number].layout for number in numbers]
     reused = _reused(source, layouts, [variable for variable in source.inputs if variable in dying])
+    waits = any(not source.is_stored_after(numbers[index], variable) for index, variable in reused.items())
     places = {index: read.index(variable) for index, variable in reused.items()}
     own = sum(buffers[number].nbytes for number in source.group)
     written = sum(buffers[number].nbytes for number in numbers)
     moved = Traffic(sum(buffers[number].nbytes for number in source.inputs.values()), written, own - written)
-    names[name] = GeneratedKernel(source.text(), found[name], source.space, layouts, places, moved, len(source.numbers))
+    names[name] = GeneratedKernel(
+        source.text(waits=waits), found[name], source.space, layouts, places, moved, len(source.numbers)
+    )
     text = f"{', '.join(made)}, = {name}({', '.join(read)})"
     for index, variable in reused.items():
         whole, layout = buffers[source.inputs[variable]].layout, layouts[index]
@@ -73,17 +76,23 @@ def _generated(
 
 
 def _reused(source: KernelSource, layouts: Sequence[Layout], dying: Iterable[str]) -> dict[int, str]:
-    """For some of the outputs, the variable in whose memory it is written. Programs read only where they write."""
+    """For some of the outputs, the variable in whose memory it is written. Programs read only where they write.
+
+    An output that is computed of the variable comes first: its threads need not wait for each other.
+    """
     reused: dict[int, str] = {}
     for variable in dying:
         buffer = source.recording.buffers[source.inputs[variable]]
         if variable in source.elsewhere or not is_dense(buffer.layout, buffer.nbytes):
             continue
-        for index, layout in enumerate(layouts):
-            fits = layout.dtype is buffer.layout.dtype and layout.shape.numel() == buffer.layout.shape.numel()
-            if index not in reused and fits and source.space.writes(layout.shape.numel()):
-                reused[index] = variable
-                break
+        fitting = [
+            (not source.is_stored_after(source.stored[index], variable), index)
+            for index, layout in enumerate(layouts)
+            if layout.dtype is buffer.layout.dtype and layout.shape.numel() == buffer.layout.shape.numel()
+            if index not in reused and source.space.writes(layout.shape.numel())
+        ]
+        if fitting:
+            reused[min(fitting)[1]] = variable
     return reused
 
 

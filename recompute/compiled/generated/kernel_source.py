@@ -94,8 +94,28 @@ class KernelSource:
         kind = "pointwise" if isinstance(self.space, Elements) else "by_rows"
         return "_".join([kind, *[f"{op}{count if count > 1 else ''}" for op, count in counted.items()]])[:80]
 
-    def text(self) -> str:
-        """The kernel."""
+    def is_stored_after(self, number: int, variable: str) -> bool:
+        """Whether no thread stores an element of a buffer before that of ``variable`` at its place is loaded.
+
+        Triton may give an element to another thread where it is stored than where it is loaded. Then that thread waits
+        for what it computes the element of, and for nothing else.
+        """
+        seen: set[int] = set()
+        pending = [number]
+        while pending:
+            statement = self.group[pending.pop()]
+            assert statement.call is not None
+            row = ROWS.get(statement.call.op)
+            uses = () if row is not None and not row.operands else statement.call.uses()
+            for buffer in {use.buffer for use in uses} - seen:
+                seen.add(buffer)
+                if buffer in self.group:
+                    pending.append(buffer)
+        loads = sum(f"tl.load(in_{variable} + " in line for line in self.lines)
+        return self.inputs[variable] in seen and loads == 1
+
+    def text(self, *, waits: bool = False) -> str:
+        """The kernel. waits: whether the threads of a program wait for all loads before they store."""
         buffers = self.recording.buffers
         used = [*self.given.values(), *self.stored]
         is_long = max(_end(buffers[number]) for number in used) > MAX_ADDRESS
@@ -104,7 +124,7 @@ class KernelSource:
         first = self.space.lines(".to(tl.int64)" if is_long else "")
         numbers = [f"{part}{place}: tl.int64" for place in self.numbers.values() for part in ("seed", "offset")]
         lines = [f"def {self.name}({', '.join([*names.values(), *numbers])}):", *first]
-        for line in [*self.lines, *self.stores]:
+        for line in [*self.lines, *["tl.debug_barrier()"] * waits, *self.stores]:
             for name, short in names.items():
                 line = line.replace(f"({name} + ", f"({short} + ")
             lines.append(line)
