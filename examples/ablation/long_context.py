@@ -4,8 +4,11 @@
         --sequence 32768 65536 --out results/long-context
 
 On a GPU it is Llama 3 8B with its vocabulary, in bfloat16 with fused AdamW, one sequence of random tokens; else a small
-one. It writes results.json and results.md. A way that runs out of memory is a row that says so, and is not tried with
-the longer sequences that follow.
+one. With --lora the model is frozen, and adapters of all its Linears are trained. With fewer --layers a step is shorter
+and holds less in host memory.
+
+It writes results.json and results.md. A way that runs out of memory is a row that says so, and is not tried with the
+longer sequences that follow.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from typing import Any
 
 import torch
 from tabulate import tabulate
+from torch import nn
 from torch.optim import AdamW
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
@@ -76,16 +80,21 @@ def main() -> None:
     parser.add_argument(
         "--memory", type=parse_budget, help="the most that torch may take of the GPU's, as of a smaller GPU: 79GiB"
     )
+    parser.add_argument("--layers", type=int, help="of the model's, if not all")
+    parser.add_argument("--lora", type=int, metavar="RANK", help="train adapters of this rank, in bfloat16, alone")
     parser.add_argument("--out", type=Path, default=Path("results/long-context"))
     options = parser.parse_args()
     device = counters.resolve_device("auto")
     if options.memory is not None and device.type == "cuda":
         capacity = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(options.memory / capacity)
+    shape = LLAMA_8B if device.type == "cuda" else SMALL
+    shape = shape | {"num_hidden_layers": options.layers or shape["num_hidden_layers"]}
     results: dict[str, Any] = {
         "command": shlex.join(sys.argv),
         "machine": counters.describe_machine(device),
-        "model": LLAMA_8B if device.type == "cuda" else SMALL,
+        "model": shape,
+        "lora": options.lora,
         "rows": [],
     }
     options.out.mkdir(parents=True, exist_ok=True)
@@ -94,7 +103,7 @@ def main() -> None:
         for way in options.ways:
             if way in exhausted:
                 continue
-            row = measured(way, length, options.steps, device)
+            row = measured(way, length, options.steps, device, shape, options.lora)
             if row.error is not None:
                 exhausted.add(way)
             results["rows"].append(asdict(row))
@@ -103,19 +112,18 @@ def main() -> None:
             (options.out / "results.md").write_text(markdown(results), encoding="utf-8")
 
 
-def measured(way: str, length: int, steps: int, device: torch.device) -> Row:
+def measured(way: str, length: int, steps: int, device: torch.device, shape: dict[str, int], lora: int | None) -> Row:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
     try:
-        return _measured(way, length, steps, device)
+        return _measured(way, length, steps, device, shape, lora)
     except (torch.OutOfMemoryError, HostMemoryError) as error:
         return Row(way, length, error=str(error).partition(".")[0])
 
 
-def _measured(way: str, length: int, steps: int, device: torch.device) -> Row:
+def _measured(way: str, length: int, steps: int, device: torch.device, shape: dict[str, int], lora: int | None) -> Row:
     torch.manual_seed(0)
-    shape = LLAMA_8B if device.type == "cuda" else SMALL
     config = LlamaConfig(**shape, max_position_embeddings=length, use_cache=False)
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -123,6 +131,11 @@ def _measured(way: str, length: int, steps: int, device: torch.device) -> Row:
             model = LlamaForCausalLM(config).train()
     finally:
         torch.set_default_dtype(torch.float32)
+    if lora is not None:
+        from peft import LoraConfig, get_peft_model
+
+        adapters = LoraConfig(r=lora, lora_alpha=2 * lora, target_modules="all-linear")
+        model = get_peft_model(model, adapters, autocast_adapter_dtype=False)
     if way != PEER:
         return _trained(model, recompute.apply(model, way), way, length, steps, device)
     from liger_kernel.transformers import apply_liger_kernel_to_llama  # type: ignore[import-not-found]
@@ -137,10 +150,10 @@ def _measured(way: str, length: int, steps: int, device: torch.device) -> Row:
 
 
 def _trained(
-    model: LlamaForCausalLM, handle: AppliedPolicy | None, way: str, length: int, steps: int, device: torch.device
+    model: nn.Module, handle: AppliedPolicy | None, way: str, length: int, steps: int, device: torch.device
 ) -> Row:
     on_cuda = device.type == "cuda"
-    optimizer = AdamW(model.parameters(), lr=1e-5, fused=True)
+    optimizer = AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-5, fused=True)
     tokens = torch.randint(model.config.vocab_size, (1, length), device=device)
     seconds, loss = [], 0.0
     for step in range(1 + steps):

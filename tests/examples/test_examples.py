@@ -231,7 +231,7 @@ def test_weight_gradient(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 @pytest.mark.slow
 def test_long_context(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     policies = [str(EXAMPLES / "policies" / "long-on-device.yaml"), "long"]
-    arguments = (*policies, "--sequence", "64", "128", "--steps", "1", "--out", str(tmp_path))
+    arguments = (*policies, "--sequence", "64", "128", "--steps", "1", "--lora", "4", "--out", str(tmp_path))
     output_of("ablation/long_context.py", *arguments, monkeypatch=monkeypatch, capsys=capsys)
     rows = json.loads((tmp_path / "results.json").read_text())["rows"]
     assert [(row["way"], row["sequence_length"]) for row in rows] == [(way, n) for n in (64, 128) for way in policies]
