@@ -16,6 +16,7 @@ products of forward again, but for the last one.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -269,27 +270,51 @@ def _gradients_of_tiles(ctx: Any, needed: tuple[bool, ...], dy: Tensor) -> tuple
         None if each is None else each.detach().requires_grad_(needs)
         for each, needs in zip(cast(given, ctx.narrow), trained, strict=True)
     ]
+
+    def run(part: Tensor) -> Tensor:
+        return _MLP.apply(part, *parameters, ctx.is_gated, ctx.activation, None, False, False)
+
+    dx, gradients = gradients_of_tiles(run, x, dy, ctx.tile, needs_dx, parameters)
+    return dx, *in_dtypes_of(given, gradients)
+
+
+def gradients_of_tiles(
+    run: Callable[[Tensor], Tensor],
+    x: Tensor,
+    dy: Tensor,
+    tile: int,
+    needs_dx: bool,
+    parameters: Sequence[Tensor | None],
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """The gradients of x, and of those of the parameters that require one, for what runs on tiles of rows.
+
+    run: computes a tile of the output of one of the input. A parameter's gradient is summed up in
+    float32, and rounded once.
+    """
     wanted = [each for each in parameters if each is not None and each.requires_grad]
     dx = x.new_empty(x.shape) if needs_dx else None
-    parts = rows(dx).split(ctx.tile) if dx is not None else None
-    sums: list[Tensor] = []
-    for number, (part, gradient) in enumerate(zip(rows(x).split(ctx.tile), rows(dy).split(ctx.tile), strict=True)):
+    parts = rows(dx).split(tile) if dx is not None else None
+    sums: list[Tensor | None] = [None] * len(wanted)
+    for number, (part, gradient) in enumerate(zip(rows(x).split(tile), rows(dy).split(tile), strict=True)):
         with torch.enable_grad():
             leaf = part.detach().requires_grad_(needs_dx)
-            y = _MLP.apply(leaf, *parameters, ctx.is_gated, ctx.activation, None, False, False)
-        found = torch.autograd.grad(y, [*([leaf] if needs_dx else []), *wanted], gradient.contiguous())
+            y = run(leaf)
+        inputs = [*([leaf] if needs_dx else []), *wanted]
+        found = list(torch.autograd.grad(y, inputs, gradient.contiguous(), allow_unused=True))
         del y
         if parts is not None:
-            parts[number].copy_(found[0])
-            found = found[1:]
-        if number == 0:
-            sums = [each.to(torch.promote_types(each.dtype, torch.float32)) for each in found]
-        else:
-            for total, each in zip(sums, found, strict=True):
-                total += each
+            parts[number].copy_(found.pop(0))
+        for place, each in enumerate(found):
+            if each is not None:
+                total = sums[place]
+                sums[place] = (
+                    each.to(torch.promote_types(each.dtype, torch.float32)) if total is None else total.add_(each)
+                )
         del found
     gradients = iter(sums)
-    of_parameters = [
-        next(gradients).to(each.dtype) if each is not None and each.requires_grad else None for each in parameters
+    of_parameters = [next(gradients) if each is not None and each.requires_grad else None for each in parameters]
+    rounded = [
+        None if total is None or each is None else total.to(each.dtype)
+        for total, each in zip(of_parameters, parameters, strict=True)
     ]
-    return dx, *in_dtypes_of(given, of_parameters)
+    return dx, rounded

@@ -95,7 +95,7 @@ def _find_named_kernel(
     """The kernels for a module that a rule itself names. If that is a Linear, it is a head."""
     if is_head(module):
         return KernelHeadRunner(statistics, fallback and PlainRunner(statistics, "it runs as it is"), meaning.hold)
-    kernel = find_kernel(statistics, module, fallback)
+    kernel = find_kernel(statistics, module, fallback, in_tiles=meaning.tile is not None)
     if kernel is not None:
         kernel.configure(compresses=meaning.compresses, tile=meaning.tile)
     return kernel
@@ -117,7 +117,8 @@ def _kernels_inside(
         if child_path in governed or is_decorated(child):
             continue
         statistics = RegionStatistics(f"{child_path} ({type(child).__name__})")
-        kernel = find_kernel(statistics, child, _instead_of_kernel(statistics, meaning), written_out=written_out)
+        fallback, in_tiles = _instead_of_kernel(statistics, meaning), meaning.tile is not None
+        kernel = find_kernel(statistics, child, fallback, written_out=written_out, in_tiles=in_tiles)
         if kernel is None:
             yield from _kernels_inside(child_path, child, meaning, governed)
         else:

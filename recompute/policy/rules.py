@@ -246,8 +246,8 @@ class Rule(BaseModel):
         (see ``compiled.generated``).
     compress: whether ``recompute`` holds as codes of 8 bits, as under action "compress", those of its tensors that
         only GEMMs, convolutions, products, SiLU and GELU read. Gradients are then not exact.
-    tile: of an MLP that kernels compute, the tokens at a time. Then only its input is held, and backward runs it
-        again, one such tile after the other: for long sequences. None: all tokens at once.
+    tile: of an MLP that kernels compute, or would without adapters, the tokens at a time. Then only its input is held,
+        and backward runs it again, one such tile after the other: for long sequences. None: all tokens at once.
     offload: whether what is held travels off the device, as under action "offload".
     fraction: of what may travel, the share of its bytes that does, the largest first; from above 0 to 1.
     min_bytes: storages of fewer bytes stay on the device: a size such as "1MiB", or bytes.

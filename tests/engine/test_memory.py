@@ -77,6 +77,19 @@ def test_what_is_regenerated_for_one_layer_is_gone_before_the_next(rules: dict[s
     assert many_peak - few_peak <= many_held - few_held
 
 
+def test_at_no_price_a_tape_without_a_plan_holds_only_what_autograd_saves() -> None:
+    """If running again had a price, it would hold what each op gives, to choose from."""
+    peaks = {}
+    for price in (0, 1):
+        model, x = Stack(count=2, p=0.0), tokens(32, HIDDEN)
+        rule = {"type": "Layer", "action": "recompute", "via": "hook", "rerun": ["gemm", "attention"], "price": price}
+        recompute.apply(model, {"rules": [rule]})
+        with memory_trace(CPU) as trace:
+            model(x)
+        peaks[price] = trace.peak_nbytes
+    assert peaks[0] < 0.95 * peaks[1]
+
+
 # Death of the graph
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from models import batch as batch_of
 from models import make
+from peft import LoraConfig, get_peft_model
 from tiers import by_default, slow
 
 import recompute
@@ -45,8 +47,24 @@ def test_explain_says_what_kernels_are_told(settings: dict[str, Any], note: str)
         assert f"kernel: gated_mlp (silu), {note}" in handle.explain(wide=True)
 
 
-def test_tiles_hold_less_and_their_peak_is_lower() -> None:
-    model, batch = make("llama"), batch_of("llama", length=256, size=2)
+def adapted(dropout: float = 0.0) -> torch.nn.Module:
+    config = LoraConfig(r=4, lora_dropout=dropout, target_modules="all-linear")
+    return get_peft_model(make("llama"), config)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_mlps_with_adapters_compute_the_same_in_tiles(dropout: float) -> None:
+    """Adapters that drop run on all tokens at once: tiles would draw other numbers."""
+    model = adapted(dropout)
+    found = recompute.verify(model, batch_of("llama", length=64, size=2), policy=rules(**LONG))
+    assert found.relative_error < 1e-5
+    with recompute.apply(model, rules(**LONG)) as handle:
+        assert "an MLP with adapters, 32 tokens at a time" in handle.explain(wide=True)
+
+
+@pytest.mark.parametrize("make", [lambda: make("llama"), adapted], ids=["plain", "adapted"])
+def test_tiles_hold_less_and_their_peak_is_lower(make: Callable[[], torch.nn.Module]) -> None:
+    model, batch = make(), batch_of("llama", length=256, size=2)
 
     def measured(**settings: Any) -> Any:
         with recompute.apply(model, rules(**settings)):

@@ -281,7 +281,12 @@ class TapeFrame:
         values, step, known = self.values, self._count, call.known
         overwrites = [values.known_number(tensor) for _, tensor, _ in made]
         writes = bool(known.writes) or call.unobserved
-        numbers = [values.add(tensor, layout, step=step, slot=slot, written=writes) for slot, tensor, layout in made]
+        # At no price, what may run again is as good as never kept: the frame need not hold it to find that out.
+        holds = self._op_policy.price > 0 or self._op_policy.hold is not None or recorded is None or bool(reason)
+        numbers = [
+            values.add(tensor, layout, step=step, slot=slot, holds=holds, written=writes)
+            for slot, tensor, layout in made
+        ]
         if recorded is not None:
             self._calls[step] = recorded
         self._add_step(
@@ -474,7 +479,10 @@ class TapeFrame:
         overwritten, price, hold = values.overwritten, self._op_policy.price, self._op_policy.hold
         plan = solve_once(self._steps, values.facts, self._saves, overwritten, results, price, self._guard, hold)
         self._plan_cache.put(self._guard, plan)
-        return plan
+        if plan.kept <= values.held.keys():
+            return plan
+        self._is_deoptimized = True  # the next frame keeps what this one has not held
+        return self._solve_for_what_is_left(results)
 
     def _released(self) -> set[int]:
         """The parameters whose memory is gone by now, or may be at any time.

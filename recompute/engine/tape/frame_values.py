@@ -130,14 +130,15 @@ class FrameValues:
         slot: int | None = None,
         alive: bool = False,
         parameter: Tensor | None = None,
+        holds: bool = True,
         written: bool = False,
     ) -> int:
-        """Add the value that is now in the tensor's storage. ``layout`` sees all of it."""
+        """Add the value that is now in the tensor's storage. ``layout`` sees all of it. The rest is as in ``bind``."""
         number = len(self.facts)
         storage = tensor.untyped_storage()
         exposed = storage._cdata in self.exposed
         self.facts.append(ValueFacts(layout, storage.nbytes(), step, slot, alive, parameter is not None, exposed))
-        self.bind(number, tensor, parameter, holds=True, written=written)
+        self.bind(number, tensor, parameter, holds=holds, written=written)
         return number
 
     def bind(
