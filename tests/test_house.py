@@ -347,7 +347,7 @@ def test_folders_that_are_linked_are_no_packages_of_their_own() -> None:
 
 @pytest.fixture(scope="module")
 def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of an sdist, and of the wheel that is built of it, from a copy of the tree: this one is not written to."""
+    """The folder of an sdist and of the wheel built of it, from a copy of the tree, so that this one is not written to."""
     folder = tmp_path_factory.mktemp("distributions")
     ignored = shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__", "tests", "results")
     shutil.copytree(ROOT, folder / "tree", symlinks=True, ignore=ignored)
@@ -406,7 +406,8 @@ from recompute.policy.loading import preset_names
 assert recompute.__file__.startswith(sys.argv[1])
 assert set(preset_names()) >= {"none", "full", "elementwise", "auto"}
 block = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
-handle = recompute.apply(nn.ModuleList([block]), recompute.Policy(rules=[recompute.Rule(match="0", action="recompute")]))
+rule = recompute.Rule(match="0", action="recompute")
+handle = recompute.apply(nn.ModuleList([block]), recompute.Policy(rules=[rule]))
 block(torch.ones(4, 8)).sum().backward()
 assert handle.stats().dropped_nbytes > 0
 """
