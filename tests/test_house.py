@@ -347,7 +347,7 @@ def test_folders_that_are_linked_are_no_packages_of_their_own() -> None:
 
 @pytest.fixture(scope="module")
 def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of an sdist and of the wheel built of it, from a copy of the tree, so that this one is not written to."""
+    """The folder of an sdist and of the wheel built of it, from a copy of the tree: this one is not written to."""
     folder = tmp_path_factory.mktemp("distributions")
     ignored = shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__", "tests", "results")
     shutil.copytree(ROOT, folder / "tree", symlinks=True, ignore=ignored)
