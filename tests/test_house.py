@@ -141,7 +141,7 @@ def folder(name: str) -> int:
     if name == "recompute":
         return 0
     entries = [entry for entry in FOLDERS if f"{name}.".startswith(f"recompute.{entry}.")]
-    assert entries, f"{name} is in no folder of this table: give it one here and in the README"
+    assert entries, f"{name} is in no folder of this table: give it one here and in recompute/README.md"
     return FOLDERS.index(max(entries, key=len))
 
 
