@@ -327,10 +327,11 @@ def cells(row: str) -> list[str]:
     return [cell.strip() for cell in row.strip().strip("|").split("|")]
 
 
-def rows_of(folder: str, model: int = 0) -> dict[str, dict[str, Any]]:
-    """The rows of one of an ablation's models, by their policies."""
+def rows_of(folder: str, model: int = 0, length: int | None = None) -> dict[str, dict[str, Any]]:
+    """The rows of one of an ablation's models, by their policies; at one of its lengths, or at the last."""
     rows = json.loads((RESULTS / folder / "results.json").read_text(encoding="utf-8"))["rows"]
     models = list(dict.fromkeys(row.get("model") for row in rows))
+    rows = [row for row in rows if length in (None, row["sequence_length"])]
     return {row["policy"]: row for row in rows if row.get("model") == models[model]}
 
 
@@ -381,3 +382,34 @@ def test_the_first_table_is_that_of_the_results() -> None:
     for name, *shown in rows:
         of_policy = expected[name.split(" ")[0].strip("`")]
         assert shown == [*of_policy[1:4], "" if name == "none" else of_policy[-1]]
+
+
+def test_the_claims_of_the_first_page_are_those_of_the_results() -> None:
+    def whole(row: dict[str, Any]) -> float:
+        parts = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "peak_bytes")
+        return sum(row[part] for part in parts) / 2**30
+
+    def beside(model: int) -> tuple[str, str]:
+        """What ``auto`` takes of torch's checkpoint: of the time, and of the whole peak."""
+        rows = rows_of("against-peers-h200", model)
+        one, other = rows["auto"], rows["torch-checkpoint"]
+        return f"{one['step_seconds'] / other['step_seconds']:.2f}", f"{whole(one) / whole(other):.2f}"
+
+    def shown(row: dict[str, Any]) -> tuple[float, float]:
+        return row["peak_bytes"] / 2**30, row["step_seconds"] * 1e3
+
+    (time, peak), (other_time, other_peak) = beside(0), beside(1)
+    compiled, experts = rows_of("llama-8b-compiled-h200"), rows_of("experts-h100", length=16384)
+    (lean, lean_ms), (fast, fast_ms) = shown(experts["auto"]), shown(experts["torch-compile"])
+    sharded = json.loads((RESULTS / "distributed-h100" / "fsdp2-auto-16k-2.json").read_text(encoding="utf-8"))["ranks"]
+    with_, without = ([rank[way] for rank in sharded] for way in ("with", "without"))
+    gib, ms = ([max(each[key] for each in way) for way in (with_, without)] for key in ("peak_bytes", "step_ms"))
+    text = " ".join(README.read_text(encoding="utf-8").split())
+    for claim in (
+        f"{time} of its time",
+        f"`auto` takes {peak} of the whole peak; on OLMo 2, {other_peak} of it at {other_time} of the time",
+        f"{lean:.0f} GiB, {lean_ms:.0f} ms; compiled: {fast:.0f}, {fast_ms:.0f}",
+        f"{shown(compiled['elementwise+compile'])[0]:.1f} GiB for {shown(compiled['none+compile'])[0]:.1f}, the same",
+        f"{gib[0] / 2**30:.0f} GiB for {gib[1] / 2**30:.0f}, {ms[0]:.0f} ms for {ms[1]:.0f}",
+    ):
+        assert claim in text
