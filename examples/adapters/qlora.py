@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 if __name__ == "__main__":
-    options = options_of(__doc__, policy="elementwise")
+    options = options_of(__doc__, policy="full")
     nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
     base = AutoModelForCausalLM.from_pretrained(
         options.model, dtype=torch.bfloat16, quantization_config=nf4, device_map={"": DEVICE}
