@@ -12,6 +12,8 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
+import venv
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -139,7 +141,7 @@ def folder(name: str) -> int:
     if name == "recompute":
         return 0
     entries = [entry for entry in FOLDERS if f"{name}.".startswith(f"recompute.{entry}.")]
-    assert entries, f"{name} is in no folder of this table: give it one here and in the README"
+    assert entries, f"{name} is in no folder of this table: give it one here and in recompute/README.md"
     return FOLDERS.index(max(entries, key=len))
 
 
@@ -327,6 +329,7 @@ def test_whatever_is_imported_is_a_dependency() -> None:
     lines = "\n".join([setup["options"]["install_requires"], extras["peers"], extras["lightning"]]).split("\n")
     # Each of these distributions has the name of what is imported, but for dashes and for ruamel.yaml.
     asked_for = {re.split("[<>=;.]", line)[0].strip().replace("-", "_") for line in lines}
+    asked_for |= {"axolotl", "torchtitan"}  # they import the file of recompute.integrations that needs them
     asked_for |= {"markdown_it", "pydantic_core"}  # the latter by pydantic, which needs just the one it was made with
     roots = {target.split(".")[0] for name in MODULES for target in imports(name)} - {"recompute"}
     assert roots - asked_for <= sys.stdlib_module_names
@@ -344,17 +347,44 @@ def test_folders_that_are_linked_are_no_packages_of_their_own() -> None:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.Path:
-    """The wheel, built from a copy of the tree, so that this one is not written to."""
-    folder = tmp_path_factory.mktemp("wheel")
+def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an sdist and of the wheel built of it, from a copy of the tree: this one is not written to."""
+    folder = tmp_path_factory.mktemp("distributions")
     ignored = shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__", "tests", "results")
     shutil.copytree(ROOT, folder / "tree", symlinks=True, ignore=ignored)
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, folder / "tree"]
+    command = [sys.executable, "-m", "build", "--outdir", folder, folder / "tree"]
     if int(importlib.metadata.version("setuptools").split(".")[0]) >= 77:  # what pyproject.toml asks for; else fetch it
-        command.append("--no-build-isolation")
-    subprocess.run(command, check=True)
-    (path,) = folder.glob("torch_recompute-*.whl")
+        command.append("--no-isolation")
+    subprocess.run(command, check=True, capture_output=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(distributions: Path) -> zipfile.Path:
+    (path,) = distributions.glob("torch_recompute-*.whl")
     return zipfile.Path(path)
+
+
+def test_the_sdist_has_no_links_and_all_that_its_wheel_holds(distributions: Path, wheel: zipfile.Path) -> None:
+    """The tree has links, which some systems and tools do not follow."""
+    (path,) = distributions.glob("torch_recompute-*.tar.gz")
+    with tarfile.open(path) as sdist:
+        assert [entry.name for entry in sdist if not entry.isfile() and not entry.isdir()] == []
+        names = {entry.name.partition("/")[2] for entry in sdist}
+    held = {name for name in wheel.root.namelist() if ".dist-info/" not in name and name[-1] != "/"}
+    assert {f"editable/{name}" for name in held} <= names
+    assert {"README.md", "setup.cfg", "setup.py", "pyproject.toml"} <= names
+
+
+def test_the_page_of_the_wheel_is_the_readme_without_what_leads_nowhere_there(wheel: zipfile.Path) -> None:
+    (metadata,) = [entry for entry in wheel.iterdir() if entry.name.endswith(".dist-info")]
+    page = (metadata / "METADATA").read_text(encoding="utf-8").partition("\n\n")[2]
+    assert [target for target in re.findall(r"\]\(([^)]*)\)", page) if not target.startswith("https://")] == []
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert re.findall("^#+ .*$", page, re.MULTILINE) == re.findall("^#+ .*$", readme, re.MULTILINE)
+    assert re.findall("^```(?:.*\n)+?```$", page, re.MULTILINE) == re.findall(
+        "^```(?:.*\n)+?```$", readme, re.MULTILINE
+    )
 
 
 def test_the_wheel_holds_the_package_whole_and_nothing_else(wheel: zipfile.Path) -> None:
@@ -369,28 +399,48 @@ def test_the_wheel_holds_the_package_whole_and_nothing_else(wheel: zipfile.Path)
     assert held == expected | {"recompute/py.typed"}
 
 
+BARE = """
+import sys, torch, recompute
+from torch import nn
+from recompute.kernels.rms_norm import rms_norm
+from recompute.policy.loading import preset_names
+assert recompute.__file__.startswith(sys.argv[1])
+assert set(preset_names()) >= {"none", "full", "elementwise", "auto"}
+block = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+rule = recompute.Rule(match="0", action="recompute")
+handle = recompute.apply(nn.ModuleList([block]), recompute.Policy(rules=[rule]))
+block(torch.ones(4, 8)).sum().backward()
+assert handle.stats().dropped_nbytes > 0
+"""
+
+
 @pytest.mark.slow
 def test_the_wheel_works_where_the_tree_is_not(wheel: zipfile.Path, tmp_path: Path) -> None:
-    wheel.root.extractall(tmp_path / "site")
-    run(
-        "import recompute, sys; from recompute.kernels.rms_norm import rms_norm;"
-        "from recompute.policy.loading import preset_names;"
-        "assert recompute.__file__.startswith(sys.argv[1]);"
-        "assert set(preset_names()) >= {'none', 'full', 'alternate', 'hook', 'kernel', 'elementwise', 'auto'};"
-        "recompute.load_policy('hook')",
-        str(tmp_path / "site"),
-        path=tmp_path / "site",
-        folder=tmp_path,
-    )
-    scripts = next(entry for entry in wheel.iterdir() if entry.name.endswith(".dist-info"))
-    assert "recompute = recompute.cli:app" in (scripts / "entry_points.txt").read_text()
+    """In an environment of its own, which has the dependencies of this one and no package that is installed here."""
+    venv.create(tmp_path / "bare", with_pip=False)
+    scripts = tmp_path / "bare" / ("Scripts" if os.name == "nt" else "bin")
+    python = str(scripts / "python")
+    install = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([*install, str(wheel.root.filename)], check=True)
+    (site,) = (tmp_path / "bare").rglob("site-packages")
+    others = [place for place in sys.path if place.endswith(("site-packages", "dist-packages"))]
+    (site / "dependencies.pth").write_text("\n".join(others))  # nothing of their own .pth files, as an editable install
+    run(BARE, str(tmp_path / "bare"), folder=tmp_path, python=python)
+    for words in (["--help"], ["policies"], ["policies", "auto"]):
+        done = subprocess.run(
+            [scripts / "recompute", *words], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert "estimate" in done.stdout or "auto" in done.stdout
 
 
-def run(script: str, *arguments: str, path: Path | None = None, folder: Path = ROOT) -> str:
+def run(
+    script: str, *arguments: str, path: Path | None = None, folder: Path = ROOT, python: str = sys.executable
+) -> str:
     """Run ``script`` in a fresh interpreter that sees ``path`` and its own working folder; returns what it printed."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     environment = {**kept, "PYTHONPATH": "" if path is None else str(path), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-W", "ignore", "-c", script, *arguments]
+    command = [python, "-W", "ignore", "-c", script, *arguments]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -421,3 +421,13 @@ def test_every_example_is_run_here() -> None:
     shared = {"comparing.py"}
     distributed = shared | {f"{name}.py" for name in (*DISTRIBUTED, "pipeline")}
     assert {path.name for path in EXAMPLES.glob("distributed/*.py")} == distributed
+
+
+def test_the_figure_of_whole_peaks_says_what_the_results_add_up_to(tmp_path: Path) -> None:
+    script = runpy.run_path(str(EXAMPLES / "ablation" / "whole_peaks.py"), run_name="whole_peaks")
+    parts = {"parameter_bytes": 2**30, "gradient_bytes": 2**30, "optimizer_bytes": 2**31, "peak_bytes": 2**31}
+    figure = script["plot"]([{"policy": "none", "step_seconds": 0.25, **parts}])
+    (axes,) = figure.axes
+    assert [text.get_text() for text in axes.texts] == ["6.0 GiB, 250 ms a step"]
+    assert [bar.get_width() for bar in axes.patches] == [1.0, 1.0, 2.0, 2.0]
+    figure.savefig(tmp_path / "whole-peaks.png")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from accelerate import DistributedType
 from accelerate.state import AcceleratorState, PartialState
+from ruamel.yaml import YAML
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from trainer_testing import ACCUMULATED, STEPS, arguments, logged, model, texts
@@ -17,6 +19,8 @@ from transformers import Trainer
 
 from recompute.estimation.storage_tracker import StorageTrace
 from recompute.integrations.transformers import RecomputeTrainingArguments
+
+STACKS = Path(__file__).parents[2] / "examples" / "stacks"
 
 
 class Counting(Trainer):
@@ -36,13 +40,13 @@ class Counting(Trainer):
 
 def options(way: str) -> dict[str, Any]:
     if way == "fsdp2":
-        shards = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
-        return {"fsdp": True, "fsdp_config": {**shards, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
+        config = YAML(typ="safe").load((STACKS / "accelerate-fsdp2.yaml").read_text(encoding="utf-8"))["fsdp_config"]
+        return {"fsdp": True, "fsdp_config": {key.removeprefix("fsdp_"): value for key, value in config.items()}}
     # No prefetch: of so small a model it is all weights, gathered at the end of forward for what runs again.
     zero = {"stage": int(way[-1]), "stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 0}
-    config = {"zero_optimization": zero, "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
-    sizes = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
-    return {"deepspeed": {**config, **dict.fromkeys(sizes, "auto")}}
+    config = json.loads((STACKS / "deepspeed-zero3.json").read_text(encoding="utf-8"))
+    config["zero_optimization"] |= zero
+    return {"deepspeed": config | {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}}
 
 
 def let_accelerate_shard_on_the_cpu() -> None:
