@@ -14,7 +14,7 @@ from recompute.engine.bit_comparison import count_different
 from recompute.engine.cut.layout import Layout
 from recompute.engine.modes import has_foreign_modes, hidden_from_modes
 from recompute.engine.numerics import Numerics
-from recompute.engine.recipes import Handle, OpRecipe, Recipe, RecipeGroup
+from recompute.engine.recipes import Handle, OpRecipe, Recipe, RecipeGroup, RecordedCall
 from recompute.engine.saved_tensors import (
     DroppedOutput,
     StorageKey,
@@ -131,7 +131,8 @@ def record(output: Tensor, regenerate: Callable[..., Tensor], *inputs: Any) -> N
                 pack_tensor(value, local.statistics.name) if isinstance(value, Tensor) else value for value in inputs
             )
         name = getattr(regenerate, "__qualname__", type(regenerate).__name__)
-        book.enter(output, OpRecipe(local.statistics, regenerate, args, name=name, group=RecipeGroup(book.numerics)), 0)
+        call = RecordedCall(regenerate, args, {})
+        book.enter(output, OpRecipe(local.statistics, call, name, RecipeGroup(book.numerics)), 0)
 
 
 def _reproduces(output: Tensor, regenerate: Callable[..., Tensor], inputs: Sequence[Any]) -> bool:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from recompute.engine.cut.byte_limit import best_cut
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.minimum_cut import Op, Value
+from recompute.engine.cut.op_policy import OpPolicy
 from recompute.engine.cut.ops import BANDWIDTH
 from recompute.engine.cut.tolerance import can_be_codes, passes_on, tolerates
 from recompute.units import humanize
@@ -63,8 +64,8 @@ class TapeStep(NamedTuple):
     """The values that it replaces in their memory, so that they are gone after it."""
     unobserved: bool = False
     """Whether it ran where not all that happens is seen."""
-    op_policy: Any = None
-    """Which ops may run again where this one ran: an ``OpPolicy``."""
+    op_policy: OpPolicy | None = None
+    """Which ops may run again where this one ran."""
 
 
 class SavedTensorRow(NamedTuple):
@@ -378,23 +379,26 @@ def _pinned(steps: Iterable[TapeStep]) -> set[int]:
     return {number for step in steps if step.op is KEEP for number in step.inputs}
 
 
-def tables(
-    steps: Sequence[TapeStep],
-    facts: Sequence[ValueFacts],
-    saves: Collection[tuple[int, int]],
-    overwritten: Collection[int],
-    released: Collection[int] = (),
-) -> tuple[list[Value], list[Op]]:
-    """The tables that cuts are made of, numbered as ``facts`` and ``steps`` are. ``solve`` explains the arguments."""
-    unkeepable = {*overwritten, *released}
-    wanted = {number for number, _ in saves}.difference(overwritten)
+class FrameSteps(NamedTuple):
+    """What a frame has done, as a ``SavePlan`` has it, too."""
+
+    steps: Sequence[TapeStep]
+    facts: Sequence[ValueFacts]
+    saves: Collection[tuple[int, int]]
+    overwritten: Collection[int]
+
+
+def tables(frame: FrameSteps | SavePlan, released: Collection[int] = ()) -> tuple[list[Value], list[Op]]:
+    """The tables that cuts are made of, numbered as ``facts`` and ``steps`` are. released: as ``solve`` takes it."""
+    facts, unkeepable = frame.facts, {*frame.overwritten, *released}
+    wanted = {number for number, _ in frame.saves}.difference(frame.overwritten)
     values = [
         Value(
             None if number in unkeepable else known.nbytes, number in wanted, known.alive and number not in unkeepable
         )
         for number, known in enumerate(facts)
     ]
-    pinned = _pinned(steps)
+    pinned = _pinned(frame.steps)
     ops = [
         Op(
             tuple(dict.fromkeys(step.inputs)),
@@ -402,32 +406,28 @@ def tables(
             step.seconds,
             not step.reason and pinned.isdisjoint(step.made),
         )
-        for step in steps
+        for step in frame.steps
     ]
     return values, ops
 
 
 def solve(
-    steps: Sequence[TapeStep],
-    facts: Sequence[ValueFacts],
-    saves: Collection[tuple[int, int]],
-    overwritten: Collection[int],
+    frame: FrameSteps,
     results: Collection[int],
     price: float,
+    hold: int | None = None,
     released: Collection[int] = (),
     guard: Hashable = None,
-    hold: int | None = None,
 ) -> SavePlan:
     """The plan that holds least, counting a second of running again as ``price`` bytes.
 
     hold: if it is given, the plan is a fast one that holds no more bytes than this, if there is one. The price does not
     matter then.
-    overwritten: values that later ones have replaced in their memory; released: values whose memory has been freed.
-    Neither can be kept.
     results: values of the region's results. The plan tells which of them come back without a costly step.
+    released: values whose memory has been freed. Neither they nor those that were overwritten can be kept.
     """
-    values, ops = tables(steps, facts, saves, overwritten, released)
-    cut = best_cut(values, ops, price, hold)
+    steps, facts, saves, overwritten = frame
+    cut = best_cut(*tables(frame, released), price, hold)
     rerun = set(cut.rerun)
     kept, pinned = cut.kept, _pinned(steps)
     outputs = set()
@@ -498,27 +498,20 @@ _solved = PlanCache()
 
 
 def solve_once(
-    steps: Sequence[TapeStep],
-    facts: Sequence[ValueFacts],
-    saves: Collection[tuple[int, int]],
-    overwritten: Collection[int],
-    results: Collection[int],
-    price: float,
-    guard: Hashable,
-    hold: int | None = None,
+    frame: FrameSteps, results: Collection[int], price: float, hold: int | None, guard: Hashable
 ) -> SavePlan:
     """``solve``, once for all frames that are alike: a cut takes milliseconds (invariant 10)."""
     key = (
         price,
         hold,
-        tuple([(step.op, step.reason, step.op_policy, step.inputs, step.made) for step in steps]),
-        tuple(facts),
-        tuple(saves),
-        frozenset(overwritten),
+        tuple([(step.op, step.reason, step.op_policy, step.inputs, step.made) for step in frame.steps]),
+        tuple(frame.facts),
+        tuple(frame.saves),
+        frozenset(frame.overwritten),
         frozenset(results),
     )
     plan = _solved.get(key)
     if plan is None:
-        plan = solve(steps, facts, saves, overwritten, results, price, guard=guard, hold=hold)
+        plan = solve(frame, results, price, hold, guard=guard)
         _solved.put(key, plan)
     return plan
