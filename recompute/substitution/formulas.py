@@ -25,12 +25,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from torch.nn.parameter import is_lazy
 
-from recompute.compiled.autocast_settings import Autocast
 from recompute.compiled.guards import MISSED, GuardedCalls, asks_about_tracing, depends_on_sizes, has_effects
 from recompute.compiled.recording import Recording
 from recompute.engine.checkpoint.module_state import RUNNER
 from recompute.engine.dtensors import are_sharded
 from recompute.engine.modes import under
+from recompute.engine.numerics import Autocast
 from recompute.engine.reachable_objects import base_of
 from recompute.engine.rng import RngState
 from recompute.substitution.settings import checkpoint_switch, names_in
