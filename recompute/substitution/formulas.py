@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from torch.nn.parameter import is_lazy
 
@@ -33,6 +32,7 @@ from recompute.engine.modes import under
 from recompute.engine.numerics import Autocast
 from recompute.engine.reachable_objects import base_of
 from recompute.engine.rng import RngState
+from recompute.engine.tape.op_arguments import PLAIN
 from recompute.substitution.settings import checkpoint_switch, names_in
 
 Formula = Any
@@ -131,14 +131,13 @@ def takes_one_argument(module: nn.Module) -> bool:
         return False
 
 
-_PLAIN_TENSORS = (Tensor, nn.Parameter, FakeTensor)
 _ASK_FOR_DEVICE = {"device", "is_cuda", "is_cpu", "is_meta", "get_device"}
 """Names by which a forward asks where a tensor is. It is looked at on a device on which nothing trains."""
 
 
 def _formula_of(module: nn.Module, conditions: Conditions) -> Formula | None:
     tensors = [*module.parameters(), *module.buffers()]
-    if any(is_lazy(each) or not (type(each) in _PLAIN_TENSORS or are_sharded((type(each),))) for each in tensors):
+    if any(is_lazy(each) or not (type(each) in PLAIN or are_sharded((type(each),))) for each in tensors):
         return None
     if any(_ASK_FOR_DEVICE & names_in(base_of(part)) for part in module.modules()):
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from recompute.engine.compression import Codec, CompressedTensor
@@ -29,30 +30,26 @@ from recompute.engine.tape.op_arguments import copied
 from recompute.engine.thread_state import packing_for_recipe
 
 
+@dataclass(eq=False)
 class KeptValues:
     """Packs the values that a plan keeps, each once, as the hooks around the region would have it (invariant 9)."""
 
-    def __init__(
-        self,
-        values: FrameValues,
-        plan: SavePlan,
-        statistics: RegionStatistics,
-        outer: Hooks | None,
-        group: RecipeGroup,
-        codec: Codec | None,
-    ):
-        """outer: the hooks around the region. group: of the frame's recipes. codec: as the region has it."""
-        self._values = values
-        self._plan = plan
-        self._statistics = statistics
-        self._outer = outer
-        self._are_held_as_they_are = are_held_as_they_are(outer)
-        self._group = group
-        self._codec = codec
-        self._packed: dict[int, PackedTensor | Recipe] = {}
-        self._views: dict[ValueRef, PackedTensor | Recipe] = {}
-        """Views that hooks of others hold by themselves."""
-        self._copies: dict[int, KeptTensor] = {}
+    _values: FrameValues
+    _plan: SavePlan
+    _statistics: RegionStatistics
+    _outer: Hooks | None
+    """The hooks around the region."""
+    _group: RecipeGroup
+    """Of the frame's recipes."""
+    _codec: Codec | None
+    """As the region has it."""
+    _packed: dict[int, PackedTensor | Recipe] = field(default_factory=dict)
+    _views: dict[ValueRef, PackedTensor | Recipe] = field(default_factory=dict)
+    """Views that hooks of others hold by themselves."""
+    _copies: dict[int, KeptTensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._are_held_as_they_are = are_held_as_they_are(self._outer)
 
     def for_backward(self, ref: ValueRef) -> PackedTensor:
         """What is held for a value that autograd itself saved."""
