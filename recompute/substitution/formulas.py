@@ -33,6 +33,7 @@ from recompute.engine.numerics import Autocast
 from recompute.engine.reachable_objects import base_of
 from recompute.engine.rng import RngState
 from recompute.engine.tape.op_arguments import PLAIN
+from recompute.engine.thread_state import swapped
 from recompute.substitution.settings import checkpoint_switch, names_in
 
 Formula = Any
@@ -205,20 +206,12 @@ def _looking(training: bool) -> Iterator[None]:
         stack.enter_context(under((), ()))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.set_grad_enabled(training))
-        stack.enter_context(_silent(logging.getLogger("torch._subclasses.fake_tensor")))  # of widths that do not fit
+        fakes = logging.getLogger("torch._subclasses.fake_tensor")
+        stack.enter_context(swapped(fakes, "disabled", True))  # it tells of widths that do not fit
         for device in ("cpu", "cuda"):
             torch.set_autocast_enabled(device, not training)
         torch.set_autocast_cache_enabled(False)
         yield
-
-
-@contextmanager
-def _silent(logger: logging.Logger) -> Iterator[None]:
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
 
 
 class _Taken:

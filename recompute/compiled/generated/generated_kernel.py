@@ -17,6 +17,7 @@ from recompute.compiled.generated import device_functions
 from recompute.compiled.generated.spaces import Elements, Rows
 from recompute.engine.bit_comparison import count_different
 from recompute.engine.cut.layout import Layout
+from recompute.engine.thread_state import is_in_cuda_graph
 from recompute.kernels.launch import jit, run, tl
 from recompute.kernels.launch_plan import PlannedCall
 from recompute.units import humanize
@@ -113,7 +114,7 @@ class GeneratedKernel:
         """A call before it is known whether the kernel gives ATen's bits."""
         if self._compiled is None:
             self._compiled = _compilers().submit(self._compile, tensors[0].device, [each.dtype for each in tensors])
-        if not self._compiled.done() or _is_capturing(tensors[0]):
+        if not self._compiled.done() or is_in_cuda_graph():
             return self._aten(*tensors)
         error = self._compiled.exception()
         if error is not None:
@@ -145,7 +146,3 @@ class GeneratedKernel:
                 outputs = [output.dtype for output in self._outputs]
                 grid = (self._space.programs,)
                 kernel_of(self.source).warmup(*dtypes, *outputs, grid=grid, **self._settings)
-
-
-def _is_capturing(tensor: Tensor) -> bool:
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -38,7 +38,7 @@ from recompute.engine.saved_tensors import (
     top_hooks,
     unpack_saved,
 )
-from recompute.engine.scopes import Scope, let_transforms_in
+from recompute.engine.scopes import Scope, let_transforms_in, pop_hooks, push_hooks
 from recompute.engine.tape.autocast import in_force, left_out, run_as_called
 from recompute.engine.tape.exposed_memory import bytes_of, expose, expose_arrays, watch
 from recompute.engine.tape.frame import TapeFrame
@@ -50,8 +50,6 @@ from recompute.engine.thread_state import in_backward, local
 
 _new = tuple.__new__  # takes a third of the time of a NamedTuple's own
 _compiling_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
-_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
-_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 
 
 class TapeRegion:
@@ -133,11 +131,11 @@ class _NestedRegion:
         top = top_hooks()
         self._pushed = top is None or top[1] is unpack_saved  # an ``action: keep`` in between takes them off
         if self._pushed:
-            _push_hooks(self._tape.pack, unpack_saved)
+            push_hooks(self._tape.pack, unpack_saved)
 
     def __exit__(self, *error: object) -> None:
         if self._pushed:
-            _pop_hooks()
+            pop_hooks()
         self._tape.op_policy = self._outer
 
 
