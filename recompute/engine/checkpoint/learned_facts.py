@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from recompute.engine.checkpoint.held_buffers import LearnedBuffers
 from recompute.engine.checkpoint.module_state import ModuleState
 from recompute.engine.checkpoint.reached_state import Places, ReachedState, alive
 from recompute.engine.cut.ops import EFFECT, facts, is_effect_registered
+from recompute.engine.modes import SeesAllOps
 from recompute.engine.random_sources import is_random_source
 from recompute.engine.rng import RngState
 from recompute.engine.tape.autocast import run_as_called
@@ -105,15 +105,8 @@ class LearnedFacts:
             self.generators = rng.extra()
 
 
-class _OpWatcher(TorchDispatchMode):
+class _OpWatcher(SeesAllOps):
     """Sees the ops of a frame: nothing else tells which random generators they draw from, and which have effects."""
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """True, so that code that is compiled inside of the region, as flex attention is, is still compiled."""
-        return True
 
     def __init__(self, learned: LearnedFacts, rng: RngState, name: str):
         super().__init__()

@@ -21,6 +21,7 @@ from recompute.engine.cut.ops import Kind, facts_of_call, tensors_in
 from recompute.engine.cut.save_plan import PlanCache, SavePlan
 from recompute.engine.dtensors import are_sharded, has_layout
 from recompute.engine.modes import (
+    SeesAllOps,
     count_dispatch_modes,
     count_function_modes,
     dispatch_modes,
@@ -145,16 +146,10 @@ def _skip_in_compiled_code() -> None:
     torch._dynamo.eval_frame.skip_code(Tape.__torch_dispatch__.__code__)  # torch loads it when it is asked for
 
 
-class Tape(Scope, TorchDispatchMode):
+class Tape(Scope, SeesAllOps):
     """Shows a frame each op that runs in a region, and each tensor that autograd saves there."""
 
     is_frame = True
-    supports_higher_order_operators = True
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """True, so that code that is compiled inside of the region, as flex attention is, is still compiled."""
-        return True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
