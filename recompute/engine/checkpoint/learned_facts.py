@@ -8,8 +8,6 @@ Other parts of the package learn in a first run, too. They do not use this class
 
 - A tape needs nothing to be known before a frame begins. It follows the plan of a frame that began alike
   (``TapeRegion.plan_cache``), compares each step with it, and deoptimizes at the first one that differs.
-- A norm in a kernel learns which Linears read its output (``LearnedLinears`` in ``substitution``). They are computed
-  with the norm the next time. A wrong guess costs time, and changes no value.
 - AOTAutograd traces a region twice and tells only the first time what autograd saves (``compiled.partitioner``). What
   is learned there is found again by the ops that were traced, and belongs to no region.
 """
