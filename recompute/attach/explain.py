@@ -16,7 +16,7 @@ from torch import nn
 from recompute.attach.runners import region_in
 from recompute.compiled.captured_region import CapturedRegion
 from recompute.compiled.runner import Runner
-from recompute.engine.cut.save_plan import SavedTensorRow
+from recompute.engine.cut.saved_rows import SavedTensorRow, input_shape, saved_rows
 from recompute.engine.saved_tensors import DroppedOutput, RegionStatistics
 from recompute.engine.stopwatch import Stopwatch
 from recompute.policy.rules import Policy
@@ -307,7 +307,7 @@ def _wide_tensors(title: str, statistics: RegionStatistics) -> str:
 
 def _tensor_rows(statistics: RegionStatistics) -> list[SavedTensorRow]:
     plan = statistics.plan
-    rows = [] if plan is None else list(plan.rows(compresses=statistics.compressed_tensors > 0))
+    rows = [] if plan is None else list(saved_rows(plan, compresses=statistics.compressed_tensors > 0))
     why = "an output, which another module saved"
     return rows + [
         SavedTensorRow(each.made_by, "(outside)", each.layout, each.nbytes, "dropped", why)
@@ -323,7 +323,7 @@ def _cells(row: SavedTensorRow, nbytes: str) -> tuple[str, ...]:
 def _tensor_totals(rows: Sequence[SavedTensorRow], statistics: RegionStatistics, show: Callable[[int], str]) -> str:
     """The bytes of each fate, and those of a token where the module is given tokens. What kernels save is not known."""
     plan = statistics.plan
-    shape = () if plan is None else plan.input_shape
+    shape = () if plan is None else input_shape(plan)
     tokens = math.prod(shape[:-1]) if len(shape) in (2, 3) else 0  # images have no tokens
     fates = ["dropped"]
     if plan is not None:

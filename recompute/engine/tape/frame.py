@@ -21,16 +21,15 @@ from recompute.engine.compression import Codec
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.op_policy import OpPolicy
 from recompute.engine.cut.ops import Kind, seconds, tensors_in
+from recompute.engine.cut.plan_cache import PlanCache, solve_once
 from recompute.engine.cut.save_plan import (
     HAND_OUT,
     KEEP,
     FrameSteps,
-    PlanCache,
     SavePlan,
     StepInstruction,
     TapeStep,
     solve,
-    solve_once,
 )
 from recompute.engine.modes import runs_hidden_from_modes
 from recompute.engine.parameter_memory import is_managed_elsewhere

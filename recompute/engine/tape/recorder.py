@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_leaves
 from recompute.engine.compression import Codec
 from recompute.engine.cut.op_policy import OpPolicy
 from recompute.engine.cut.ops import Kind, facts_of_call, tensors_in
-from recompute.engine.cut.save_plan import PlanCache, SavePlan
+from recompute.engine.cut.plan_cache import PlanCache
+from recompute.engine.cut.save_plan import SavePlan
 from recompute.engine.dtensors import are_sharded, has_layout
 from recompute.engine.modes import (
     SeesAllOps,
