@@ -370,9 +370,8 @@ class CapturedRegion(RegionRecord):
     @property
     def programs(self) -> list[Program]:
         """The code that runs in its place: a program of each graph that it has run."""
-        graphs = self.state.graphs
-        found = [graph.program(self) for graph in graphs.all] if graphs is not None else []
-        return [program for program in found if program is not None]
+        graphs = self.state.graphs.all if self.state.graphs is not None else ()
+        return [program for graph in graphs if (program := graph.program(self)) is not None]
 
     @property
     def is_captured(self) -> bool:

@@ -227,9 +227,8 @@ class ProgramWriter:
 
     def _write_outputs(self) -> tuple[Code, dict[int, int]] | None:
         """The code that gives back the outputs that others may drop; their values in the plan, by their positions."""
-        plan = self.plan
         found: dict[int, int] = {}
-        for value in plan.outputs:
+        for value in self.plan.outputs:
             number = self._made_by(value)
             position = next((i for i, use in enumerate(self.frame.results) if use.buffer == number), None)
             if position is None:

@@ -19,8 +19,9 @@ from torch import Tensor
 from recompute.engine.bit_comparison import is_verifying
 from recompute.engine.compression import Codec
 from recompute.engine.cut.layout import Layout
+from recompute.engine.cut.op_costs import seconds
 from recompute.engine.cut.op_policy import OpPolicy
-from recompute.engine.cut.ops import Kind, seconds, tensors_in
+from recompute.engine.cut.ops import Kind, tensors_in
 from recompute.engine.cut.plan_cache import PlanCache, solve_once
 from recompute.engine.cut.save_plan import (
     HAND_OUT,
