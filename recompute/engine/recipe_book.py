@@ -15,14 +15,8 @@ from recompute.engine.cut.layout import Layout
 from recompute.engine.modes import has_foreign_modes, hidden_from_modes
 from recompute.engine.numerics import Numerics
 from recompute.engine.recipes import Handle, OpRecipe, Recipe, RecipeGroup, RecordedCall
-from recompute.engine.saved_tensors import (
-    DroppedOutput,
-    StorageKey,
-    is_inside_checkpoint,
-    pack_tensor,
-    storage_key,
-    version_of,
-)
+from recompute.engine.region_statistics import DroppedOutput
+from recompute.engine.saved_tensors import StorageKey, is_inside_checkpoint, pack_tensor, storage_key, version_of
 from recompute.engine.thread_state import local, packing_for_recipe
 
 

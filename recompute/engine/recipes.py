@@ -18,12 +18,12 @@ from recompute.engine.bit_comparison import count_different
 from recompute.engine.cut.layout import Layout
 from recompute.engine.modes import are_modes_hidden, shown_to_modes
 from recompute.engine.numerics import Numerics, default_dtype
+from recompute.engine.region_statistics import RegionStatistics
 from recompute.engine.rng import RngState
 from recompute.engine.saved_tensors import (
     KeptTensor,
     PackedByOuterHook,
     PackedTensor,
-    RegionStatistics,
     checked,
     describe,
     fetch,

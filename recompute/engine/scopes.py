@@ -17,15 +17,8 @@ from torch.autograd import forward_ad
 from recompute.engine.dtensors import has_layout, local_of
 from recompute.engine.modes import count_dispatch_modes, count_function_modes, has_foreign_modes, hidden_from_modes
 from recompute.engine.recipe_book import RecipeBook, open_book
-from recompute.engine.saved_tensors import (
-    Hooks,
-    PackedDTensor,
-    PackedTensor,
-    RegionStatistics,
-    pack_through,
-    top_hooks,
-    unpack_saved,
-)
+from recompute.engine.region_statistics import RegionStatistics
+from recompute.engine.saved_tensors import Hooks, PackedDTensor, PackedTensor, pack_through, top_hooks, unpack_saved
 from recompute.engine.thread_state import local
 from recompute.errors import warn
 

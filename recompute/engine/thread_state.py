@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from recompute.engine.saved_tensors import RegionStatistics
+from recompute.engine.region_statistics import RegionStatistics
 from recompute.engine.stopwatch import Stopwatch
 
 EngineWork = Literal["compression", "offloading"]

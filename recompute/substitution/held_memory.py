@@ -22,7 +22,8 @@ from torch.utils._pytree import tree_leaves
 
 from recompute.engine.fake_mode import FakeMode
 from recompute.engine.recipe_book import open_book
-from recompute.engine.saved_tensors import RegionStatistics, is_inside_checkpoint
+from recompute.engine.region_statistics import RegionStatistics
+from recompute.engine.saved_tensors import is_inside_checkpoint
 from recompute.engine.scopes import is_recording
 from recompute.engine.tape.op_arguments import PLAIN
 from recompute.engine.thread_state import local

@@ -15,14 +15,8 @@ import recompute
 from recompute.engine.cut.layout import Layout
 from recompute.engine.recipe_book import RecipeBook, open_book, record
 from recompute.engine.recipes import OpRecipe, RecordedCall
-from recompute.engine.saved_tensors import (
-    KeptTensor,
-    PackedByOuterHook,
-    RegionStatistics,
-    fetch,
-    pack_tensor,
-    storage_key,
-)
+from recompute.engine.region_statistics import RegionStatistics
+from recompute.engine.saved_tensors import KeptTensor, PackedByOuterHook, fetch, pack_tensor, storage_key
 from recompute.engine.scopes import KeepScope, RecipeScope
 from recompute.engine.thread_state import local
 from recompute.errors import MutationError, RegenerationError

@@ -36,10 +36,10 @@ from recompute.engine.modes import runs_hidden_from_modes
 from recompute.engine.parameter_memory import is_managed_elsewhere
 from recompute.engine.recipe_book import open_book
 from recompute.engine.recipes import Handle, RecipeGroup, RecordedCall
+from recompute.engine.region_statistics import RegionStatistics
 from recompute.engine.saved_tensors import (
     KeptTensor,
     PackedTensor,
-    RegionStatistics,
     are_held_as_they_are,
     pack_through,
     seen_as,

@@ -12,6 +12,7 @@ from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.ops import is_defined
 from recompute.engine.cut.save_plan import SavePlan, ValueRef
 from recompute.engine.recipes import Handle, OpRecipe, OuterUnpackRecipe, Recipe, RecipeGroup, RecordedCall
+from recompute.engine.region_statistics import RegionStatistics
 from recompute.engine.saved_tensors import (
     Hooks,
     KeptShard,
@@ -19,7 +20,6 @@ from recompute.engine.saved_tensors import (
     PackedByOuterHook,
     PackedTensor,
     PackedView,
-    RegionStatistics,
     VersionGuard,
     are_held_as_they_are,
     pack_through,

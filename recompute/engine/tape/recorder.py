@@ -32,14 +32,8 @@ from recompute.engine.modes import (
     put_on_top,
     under,
 )
-from recompute.engine.saved_tensors import (
-    PackedDTensor,
-    PackedTensor,
-    RegionStatistics,
-    is_inside_checkpoint,
-    top_hooks,
-    unpack_saved,
-)
+from recompute.engine.region_statistics import RegionStatistics
+from recompute.engine.saved_tensors import PackedDTensor, PackedTensor, is_inside_checkpoint, top_hooks, unpack_saved
 from recompute.engine.scopes import Scope, let_transforms_in, pop_hooks, push_hooks
 from recompute.engine.tape.autocast import in_force, left_out, run_as_called
 from recompute.engine.tape.exposed_memory import bytes_of, expose, expose_arrays, watch
