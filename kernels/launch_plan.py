@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from recompute.engine.thread_state import swapped
 from recompute.kernels.argument_layouts import MAX_LAYOUTS, layouts_of
 
 _ATEN = torch.ops.aten
@@ -64,14 +65,9 @@ noting = _Noting()
 """Where ``launch.run`` adds the launches of this thread, while they are noted."""
 
 
-@contextlib.contextmanager
-def noted_launches() -> Iterator[list[Launch]]:
+def noted_launches() -> contextlib.AbstractContextManager[list[Launch]]:
     """The span in which the launches of this thread are added to the list that this gives."""
-    before, noting.launches = noting.launches, []
-    try:
-        yield noting.launches
-    finally:
-        noting.launches = before
+    return swapped(noting, "launches", [])
 
 
 class PlannedCall:

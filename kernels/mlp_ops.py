@@ -141,13 +141,7 @@ class _MLP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
-        needed, nothing = ctx.needs_input_grad[:7], (None,) * 5
-        if dy is None:
-            return (None,) * 7 + nothing
-        with without_autocast(dy.device.type):
-            if torch.is_grad_enabled():
-                return _differentiable_gradients(ctx, needed, dy) + nothing
-            return _gradients(ctx, needed, dy) + nothing
+        return _of_all_arguments(ctx, dy, _gradients)
 
 
 def _ops(is_gated: bool) -> Any:
@@ -161,6 +155,17 @@ def _codes_of(tensor: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     encoded = Codes(*quantize_op(tensor, BLOCK, None, True))
     note_compressed(local.statistics, encoded, tensor.nbytes)
     return encoded.codes, encoded.scales
+
+
+def _of_all_arguments(ctx: Any, dy: Tensor | None, gradients: Callable[..., Any]) -> tuple[Tensor | None, ...]:
+    """The gradients of x, the weights and the biases, and None for what else the Function is given."""
+    needed, others = ctx.needs_input_grad[:7], (None,) * (len(ctx.needs_input_grad) - 7)
+    if dy is None:
+        return (None,) * 7 + others
+    with without_autocast(dy.device.type):
+        if torch.is_grad_enabled():
+            gradients = _differentiable_gradients
+        return gradients(ctx, needed, dy) + others
 
 
 def _differentiable_gradients(ctx: Any, needed: tuple[bool, ...], dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -254,13 +259,7 @@ class _TiledMLP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
-        needed, nothing = ctx.needs_input_grad[:7], (None,) * 4
-        if dy is None:
-            return (None,) * 7 + nothing
-        with without_autocast(dy.device.type):
-            if torch.is_grad_enabled():
-                return _differentiable_gradients(ctx, needed, dy) + nothing
-            return _gradients_of_tiles(ctx, needed, dy) + nothing
+        return _of_all_arguments(ctx, dy, _gradients_of_tiles)
 
 
 def _gradients_of_tiles(ctx: Any, needed: tuple[bool, ...], dy: Tensor) -> tuple[Tensor | None, ...]:

@@ -22,7 +22,7 @@ from recompute.attach.selection import choose_runners
 from recompute.compiled.captured_region import CaptureCache
 from recompute.compiled.runner import Runner
 from recompute.engine.checkpoint.module_state import RUNNER
-from recompute.engine.saved_tensors import RegionStatistics
+from recompute.engine.region_statistics import RegionStatistics
 from recompute.engine.thread_state import is_fake
 from recompute.errors import AlreadyAppliedError, PolicyError, UnsupportedError, warn
 from recompute.policy.matching import assign

@@ -8,7 +8,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from recompute.engine.cut.ops import is_costly_op, is_op
+import torch
+from torch._ops import HigherOrderOperator, OpOverloadPacket
+
+from recompute.engine.cut.ops import facts
+from recompute.engine.cut.reviewed_ops import PURE
 from recompute.errors import NoEffectError, warn
 from recompute.policy.loading import is_preset
 from recompute.policy.matching import ModuleEntry, layers_beyond, unmatched_rules
@@ -95,7 +99,31 @@ def _meant(word: str) -> str | None:
         if is_short_form or difflib.SequenceMatcher(None, word, family).ratio() >= _ALIKE:
             return family
     # Costly ops alone: the name of a cheap one, such as aten.angle, may well be meant as a tensor's name.
-    return f"aten.{word}" if is_op(f"aten.{word}") and is_costly_op(f"aten.{word}") else None
+    return f"aten.{word}" if is_op(f"aten.{word}") and _is_costly_op(f"aten.{word}") else None
 
 
 _ALIKE = 0.8  # "attenion", "gemms"; but not "attention_output", which is a good name for a tensor
+
+
+def is_op(name: str) -> bool:
+    """Whether there is an op called ``name``, in the form of ``OpFacts.name``.
+
+    An op that is a composite of others on every backend does not count, unless it is listed as pure: a tape sees only
+    the others.
+    """
+    space, _, base = name.partition(".")
+    packet = getattr(getattr(torch.ops, space), base, None)
+    if not isinstance(packet, OpOverloadPacket):
+        return isinstance(packet, HigherOrderOperator)
+    names = [getattr(packet, overload).name() for overload in packet.overloads() if "out" not in overload]
+    is_composite = torch._C._dispatch_has_kernel_for_dispatch_key
+    return base in PURE or not all(is_composite(op, "CompositeImplicitAutograd") for op in names)
+
+
+def _is_costly_op(name: str) -> bool:
+    """Whether the op called ``name`` is of a costly family, such as GEMMs."""
+    space, _, base = name.partition(".")
+    packet = getattr(getattr(torch.ops, space), base, None)
+    if not isinstance(packet, OpOverloadPacket):
+        return False
+    return any(facts(getattr(packet, overload)).family is not None for overload in packet.overloads())

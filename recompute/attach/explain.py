@@ -16,8 +16,8 @@ from torch import nn
 from recompute.attach.runners import region_in
 from recompute.compiled.captured_region import CapturedRegion
 from recompute.compiled.runner import Runner
-from recompute.engine.cut.save_plan import SavedTensorRow
-from recompute.engine.saved_tensors import DroppedOutput, RegionStatistics
+from recompute.engine.cut.saved_rows import SavedTensorRow, input_shape, saved_rows
+from recompute.engine.region_statistics import DroppedOutput, RegionStatistics
 from recompute.engine.stopwatch import Stopwatch
 from recompute.policy.rules import Policy
 from recompute.units import humanize
@@ -161,7 +161,7 @@ def explanation(
     """
     attachments = list(attachments)
     groups = _groups(policy, attachments)
-    every = [statistics for group in groups for statistics in group.counted]
+    every = _counted(groups)
     columns = dict(_BYTES)
     for more in (_OFFLOADED, _COMPRESSED):
         if any(getattr(statistics, name) for statistics in every for name in more):
@@ -202,10 +202,9 @@ def _modules(groups: Sequence[_Alike], columns: Mapping[str, str], width: int) -
         numbers = [f"{frames:,}", *(humanize(round(totals[name] / frames)) for name in columns)] if frames else unknown
         rows.append((group.pattern, f"{len(group.counted):,}", *numbers))
         notes.append(f"{group.type_name}, {group.rule}; {group.note}".replace(", -; ", "; "))
-    totals = _totals([statistics for group in groups for statistics in group.counted])
+    totals = _totals(every := _counted(groups))
     if totals["frames"]:
-        count = sum(len(group.counted) for group in groups)
-        rows.append(("total", f"{count:,}", f"{totals['frames']:,}", *(humanize(totals[name]) for name in columns)))
+        rows.append(("total", f"{len(every):,}", f"{totals['frames']:,}", *(humanize(totals[n]) for n in columns)))
         notes.append("")
     headers = ("module", "count", "forwards", *columns.values())
     table = _fitted(headers, "class, rule; in backward", rows, notes, width, giving_way=1)
@@ -220,23 +219,13 @@ _LEGEND = (
 
 def _wide_modules(groups: Sequence[_Alike], columns: Mapping[str, str]) -> str:
     """The same with every byte, for one forward and for all of them, in lines as long as that takes."""
-    rows = [
-        (
-            group.pattern,
-            f"{len(group.counted):,}",
-            group.type_name,
-            group.rule,
-            group.note,
-            *_counts(group.totals, columns),
-        )
-        for group in groups
-    ]
-    totals = _totals([statistics for group in groups for statistics in group.counted])
+    about = [(each.pattern, f"{len(each.counted):,}", each.type_name, each.rule, each.note) for each in groups]
+    rows = [(*cells, *_counts(each.totals, columns)) for cells, each in zip(about, groups, strict=True)]
+    totals = _totals(every := _counted(groups))
     if totals["frames"]:
-        count = sum(len(group.counted) for group in groups)
         frames, *numbers = _counts(totals, columns)
         each_is_the_same = [""] * len(columns)
-        rows.append(("total", f"{count:,}", "", "", "", frames, *each_is_the_same, *numbers[len(columns) :]))
+        rows.append(("total", f"{len(every):,}", "", "", "", frames, *each_is_the_same, *numbers[len(columns) :]))
     align = ("left", "right", "left", "left", "left", *["right"] * (1 + 2 * len(columns)))
     of_bytes = [f"{what} {span}" for span in ("a forward", "in all") for what in columns.values()]
     headers = ("module", "count", "class", "rule", "in backward", "forwards", *of_bytes)
@@ -248,6 +237,10 @@ _WIDE_LEGEND = (
     "Bytes. eager: what a module holds for backward without the policy. a forward: of one module. in all: of all "
     "forwards of all modules, as stats() counts."
 )
+
+
+def _counted(groups: Iterable[_Alike]) -> list[RegionStatistics]:
+    return [statistics for group in groups for statistics in group.counted]
 
 
 def _counts(totals: Mapping[str, int], columns: Collection[str]) -> list[str]:
@@ -314,7 +307,7 @@ def _wide_tensors(title: str, statistics: RegionStatistics) -> str:
 
 def _tensor_rows(statistics: RegionStatistics) -> list[SavedTensorRow]:
     plan = statistics.plan
-    rows = [] if plan is None else list(plan.rows(compresses=statistics.compressed_tensors > 0))
+    rows = [] if plan is None else list(saved_rows(plan, compresses=statistics.compressed_tensors > 0))
     why = "an output, which another module saved"
     return rows + [
         SavedTensorRow(each.made_by, "(outside)", each.layout, each.nbytes, "dropped", why)
@@ -330,7 +323,7 @@ def _cells(row: SavedTensorRow, nbytes: str) -> tuple[str, ...]:
 def _tensor_totals(rows: Sequence[SavedTensorRow], statistics: RegionStatistics, show: Callable[[int], str]) -> str:
     """The bytes of each fate, and those of a token where the module is given tokens. What kernels save is not known."""
     plan = statistics.plan
-    shape = () if plan is None else plan.input_shape
+    shape = () if plan is None else input_shape(plan)
     tokens = math.prod(shape[:-1]) if len(shape) in (2, 3) else 0  # images have no tokens
     fates = ["dropped"]
     if plan is not None:

@@ -19,7 +19,7 @@ from recompute.compiled.generated.switch import is_generating
 from recompute.compiled.runner import Runner
 from recompute.compiled.under_torch_compile import compiled_region
 from recompute.engine.cut.op_policy import op_policy
-from recompute.engine.saved_tensors import RegionStatistics
+from recompute.engine.region_statistics import RegionStatistics
 from recompute.policy.meaning import Kernels, Meaning, Mechanism
 from recompute.substitution.formulas import is_decorated
 from recompute.substitution.head import KernelHeadRunner, is_head

@@ -8,8 +8,7 @@ cast parameters itself. It asks autocast for them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,66 +18,11 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from recompute.engine.bit_comparison import is_verifying
 from recompute.engine.modes import count_dispatch_modes, count_function_modes
+from recompute.engine.numerics import Autocast as Autocast
 from recompute.engine.numerics import Numerics
+from recompute.engine.numerics import autocast_in_force as autocast_in_force
 from recompute.engine.saved_tensors import has_only_our_hooks, top_hooks
 from recompute.engine.thread_state import is_in_cuda_graph, local
-
-_DEVICES = ("cpu", "cuda")
-
-
-class Autocast:
-    """Autocast's settings as they are when this is made."""
-
-    __slots__ = ("_caches", "_devices")
-
-    def __init__(self) -> None:
-        self._devices = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _DEVICES]
-        self._caches = torch.is_autocast_cache_enabled()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Autocast) and (self._devices, self._caches) == (other._devices, other._caches)
-
-    @property
-    def is_known(self) -> bool:
-        """Whether it is on for one of the devices that this knows."""
-        return any(is_enabled for _, is_enabled, _ in self._devices)
-
-    def put(self) -> None:
-        for device, is_enabled, dtype in self._devices:
-            torch.set_autocast_enabled(device, is_enabled)
-            torch.set_autocast_dtype(device, dtype)
-        torch.set_autocast_cache_enabled(self._caches)
-
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """A span in which autocast is as it was then, with a cache that ends with the span."""
-        with ExitStack() as stack:
-            for device, is_enabled, dtype in self._devices:
-                if is_enabled:
-                    stack.enter_context(torch.autocast(device, dtype, is_enabled, self._caches))
-            yield
-
-    def cached(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
-        """The positions of those whose casts it caches, if a matrix product reads them."""
-        if not self._caches:
-            return ()
-        on = [device for device, is_enabled, _ in self._devices if is_enabled]
-        return tuple(
-            [
-                position
-                for position, tensor in enumerate(tensors)
-                if tensor.dtype is torch.float32
-                and tensor.requires_grad
-                and tensor.is_leaf
-                and tensor.device.type in on
-                and not tensor._is_view()
-            ]
-        )
-
-
-def autocast_in_force() -> Autocast | None:
-    """None where autocast is off."""
-    return Autocast() if torch._C._is_any_autocast_enabled() else None
 
 
 class CallSettings(NamedTuple):

@@ -65,7 +65,8 @@ from recompute.compiled.recording import NotCapturable
 from recompute.compiled.region_record import DIFFERENTIATED, WARMUP_FRAMES, Counts, RegionRecord
 from recompute.compiled.region_tapes import RecordingTape
 from recompute.engine.checkpoint.region import StateHook
-from recompute.engine.cut.save_plan import LARGEST_COPY, PlanCache, SavePlan
+from recompute.engine.cut.plan_cache import PlanCache
+from recompute.engine.cut.save_plan import LARGEST_COPY, SavePlan
 from recompute.engine.random_sources import is_random_source
 from recompute.engine.reachable_objects import walk_references
 from recompute.engine.rng import RngState
@@ -369,9 +370,8 @@ class CapturedRegion(RegionRecord):
     @property
     def programs(self) -> list[Program]:
         """The code that runs in its place: a program of each graph that it has run."""
-        graphs = self.state.graphs
-        found = [graph.program(self) for graph in graphs.all] if graphs is not None else []
-        return [program for program in found if program is not None]
+        graphs = self.state.graphs.all if self.state.graphs is not None else ()
+        return [program for graph in graphs if (program := graph.program(self)) is not None]
 
     @property
     def is_captured(self) -> bool:

@@ -24,7 +24,7 @@ from recompute.compiled.called_methods import CalledMethods
 from recompute.compiled.function_calls import graph_call, object_input, stand_in_for
 from recompute.compiled.recording import NotCapturable, Recording
 from recompute.engine.tape.functions import function_op, is_seen, make_whole
-from recompute.engine.thread_state import local
+from recompute.engine.thread_state import local, swapped
 from recompute.source_files import OURS, lies_in
 
 
@@ -93,26 +93,18 @@ def _prepare_frontend() -> None:
     """
     from torch._dynamo.symbolic_convert import InliningInstructionTranslator, InstructionTranslatorBase
 
-    mark = InstructionTranslatorBase.mark_inconsistent_side_effects
-
-    @functools.wraps(mark)
-    def noticed(self: Any) -> None:
+    @_replacing(InstructionTranslatorBase, "mark_inconsistent_side_effects")
+    def noticed(mark: Callable[..., None], self: Any) -> None:
         if local.is_tracing and not _may_ask(self):
             _local.asks = True
         mark(self)
 
-    InstructionTranslatorBase.mark_inconsistent_side_effects = noticed  # type: ignore[method-assign]
-
-    begin = InliningInstructionTranslator.build_inline_tracer
-
-    @functools.wraps(begin)
-    def noting(parent: Any, function: Any, args: Any, *others: Any, **options: Any) -> Any:
+    @_replacing(InliningInstructionTranslator, "build_inline_tracer")
+    def noting(begin: Callable[..., Any], parent: Any, function: Any, args: Any, *others: Any, **options: Any) -> Any:
         function = _enabled(parent, function, getattr(function, "fn", None)) or function
         if local.is_tracing and _local.called is not None and args:
             _local.called.note(getattr(function, "fn", None), _value_of(args[0]))
         return begin(parent, function, args, *others, **options)
-
-    InliningInstructionTranslator.build_inline_tracer = staticmethod(noting)  # type: ignore[method-assign,assignment]
 
     _take_functions_whole()
     _look_into_disabled()
@@ -137,15 +129,28 @@ def _proxy_of(translator: Any, variable: Any) -> Any:
         return object_input(translator, variable.realize())
 
 
+def _replacing(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
+    """Puts what it decorates in the place of a method of torch's frontend. It is given the method first."""
+    method = getattr(owner, name)
+
+    def put(replacement: Callable[..., Any]) -> None:
+        @functools.wraps(method)
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            return replacement(method, *args, **kwargs)
+
+        is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
+        setattr(owner, name, staticmethod(replaced) if is_static else replaced)
+
+    return put
+
+
 def _take_functions_whole() -> None:
     """Have torch's frontend make each custom ``autograd.Function`` one call of the graph, and not trace its Python."""
     from torch._dynamo.variables.builder import wrap_fx_proxy
     from torch._dynamo.variables.misc import AutogradFunctionVariable
 
-    call = AutogradFunctionVariable.call_method
-
-    @functools.wraps(call)
-    def whole(self: Any, translator: Any, name: str, args: Any, kwargs: Any) -> Any:
+    @_replacing(AutogradFunctionVariable, "call_method")
+    def whole(call: Callable[..., Any], self: Any, translator: Any, name: str, args: Any, kwargs: Any) -> Any:
         if not local.is_tracing or name != "apply" or is_seen(self.fn_cls):
             return call(self, translator, name, args, kwargs)
         _local.meets = make_whole(self.fn_cls) or _local.meets
@@ -154,8 +159,6 @@ def _take_functions_whole() -> None:
         named = {key: _proxy_of(translator, each) for key, each in kwargs.items()}
         node = translator.output.create_proxy("call_function", target, proxies, named)
         return wrap_fx_proxy(tx=translator, proxy=node)
-
-    AutogradFunctionVariable.call_method = whole  # type: ignore[method-assign,assignment]
 
 
 def _enabled(translator: Any, variable: Any, function: Any) -> Any:
@@ -177,16 +180,12 @@ def _look_into_disabled() -> None:
     """Have torch's frontend trace functions under ``torch.compiler.disable``."""
     from torch._dynamo.variables.functions import SkipFunctionVariable
 
-    call = SkipFunctionVariable.call_function
-
-    @functools.wraps(call)
-    def looking(self: Any, translator: Any, args: Any, kwargs: Any) -> Any:
+    @_replacing(SkipFunctionVariable, "call_function")
+    def looking(call: Callable[..., Any], self: Any, translator: Any, args: Any, kwargs: Any) -> Any:
         enabled = _enabled(translator, self, self.value)
         return (
             call(self, translator, args, kwargs) if enabled is None else enabled.call_function(translator, args, kwargs)
         )
-
-    SkipFunctionVariable.call_function = looking  # type: ignore[method-assign,assignment]
 
 
 def _name_torchs_classes() -> None:
@@ -194,17 +193,13 @@ def _name_torchs_classes() -> None:
     from torch._dynamo.variables.base import VariableTracker
     from torch._dynamo.variables.misc import GetAttrVariable
 
-    call = GetAttrVariable.call_method
-
-    @functools.wraps(call)
-    def named(self: Any, translator: Any, name: str, args: Any, kwargs: Any) -> Any:
+    @_replacing(GetAttrVariable, "call_method")
+    def named(call: Callable[..., Any], self: Any, translator: Any, name: str, args: Any, kwargs: Any) -> Any:
         owner = getattr(self.obj, "value", None)
         if local.is_tracing and isinstance(owner, type) and self.name in ("__module__", "__name__", "__qualname__"):
             self = VariableTracker.build(translator, getattr(owner, self.name))
             return self.call_method(translator, name, args, kwargs)
         return call(self, translator, name, args, kwargs)
-
-    GetAttrVariable.call_method = named  # type: ignore[method-assign,assignment]
 
 
 def _pass_locks() -> None:
@@ -213,16 +208,14 @@ def _pass_locks() -> None:
     from torch._dynamo.variables.builder import VariableBuilder
     from torch._dynamo.variables.ctx_manager import NullContextVariable
 
-    wrap, locks = VariableBuilder._wrap, (type(threading.Lock()), type(threading.RLock()))
+    locks = type(threading.Lock()), type(threading.RLock())
 
-    @functools.wraps(wrap)
-    def passing(self: Any, value: Any) -> Any:
+    @_replacing(VariableBuilder, "_wrap")
+    def passing(wrap: Callable[..., Any], self: Any, value: Any) -> Any:
         if not local.is_tracing or type(value) not in locks:
             return wrap(self, value)
         self.install_guards(GuardBuilder.TYPE_MATCH)
         return NullContextVariable()
-
-    VariableBuilder._wrap = passing  # type: ignore[method-assign]
 
 
 MISSED = object()
@@ -246,17 +239,11 @@ def _our_functions_as_calls() -> Iterator[None]:
             allowed.remove(number)
 
 
-@contextmanager
-def _untimed_guards() -> Iterator[None]:
+def _untimed_guards() -> AbstractContextManager[Any]:
     """The span in which the frontend does not measure how long guards take: it empties the caches, in 20 ms a graph."""
     import torch._dynamo.guards as guards
 
-    measure = guards.profile_guard_manager
-    guards.profile_guard_manager = lambda *given: 0.0
-    try:
-        yield
-    finally:
-        guards.profile_guard_manager = measure
+    return swapped(guards, "profile_guard_manager", lambda *given: 0.0)
 
 
 class _Miss(Exception):

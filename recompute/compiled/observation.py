@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 
-from recompute.compiled.autocast_settings import Autocast, CallSettings, autocast_in_force, cast_of
+from recompute.compiled.autocast_settings import CallSettings, cast_of
 from recompute.compiled.backward_ops import BackwardOps
 from recompute.compiled.following import FollowingRecording
 from recompute.compiled.function_calls import Around, FunctionBackward, FunctionCall, takes_gradient
@@ -31,6 +31,7 @@ from recompute.compiled.region_graph import (
 )
 from recompute.engine.cut.layout import Layout, are_apart
 from recompute.engine.cut.save_plan import SavePlan
+from recompute.engine.numerics import Autocast, autocast_in_force
 from recompute.engine.saved_tensors import PackedTensor
 from recompute.engine.tape.functions import FunctionOp
 from recompute.engine.tape.op_arguments import LISTS

@@ -23,7 +23,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from recompute.engine.cut.byte_limit import best_cut
 from recompute.engine.cut.minimum_cut import Op, Value
-from recompute.engine.cut.ops import Kind, OpFacts, seconds, size_hint
+from recompute.engine.cut.op_costs import seconds
+from recompute.engine.cut.ops import Kind, OpFacts, size_hint
 from recompute.engine.dtensors import local_of
 from recompute.engine.tape.op_arguments import at
 

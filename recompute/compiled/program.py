@@ -8,11 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
-from recompute.compiled.autocast_settings import Autocast, CallSettings
+from recompute.compiled.autocast_settings import CallSettings
 from recompute.compiled.codegen import GeneratedCode
 from recompute.compiled.generated.generated_kernel import GeneratedKernel
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.save_plan import SavePlan
+from recompute.engine.numerics import Autocast
 
 ANY = -1
 """The offset of a gradient that may begin anywhere in its storage: the code counts from where it begins."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tag
 
-from recompute.compiled.autocast_settings import Autocast, CallSettings
+from recompute.compiled.autocast_settings import CallSettings
 from recompute.compiled.codegen import Code, GeneratedCode, held_of
 from recompute.compiled.function_calls import FunctionBackward, FunctionCall
 from recompute.compiled.generated.row_ops import ROW_OPS
@@ -18,6 +18,7 @@ from recompute.compiled.recording import Call, NotCapturable, Recording, Use
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.ops import Kind, facts, facts_of_call
 from recompute.engine.cut.save_plan import LARGEST_COPY, SavePlan
+from recompute.engine.numerics import Autocast
 from recompute.engine.tape.functions import FunctionOp
 from recompute.engine.tape.op_arguments import generators_of
 
@@ -226,9 +227,8 @@ class ProgramWriter:
 
     def _write_outputs(self) -> tuple[Code, dict[int, int]] | None:
         """The code that gives back the outputs that others may drop; their values in the plan, by their positions."""
-        plan = self.plan
         found: dict[int, int] = {}
-        for value in plan.outputs:
+        for value in self.plan.outputs:
             number = self._made_by(value)
             position = next((i for i, use in enumerate(self.frame.results) if use.buffer == number), None)
             if position is None:

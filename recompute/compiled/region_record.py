@@ -9,7 +9,7 @@ from typing import NamedTuple
 from recompute.compiled.generated.switch import Generates
 from recompute.compiled.program import Program
 from recompute.engine.cut.save_plan import SavePlan
-from recompute.engine.saved_tensors import RegionStatistics
+from recompute.engine.region_statistics import RegionStatistics
 from recompute.engine.tape.recorder import TapeRegion
 from recompute.errors import warn
 

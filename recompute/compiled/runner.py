@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from recompute.compiled.under_torch_compile import is_compiling_training
-from recompute.engine.saved_tensors import RegionStatistics
+from recompute.engine.region_statistics import RegionStatistics
 from recompute.engine.scopes import is_recording
 
 Forward = Callable[..., Any]

@@ -46,9 +46,9 @@ def is_compiling_training(module: nn.Module | None = None) -> bool:
 
 
 class CompiledRegion:
-    """A region of compiled code. Layers whose rules say the same of ops share one, so that one graph serves all."""
+    """A region of compiled code. It refuses to run if it ``compresses``."""
 
-    def __init__(self, op_policy: OpPolicy, *, compresses: bool = False):
+    def __init__(self, op_policy: OpPolicy, compresses: bool = False):
         self._contexts = partial(_contexts, op_policy)
         self._compresses = compresses
 
@@ -63,10 +63,8 @@ class CompiledRegion:
         return checkpoint(region, use_reentrant=False, context_fn=self._contexts)
 
 
-@functools.cache
-def compiled_region(op_policy: OpPolicy, *, compresses: bool = False) -> CompiledRegion:
-    """The region of compiled code under this op policy; one that refuses to run if it ``compresses``."""
-    return CompiledRegion(op_policy, compresses=compresses)
+compiled_region = functools.cache(CompiledRegion)
+"""Layers whose rules say the same of ops share one region, so that one graph serves all."""
 
 
 class _Tracing:

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from recompute.compiled.autocast_settings import Autocast
-from recompute.engine.numerics import Numerics
+from recompute.engine.numerics import Autocast, Numerics
 from recompute.engine.rng import RngState
 
 

@@ -10,14 +10,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from recompute.engine.recipes import Handle, Recipe, RecipeGroup
-from recompute.engine.saved_tensors import (
-    Hooks,
-    KeptTensor,
-    PackedTensor,
-    RegionStatistics,
-    pack_through,
-    packed_in,
-)
+from recompute.engine.region_statistics import RegionStatistics
+from recompute.engine.saved_tensors import Hooks, KeptTensor, PackedTensor, pack_through, packed_in
 from recompute.engine.thread_state import packing_for_recipe, working
 
 

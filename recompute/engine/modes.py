@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -26,6 +27,17 @@ _TRUSTED = ("torch.", "recompute.")
 _C = torch._C
 count_function_modes = _C._len_torch_function_stack
 count_dispatch_modes = _C._len_torch_dispatch_stack
+
+
+class SeesAllOps(TorchDispatchMode):
+    """A mode of ours that sees each op of a region, also of what is compiled inside of it."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """True, so that code that is compiled inside of the region, as flex attention is, is still compiled."""
+        return True
 
 
 class _HiddenModes(threading.local):

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 
 Getter = Callable[[], Any]
 Setter = Callable[[Any], Any]
@@ -124,6 +125,76 @@ class Numerics:
             yield
         finally:
             present.put()
+
+
+_DEVICES = ("cpu", "cuda")
+
+
+class Autocast:
+    """Autocast's settings as they are when this is made."""
+
+    __slots__ = ("_caches", "_devices")
+
+    def __init__(self) -> None:
+        self._devices = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _DEVICES]
+        self._caches = torch.is_autocast_cache_enabled()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Autocast) and (self._devices, self._caches) == (other._devices, other._caches)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it is on for one of the devices that this knows."""
+        return any(is_enabled for _, is_enabled, _ in self._devices)
+
+    def put(self) -> None:
+        for device, is_enabled, dtype in self._devices:
+            torch.set_autocast_enabled(device, is_enabled)
+            torch.set_autocast_dtype(device, dtype)
+        torch.set_autocast_cache_enabled(self._caches)
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """A span in which autocast is as it was then, with a cache that ends with the span."""
+        with ExitStack() as stack:
+            for device, is_enabled, dtype in self._devices:
+                stack.enter_context(torch.autocast(device, dtype, is_enabled, self._caches))
+            yield
+
+    def cached(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
+        """The positions of those whose casts it caches, if a matrix product reads them."""
+        if not self._caches:
+            return ()
+        on = [device for device, is_enabled, _ in self._devices if is_enabled]
+        return tuple(
+            [
+                position
+                for position, tensor in enumerate(tensors)
+                if tensor.dtype is torch.float32
+                and tensor.requires_grad
+                and tensor.is_leaf
+                and tensor.device.type in on
+                and not tensor._is_view()
+            ]
+        )
+
+
+def autocast_in_force() -> Autocast | None:
+    """None where autocast is off."""
+    return Autocast() if torch._C._is_any_autocast_enabled() else None
+
+
+def autocast_again(then: Autocast | None) -> AbstractContextManager[None]:
+    """The span in which autocast is as it was where ``autocast_in_force`` returned ``then``."""
+    if then is not None:
+        return then.again()
+    return _without_autocast() if torch._C._is_any_autocast_enabled() else _NOTHING
+
+
+@contextmanager
+def _without_autocast() -> Iterator[None]:
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        yield
 
 
 @contextmanager

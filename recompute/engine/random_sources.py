@@ -19,7 +19,8 @@ from recompute.errors import RngError
 class RandomSource(ABC):
     """Something random whose state can be read, compared and put back."""
 
-    generator: Any
+    def __init__(self, generator: Any):
+        self.generator = generator
 
     @abstractmethod
     def state(self) -> Any: ...
@@ -33,9 +34,6 @@ class RandomSource(ABC):
 
 class CpuSource(RandomSource):
     """The CPU's default generator, or a ``torch.Generator`` on the CPU. Its state is 5 KB, held as bytes to compare."""
-
-    def __init__(self, generator: torch.Generator):
-        self.generator = generator
 
     def state(self) -> bytes:
         if not _count_modes():
@@ -54,9 +52,6 @@ _numpy = torch._C.TensorBase.numpy  # ``Tensor.numpy`` would tell tapes that mem
 
 class CudaSource(RandomSource):
     """A CUDA generator. Its algorithm is Philox, whose whole state is a seed and an offset."""
-
-    def __init__(self, generator: torch.Generator):
-        self.generator = generator
 
     def state(self) -> tuple[int, int]:
         try:
@@ -90,9 +85,6 @@ class StateTracker(Protocol):
 class _TrackerSource(RandomSource):
     """A ``StateTracker``."""
 
-    def __init__(self, tracker: StateTracker):
-        self.generator = tracker
-
     def state(self) -> dict[str, Any]:
         return {
             name: state.clone() if isinstance(state, torch.Tensor) else state
@@ -111,9 +103,6 @@ class _TrackerSource(RandomSource):
 class _PythonSource(RandomSource):
     """Python's ``random``, or a ``random.Random``."""
 
-    def __init__(self, generator: random.Random):
-        self.generator = generator
-
     def state(self) -> Any:
         return self.generator.getstate()
 
@@ -123,9 +112,6 @@ class _PythonSource(RandomSource):
 
 class _NumpySource(RandomSource):
     """A NumPy ``Generator`` or ``RandomState``. Its state is pickled: a copy, as == cannot compare arrays in it."""
-
-    def __init__(self, generator: np.random.Generator | np.random.RandomState):
-        self.generator = generator
 
     def state(self) -> bytes:
         own = self.generator

@@ -14,15 +14,9 @@ from recompute.engine.bit_comparison import count_different
 from recompute.engine.cut.layout import Layout
 from recompute.engine.modes import has_foreign_modes, hidden_from_modes
 from recompute.engine.numerics import Numerics
-from recompute.engine.recipes import Handle, OpRecipe, Recipe, RecipeGroup
-from recompute.engine.saved_tensors import (
-    DroppedOutput,
-    StorageKey,
-    is_inside_checkpoint,
-    pack_tensor,
-    storage_key,
-    version_of,
-)
+from recompute.engine.recipes import Handle, OpRecipe, Recipe, RecipeGroup, RecordedCall
+from recompute.engine.region_statistics import DroppedOutput
+from recompute.engine.saved_tensors import StorageKey, is_inside_checkpoint, pack_tensor, storage_key, version_of
 from recompute.engine.thread_state import local, packing_for_recipe
 
 
@@ -131,7 +125,8 @@ def record(output: Tensor, regenerate: Callable[..., Tensor], *inputs: Any) -> N
                 pack_tensor(value, local.statistics.name) if isinstance(value, Tensor) else value for value in inputs
             )
         name = getattr(regenerate, "__qualname__", type(regenerate).__name__)
-        book.enter(output, OpRecipe(local.statistics, regenerate, args, name=name, group=RecipeGroup(book.numerics)), 0)
+        call = RecordedCall(regenerate, args, {})
+        book.enter(output, OpRecipe(local.statistics, call, name, RecipeGroup(book.numerics)), 0)
 
 
 def _reproduces(output: Tensor, regenerate: Callable[..., Tensor], inputs: Sequence[Any]) -> bool:

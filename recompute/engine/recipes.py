@@ -7,7 +7,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,12 +18,12 @@ from recompute.engine.bit_comparison import count_different
 from recompute.engine.cut.layout import Layout
 from recompute.engine.modes import are_modes_hidden, shown_to_modes
 from recompute.engine.numerics import Numerics, default_dtype
+from recompute.engine.region_statistics import RegionStatistics
 from recompute.engine.rng import RngState
 from recompute.engine.saved_tensors import (
     KeptTensor,
     PackedByOuterHook,
     PackedTensor,
-    RegionStatistics,
     checked,
     describe,
     fetch,
@@ -272,61 +272,62 @@ def nbytes_of(values: Iterable[PackedTensor]) -> int:
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
-class OpRecipe(Recipe):
-    """The outputs of a function, by running it again on its inputs.
+class RecordedCall(NamedTuple):
+    """All that it takes to call a function again, with something else in the place of each tensor."""
 
-    args, kwargs: as the function takes them, with a ``PackedTensor`` in the place of each tensor.
-    dtype: the default dtype that it ran under, where that was not the frame's.
-    rng: the states of the random generators that it draws from.
-    writes: the arguments that the function changes in place (positions or keywords), and the layouts through which it
-    does. It is passed copies, which then count as outputs 0, 1, …. ``None`` for a function that changes none.
+    op: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    rng: RngState | None = None
+    """The states of the random generators that it draws from."""
+    dtype: torch.dtype | None = None
+    """The default one that it ran under, where that was not the frame's."""
+    writes: dict[int | str, Layout] | None = None
+    """The arguments that it changes in place (positions or keywords), and the layouts through which it does.
+
+    It is passed copies of all of their values, which then count as outputs 0, 1, …."""
+
+
+class OpRecipe(Recipe):
+    """The outputs of a function, by calling it again on its inputs: a ``PackedTensor`` in the place of each tensor.
+
     slots: for each value that it gives back, by number, which of its outputs that is. None: output n is value n.
     originals: the values that it gave in forward, by their numbers, to compare with.
     """
 
-    __slots__ = ("_args", "_dtype", "_function", "_kwargs", "_originals", "_rng", "_slots", "_writes")
+    __slots__ = ("_call", "_originals", "_slots")
 
     def __init__(
         self,
         statistics: RegionStatistics,
-        function: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any] | None = None,
-        *,
+        call: RecordedCall,
         name: str,
-        dtype: torch.dtype | None = None,
-        rng: RngState | None = None,
-        writes: Mapping[int | str, Layout] | None = None,
         group: RecipeGroup | None = None,
         slots: Mapping[int, int] | None = None,
         originals: Mapping[int, Tensor] | None = None,
     ):
         super().__init__(statistics, name, group)
-        self._function = function
-        self._args = args
-        self._kwargs = kwargs or {}
-        self._dtype = dtype
-        self._rng = rng
-        self._writes = writes
+        self._call = call
         self._slots = slots
         self._originals = originals
 
     def missing_inputs(self) -> Iterator[Recipe]:
-        for value in packed_in((self._args, self._kwargs)):
+        for value in packed_in((self._call.args, self._call.kwargs)):
             if isinstance(value, Handle) and value.kept is None and not value.is_ready:
                 yield value.source  # type: ignore[misc]
 
     def regenerate(self, wanted: Collection[int]) -> dict[int, PackedTensor]:
-        if self._rng is None and self._dtype is None and is_plain_eager() and self.group.is_alike():
+        call = self._call
+        if call.rng is None and call.dtype is None and is_plain_eager() and self.group.is_alike():
             outputs = self._run()
         else:
             with (
                 _ExcludeKeys(_AUTOCAST),
                 torch.no_grad(),
                 temporarily_clear_interpreter_stack(),  # a batched backward still needs one plain forward
-                self._rng.replayed() if self._rng else nullcontext(),
+                call.rng.replayed() if call.rng else nullcontext(),
                 self.group.numerics.replayed(),
-                default_dtype(self._dtype) if self._dtype else nullcontext(),
+                default_dtype(call.dtype) if call.dtype else nullcontext(),
             ):
                 outputs = self._run()
         slots = self._slots
@@ -343,27 +344,27 @@ class OpRecipe(Recipe):
         return {number: KeptTensor(outputs[slots[number]], name) for number in wanted}
 
     def _run(self) -> Sequence[Tensor]:
-        args, kwargs = fetch(list(self._args)), fetch(self._kwargs)
+        args, kwargs = fetch(self._call.args), fetch(self._call.kwargs)
         if are_modes_hidden():
             with self._undrawn(), shown_to_modes():  # let modes see it that count, say; their result is not used
-                self._call(list(args), dict(kwargs))
-        return self._call(args, kwargs)
+                self._run_on(list(args), dict(kwargs))
+        return self._run_on(args, kwargs)
 
     @staticmethod
     def _undrawn() -> AbstractContextManager[None]:
         """The span after which random generators are where they were."""
         return nullcontext() if is_fake() else RngState().replayed()
 
-    def _call(self, args: list[Any], kwargs: dict[str, Any]) -> Sequence[Tensor]:
-        if self._writes is None:
-            output = self._function(*args, **kwargs)
+    def _run_on(self, args: list[Any], kwargs: dict[str, Any]) -> Sequence[Tensor]:
+        if self._call.writes is None:
+            output = self._call.op(*args, **kwargs)
             return output if isinstance(output, (tuple, list)) else (output,)
         copies = []
-        for where, layout in self._writes.items():  # never into a tensor that somebody else has (invariant 2)
+        for where, layout in self._call.writes.items():  # never into a tensor that somebody else has (invariant 2)
             arguments: Any = kwargs if isinstance(where, str) else args
             copies.append(arguments[where].clone())
             arguments[where] = seen_as(copies[-1], layout)
-        self._function(*args, **kwargs)
+        self._call.op(*args, **kwargs)
         return copies
 
 

@@ -17,20 +17,13 @@ from torch.autograd import forward_ad
 from recompute.engine.dtensors import has_layout, local_of
 from recompute.engine.modes import count_dispatch_modes, count_function_modes, has_foreign_modes, hidden_from_modes
 from recompute.engine.recipe_book import RecipeBook, open_book
-from recompute.engine.saved_tensors import (
-    Hooks,
-    PackedDTensor,
-    PackedTensor,
-    RegionStatistics,
-    pack_through,
-    top_hooks,
-    unpack_saved,
-)
+from recompute.engine.region_statistics import RegionStatistics
+from recompute.engine.saved_tensors import Hooks, PackedDTensor, PackedTensor, pack_through, top_hooks, unpack_saved
 from recompute.engine.thread_state import local
 from recompute.errors import warn
 
-_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
-_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 _has_hooks = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 
 
@@ -75,7 +68,7 @@ class Scope:
     """The hooks around it."""
 
     def __enter__(self) -> Any:
-        _push_hooks(self.pack, unpack_saved)
+        push_hooks(self.pack, unpack_saved)
         local.books.append(self.book)
         if self.is_frame:
             local.active_frames.append(self)
@@ -85,7 +78,7 @@ class Scope:
         if self.is_frame:
             local.active_frames.pop()
         local.books.pop()
-        _pop_hooks()
+        pop_hooks()
 
     def pack(self, tensor: Tensor) -> PackedTensor:
         """The pack hook: what is held in the place of a tensor."""
@@ -132,13 +125,13 @@ class KeepScope:
         self._hooks: list[Hooks] = []
         while (top := top_hooks()) is not None and top[1] is unpack_saved:
             self._hooks.append(top)
-            _pop_hooks()
+            pop_hooks()
         local.books.append(None)
 
     def __exit__(self, *error: object) -> None:
         local.books.pop()
         while self._hooks:
-            _push_hooks(*self._hooks.pop())
+            push_hooks(*self._hooks.pop())
 
 
 @functools.cache

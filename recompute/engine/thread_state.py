@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
 import torch
 
-from recompute.engine.saved_tensors import RegionStatistics
+from recompute.engine.region_statistics import RegionStatistics
 from recompute.engine.stopwatch import Stopwatch
 
 EngineWork = Literal["compression", "offloading"]
@@ -52,17 +52,27 @@ is_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as to
 
 
 @contextmanager
+def swapped(owner: Any, name: str, value: Any) -> Iterator[Any]:
+    """The span in which an attribute has another value, which this gives."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield value
+    finally:
+        setattr(owner, name, before)
+
+
+@contextmanager
 def sharing_values() -> Iterator[None]:
     """The span in which all who ask for a value outside of a backward share it, as in a backward.
 
     Outside of such a span, each time that somebody asks is a span of its own.
     """
     sharing: set[Any] = set()
-    before, local.sharing = local.sharing, sharing
     try:
-        yield
+        with swapped(local, "sharing", sharing):
+            yield
     finally:
-        local.sharing = before
         for group in sharing:
             group.release()
 
@@ -73,23 +83,13 @@ def working(work: EngineWork) -> Iterator[None]:
 
     Ops in it are no ops of the model: no tape takes them for a step.
     """
-    before, local.work = local.work, work
-    local.regenerating += 1
-    try:
+    with swapped(local, "work", work), swapped(local, "regenerating", local.regenerating + 1):
         yield
-    finally:
-        local.work = before
-        local.regenerating -= 1
 
 
-@contextmanager
-def packing_for_recipe() -> Iterator[None]:
+def packing_for_recipe() -> AbstractContextManager[Any]:
     """The span in which tensors are packed for recipes. Autograd may not have saved them, so they are no savings."""
-    before, local.packing_for_recipe = local.packing_for_recipe, True
-    try:
-        yield
-    finally:
-        local.packing_for_recipe = before
+    return swapped(local, "packing_for_recipe", True)
 
 
 def stopwatch_of(statistics: RegionStatistics) -> Stopwatch | None:

@@ -119,45 +119,23 @@ def meaning_of(rule: Rule) -> Meaning:
     keep = frozenset(rule.keep)
     if rule.action == "keep":
         return Meaning(Mechanism.KEEP, "everything is kept")
-    offloading = _offloading(rule) if rule.offload or rule.action == "offload" else None
+    note, offloading = _note(rule), _offloading(rule) if rule.offload or rule.action == "offload" else None
     if rule.action == "offload":
-        return Meaning(Mechanism.KEEP, _note_of_offloading(rule), offloading=offloading, extends_inward=True)
+        return Meaning(Mechanism.KEEP, note, offloading=offloading, extends_inward=True)
     if rule.action == "compress":
         return Meaning(
-            Mechanism.TAPE,
-            _note(rule),
-            regenerates=False,
-            compresses=True,
-            offloading=offloading,
-            extends_inward=True,
-        )
-    if rule.action == "checkpoint" and not keep:
-        note = "its Python runs again from its inputs"
-        note = f"{note}; {_note_of_offloading(rule)}" if offloading else note
-        return Meaning(
-            Mechanism.CHECKPOINT,
-            note,
-            REPEATABLE,
-            price=0.0,
-            capture=rule.capture,
-            compiled=rule.compiled,
-            offloading=offloading,
+            Mechanism.TAPE, note, regenerates=False, compresses=True, offloading=offloading, extends_inward=True
         )
     if rule.action == "checkpoint":
+        mechanism = Mechanism.TAPE if keep else Mechanism.CHECKPOINT
         # Like torch's checkpoint, hold the fewest bytes, whatever it costs to run ops again.
+        capture, compiled = rule.capture, rule.compiled
         return Meaning(
-            Mechanism.TAPE,
-            _note(rule),
-            REPEATABLE,
-            keep,
-            price=0.0,
-            capture=rule.capture,
-            compiled=rule.compiled,
-            offloading=offloading,
+            mechanism, note, REPEATABLE, keep, price=0.0, capture=capture, compiled=compiled, offloading=offloading
         )
     return Meaning(
         Mechanism.TAPE,
-        _note(rule),
+        note,
         frozenset(rule.rerun),
         keep,
         rule.price,
@@ -174,30 +152,28 @@ def meaning_of(rule: Rule) -> Meaning:
     )
 
 
-_COMPRESSED = "tensors whose readers tolerate rounding are held in 8 bits"
-
-
 def _note(rule: Rule) -> str:
-    if rule.action == "compress":
-        note = _COMPRESSED
-        return f"{note}; {_note_of_offloading(rule)}" if rule.offload else note
-    note = "all ops run again" if rule.action == "checkpoint" else "cheap ops run again"
-    if rule.rerun:
-        note += f" and {', '.join(rule.rerun)}"
-    if rule.price != PRICE:
-        note += f", at {rule.price:.3g} bytes a second"
-    if rule.hold is not None:
-        note += f", so that at most {humanize(rule.hold)} are held"
-    note = f"{note}; {', '.join(rule.keep)} kept" if rule.keep else note
-    note = f"{note}; {_COMPRESSED}" if rule.compress else note
-    return f"{note}; {_note_of_offloading(rule)}" if rule.offload else note
+    """What backward does under a rule that does anything."""
+    parts = []
+    if rule.action == "checkpoint" and not rule.keep:
+        parts.append("its Python runs again from its inputs")
+    elif rule.action in ("recompute", "checkpoint"):
+        note = "all ops run again" if rule.action == "checkpoint" else "cheap ops run again"
+        if rule.rerun:
+            note += f" and {', '.join(rule.rerun)}"
+        if rule.price != PRICE:
+            note += f", at {rule.price:.3g} bytes a second"
+        if rule.hold is not None:
+            note += f", so that at most {humanize(rule.hold)} are held"
+        parts += [note, f"{', '.join(rule.keep)} kept"] if rule.keep else [note]
+    if rule.compress or rule.action == "compress":
+        parts.append("tensors whose readers tolerate rounding are held in 8 bits")
+    if rule.offload or rule.action == "offload":
+        share = "" if rule.fraction == 1 else f"{rule.fraction:.0%} of "
+        parts.append(f"{share}what is held comes back from {'the host' if rule.to == 'host' else rule.path}")
+    return "; ".join(parts)
 
 
 def _offloading(rule: Rule) -> Offloading:
     directory = None if rule.path is None else str(user_path(rule.path))
     return Offloading(rule.fraction, rule.min_bytes, rule.max_host_bytes, directory)
-
-
-def _note_of_offloading(rule: Rule) -> str:
-    share = "" if rule.fraction == 1 else f"{rule.fraction:.0%} of "
-    return f"{share}what is held comes back from {'the host' if rule.to == 'host' else rule.path}"

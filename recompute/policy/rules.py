@@ -325,26 +325,17 @@ class Rule(BaseModel):
             raise ValueError(f"expected no {key!r} here: it belongs to action 'offload', or beside 'offload: true'")
         return value
 
-    @field_validator("hold")
+    @field_validator("hold", "tile", "path")
     @classmethod
-    def _in_place_of_a_price(cls, hold: int | None, info: ValidationInfo) -> int | None:
-        if hold is not None and info.data.get("price", PRICE) != PRICE:
+    def _beside_others(cls, value: Any, info: ValidationInfo) -> Any:
+        key, others = str(info.field_name), info.data
+        if value is not None and key == "hold" and others.get("price", PRICE) != PRICE:
             raise ValueError("expected 'price' or 'hold', not both: each of them says how much runs again")
-        return hold
-
-    @field_validator("tile")
-    @classmethod
-    def _of_a_kernel(cls, tile: int | None, info: ValidationInfo) -> int | None:
-        if tile is not None and info.data.get("via") == "hook":
+        if value is not None and key == "tile" and others.get("via") == "hook":
             raise ValueError("expected no 'tile' beside 'via: hook', by which a module runs as it is written")
-        return tile
-
-    @field_validator("path")
-    @classmethod
-    def _of_a_disk(cls, path: str | None, info: ValidationInfo) -> str | None:
-        if path is not None and info.data.get("to") != "disk":
+        if value is not None and key == "path" and others.get("to") != "disk":
             raise ValueError("expected no 'path' beside 'to: host': it is the directory of 'to: disk'")
-        return path
+        return value
 
     @field_validator("keep")
     @classmethod

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from recompute.engine.cut.frontier import finer_frontier, frontier
 from recompute.engine.cut.ops import facts
-from recompute.engine.cut.save_plan import SavePlan, solve
+from recompute.engine.cut.save_plan import FrameSteps, SavePlan, solve
 from recompute.policy.rules import FAMILIES, PRICE, REPEATABLE, size_as_written
 from recompute.substitution.head import held_by_loss
 from recompute.units import humanize
@@ -154,7 +154,7 @@ def _cheap(plan: SavePlan | None, via: str) -> _Point:
     if plan is None:
         return _Point(rule, 0, 0.0)
     steps = [step._replace(reason="costly") if step.is_costly else step for step in plan.steps]
-    least = solve(steps, plan.facts, plan.saves, plan.overwritten, (), PRICE)
+    least = solve(FrameSteps(steps, plan.facts, plan.saves, plan.overwritten), (), PRICE)
     return _Point(rule, least.kept_nbytes, sum(steps[index].seconds for index in least.rerun))
 
 

@@ -16,7 +16,8 @@ from torch.optim import SGD, AdamW
 
 from recompute.attach.module_entries import module_entries
 from recompute.counters import Clock, MemoryTrace
-from recompute.engine.cut.ops import Kind, facts, work
+from recompute.engine.cut.op_costs import work
+from recompute.engine.cut.ops import Kind, facts
 from recompute.errors import ModelError
 from recompute.estimation.attention_choice import Platform
 from recompute.estimation.cuda_semantics import as_on_cuda

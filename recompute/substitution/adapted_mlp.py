@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from recompute.compiled.runner import Forward
-from recompute.engine.checkpoint.module_state import AutocastState
+from recompute.engine.numerics import autocast_again, autocast_in_force
 from recompute.engine.reachable_objects import base_of
 from recompute.kernels.linears import rows, shaped
 from recompute.kernels.mlp_ops import gradients_of_tiles
@@ -36,7 +36,7 @@ class _InTiles(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, run: Callable[[Tensor], Tensor], tile: int, *parameters: nn.Parameter) -> Tensor:
         ctx.save_for_backward(x, *parameters)
         ctx.set_materialize_grads(False)
-        ctx.run, ctx.tile, ctx.autocast = run, tile, AutocastState()
+        ctx.run, ctx.tile, ctx.autocast = run, tile, autocast_in_force()
         y = torch.cat([run(part) for part in rows(x).split(tile)])
         return shaped(y, *x.shape[:-1], y.shape[-1])
 
@@ -48,7 +48,7 @@ class _InTiles(torch.autograd.Function):
         x, *parameters = ctx.saved_tensors
 
         def run(part: Tensor) -> Tensor:
-            with ctx.autocast.replayed():
+            with autocast_again(ctx.autocast):
                 return ctx.run(part)
 
         dx, gradients = gradients_of_tiles(run, x, dy, ctx.tile, ctx.needs_input_grad[0], parameters)

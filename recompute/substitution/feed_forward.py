@@ -22,7 +22,8 @@ from recompute.compiled.runner import Forward
 from recompute.engine.reachable_objects import base_of
 from recompute.kernels.activation import GATE_ACTIVATIONS
 from recompute.kernels.linears import autocasts
-from recompute.substitution.formulas import INPUT, Conditions, Formula, add, formula_of, mul, takes_one_argument
+from recompute.substitution.formula_writer import INPUT, Formula, add, mul
+from recompute.substitution.formulas import Conditions, formula_of, takes_one_argument
 from recompute.substitution.kernel_runner import PLAIN_TENSORS, KernelRunner, is_hooked, only_argument
 from recompute.substitution.settings import ANY_SETTINGS, Settings
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -22,15 +22,17 @@ from torch.utils._pytree import tree_leaves
 
 from recompute.engine.fake_mode import FakeMode
 from recompute.engine.recipe_book import open_book
-from recompute.engine.saved_tensors import RegionStatistics, is_inside_checkpoint
+from recompute.engine.region_statistics import RegionStatistics
+from recompute.engine.saved_tensors import is_inside_checkpoint
 from recompute.engine.scopes import is_recording
+from recompute.engine.tape.op_arguments import PLAIN
 from recompute.engine.thread_state import local
+from recompute.kernels.linears import autocast_dtype
 
 Compute = Callable[..., Any]
 """What a module, or the kernels in its place, compute from tensors of rows."""
 
 _ROWS = 16  # the first dry run has so many; the second has twice as many
-_PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
 
 class HeldMemory(NamedTuple):
@@ -83,7 +85,7 @@ class HeldMemoryCounter:
             return
         x = inputs[0]
         trains = x.requires_grad, *[each is not None and each.requires_grad for each in weights]
-        autocast = _autocast_dtype(x) if torch._C._is_any_autocast_enabled() else None
+        autocast = autocast_dtype(x.device.type) if torch._C._is_any_autocast_enabled() else None
         key = kind, x.dtype, x.shape[-1:], trains, autocast
         if key not in self._known:
             self._known[key] = _measured(key, inputs, weights, kernels, as_written)
@@ -104,16 +106,11 @@ class HeldMemoryCounter:
             nbytes = 0  # the region whose recipe regenerates x counts it
         kept_nbytes = held.kernels.nbytes(rows, nbytes)
         self._statistics.eager_nbytes += held.eager.nbytes(rows, nbytes)
-        if _is_counted_around():  # a tape or a checkpoint around counts what the kernels save, as kept and as eager
+        if local.active_frames:  # a tape or a checkpoint around counts what the kernels save, as kept and as eager
             self._statistics.eager_nbytes -= kept_nbytes
         else:
             self._statistics.kept_nbytes += kept_nbytes
             self._statistics.frames += 1
-
-
-def _autocast_dtype(x: Tensor) -> torch.dtype | None:
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 def _is_counted() -> bool:
@@ -121,11 +118,6 @@ def _is_counted() -> bool:
     if torch.compiler.is_compiling() or not is_recording() or local.regenerating:
         return False
     return bool(local.active_frames) or not is_inside_checkpoint()  # torch's checkpoint does not say which run it is
-
-
-def _is_counted_around() -> bool:
-    """Whether a tape or a checkpoint around counts what is saved here."""
-    return bool(local.active_frames)
 
 
 _measurements: dict[Hashable, KernelAndEager | None] = {}
@@ -137,7 +129,7 @@ def _measured(
     """What dry runs tell; None where tensors without values cannot stand for these."""
     x = inputs[0]
     given = [each for each in (x, *weights) if each is not None]
-    if any(type(each) not in _PLAIN or each.is_meta for each in given) or not all(x.shape[-1:] or (0,)):
+    if any(type(each) not in PLAIN or each.is_meta for each in given) or not all(x.shape[-1:] or (0,)):
         return None
     key = key, x.device.type, *[(each.shape, each.dtype) for each in given[1:]]
     if key not in _measurements:

@@ -18,7 +18,7 @@ from recompute.compiled.runner import Forward, Runner
 from recompute.compiled.under_torch_compile import CompiledRegion
 from recompute.engine.dtensors import has_layout
 from recompute.engine.reachable_objects import base_of
-from recompute.engine.saved_tensors import RegionStatistics
+from recompute.engine.region_statistics import RegionStatistics
 from recompute.engine.thread_state import local
 from recompute.errors import warn
 from recompute.substitution.held_memory import Compute, HeldMemoryCounter

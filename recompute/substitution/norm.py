@@ -18,17 +18,8 @@ from torch import Tensor, nn
 from recompute.compiled.runner import Forward
 from recompute.engine.reachable_objects import base_of
 from recompute.engine.thread_state import local
-from recompute.substitution.formulas import (
-    INPUT,
-    Conditions,
-    Formula,
-    add,
-    cast,
-    formula_of,
-    mul,
-    parameters_in,
-    takes_one_argument,
-)
+from recompute.substitution.formula_writer import INPUT, Formula, add, cast, mul, parameters_in
+from recompute.substitution.formulas import Conditions, formula_of, takes_one_argument
 from recompute.substitution.kernel_runner import PLAIN_TENSORS, KernelRunner, only_argument
 from recompute.substitution.settings import ANY_SETTINGS, Settings
 

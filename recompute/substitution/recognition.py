@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from recompute.compiled.runner import Runner
-from recompute.engine.saved_tensors import RegionStatistics
+from recompute.engine.region_statistics import RegionStatistics
 from recompute.substitution.adapted_mlp import AdaptedMLPRunner, is_adapted_mlp
 from recompute.substitution.feed_forward import KernelMLPRunner, find_kernel_mlp
 from recompute.substitution.kernel_runner import KernelRunner

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import recompute
-from recompute.engine import numerics, recipe_book, saved_tensors, scopes
+from recompute.engine import numerics, recipe_book, region_statistics, scopes
 from recompute.engine.numerics import default_dtype
 
 SIZE = 8
@@ -251,7 +251,7 @@ def test_what_ops_that_know_themselves_gave_is_not_what_a_mode_made_of_it(
     def gradient(scope: bool) -> Tensor:
         torch.manual_seed(0)
         x = torch.randn(SIZE, requires_grad=True)
-        with scopes.RecipeScope(saved_tensors.RegionStatistics("a test")) if scope else nullcontext(), kind():
+        with scopes.RecipeScope(region_statistics.RegionStatistics("a test")) if scope else nullcontext(), kind():
             y = x.sin()
             if scope:
                 recipe_book.record(y, torch.sin, x)

@@ -14,7 +14,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from recompute.engine.cut import ops
+from recompute.engine.cut import ops, reviewed_ops
 from recompute.engine.cut.ops import Kind, facts_of_call, is_defined
 
 aten = torch.ops.aten
@@ -324,7 +324,7 @@ class TestReview:
             with review:
                 run(device)
         assert review.wrong == set()
-        listed = {name.partition(".")[0] for name in ops._PURE | ops._RANDOM} - {"miopen_batch_norm"}
+        listed = {name.partition(".")[0] for name in reviewed_ops.PURE | reviewed_ops.RANDOM} - {"miopen_batch_norm"}
         only_on_cuda = BY_HAND_ON_CUDA.keys() if device == "cpu" else set()
         only_on_cpu = {"_scaled_dot_product_flash_attention_for_cpu"} if device == "cuda" else set()
         unseen = listed - review.seen[Kind.PURE] - review.seen[Kind.RANDOM]

@@ -14,15 +14,9 @@ from torch import Tensor, nn
 import recompute
 from recompute.engine.cut.layout import Layout
 from recompute.engine.recipe_book import RecipeBook, open_book, record
-from recompute.engine.recipes import OpRecipe
-from recompute.engine.saved_tensors import (
-    KeptTensor,
-    PackedByOuterHook,
-    RegionStatistics,
-    fetch,
-    pack_tensor,
-    storage_key,
-)
+from recompute.engine.recipes import OpRecipe, RecordedCall
+from recompute.engine.region_statistics import RegionStatistics
+from recompute.engine.saved_tensors import KeptTensor, PackedByOuterHook, fetch, pack_tensor, storage_key
 from recompute.engine.scopes import KeepScope, RecipeScope
 from recompute.engine.thread_state import local
 from recompute.errors import MutationError, RegenerationError
@@ -344,7 +338,7 @@ def test_holding_goes_through_the_users_hooks_and_fetching_comes_back_through_th
 def test_a_book_knows_a_storage_under_every_view_and_forgets_it_when_told() -> None:
     book, cube = RecipeBook(), Cube()
     y = torch.ones(4, 4)
-    recipe = OpRecipe(RegionStatistics("op"), cube.again, (torch.ones(4, 4), 1.0), name="cube")
+    recipe = OpRecipe(RegionStatistics("op"), RecordedCall(cube.again, (torch.ones(4, 4), 1.0), {}), "cube")
     book.enter(y, recipe, 0)
     assert book.handle(torch.ones(4, 4)) is None
     assert book.handle(y.view(torch.int32)) is None, "other bytes"
@@ -357,7 +351,7 @@ def test_a_book_knows_a_storage_under_every_view_and_forgets_it_when_told() -> N
 def test_a_book_drops_nothing_that_has_become_an_array() -> None:
     book, cube = RecipeBook(), Cube()
     y = torch.ones(4, 4)
-    book.enter(y, OpRecipe(RegionStatistics("op"), cube.again, (torch.ones(4, 4), 1.0), name="cube"), 0)
+    book.enter(y, OpRecipe(RegionStatistics("op"), RecordedCall(cube.again, (torch.ones(4, 4), 1.0), {}), "cube"), 0)
     assert book.handle(y) is not None
     y.numpy()[:] = 2
     assert book.handle(y) is None

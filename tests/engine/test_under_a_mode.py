@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import recompute
 from recompute.engine.cut.op_policy import op_policy
-from recompute.engine.saved_tensors import RegionStatistics
+from recompute.engine.region_statistics import RegionStatistics
 from recompute.engine.tape.recorder import TapeRegion
 from recompute.errors import UnsupportedError
 from recompute.policy.meaning import meaning_of

@@ -30,7 +30,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
 from recompute.counters import step_memory
-from recompute.engine.saved_tensors import RegionStatistics
+from recompute.engine.region_statistics import RegionStatistics
 from recompute.engine.scopes import RecipeScope
 from recompute.engine.thread_state import local
 from recompute.kernels import mlp_ops

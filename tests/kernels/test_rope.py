@@ -14,7 +14,7 @@ from kernel_testing import FLOAT32_ROUNDING, Work, each_dtype, relative_error, s
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from recompute.engine.saved_tensors import RegionStatistics
+from recompute.engine.region_statistics import RegionStatistics
 from recompute.engine.scopes import RecipeScope
 from recompute.kernels import launch
 from recompute.kernels.rms_norm import rms_norm

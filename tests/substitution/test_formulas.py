@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import recompute
 from recompute.substitution import formulas
-from recompute.substitution.formulas import Conditions, Formula, looking_once
+from recompute.substitution.formula_writer import Formula
+from recompute.substitution.formulas import Conditions, looking_once
 
 
 class Scale(nn.Module):

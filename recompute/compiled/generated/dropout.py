@@ -19,6 +19,7 @@ from recompute.compiled.recording import Call, Recording, Use
 from recompute.engine.cut.layout import Layout
 from recompute.engine.random_sources import CudaSource
 from recompute.engine.tape.op_arguments import is_dense
+from recompute.engine.thread_state import is_in_cuda_graph
 from recompute.errors import RngError
 from recompute.kernels.launch import multiprocessors
 
@@ -79,7 +80,7 @@ class DropoutMask:
         Raises:
             RngError: the generator's state cannot be read, and the mask is made again.
         """
-        if name is None and torch.cuda.is_current_stream_capturing():
+        if name is None and is_in_cuda_graph():
             return None
         source = self._source()
         try:

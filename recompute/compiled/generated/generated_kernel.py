@@ -18,6 +18,7 @@ from recompute.compiled.generated.dropout import flat
 from recompute.compiled.generated.spaces import Elements, Rows
 from recompute.engine.bit_comparison import count_different
 from recompute.engine.cut.layout import Layout
+from recompute.engine.thread_state import is_in_cuda_graph
 from recompute.kernels.launch import jit, run, tl
 from recompute.kernels.launch_plan import PlannedCall
 from recompute.units import humanize
@@ -125,7 +126,7 @@ class GeneratedKernel:
         if self._compiled is None:
             dtypes = [each.dtype for each in arguments if isinstance(each, Tensor)]
             self._compiled = _compilers().submit(self._compile, arguments[0].device, dtypes)
-        if not self._compiled.done() or _is_capturing(arguments[0]):
+        if not self._compiled.done() or is_in_cuda_graph():
             return self._aten(*arguments)
         error = self._compiled.exception()
         if error is not None:
@@ -159,7 +160,3 @@ class GeneratedKernel:
                 kernel_of(self.source).warmup(
                     *dtypes, *outputs, *[0] * (2 * self._dropouts), grid=grid, **self._settings
                 )
-
-
-def _is_capturing(tensor: Tensor) -> bool:
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

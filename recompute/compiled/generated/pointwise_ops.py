@@ -133,8 +133,8 @@ def _threshold_backward(values: dict[str, Any]) -> str | None:
     return f"tl.where({values['self']} <= 0.0, 0.0, {values['grad_output']})" if values["threshold"] == 0 else None
 
 
-def _unary(function: str, *, rounds: bool = False) -> Row:
-    return Row(("self",), f"functions.{function}({{self}}{', {dtype}' if rounds else ''})", Promotion.INT_TO_FLOAT)
+def _unary(function: str) -> Row:
+    return Row(("self",), f"functions.{function}({{self}})", Promotion.INT_TO_FLOAT)
 
 
 def _constant(number: float) -> Row:

@@ -207,30 +207,39 @@ def take_apart(leaf: Callable[[Any], Any], value: Any) -> Any:
     The result has no containers of those classes, which might refuse what ``leaf`` returns. ``put_together`` makes them
     again.
     """
-    return _take_apart(leaf, value, {})
+    return _mapped(leaf, value, {}, splits=True)
 
 
-def _take_apart(leaf: Callable[[Any], Any], value: Any, seen: dict[int, Any]) -> Any:
+def put_together(leaf: Callable[[Any], Any], part: Any) -> Any:
+    """What ``take_apart`` took apart, made again, with ``leaf`` called on what stands in the place of each leaf."""
+    return _mapped(leaf, part, {}, splits=False)
+
+
+def _mapped(leaf: Callable[[Any], Any], value: Any, seen: dict[int, Any], *, splits: bool) -> Any:
+    """splits: whether other containers than tuples, lists and dicts are taken apart."""
     kind = type(value)
     if kind is Tensor or kind in _ATOMS:
         return leaf(value)
     if kind is tuple:
-        return tuple([_take_apart(leaf, item, seen) for item in value])
-    if (part := seen.get(id(value))) is not None:  # one list passed twice is one list again
-        return part
+        return tuple([_mapped(leaf, item, seen, splits=splits) for item in value])
+    if (known := seen.get(id(value))) is not None:  # one list passed twice is one list again
+        return known
     if kind is dict:
         seen[id(value)] = found = {}
-        found.update({key: _take_apart(leaf, item, seen) for key, item in value.items()})
+        found.update({key: _mapped(leaf, item, seen, splits=splits) for key, item in value.items()})
         return found
     if kind is list:
         seen[id(value)] = items = []
-        items += [_take_apart(leaf, item, seen) for item in value]
+        items += [_mapped(leaf, item, seen, splits=splits) for item in value]
         return items
-    if (split := _split(value)) is None:
+    if kind is _SplitContainer:
+        seen[id(value)] = made = value.build(_mapped(leaf, value.parts, seen, splits=splits))
+        return made
+    if not splits or (split := _split(value)) is None:
         return leaf(value)
     parts, build = split
     seen[id(value)] = node = _SplitContainer(None, build)
-    node.parts = _take_apart(leaf, parts, seen)
+    node.parts = _mapped(leaf, parts, seen, splits=splits)
     return node
 
 
@@ -275,31 +284,6 @@ def _empty(kind: Any) -> Any:
         return object.__new__(kind)
     except TypeError:
         return None
-
-
-def put_together(leaf: Callable[[Any], Any], part: Any) -> Any:
-    """What ``take_apart`` took apart, made again, with ``leaf`` called on what stands in the place of each leaf."""
-    return _put_together(leaf, part, {})
-
-
-def _put_together(leaf: Callable[[Any], Any], part: Any, made: dict[int, Any]) -> Any:
-    kind = type(part)
-    if kind is tuple:
-        return tuple([_put_together(leaf, item, made) for item in part])
-    if kind not in (dict, list, _SplitContainer):
-        return leaf(part)
-    if (value := made.get(id(part))) is not None:
-        return value
-    if kind is dict:
-        made[id(part)] = found = {}
-        found.update({key: _put_together(leaf, item, made) for key, item in part.items()})
-        return found
-    if kind is list:
-        made[id(part)] = items = []
-        items += [_put_together(leaf, item, made) for item in part]
-        return items
-    made[id(part)] = value = part.build(_put_together(leaf, part.parts, made))
-    return value
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:

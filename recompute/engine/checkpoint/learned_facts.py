@@ -8,8 +8,6 @@ Other parts of the package learn in a first run, too. They do not use this class
 
 - A tape needs nothing to be known before a frame begins. It follows the plan of a frame that began alike
   (``TapeRegion.plan_cache``), compares each step with it, and deoptimizes at the first one that differs.
-- A norm in a kernel learns which Linears read its output (``LearnedLinears`` in ``substitution``). They are computed
-  with the norm the next time. A wrong guess costs time, and changes no value.
 - AOTAutograd traces a region twice and tells only the first time what autograd saves (``compiled.partitioner``). What
   is learned there is found again by the ops that were traced, and belongs to no region.
 """
@@ -22,12 +20,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from recompute.engine.checkpoint.held_buffers import LearnedBuffers
 from recompute.engine.checkpoint.module_state import ModuleState
 from recompute.engine.checkpoint.reached_state import Places, ReachedState, alive
-from recompute.engine.cut.ops import EFFECT, facts, is_effect_registered
+from recompute.engine.cut.effects import is_effect_registered
+from recompute.engine.cut.ops import EFFECT, facts
+from recompute.engine.modes import SeesAllOps
 from recompute.engine.random_sources import is_random_source
 from recompute.engine.rng import RngState
 from recompute.engine.tape.autocast import run_as_called
@@ -105,15 +104,8 @@ class LearnedFacts:
             self.generators = rng.extra()
 
 
-class _OpWatcher(TorchDispatchMode):
+class _OpWatcher(SeesAllOps):
     """Sees the ops of a frame: nothing else tells which random generators they draw from, and which have effects."""
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """True, so that code that is compiled inside of the region, as flex attention is, is still compiled."""
-        return True
 
     def __init__(self, learned: LearnedFacts, rng: RngState, name: str):
         super().__init__()

@@ -1,6 +1,6 @@
-"""The state of modules, and autocast: what a frame's result depends on besides its code and its arguments.
+"""The state of modules, on which a frame's result depends besides its code and its arguments.
 
-Both are captured when the frame begins, and put back while it runs again.
+It is captured when the frame begins, and put back while it runs again.
 """
 
 from __future__ import annotations
@@ -230,26 +230,3 @@ def _swap_attributes(states: Iterable[tuple[nn.Module, type, dict[str, Any]]]) -
         if type(module) is not kind:
             module.__class__ = kind
         _set(module, "__dict__", attributes)
-
-
-class AutocastState:
-    """Autocast as it is when this is made: mostly off."""
-
-    __slots__ = ("_settings",)
-
-    def __init__(self) -> None:
-        self._settings: list[tuple[Any, ...]] = []
-        if torch._C._is_any_autocast_enabled():
-            cache = torch.is_autocast_cache_enabled()
-            self._settings = [(d, torch.get_autocast_dtype(d), torch.is_autocast_enabled(d), cache) for d in _DEVICES]
-
-    def replayed(self) -> AbstractContextManager[Any]:
-        if not self._settings and not torch._C._is_any_autocast_enabled():
-            return _NOTHING
-        stack = ExitStack()
-        for device, dtype, is_enabled, cache in self._settings or [(d, None, False, None) for d in _DEVICES]:
-            stack.enter_context(torch.autocast(device, dtype, is_enabled, cache))
-        return stack
-
-
-_DEVICES = ("cpu", "cuda")

@@ -156,9 +156,8 @@ class Places:
         self._counts = [len(attributes) for _, _, attributes, _ in modules]
         self._names = [tuple(attributes.keys() - TORCHS_OWN) for _, _, attributes, _ in modules]
         self._objects = [*map(_weakly, self._objects_at(values, modules))]
-        found: list[Tensor] = []
         pairs = zip(modules, self._names, strict=True)
-        _collect_tensors([attributes[name] for (_, _, attributes, _), names in pairs for name in names], found, 0)
+        found = _tensors_in([attributes[name] for (_, _, attributes, _), names in pairs for name in names])
         self.tensors = [weakref.ref(tensor) for tensor in found if type(tensor) is not Tensor]
         self.tensors += self._defaults
         """Defaults of functions, and wrappers among modules' attributes; ``ModuleState`` watches others there."""
@@ -197,8 +196,8 @@ class Places:
         if _CONTAINERS.isdisjoint(map(type, found)):
             return found
         objects: list[Any] = []
-        _collect_objects(found, objects, 0)
-        return objects
+        _add_leaves(found, objects)
+        return [value for value in objects if type(value) not in _ATOMIC]
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -226,22 +225,20 @@ _CONTAINERS = PARTS | {tuple}
 _DEPTH = 6
 
 
-def _collect_objects(values: Iterable[Any], found: list[Any], depth: int) -> None:
+def _add_leaves(values: Iterable[Any], found: list[Any], depth: int = 0) -> None:
+    """Add all of ``values`` but containers, and of these what is in them."""
     for value in values:
         kind = type(value)
-        if kind in _CONTAINERS and depth < _DEPTH and kind is not Tensor:
-            if len(value) <= _MANY:
-                _collect_objects(value.values() if isinstance(value, dict) else value, found, depth + 1)
-        elif kind not in _ATOMIC:
+        if kind is Tensor or kind not in _CONTAINERS or depth >= _DEPTH:
             found.append(value)
+        elif len(value) <= _MANY:
+            _add_leaves(value.values() if isinstance(value, dict) else value, found, depth + 1)
 
 
-def _collect_tensors(values: Iterable[Any], found: list[Tensor], depth: int) -> None:
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif type(value) in _CONTAINERS and len(value) <= _MANY and depth < _DEPTH:
-            _collect_tensors(value.values() if isinstance(value, dict) else value, found, depth + 1)
+def _tensors_in(values: Iterable[Any]) -> list[Tensor]:
+    found: list[Any] = []
+    _add_leaves(values, found)
+    return [value for value in found if isinstance(value, Tensor)]
 
 
 def alive(references: Iterable[weakref.ref[T]]) -> list[T]:
@@ -294,7 +291,7 @@ class ReachedState:
         if not (_CONTAINERS | {nn.Parameter}).isdisjoint(map(type, values)):
             copies: dict[int, Any] = {}
             values = [_copied(value, copies) for value in values]
-            _collect_tensors(values, self.tensors, 0)
+            self.tensors = _tensors_in(values)
         self._values = values
 
     @contextmanager

@@ -24,7 +24,6 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from recompute.engine.bit_comparison import count_different, is_verifying
 from recompute.engine.checkpoint.arguments import HeldArguments
 from recompute.engine.checkpoint.learned_facts import LearnedFacts
-from recompute.engine.checkpoint.module_state import AutocastState
 from recompute.engine.checkpoint.replay import ExpectedTensor, OpNames, Replay, ReplayComplete
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.op_policy import OpPolicy
@@ -36,15 +35,16 @@ from recompute.engine.modes import (
     has_foreign_modes,
     hidden_from_any_modes,
 )
+from recompute.engine.numerics import autocast_again, autocast_in_force
 from recompute.engine.random_sources import is_random_source
 from recompute.engine.recipes import Handle, Recipe
+from recompute.engine.region_statistics import RegionStatistics
 from recompute.engine.rng import RngState
 from recompute.engine.saved_tensors import (
     KeptTensor,
     PackedDTensor,
     PackedTensor,
     ParameterReference,
-    RegionStatistics,
     StorageKey,
     pack_through,
     storage_key,
@@ -60,10 +60,8 @@ from recompute.errors import RegenerationError, warn
 StateHook = tuple[Callable[[], Any], Callable[[Any], AbstractContextManager[Any]]]
 """For state that nothing here can see: what forward calls to note it, and the span in which that is in force again."""
 
-_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _NOTHING: AbstractContextManager[None] = nullcontext()
 _strided = torch.strided
-_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 
 
 class CheckpointRegion:
@@ -145,7 +143,7 @@ class CheckpointFrame(Scope, Recipe):
             self._rng = RngState(sources, name=region.statistics.name, only_torch=True)
         self._context = contextvars.copy_context()
         self._hooked = [(restored, snapshot()) for snapshot, restored in region.state_hooks]
-        self._autocast = AutocastState()
+        self._autocast = autocast_in_force()
         self._expected: list[ExpectedTensor | None] = []
         self._living: dict[int, Tensor] = {}
         self._originals: dict[int, list[Tensor]] = {}  # copies, to compare with
@@ -327,7 +325,7 @@ class CheckpointFrame(Scope, Recipe):
             # Put back all generators afterwards. One that forward left where it was may move now: torch.manual_seed(0).
             _NOTHING if is_fake() else RngState(self._region.learned.generators or (), only_torch=True),
             _NOTHING if self._rng is None else self._rng.replayed(),
-            self._autocast.replayed(),
+            autocast_again(self._autocast),
             self.group.numerics.replayed(),
             torch.enable_grad(),
             ExitStack() as stack,

@@ -36,7 +36,7 @@ def frontier(plan: SavePlan) -> tuple[Point, ...]:
     An op that the plan's rule does not run again does not run again here either; the plan does not even know its time.
     So have the plan made by a rule whose ``rerun`` lists all families in question. Its ``price`` does not matter.
     """
-    values, ops = tables(plan.steps, plan.facts, plan.saves, plan.overwritten)
+    values, ops = tables(plan)
     return tuple(Point(price, *nbytes_and_seconds(values, ops, cut)) for price, cut in sweep(values, ops))
 
 
@@ -46,7 +46,7 @@ def finer_frontier(plan: SavePlan) -> tuple[LimitPoint, ...]:
     Points of ``frontier`` are among them. The plan is as ``frontier`` takes it. A point is left out if the next one
     holds so little more that a limit between the two would be a matter of chance.
     """
-    cuts = cuts_by_nbytes(*tables(plan.steps, plan.facts, plan.saves, plan.overwritten))
+    cuts = cuts_by_nbytes(*tables(plan))
     least_gap = _TELLING * cuts[0].nbytes
     return tuple(
         LimitPoint(_between(cut.nbytes, more.nbytes), cut.nbytes, cut.seconds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from recompute.engine.cut.ops import EFFECT, FACTORY, STATISTICS, Kind, OpFacts, facts, facts_of_call
@@ -16,6 +17,7 @@ class Decision(NamedTuple):
     reason: str
 
 
+@dataclass(eq=False)
 class OpPolicy:
     """Which ops of a region may run again, and what that may cost.
 
@@ -23,24 +25,15 @@ class OpPolicy:
     the same object. Plans of eager code and graphs of compiled code that were made under it serve both.
     """
 
-    def __init__(
-        self,
-        mechanism: Mechanism,
-        rerun: frozenset[str],
-        keep: frozenset[str],
-        price: float,
-        hold: int | None,
-        regenerates: bool,
-    ):
-        self.mechanism = mechanism
-        self._rerun = rerun
-        self._keep = keep
-        self._regenerates = regenerates
-        self.price = price
-        self.hold = hold
-        """The most bytes that a region may hold, where the rule says that and no price; else None."""
-        self.decisions: dict[Any, Decision] = {}
-        """The decisions on the ops that a tape has met; see ``decide``."""
+    mechanism: Mechanism
+    rerun: frozenset[str]
+    keep: frozenset[str]
+    price: float
+    hold: int | None
+    """The most bytes that a region may hold, where the rule says that and no price; else None."""
+    regenerates: bool
+    decisions: dict[Any, Decision] = field(default_factory=dict, init=False)
+    """The decisions on the ops that a tape has met; see ``decide``."""
 
     def decide(self, op: Any) -> Decision:
         """Decide on an op that a tape meets for the first time, and remember that in ``decisions``."""
@@ -70,15 +63,15 @@ class OpPolicy:
 
     def keeps_tensor(self, name: str | None) -> bool:
         """Whether a tensor is kept that was passed to ``recompute.keep`` with ``name``."""
-        return name is None or name in self._keep
+        return name is None or name in self.keep
 
     def _reason_to_keep(self, known: OpFacts) -> str:
         """Why the rule itself keeps what an op makes; "" if it does not."""
-        if not self._regenerates:
+        if not self.regenerates:
             return "the rule runs nothing again"
-        if known.name in self._keep or known.family in self._keep:
-            return f"the rule keeps {known.name if known.name in self._keep else known.family}"
-        if known.is_costly and known.family not in self._rerun:
+        if known.name in self.keep or known.family in self.keep:
+            return f"the rule keeps {known.name if known.name in self.keep else known.family}"
+        if known.is_costly and known.family not in self.rerun:
             return f"{known.family}, which the rule does not run again"
         return ""
 

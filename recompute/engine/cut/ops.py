@@ -1,8 +1,8 @@
-"""What the tape knows of each op: whether running it again gives the same bits, what it writes to and what it costs.
+"""What the tape knows of each op: whether it may run again for the same bits, what it writes to and its family.
 
 An op that nothing here calls pure, by its name, its tags or its schema, is opaque: its outputs are kept (invariant 4).
-The named ops were reviewed for CPU and CUDA against "Avoiding nondeterministic algorithms" of torch's documentation
-(``torch.use_deterministic_algorithms``), and ``tests/engine/test_ops_review.py`` runs the review.
+The ops that ``reviewed_ops`` names were reviewed for CPU and CUDA against "Avoiding nondeterministic algorithms" of
+torch's documentation (``torch.use_deterministic_algorithms``), and ``tests/engine/test_ops_review.py`` runs the review.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tag, Tensor
-from torch._library import simple_registry
-from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch._ops import OpOverload
+
+from recompute.engine.cut import reviewed_ops as reviewed
+from recompute.engine.cut.effects import is_effectful
 
 PINV = torch.ops.aten.linalg_pinv.atol_rtol_tensor
 
@@ -90,114 +92,6 @@ EFFECT = "it has an effect, which is to happen once"
 NO_TENSOR = "it gives no tensor"
 
 
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-_FAMILIES = {
-    # cuBLAS gives the same bits on one stream and one kind of GPU (cuBLAS documentation, "Results reproducibility"), as
-    # long as it adds nothing atomically: that is off by default, and torch never turns it on.
-    "gemm": _names("""
-        mm bmm mv dot addmm baddbmm addbmm addmv _addmm_activation _int_mm _scaled_mm _grouped_mm
-    """),
-    "convolution": _names("convolution"),
-    "attention": _names("""
-        _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu
-        _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention
-        _flash_attention_forward _efficient_attention_forward _cudnn_attention_forward
-    """),
-}
-
-# Everything that torch tags as pointwise is pure too, unless it is tagged as random.
-_POINTWISE = _names("""
-    leaky_relu _prelu_kernel hardswish glu log_sigmoid_forward floor_divide complex polar bucketize searchsorted addr
-    copy fill zero
-""")
-_SOFTMAX = _names("_softmax _log_softmax _safe_softmax _masked_softmax")
-# These are deterministic on CUDA too: the last block to finish adds up the results of all blocks, in a fixed order.
-_REDUCTIONS = _names("""
-    sum nansum mean prod amax amin aminmax max min argmax argmin all any _is_all_true _is_any_true count_nonzero
-    logsumexp norm linalg_vector_norm linalg__powsum var var_mean std std_mean
-""")
-_NORMS = _names("""
-    native_layer_norm native_group_norm _fused_rms_norm _weight_norm_interface
-    _native_batch_norm_legit.no_stats _native_batch_norm_legit_functional _native_batch_norm_legit_no_training
-""")
-_STATEFUL_NORMS = _names("native_batch_norm cudnn_batch_norm miopen_batch_norm")
-# Only their forward is listed. The backward of many of them scatters, and is listed nowhere here.
-_GATHERS = _names(
-    "index index_select gather take embedding grid_sampler_2d grid_sampler_3d cudnn_grid_sampler im2col col2im"
-)
-_MOVES = _names("""
-    _to_copy cat stack repeat flip roll rot90 tril triu diag_embed constant_pad_nd pixel_shuffle pixel_unshuffle
-    reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d replication_pad3d
-    select_scatter slice_scatter diagonal_scatter
-""")
-# These are deterministic though indices may repeat, because equal indices write equal values.
-_FILLS = _names("scatter.value index_fill masked_fill")
-_POOLING = _names("""
-    avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d
-    max_pool2d_with_indices max_pool3d_with_indices
-""")
-_UPSAMPLING = _names("""
-    upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d upsample_trilinear3d
-    upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa
-    _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d
-""")
-_LOSSES = _names("""
-    mse_loss huber_loss smooth_l1_loss soft_margin_loss binary_cross_entropy binary_cross_entropy_with_logits
-    nll_loss_forward
-""")
-_SCANS = _names("cumsum cumprod")
-
-_PURE = frozenset().union(
-    *_FAMILIES.values(),
-    *(_POINTWISE, _SOFTMAX, _REDUCTIONS, _NORMS, _STATEFUL_NORMS, _GATHERS, _MOVES, _FILLS, _POOLING, _UPSAMPLING),
-    *(_LOSSES, _SCANS),
-)
-
-_RANDOM = _names("rand rand_like randn randn_like randint randint_like bernoulli normal native_dropout")
-
-# These are views, although their schemas say that the output is new.
-_UNANNOTATED_VIEWS = _names("_unsafe_view unsafe_split unsafe_split_with_sizes lift")
-
-# The arguments that these write to, although their schemas say that nothing is written: the statistics of batch norms,
-# and the destination of copies between backends.
-_UNANNOTATED_WRITES: dict[str, tuple[int, ...]] = {
-    **dict.fromkeys(_STATEFUL_NORMS, (3, 4)),
-    **dict.fromkeys(_names("batch_norm_gather_stats batch_norm_gather_stats_with_counts"), (3, 4)),
-    "batch_norm_update_stats": (1, 2),
-    **dict.fromkeys(_names("_copy_from _copy_from_and_resize"), (1,)),
-}
-
-# These are opaque, as is everything that is not named above. They are listed so that ``explain`` can say why: they add
-# atomically, or the last of equal indices wins.
-_DIFFER = _names("""
-    index_add index_copy index_put _index_put_impl _unsafe_index_put index_reduce put scatter scatter_add scatter_reduce
-    bincount histc max_unpool2d max_unpool3d nll_loss2d_forward
-""")
-_REORDER = _names("topk sort kthvalue median nanmedian mode cummax cummin")
-
-# Namespaces of torch itself that serve other uses than eager training, or that were not reviewed.
-_INTERNAL_SPACES = _names("""
-    prim prims debugprims rngprims inductor inductor_prims quantized _quantized quantization sparse mkl mkldnn onednn
-    mkldnn_prepacked prepacked profiler static_runtime export flex_gemm _native _native_aot _test
-""")
-_COLLECTIVE_SPACES = _names("""
-    c10d c10d_functional _c10d_functional _c10d_functional_autograd _dtensor fsdp symm_mem
-""")
-# Collectives write to tensors without saying so in their schemas. All ops of c10d and fsdp write to whatever is not
-# called an input. These write to all of their tensors.
-_COLLECTIVE_WRITERS = _names("wait_tensor wait_tensors irecv batch_p2p_ops")
-
-_FAMILY_WORDS = {
-    "attention": ("attention", "attn", "fmha", "sdpa"),
-    "collective": ("all_reduce", "allreduce", "all_gather", "allgather", "reduce_scatter", "all_to_all", "alltoall"),
-    "gemm": ("gemm", "matmul", "_mm_", "_bmm_", "_addmm_", "_linear_", "_mlp_"),
-    "convolution": ("conv1d", "conv2d", "conv3d", "convolution"),
-}
-
-
 def facts(op: Any) -> OpFacts:
     """What is known of ``op``, an ``OpOverload`` or a ``HigherOrderOperator``, whatever its arguments.
 
@@ -233,30 +127,6 @@ def is_defined(op: Any, slot: int) -> bool:
     return facts(op).family != "attention" or slot < 2
 
 
-def is_op(name: str) -> bool:
-    """Whether there is an op called ``name``, in the form of ``OpFacts.name``.
-
-    An op that is a composite of others on every backend does not count, unless it is listed as pure: a tape sees only
-    the others.
-    """
-    space, _, base = name.partition(".")
-    packet = getattr(getattr(torch.ops, space), base, None)
-    if not isinstance(packet, OpOverloadPacket):
-        return isinstance(packet, HigherOrderOperator)
-    names = [getattr(packet, overload).name() for overload in packet.overloads() if "out" not in overload]
-    is_composite = torch._C._dispatch_has_kernel_for_dispatch_key
-    return base in _PURE or not all(is_composite(op, "CompositeImplicitAutograd") for op in names)
-
-
-def is_costly_op(name: str) -> bool:
-    """Whether the op called ``name`` is of a costly family, such as GEMMs."""
-    space, _, base = name.partition(".")
-    packet = getattr(getattr(torch.ops, space), base, None)
-    if not isinstance(packet, OpOverloadPacket):
-        return False
-    return any(facts(getattr(packet, overload)).family is not None for overload in packet.overloads())
-
-
 class _Condition(NamedTuple):
     """Which calls of an op are pure, if not all are; or which GEMMs are thin.
 
@@ -274,25 +144,27 @@ _variants: dict[Any, tuple[_Condition, OpFacts]] = {}
 
 def _classify(op: Any) -> OpFacts:
     if not isinstance(op, OpOverload):
-        name, reason = f"{op.namespace}.{op.name()}", EFFECT if _has_effect(op) else HIGHER_ORDER
+        name, reason = f"{op.namespace}.{op.name()}", EFFECT if is_effectful(op) else HIGHER_ORDER
         return OpFacts(name, Kind.OPAQUE, _family_by_name(op.name()), reason=reason)
     space, base = op._schema.name.split("::")
     writes = _writes(op, space, base)
-    is_foreign = space not in ("aten", "recompute") and space not in _INTERNAL_SPACES | _COLLECTIVE_SPACES
+    is_foreign = (
+        space not in ("aten", "recompute") and space not in reviewed.INTERNAL_SPACES | reviewed.COLLECTIVE_SPACES
+    )
     returns = op._schema.returns
-    if space in _COLLECTIVE_SPACES:
+    if space in reviewed.COLLECTIVE_SPACES:
         best = OpFacts("", Kind.OPAQUE, "collective", writes, COLLECTIVE)
-    elif is_foreign and (_has_effect(op) or not (returns or writes)):
+    elif is_foreign and (is_effectful(op) or not (returns or writes)):
         best = OpFacts("", Kind.OPAQUE, _family_by_name(base), writes, EFFECT)
     elif not writes and not _returns_tensors(op) and (is_foreign or (space == "aten" and not returns)):
         best = OpFacts("", Kind.OPAQUE, reason=NO_TENSOR)
-    elif writes and (op._schema.is_mutable or space != "aten" or base not in _PURE):
+    elif writes and (op._schema.is_mutable or space != "aten" or base not in reviewed.PURE):
         best = _classify_writer(op, space, base, writes)
     elif _is_view(op, space, base) or not _returns_tensors(op):
         best = OpFacts("", Kind.VIEW)
     elif space == "aten":
         best = _classify_aten(op, base)
-    elif space in _INTERNAL_SPACES:
+    elif space in reviewed.INTERNAL_SPACES:
         best = _opaque(op, UNKNOWN)
     else:
         best = _classify_custom(op, base)
@@ -306,7 +178,7 @@ def _classify(op: Any) -> OpFacts:
     _variants[op] = condition, best
     kind = Kind.OPAQUE if condition.reason else Kind.RANDOM
     worst = best._replace(kind=kind, reason=condition.reason, writes=writes, varies=True)
-    return worst._replace(running_statistics=writes) if base in _STATEFUL_NORMS else worst
+    return worst._replace(running_statistics=writes) if base in reviewed.STATEFUL_NORMS else worst
 
 
 def _classify_writer(op: OpOverload, space: str, base: str, writes: tuple[int | str, ...]) -> OpFacts:
@@ -319,17 +191,17 @@ def _classify_writer(op: OpOverload, space: str, base: str, writes: tuple[int | 
         return OpFacts("", Kind.OPAQUE, _family_by_name(base), writes, WRITES)
     if writes == (0,) and base.endswith("_") and _is_pure(_namesake(op, pure), pure):
         return OpFacts("", Kind.IN_PLACE, _family(pure), writes)
-    return OpFacts("", Kind.OPAQUE, _family(pure), writes, DIFFERS if pure in _DIFFER else WRITES)
+    return OpFacts("", Kind.OPAQUE, _family(pure), writes, DIFFERS if pure in reviewed.DIFFER else WRITES)
 
 
 def _classify_aten(op: OpOverload, base: str) -> OpFacts:
-    if base in _RANDOM:
+    if base in reviewed.RANDOM:
         return OpFacts("", Kind.RANDOM)
     if _is_pure(op, base):
         return OpFacts("", Kind.PURE, _family(base))
-    if base in _DIFFER:
+    if base in reviewed.DIFFER:
         return _opaque(op, DIFFERS)
-    if base in _REORDER:
+    if base in reviewed.REORDER:
         return _opaque(op, REORDERS)
     is_factory = base.startswith("new_") or base.endswith("_like") or not any(_tensor_arguments(op))
     return _opaque(op, FACTORY if is_factory else UNKNOWN)
@@ -349,28 +221,6 @@ def _classify_custom(op: OpOverload, base: str) -> OpFacts:
     return OpFacts("", Kind.RANDOM if is_random else Kind.PURE, family)
 
 
-def _has_effect(op: Any) -> bool:
-    """Whether an op is registered as having an effect; torch takes one that is given a ScriptObject for one, too."""
-    name = op.name() if isinstance(op, OpOverload) else f"{op.namespace}::{op.name()}"
-    return simple_registry.singleton.find(name).effect.effect is not None
-
-
-def is_effect_registered() -> bool:
-    """Whether some op has been registered as having an effect, other than those of torch's own. It takes 2 us."""
-    entries = simple_registry.singleton._data
-    if len(entries) != len(_effects):  # an entry stays, and what it holds of an effect is what changes
-        _effects[:] = [None if name in _EFFECTS_OF_TORCH else entry.effect for name, entry in entries.items()]
-    return [holder for holder in _effects if holder is not None and holder._effect is not None] != []
-
-
-_effects: list[Any] = []
-"""What holds the effect of each registered op; None for torch's own."""
-_EFFECTS_OF_TORCH = _names("""
-    aten::_print aten::_linalg_check_errors
-    higher_order::call_torchbind higher_order::print higher_order::invoke_leaf_function
-""")
-
-
 def _opaque(op: OpOverload, reason: str) -> OpFacts:
     if Tag.data_dependent_output in op.tags or Tag.dynamic_output_shape in op.tags:
         reason = DATA_DEPENDENT
@@ -380,7 +230,7 @@ def _opaque(op: OpOverload, reason: str) -> OpFacts:
 def _is_pure(op: OpOverload, base: str) -> bool:
     if Tag.nondeterministic_bitwise in op.tags:
         return False
-    if base in _PURE or f"{base}.{op._overloadname}" in _PURE:
+    if base in reviewed.PURE or f"{base}.{op._overloadname}" in reviewed.PURE:
         return True
     return Tag.pointwise in op.tags and Tag.nondeterministic_seeded not in op.tags and _returns_tensors(op)
 
@@ -391,7 +241,7 @@ def _namesake(op: OpOverload, base: str) -> OpOverload:
 
 
 def _is_view(op: OpOverload, space: str, base: str) -> bool:
-    if space == "aten" and base in _UNANNOTATED_VIEWS:
+    if space == "aten" and base in reviewed.UNANNOTATED_VIEWS:
         return True
     returns = op._schema.returns
     return bool(returns) and all(value.alias_info is not None for value in returns)
@@ -411,11 +261,11 @@ def _tensor_arguments(op: OpOverload) -> Iterator[tuple[int | str, Any]]:
 def _writes(op: OpOverload, space: str, base: str) -> tuple[int | str, ...]:
     if space in ("c10d", "fsdp"):
         return tuple(where for where, argument in _tensor_arguments(op) if "input" not in argument.name)
-    if space in _COLLECTIVE_SPACES and base in _COLLECTIVE_WRITERS:
+    if space in reviewed.COLLECTIVE_SPACES and base in reviewed.COLLECTIVE_WRITERS:
         return tuple(where for where, _ in _tensor_arguments(op))
     if Tag.maybe_aliasing_or_mutating in op.tags and space != "aten":
         return tuple(where for where, _ in _tensor_arguments(op))
-    unannotated = _UNANNOTATED_WRITES.get(base, ()) if space == "aten" else ()
+    unannotated = reviewed.UNANNOTATED_WRITES.get(base, ()) if space == "aten" else ()
     return tuple(
         where
         for where, argument in _tensor_arguments(op)
@@ -424,13 +274,15 @@ def _writes(op: OpOverload, space: str, base: str) -> tuple[int | str, ...]:
 
 
 def _family(base: str) -> str | None:
-    return next((family for family, names in _FAMILIES.items() if base in names), None)
+    return next((family for family, names in reviewed.FAMILIES.items() if base in names), None)
 
 
 def _family_by_name(base: str) -> str | None:
     """The family of another library's op, by words in its name."""
     name = f"_{base.lower()}_"
-    return next((family for family, words in _FAMILY_WORDS.items() if any(word in name for word in words)), None)
+    return next(
+        (family for family, words in reviewed.FAMILY_WORDS.items() if any(word in name for word in words)), None
+    )
 
 
 def _argument(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
@@ -482,9 +334,9 @@ def _is_waited_for(argument: Callable[[str], Any]) -> bool:
 
 _CONDITIONS = {
     "index": _Condition(_indexes_by_number, DATA_DEPENDENT),
-    **dict.fromkeys(_SCANS, _Condition(_scans_in_order, DIFFERS)),
+    **dict.fromkeys(reviewed.SCANS, _Condition(_scans_in_order, DIFFERS)),
     "convolution": _Condition(_convolves_in_order, DIFFERS),
-    **dict.fromkeys(_STATEFUL_NORMS, _Condition(_leaves_statistics, STATISTICS)),
+    **dict.fromkeys(reviewed.STATEFUL_NORMS, _Condition(_leaves_statistics, STATISTICS)),
     **dict.fromkeys(("_to_copy", "copy"), _Condition(_is_waited_for, "a copy that is not waited for")),
 }
 
@@ -527,15 +379,6 @@ def size_hint(size: Any) -> int:
     return int(size.node.hint) if size.node.has_hint() else 1
 
 
-def seconds(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> float:
-    """The time of ``output = op(*args, **kwargs)`` on the nominal accelerator: of its arithmetic or of its traffic.
-
-    It is the longer one of the two.
-    """
-    flops, nbytes = work(op, args, kwargs, output)
-    return max(flops / FLOPS, nbytes / BANDWIDTH)
-
-
 def tensors_in(values: Any) -> list[Tensor]:
     """The tensors in ``values``: lists, tuples and dicts inside of each other."""
     found: list[Tensor] = []
@@ -551,33 +394,3 @@ def _add_tensors(values: Iterable[Any], found: list[Tensor]) -> None:
             _add_tensors(value, found)
         elif isinstance(value, dict):
             _add_tensors(value.values(), found)
-
-
-def work(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> tuple[float, int]:
-    """The floating-point operations of ``output = op(*args, **kwargs)``, if it is costly, and the bytes that it moves.
-
-    ``torch.utils.flop_counter`` does not serve for this: its formulas refuse some shapes (attention with grouped
-    heads), read lengths back from the device, and know no op of other libraries.
-    """
-    nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors_in((args, kwargs, output)))
-    return _flops(facts(op), args, output), nbytes
-
-
-def _flops(known: OpFacts, args: tuple[Any, ...], output: Any) -> float:
-    """The arithmetic of a costly op; 0 for other ops, and for arguments that its family does not expect."""
-    operands = [value for value in args if isinstance(value, Tensor)]
-    result = next(iter(tensors_in(output)), None)
-    if result is None or len(operands) < 2:
-        return 0.0
-    if known.family == "gemm":
-        left = operands["add" in known.name]  # the first operand of ``addmm`` and its like is what is added
-        return 2.0 * result.numel() * math.prod(left.shape[-1:])
-    if known.family == "convolution":
-        data, weight = operands[:2]
-        is_transposed = known.name == "aten.convolution" and args[6]
-        return 2.0 * (data if is_transposed else result).numel() * math.prod(weight.shape[1:])
-    if known.family == "attention":
-        query, key = operands[:2]  # (batch, heads, tokens, size), or ([batch,] tokens, heads, size)
-        tokens = -2 if "scaled_dot_product" in known.name else -3
-        return 4.0 * query.numel() * math.prod(key.shape[tokens:][:1])
-    return 0.0

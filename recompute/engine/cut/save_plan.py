@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -12,9 +10,8 @@ from typing import Any, NamedTuple
 from recompute.engine.cut.byte_limit import best_cut
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.minimum_cut import Op, Value
-from recompute.engine.cut.ops import BANDWIDTH
+from recompute.engine.cut.op_policy import OpPolicy
 from recompute.engine.cut.tolerance import can_be_codes, passes_on, tolerates
-from recompute.units import humanize
 
 
 class ValueRef(NamedTuple):
@@ -63,21 +60,8 @@ class TapeStep(NamedTuple):
     """The values that it replaces in their memory, so that they are gone after it."""
     unobserved: bool = False
     """Whether it ran where not all that happens is seen."""
-    op_policy: Any = None
-    """Which ops may run again where this one ran: an ``OpPolicy``."""
-
-
-class SavedTensorRow(NamedTuple):
-    """A line of ``explain``: a tensor that autograd saved, or one that is held so that others come back."""
-
-    made_by: str
-    saved_by: str
-    """The op whose backward needs it."""
-    layout: Layout
-    nbytes: int
-    fate: str
-    """"dropped", "kept", "kept in 8 bits", or "alive" for what lives anyway."""
-    reason: str
+    op_policy: OpPolicy | None = None
+    """Which ops may run again where this one ran."""
 
 
 class StepInstruction(NamedTuple):
@@ -146,7 +130,7 @@ class SavePlan:
     def kept_nbytes(self) -> int:
         """Bytes of what is kept and does not live anyway. What was saved and then overwritten is held, too."""
         held = self.kept | (self.demanded & self.overwritten)
-        return sum(self.facts[number].nbytes for number in held if not self._lives_anyway(number))
+        return sum(self.facts[number].nbytes for number in held if not self.lives_anyway(number))
 
     @cached_property
     def dropped_nbytes(self) -> int:
@@ -183,9 +167,9 @@ class SavePlan:
     @cached_property
     def eager_nbytes(self) -> int:
         """Bytes of what autograd saved that does not live anyway."""
-        return sum(self.facts[number].nbytes for number in self.demanded if not self._lives_anyway(number))
+        return sum(self.facts[number].nbytes for number in self.demanded if not self.lives_anyway(number))
 
-    def _lives_anyway(self, number: int) -> bool:
+    def lives_anyway(self, number: int) -> bool:
         """Whether holding a value costs nothing.
 
         Of what was overwritten in here that is what others had given: the running statistics of a batch norm, say.
@@ -216,7 +200,7 @@ class SavePlan:
     def tracked(self) -> frozenset[int]:
         """The values that a frame that follows this plan must know: those it keeps, drops, and runs steps on."""
         read = [number for step in self.rerun for number in (*self.steps[step].inputs, *self.steps[step].made)]
-        return self.kept.union(self.demanded, self.outputs, read, self.handed_out, _pinned(self.steps))
+        return self.kept.union(self.demanded, self.outputs, read, self.handed_out, pinned_by(self.steps))
 
     @cached_property
     def handed_out(self) -> frozenset[int]:
@@ -246,7 +230,7 @@ class SavePlan:
         All that reads such a value tolerates that: what autograd saved it for, what runs again on it, and what that is
         for. It was made here, of numbers like those, and nobody asked to keep it.
         """
-        facts, pinned = self.facts, _pinned(self.steps)
+        facts, pinned = self.facts, pinned_by(self.steps)
         bearing = [number for number in self.kept if self._may_be_off(number)]
         return frozenset(
             number
@@ -296,105 +280,31 @@ class SavePlan:
         saver = self.steps[step]
         return number in saver.inputs and tolerates(saver.name, saver.inputs)
 
-    @property
-    def input_shape(self) -> tuple[int, ...]:
-        """The shape of the first tensor that was given, or found, and is no parameter."""
-        given = (known for known in self.facts if known.step is None and not known.is_parameter)
-        return next((tuple(known.layout.shape) for known in given), ())
 
-    def rows(self, *, compresses: bool = False) -> Iterator[SavedTensorRow]:
-        """Each value that autograd saved or that is kept for others, in the order in which they came to be.
-
-        compresses: whether its frames hold what is ``compressible`` as codes.
-        """
-        users = self._users()
-        savers = dict(reversed(self.saves))
-        for number in sorted(self.demanded | self.kept):
-            known = self.facts[number]
-            if self._lives_anyway(number):
-                fate, why = "alive", "lives anyway"
-            elif number in self.dropped:
-                fate, why = "dropped", self._thin_gemms_for(number)
-            else:
-                in_codes = compresses and number in self.compressible
-                fate = "kept in 8 bits" if in_codes else "kept"
-                why = self._why_kept(number, users.get(number, 0))
-            made_by = "(given)" if known.step is None else self.steps[known.step].name
-            saved_by = self._saver(number, savers[number]) if number in savers else "-"
-            yield SavedTensorRow(made_by, saved_by, known.layout, known.nbytes, fate, why)
-
-    def _saver(self, number: int, step: int) -> str:
-        """The op that saved a value when ``step`` was next: that step's if it reads the value, else the one before."""
-        if step < len(self.steps) and number in self.steps[step].inputs:
-            return self.steps[step].name
-        return self.steps[step - 1].name if step else "?"
-
-    def _why_held(self, number: int) -> str:
-        """Why a value is kept that its step could bring back."""
-        if self.steps[self.origin(number)].is_costly:
-            return "costs less to hold than to run again"
-        needed = self._brings_back(number)
-        if needed is None:
-            return "holds less than what would regenerate it"
-        moved = BANDWIDTH * sum(self.steps[index].seconds for index in needed)
-        return f"bringing it back takes as long as moving {humanize(round(moved))}"
-
-    def _thin_gemms_for(self, number: int) -> str:
-        """The thin GEMMs that run again for a dropped value, and not for another one that autograd saved."""
-        needed = self._brings_back(number) or set()
-        found = [step.name for index, step in enumerate(self.steps) if step.is_thin and index in needed]
-        return f"thin, so it runs again: {', '.join(found)}" if found else ""
-
-    def _brings_back(self, number: int) -> set[int] | None:
-        """The steps that make a value of others that are there; None if it takes a costly one, or such as may not."""
-        return _derivation(number, self.steps, self.facts, (self.kept | self.demanded) - {number})
-
-    def _users(self) -> dict[int, int]:
-        counts: dict[int, int] = {}
-        for step in self.rerun:
-            for number in set(self.steps[step].inputs):
-                counts[number] = counts.get(number, 0) + 1
-        return counts
-
-    def _why_kept(self, number: int, users: int) -> str:
-        known = self.facts[number]
-        if known.is_exposed or number in self.handed_out:
-            why = "its memory was handed out, as an array or an address, and may change unseen"
-        elif number in self.overwritten:
-            why = "overwritten after it was saved"
-        elif known.step is None:
-            why = "made outside of the module"
-        elif number in _pinned(self.steps):
-            why = "passed to recompute.keep"
-        else:
-            step = self.steps[known.step]
-            why = step.reason or self._why_held(number)
-        if users:
-            why += "; an op that runs again reads it" if users == 1 else f"; {users} ops that run again read it"
-        return why if number in self.demanded else f"{why}; autograd itself did not save it"
-
-
-def _pinned(steps: Iterable[TapeStep]) -> set[int]:
+def pinned_by(steps: Iterable[TapeStep]) -> set[int]:
     return {number for step in steps if step.op is KEEP for number in step.inputs}
 
 
-def tables(
-    steps: Sequence[TapeStep],
-    facts: Sequence[ValueFacts],
-    saves: Collection[tuple[int, int]],
-    overwritten: Collection[int],
-    released: Collection[int] = (),
-) -> tuple[list[Value], list[Op]]:
-    """The tables that cuts are made of, numbered as ``facts`` and ``steps`` are. ``solve`` explains the arguments."""
-    unkeepable = {*overwritten, *released}
-    wanted = {number for number, _ in saves}.difference(overwritten)
+class FrameSteps(NamedTuple):
+    """What a frame has done, as a ``SavePlan`` has it, too."""
+
+    steps: Sequence[TapeStep]
+    facts: Sequence[ValueFacts]
+    saves: Collection[tuple[int, int]]
+    overwritten: Collection[int]
+
+
+def tables(frame: FrameSteps | SavePlan, released: Collection[int] = ()) -> tuple[list[Value], list[Op]]:
+    """The tables that cuts are made of, numbered as ``facts`` and ``steps`` are. released: as ``solve`` takes it."""
+    facts, unkeepable = frame.facts, {*frame.overwritten, *released}
+    wanted = {number for number, _ in frame.saves}.difference(frame.overwritten)
     values = [
         Value(
             None if number in unkeepable else known.nbytes, number in wanted, known.alive and number not in unkeepable
         )
         for number, known in enumerate(facts)
     ]
-    pinned = _pinned(steps)
+    pinned = pinned_by(frame.steps)
     ops = [
         Op(
             tuple(dict.fromkeys(step.inputs)),
@@ -402,40 +312,36 @@ def tables(
             step.seconds,
             not step.reason and pinned.isdisjoint(step.made),
         )
-        for step in steps
+        for step in frame.steps
     ]
     return values, ops
 
 
 def solve(
-    steps: Sequence[TapeStep],
-    facts: Sequence[ValueFacts],
-    saves: Collection[tuple[int, int]],
-    overwritten: Collection[int],
+    frame: FrameSteps,
     results: Collection[int],
     price: float,
+    hold: int | None = None,
     released: Collection[int] = (),
     guard: Hashable = None,
-    hold: int | None = None,
 ) -> SavePlan:
     """The plan that holds least, counting a second of running again as ``price`` bytes.
 
     hold: if it is given, the plan is a fast one that holds no more bytes than this, if there is one. The price does not
     matter then.
-    overwritten: values that later ones have replaced in their memory; released: values whose memory has been freed.
-    Neither can be kept.
     results: values of the region's results. The plan tells which of them come back without a costly step.
+    released: values whose memory has been freed. Neither they nor those that were overwritten can be kept.
     """
-    values, ops = tables(steps, facts, saves, overwritten, released)
-    cut = best_cut(values, ops, price, hold)
+    steps, facts, saves, overwritten = frame
+    cut = best_cut(*tables(frame, released), price, hold)
     rerun = set(cut.rerun)
-    kept, pinned = cut.kept, _pinned(steps)
+    kept, pinned = cut.kept, pinned_by(steps)
     outputs = set()
     for number in results:
         if (
             number not in kept
             and number not in pinned
-            and (needed := _derivation(number, steps, facts, kept)) is not None
+            and (needed := derivation(number, steps, facts, kept)) is not None
         ):
             rerun |= needed
             outputs.add(number)
@@ -451,7 +357,7 @@ def solve(
     )
 
 
-def _derivation(
+def derivation(
     number: int, steps: Sequence[TapeStep], facts: Sequence[ValueFacts], kept: Collection[int]
 ) -> set[int] | None:
     """The steps that give ``number`` back from ``kept`` values; None if one of them is costly or may not run again."""
@@ -468,57 +374,3 @@ def _derivation(
             needed.add(index)
             pending += steps[index].inputs
     return needed
-
-
-class PlanCache:
-    """At most ``size`` plans. The least recently used one is dropped first."""
-
-    def __init__(self, size: int = 256):
-        self._size = size
-        self._plans: OrderedDict[Hashable, SavePlan] = OrderedDict()
-
-    def get(self, key: Hashable) -> SavePlan | None:
-        plan = self._plans.get(key)
-        if plan is not None:
-            with suppress(KeyError):  # another thread has just dropped it
-                self._plans.move_to_end(key)
-        return plan
-
-    def forget(self, key: Hashable) -> None:
-        self._plans.pop(key, None)
-
-    def put(self, key: Hashable, plan: SavePlan) -> None:
-        self._plans[key] = plan
-        if len(self._plans) > self._size:
-            self._plans.popitem(last=False)
-
-
-_solved = PlanCache()
-"""The plans of all frames, by all that they depend on."""
-
-
-def solve_once(
-    steps: Sequence[TapeStep],
-    facts: Sequence[ValueFacts],
-    saves: Collection[tuple[int, int]],
-    overwritten: Collection[int],
-    results: Collection[int],
-    price: float,
-    guard: Hashable,
-    hold: int | None = None,
-) -> SavePlan:
-    """``solve``, once for all frames that are alike: a cut takes milliseconds (invariant 10)."""
-    key = (
-        price,
-        hold,
-        tuple([(step.op, step.reason, step.op_policy, step.inputs, step.made) for step in steps]),
-        tuple(facts),
-        tuple(saves),
-        frozenset(overwritten),
-        frozenset(results),
-    )
-    plan = _solved.get(key)
-    if plan is None:
-        plan = solve(steps, facts, saves, overwritten, results, price, guard=guard, hold=hold)
-        _solved.put(key, plan)
-    return plan

@@ -28,11 +28,11 @@ from recompute.engine.host.host_memory import HostBuffer, pool_in
 from recompute.engine.modes import count_dispatch_modes, count_function_modes, has_foreign_modes
 from recompute.engine.recipe_book import open_book
 from recompute.engine.recipes import Recipe, RecipeGroup
+from recompute.engine.region_statistics import RegionStatistics
 from recompute.engine.saved_tensors import (
     KeptTensor,
     PackedDTensor,
     PackedTensor,
-    RegionStatistics,
     checked,
     has_only_our_hooks,
     pack_through,

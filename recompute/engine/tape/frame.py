@@ -19,27 +19,27 @@ from torch import Tensor
 from recompute.engine.bit_comparison import is_verifying
 from recompute.engine.compression import Codec
 from recompute.engine.cut.layout import Layout
+from recompute.engine.cut.op_costs import seconds
 from recompute.engine.cut.op_policy import OpPolicy
-from recompute.engine.cut.ops import Kind, seconds, tensors_in
+from recompute.engine.cut.ops import Kind, tensors_in
+from recompute.engine.cut.plan_cache import PlanCache, solve_once
 from recompute.engine.cut.save_plan import (
     HAND_OUT,
     KEEP,
-    PlanCache,
+    FrameSteps,
     SavePlan,
     StepInstruction,
     TapeStep,
-    ValueRef,
     solve,
-    solve_once,
 )
 from recompute.engine.modes import runs_hidden_from_modes
 from recompute.engine.parameter_memory import is_managed_elsewhere
 from recompute.engine.recipe_book import open_book
-from recompute.engine.recipes import Handle, OpRecipe, RecipeGroup
+from recompute.engine.recipes import Handle, RecipeGroup, RecordedCall
+from recompute.engine.region_statistics import RegionStatistics
 from recompute.engine.saved_tensors import (
     KeptTensor,
     PackedTensor,
-    RegionStatistics,
     are_held_as_they_are,
     pack_through,
     seen_as,
@@ -48,13 +48,13 @@ from recompute.engine.saved_tensors import (
 )
 from recompute.engine.tape.exposed_memory import bytes_of
 from recompute.engine.tape.frame_values import FrameValues, PlanMismatch, without_graph
-from recompute.engine.tape.kept_values import KeptValues, PackKept, make_recipes, resolve_handles
+from recompute.engine.tape.kept_values import KeptValues, ValuesAsTheyAre
 from recompute.engine.tape.op_arguments import NotRegenerable, is_plain, parameter_of
 from recompute.engine.tape.recorded_call import (
     MadeTensor,
     OpCall,
-    RecordedCall,
     agree,
+    as_drawn,
     count_writes,
     made_by,
     record_call,
@@ -109,7 +109,6 @@ class TapeFrame:
         """
         self._are_held_as_they_are = codec is None and are_held_as_they_are(self.outer)
         self._group = RecipeGroup()
-        self._dtype = torch.get_default_dtype()
 
     def choose_plan(self, event: Any, layout: Layout | None) -> None:
         """Choose the plan to follow by the first thing that happens: the last frame's, or one that began alike."""
@@ -175,7 +174,7 @@ class TapeFrame:
         """
         plan = self.values.plan
         assert plan is not None
-        recipes = self._make_recipes(plan, self._as_it_is)
+        recipes = self._kept(ValuesAsTheyAre, plan).recipes(self._calls)
         found = []
         for reference in self._handles:
             handle = reference()
@@ -208,7 +207,7 @@ class TapeFrame:
         reason = call.reason
         if made is None:
             made, recorded, reason = [], None, reason or "its output shares memory with another tensor"
-        if recorded is not None and (recorded := recorded.after(known)) is None:
+        if recorded is not None and (recorded := as_drawn(recorded, known)) is None:
             reason = "it draws random numbers, and not from the generator that it should"
         costs = 0.0 if reason else seconds(call.op, call.args, call.kwargs, output)
         self._write_down(call, reason, inputs, made, recorded, costs)
@@ -245,7 +244,7 @@ class TapeFrame:
         if known.writes:
             count_writes(call)
         made = made_by(values, call, output, instruction.layouts)
-        has_drawn_unseen = recorded is not None and (recorded := recorded.after(known)) is None
+        has_drawn_unseen = recorded is not None and (recorded := as_drawn(recorded, known)) is None
         is_other = is_function and not self._writes_as_foreseen(instruction, call)
         if made is None or has_drawn_unseen or is_other or not agree(made, instruction.layouts):
             self.deoptimize()
@@ -419,7 +418,7 @@ class TapeFrame:
 
     def abandon(self) -> None:
         """The region has raised an error. What ran of it may live on."""
-        self.finish((), self._as_it_is)
+        self.finish((), ValuesAsTheyAre)
 
     def discard(self) -> None:
         """Nobody has what ran, nor will run its backward. It counts nowhere."""
@@ -430,11 +429,11 @@ class TapeFrame:
         self._clear()
 
     @runs_hidden_from_modes
-    def finish(self, outputs: Collection[Tensor], pack: PackKept | None = None) -> SavePlan | None:
+    def finish(self, outputs: Collection[Tensor], keep: type[KeptValues] = KeptValues) -> SavePlan | None:
         """Decide which saved tensors are kept, and drop the others, as far as the frame has not done so already.
 
-        outputs: the region's, which the scope around it may drop too. pack: packs what is kept; if it is None, the
-        hooks around the region do. Returns the plan for the next frame, if there is one.
+        outputs: the region's, which the scope around it may drop too. keep: holds what is kept.
+        Returns the plan for the next frame, if there is one.
         """
         try:
             results: dict[int, Tensor] = {}
@@ -442,11 +441,11 @@ class TapeFrame:
                 numbers = [(tensor, self.values.known_number(tensor)) for tensor in outputs]
                 results = {number: tensor for tensor, number in numbers if number is not None}
             plan = self._decide(results)
-            kept = KeptValues(self.values, plan, self.statistics, self.outer, self._group, self._codec)
-            recipes = self._make_recipes(plan, pack or kept.for_rerun)
+            kept = self._kept(keep, plan)
+            recipes = kept.recipes(self._calls)
             for saved in self._with_graphs:
                 saved.tensor = saved.tensor.detach()
-            resolve_handles(self._handles, plan, recipes, pack or kept.for_backward, self.statistics)
+            kept.resolve(self._handles, recipes)
             self.statistics.dropped_outputs = []
             for number in plan.outputs.intersection(results):
                 assert self._book is not None
@@ -476,8 +475,8 @@ class TapeFrame:
         if self._is_deoptimized:  # it knows of its beginning only what the plan needed
             self._plan_cache.forget(self._guard)
             return self._solve_for_what_is_left(results)
-        overwritten, price, hold = values.overwritten, self._op_policy.price, self._op_policy.hold
-        plan = solve_once(self._steps, values.facts, self._saves, overwritten, results, price, self._guard, hold)
+        record = FrameSteps(self._steps, values.facts, self._saves, values.overwritten)
+        plan = solve_once(record, results, self._op_policy.price, self._op_policy.hold, self._guard)
         self._plan_cache.put(self._guard, plan)
         if plan.kept <= values.held.keys():
             return plan
@@ -509,17 +508,11 @@ class TapeFrame:
             for index, step in enumerate(self._steps)
         ]
         released = [number for number in range(len(values.facts)) if number not in values.held]
-        price, hold = self._op_policy.price, self._op_policy.hold
-        return solve(steps, values.facts, saves, values.overwritten, results, price, released, hold=hold)
+        record = FrameSteps(steps, values.facts, saves, values.overwritten)
+        return solve(record, results, self._op_policy.price, self._op_policy.hold, released)
 
-    def _as_it_is(self, ref: ValueRef) -> PackedTensor:
-        """What is held for a kept value while the frame still runs."""
-        tensor = without_graph(self.values.held[ref.value])
-        return KeptTensor(seen_as(tensor, ref.layout), self.statistics.name)
-
-    def _make_recipes(self, plan: SavePlan, pack: PackKept) -> dict[int, OpRecipe]:
-        originals = self.values.originals
-        return make_recipes(self._calls, plan, pack, self.statistics, self._group, self._dtype, originals)
+    def _kept(self, keep: type[KeptValues], plan: SavePlan) -> KeptValues:
+        return keep(self.values, plan, self.statistics, self.outer, self._group, self._codec)
 
     def _clear(self) -> None:
         """Let go of everything: autograd holds the pack hook, and so this, as long as the graph lives (invariant 8)."""

@@ -34,6 +34,8 @@ class FrameValues:
     def __init__(self, name: str, book: RecipeBook | None, *, compares: bool):
         """name: of the region, for errors. book: the recipes of the scope around. compares: copy every value."""
         self.name = name
+        self.dtype = torch.get_default_dtype()
+        """The default one when the frame began."""
         self._book = book
         self.plan: SavePlan | None = None
         """The plan that the frame has followed so far."""
@@ -58,9 +60,8 @@ class FrameValues:
         self.originals: dict[int, Tensor] | None = {} if compares else None
         """Copies, to compare with what comes back."""
 
-    def follow(self, plan: SavePlan | None) -> None:
-        self.plan = plan
-        self.facts = [] if plan is None else list(plan.facts)
+    def follow(self, plan: SavePlan) -> None:
+        self.plan, self.facts = plan, list(plan.facts)
 
     def number_in(self, storage: torch.UntypedStorage) -> int | None:
         return self.current.get(storage._cdata)

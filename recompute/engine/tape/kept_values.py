@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from recompute.engine.compression import Codec, CompressedTensor
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.ops import is_defined
 from recompute.engine.cut.save_plan import SavePlan, ValueRef
-from recompute.engine.recipes import Handle, OpRecipe, OuterUnpackRecipe, Recipe, RecipeGroup
+from recompute.engine.recipes import Handle, OpRecipe, OuterUnpackRecipe, Recipe, RecipeGroup, RecordedCall
+from recompute.engine.region_statistics import RegionStatistics
 from recompute.engine.saved_tensors import (
     Hooks,
     KeptShard,
@@ -21,7 +20,6 @@ from recompute.engine.saved_tensors import (
     PackedByOuterHook,
     PackedTensor,
     PackedView,
-    RegionStatistics,
     VersionGuard,
     are_held_as_they_are,
     pack_through,
@@ -29,37 +27,29 @@ from recompute.engine.saved_tensors import (
 )
 from recompute.engine.tape.frame_values import FrameValues, without_graph
 from recompute.engine.tape.op_arguments import copied
-from recompute.engine.tape.recorded_call import RecordedCall
 from recompute.engine.thread_state import packing_for_recipe
 
-PackKept = Callable[[ValueRef], PackedTensor]
-"""Returns what is held for a value that is kept."""
 
-
+@dataclass(eq=False)
 class KeptValues:
     """Packs the values that a plan keeps, each once, as the hooks around the region would have it (invariant 9)."""
 
-    def __init__(
-        self,
-        values: FrameValues,
-        plan: SavePlan,
-        statistics: RegionStatistics,
-        outer: Hooks | None,
-        group: RecipeGroup,
-        codec: Codec | None,
-    ):
-        """outer: the hooks around the region. group: of the frame's recipes. codec: as the region has it."""
-        self._values = values
-        self._plan = plan
-        self._statistics = statistics
-        self._outer = outer
-        self._are_held_as_they_are = are_held_as_they_are(outer)
-        self._group = group
-        self._codec = codec
-        self._packed: dict[int, PackedTensor | Recipe] = {}
-        self._views: dict[ValueRef, PackedTensor | Recipe] = {}
-        """Views that hooks of others hold by themselves."""
-        self._copies: dict[int, KeptTensor] = {}
+    _values: FrameValues
+    _plan: SavePlan
+    _statistics: RegionStatistics
+    _outer: Hooks | None
+    """The hooks around the region."""
+    _group: RecipeGroup
+    """Of the frame's recipes."""
+    _codec: Codec | None
+    """As the region has it."""
+    _packed: dict[int, PackedTensor | Recipe] = field(default_factory=dict)
+    _views: dict[ValueRef, PackedTensor | Recipe] = field(default_factory=dict)
+    """Views that hooks of others hold by themselves."""
+    _copies: dict[int, KeptTensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._are_held_as_they_are = are_held_as_they_are(self._outer)
 
     def for_backward(self, ref: ValueRef) -> PackedTensor:
         """What is held for a value that autograd itself saved."""
@@ -118,77 +108,64 @@ class KeptValues:
             return OuterUnpackRecipe(self._statistics, saved, layout, self._group)
         return saved
 
+    def recipes(self, calls: Mapping[int, RecordedCall]) -> dict[int, OpRecipe]:
+        """The recipe of each step that the plan runs again, as far as it has been taken, of the frame's arguments.
 
-def make_recipes(
-    calls: Mapping[int, RecordedCall],
-    plan: SavePlan,
-    pack: PackKept,
-    statistics: RegionStatistics,
-    group: RecipeGroup,
-    dtype: torch.dtype,
-    originals: Mapping[int, Tensor] | None,
-) -> dict[int, OpRecipe]:
-    """The recipe of each step that the plan runs again, as far as it has been taken. They take the frame's arguments.
+        calls: by the numbers of their steps.
+        """
+        plan, originals, recipes = self._plan, self._values.originals, dict[int, OpRecipe]()
+        for index in plan.rerun:
+            if (call := calls.get(index)) is None:
+                continue
+            slots, compared = plan.slots[index], None
+            if originals is not None:
+                known = ((number, slot) for number, slot in slots.items() if number in originals)
+                compared = {number: originals[number] for number, slot in known if is_defined(call.op, slot)}
+            args = [self._with_packed(value, recipes) for value in call.args]
+            kwargs = {key: self._with_packed(value, recipes) for key, value in call.kwargs.items()}
+            again = RecordedCall(call.op, args, kwargs, call.rng, call.dtype, call.writes)
+            name = plan.steps[index].name
+            recipes[index] = OpRecipe(self._statistics, again, name, self._group, slots, compared)
+        return recipes
 
-    calls: by the numbers of their steps. dtype: the default one of the frame. originals: values to compare with, if
-    that is wanted.
-    """
-    recipes: dict[int, OpRecipe] = {}
-    for index in plan.rerun:
-        if (call := calls.get(index)) is None:
-            continue
-        slots, compared = plan.slots[index], None
-        if originals is not None:
-            compared = {n: originals[n] for n, slot in slots.items() if n in originals and is_defined(call.op, slot)}
-        recipes[index] = OpRecipe(
-            statistics,
-            call.op,
-            [_with_packed(value, plan, pack, recipes) for value in call.args],
-            {key: _with_packed(value, plan, pack, recipes) for key, value in call.kwargs.items()},
-            name=plan.steps[index].name,
-            dtype=None if call.dtype is dtype else call.dtype,
-            rng=call.rng,
-            writes=call.writes,
-            group=group,
-            slots=slots,
-            originals=compared,
-        )
-    return recipes
+    def _with_packed(self, value: Any, recipes: dict[int, OpRecipe]) -> Any:
+        """An argument with a ``PackedTensor`` in the place of each ``ValueRef``."""
+        if type(value) is not ValueRef:
+            return [self._with_packed(item, recipes) for item in value] if isinstance(value, list) else value
+        number, layout = value
+        if number in self._plan.kept:
+            return self.for_rerun(value)
+        whole = self._plan.facts[number].layout
+        view = None if layout == whole else (layout, whole)
+        return recipes[self._plan.origin(number)].handle(number, view)
 
-
-def resolve_handles(
-    handles: Iterable[weakref.ref[Handle]],
-    plan: SavePlan,
-    recipes: Mapping[int, OpRecipe],
-    pack: PackKept,
-    statistics: RegionStatistics,
-) -> None:
-    """Give each handle of a frame what holds its value, or the recipe that gives it back."""
-    for reference in handles:
-        handle = reference()
-        if handle is None:
-            continue
-        number = handle.number
-        if number in plan.overwritten:  # to be refused if autograd minds
-            assert handle.tensor is not None
-            handle.keep(KeptTensor(handle.tensor.detach(), statistics.name, handle.version))
-        elif number in plan.kept:
-            layout = plan.facts[number].layout if handle.view is None else handle.view[0]
-            handle.keep(pack(ValueRef(number, layout)))
-        else:
-            handle.drop_for(recipes[plan.origin(number)])
-    statistics.dropped_tensors += len(plan.dropped)
-    statistics.dropped_nbytes += plan.dropped_nbytes
-    statistics.kept_nbytes += plan.kept_nbytes
-    statistics.eager_nbytes += plan.eager_nbytes
+    def resolve(self, handles: Iterable[weakref.ref[Handle]], recipes: Mapping[int, OpRecipe]) -> None:
+        """Give each handle of the frame what holds its value, or the recipe that gives it back."""
+        plan, statistics = self._plan, self._statistics
+        for reference in handles:
+            handle = reference()
+            if handle is None:
+                continue
+            number = handle.number
+            if number in plan.overwritten:  # to be refused if autograd minds
+                assert handle.tensor is not None
+                handle.keep(KeptTensor(handle.tensor.detach(), statistics.name, handle.version))
+            elif number in plan.kept:
+                layout = plan.facts[number].layout if handle.view is None else handle.view[0]
+                handle.keep(self.for_backward(ValueRef(number, layout)))
+            else:
+                handle.drop_for(recipes[plan.origin(number)])
+        statistics.dropped_tensors += len(plan.dropped)
+        statistics.dropped_nbytes += plan.dropped_nbytes
+        statistics.kept_nbytes += plan.kept_nbytes
+        statistics.eager_nbytes += plan.eager_nbytes
 
 
-def _with_packed(value: Any, plan: SavePlan, pack: PackKept, recipes: dict[int, OpRecipe]) -> Any:
-    """An argument with a ``PackedTensor`` in the place of each ``ValueRef``."""
-    if type(value) is not ValueRef:
-        return [_with_packed(item, plan, pack, recipes) for item in value] if isinstance(value, list) else value
-    if value.value in plan.kept:
-        return pack(value)
-    whole = plan.facts[value.value].layout
-    view = None if value.layout == whole else (value.layout, whole)
-    return recipes[plan.origin(value.value)].handle(value.value, view)
+class ValuesAsTheyAre(KeptValues):
+    """The same where the frame still runs, or was stopped by an error: each value is held as it is."""
+
+    def for_backward(self, ref: ValueRef) -> PackedTensor:
+        tensor = without_graph(self._values.held[ref.value])
+        return KeptTensor(seen_as(tensor, ref.layout), self._statistics.name)
+
+    for_rerun = for_backward

@@ -12,7 +12,8 @@ from recompute.engine.cut.layout import Layout, is_dense
 from recompute.engine.cut.op_policy import OpPolicy
 from recompute.engine.cut.ops import Kind, OpFacts, tensors_in
 from recompute.engine.cut.save_plan import ValueRef
-from recompute.engine.rng import RngState, WatchedDraws
+from recompute.engine.recipes import RecordedCall
+from recompute.engine.rng import WatchedDraws
 from recompute.engine.tape.frame_values import FrameValues
 from recompute.engine.tape.op_arguments import (
     LISTS,
@@ -53,26 +54,14 @@ class OpCall(NamedTuple):
     """What runs, if not ``op``. It adds to ``args`` what it reaches."""
 
 
-class RecordedCall(NamedTuple):
-    """All that it takes to run a step again, with a ``ValueRef`` in the place of each tensor."""
-
-    op: Any
-    args: list[Any]
-    kwargs: dict[str, Any]
-    rng: RngState | None
-    dtype: torch.dtype
-    """The default one that it ran under."""
-    writes: dict[int | str, Layout] | None
-    """The argument that it changes in place, and the layout through which it does. It is passed all of the value."""
-
-    def after(self, known: OpFacts) -> RecordedCall | None:
-        """The call once it has run, which draws again what it drew; None if it says that it draws, and has not."""
-        if self.rng is None:
-            return self
-        if not known.is_foreign:
-            return self if self.rng.drawn() is not None else None
-        drawn = WatchedDraws(self.rng)
-        return None if drawn.are_none and known.kind is Kind.RANDOM else self._replace(rng=drawn)
+def as_drawn(recorded: RecordedCall, known: OpFacts) -> RecordedCall | None:
+    """A call that has run, and draws again what it drew; None if its op says that it draws, and has not."""
+    if recorded.rng is None:
+        return recorded
+    if not known.is_foreign:
+        return recorded if recorded.rng.drawn() is not None else None
+    drawn = WatchedDraws(recorded.rng)
+    return None if drawn.are_none and known.kind is Kind.RANDOM else recorded._replace(rng=drawn)
 
 
 def record_call(
@@ -80,7 +69,7 @@ def record_call(
 ) -> tuple[RecordedCall | None, tuple[int, ...]]:
     """How to run a step again, or None if it may not, and the numbers of the values that it reads.
 
-    foreseen: the numbers that the plan expects.
+    In the call there is a ``ValueRef`` in the place of each tensor. foreseen: the numbers that the plan expects.
     """
     op, known, reason, args, kwargs, *_ = call
     if known.running_statistics:  # in backward they have been collected, and the outputs do not depend on them
@@ -100,7 +89,9 @@ def record_call(
         rng = watch(op, (*args, *kwargs.values()), values.name)
     elif known.kind is Kind.RANDOM:
         rng = capture(args, kwargs, values.name)
-    return _new(RecordedCall, (op, template, keywords, rng, torch.get_default_dtype(), writes)), tuple(inputs)
+    dtype = torch.get_default_dtype()
+    dtype_if_other = None if dtype is values.dtype else dtype
+    return _new(RecordedCall, (op, template, keywords, rng, dtype_if_other, writes)), tuple(inputs)
 
 
 def _with_refs(

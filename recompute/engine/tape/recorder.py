@@ -18,9 +18,11 @@ from torch.utils._pytree import tree_leaves
 from recompute.engine.compression import Codec
 from recompute.engine.cut.op_policy import OpPolicy
 from recompute.engine.cut.ops import Kind, facts_of_call, tensors_in
-from recompute.engine.cut.save_plan import PlanCache, SavePlan
+from recompute.engine.cut.plan_cache import PlanCache
+from recompute.engine.cut.save_plan import SavePlan
 from recompute.engine.dtensors import are_sharded, has_layout
 from recompute.engine.modes import (
+    SeesAllOps,
     count_dispatch_modes,
     count_function_modes,
     dispatch_modes,
@@ -30,15 +32,9 @@ from recompute.engine.modes import (
     put_on_top,
     under,
 )
-from recompute.engine.saved_tensors import (
-    PackedDTensor,
-    PackedTensor,
-    RegionStatistics,
-    is_inside_checkpoint,
-    top_hooks,
-    unpack_saved,
-)
-from recompute.engine.scopes import Scope, let_transforms_in
+from recompute.engine.region_statistics import RegionStatistics
+from recompute.engine.saved_tensors import PackedDTensor, PackedTensor, is_inside_checkpoint, top_hooks, unpack_saved
+from recompute.engine.scopes import Scope, let_transforms_in, pop_hooks, push_hooks
 from recompute.engine.tape.autocast import in_force, left_out, run_as_called
 from recompute.engine.tape.exposed_memory import bytes_of, expose, expose_arrays, watch
 from recompute.engine.tape.frame import TapeFrame
@@ -50,8 +46,6 @@ from recompute.engine.thread_state import in_backward, local
 
 _new = tuple.__new__  # takes a third of the time of a NamedTuple's own
 _compiling_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
-_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
-_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 
 
 class TapeRegion:
@@ -133,11 +127,11 @@ class _NestedRegion:
         top = top_hooks()
         self._pushed = top is None or top[1] is unpack_saved  # an ``action: keep`` in between takes them off
         if self._pushed:
-            _push_hooks(self._tape.pack, unpack_saved)
+            push_hooks(self._tape.pack, unpack_saved)
 
     def __exit__(self, *error: object) -> None:
         if self._pushed:
-            _pop_hooks()
+            pop_hooks()
         self._tape.op_policy = self._outer
 
 
@@ -147,16 +141,10 @@ def _skip_in_compiled_code() -> None:
     torch._dynamo.eval_frame.skip_code(Tape.__torch_dispatch__.__code__)  # torch loads it when it is asked for
 
 
-class Tape(Scope, TorchDispatchMode):
+class Tape(Scope, SeesAllOps):
     """Shows a frame each op that runs in a region, and each tensor that autograd saves there."""
 
     is_frame = True
-    supports_higher_order_operators = True
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """True, so that code that is compiled inside of the region, as flex attention is, is still compiled."""
-        return True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -1,0 +1,100 @@
+"""What a plan keeps and drops, and why: the rows of ``explain``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from recompute.engine.cut.layout import Layout
+from recompute.engine.cut.ops import BANDWIDTH
+from recompute.engine.cut.save_plan import SavePlan, derivation, pinned_by
+from recompute.units import humanize
+
+
+class SavedTensorRow(NamedTuple):
+    """A line of ``explain``: a tensor that autograd saved, or one that is held so that others come back."""
+
+    made_by: str
+    saved_by: str
+    """The op whose backward needs it."""
+    layout: Layout
+    nbytes: int
+    fate: str
+    """"dropped", "kept", "kept in 8 bits", or "alive" for what lives anyway."""
+    reason: str
+
+
+def saved_rows(plan: SavePlan, *, compresses: bool = False) -> Iterator[SavedTensorRow]:
+    """Each value that autograd saved or that is kept for others, in the order in which they came to be.
+
+    compresses: whether the plan's frames hold what is ``compressible`` as codes.
+    """
+    users = Counter(number for step in plan.rerun for number in set(plan.steps[step].inputs))
+    savers = dict(reversed(plan.saves))
+    for number in sorted(plan.demanded | plan.kept):
+        known = plan.facts[number]
+        if plan.lives_anyway(number):
+            fate, why = "alive", "lives anyway"
+        elif number in plan.dropped:
+            fate, why = "dropped", _thin_gemms_for(plan, number)
+        else:
+            in_codes = compresses and number in plan.compressible
+            fate = "kept in 8 bits" if in_codes else "kept"
+            why = _why_kept(plan, number, users[number])
+        made_by = "(given)" if known.step is None else plan.steps[known.step].name
+        saved_by = _saver(plan, number, savers[number]) if number in savers else "-"
+        yield SavedTensorRow(made_by, saved_by, known.layout, known.nbytes, fate, why)
+
+
+def input_shape(plan: SavePlan) -> tuple[int, ...]:
+    """The shape of the first tensor that was given, or found, and is no parameter."""
+    given = (known for known in plan.facts if known.step is None and not known.is_parameter)
+    return next((tuple(known.layout.shape) for known in given), ())
+
+
+def _saver(plan: SavePlan, number: int, step: int) -> str:
+    """The op that saved a value when ``step`` was next: that step's if it reads the value, else the one before."""
+    if step < len(plan.steps) and number in plan.steps[step].inputs:
+        return plan.steps[step].name
+    return plan.steps[step - 1].name if step else "?"
+
+
+def _why_kept(plan: SavePlan, number: int, users: int) -> str:
+    known = plan.facts[number]
+    if known.is_exposed or number in plan.handed_out:
+        why = "its memory was handed out, as an array or an address, and may change unseen"
+    elif number in plan.overwritten:
+        why = "overwritten after it was saved"
+    elif known.step is None:
+        why = "made outside of the module"
+    elif number in pinned_by(plan.steps):
+        why = "passed to recompute.keep"
+    else:
+        why = plan.steps[known.step].reason or _why_held(plan, number)
+    if users:
+        why += "; an op that runs again reads it" if users == 1 else f"; {users} ops that run again read it"
+    return why if number in plan.demanded else f"{why}; autograd itself did not save it"
+
+
+def _why_held(plan: SavePlan, number: int) -> str:
+    """Why a value is kept that its step could bring back."""
+    if plan.steps[plan.origin(number)].is_costly:
+        return "costs less to hold than to run again"
+    needed = _brings_back(plan, number)
+    if needed is None:
+        return "holds less than what would regenerate it"
+    moved = BANDWIDTH * sum(plan.steps[index].seconds for index in needed)
+    return f"bringing it back takes as long as moving {humanize(round(moved))}"
+
+
+def _thin_gemms_for(plan: SavePlan, number: int) -> str:
+    """The thin GEMMs that run again for a dropped value, and not for another one that autograd saved."""
+    needed = _brings_back(plan, number) or set()
+    found = [step.name for index, step in enumerate(plan.steps) if step.is_thin and index in needed]
+    return f"thin, so it runs again: {', '.join(found)}" if found else ""
+
+
+def _brings_back(plan: SavePlan, number: int) -> set[int] | None:
+    """The steps that make a value of others that are there; None if it takes a costly one, or such as may not."""
+    return derivation(number, plan.steps, plan.facts, (plan.kept | plan.demanded) - {number})
