@@ -12,13 +12,19 @@ from torch import Tensor
 def by_rows(logits: Sequence[Any], function: Callable[..., Tensor], *others: Tensor) -> Tensor:
     """``function(logits of each, *others)`` of a few rows at a time: it gives (rows,) or (rows, K).
 
-    others: (..., K), without gradients; their rows are given beside those of the logits.
+    others: (..., K), without gradients; their rows are given beside those of the logits. So few rows that all of them
+    are made at once, without gradients, stay for whatever else reads them.
     """
     first = logits[0]
     rows = [each.reshape(each.shape[:-1].numel(), each.shape[-1]) for each in others]
     heads = [each.head_of_rows() for each in logits]
     with first.autocast_as_made():
         call = _Call(function, heads)
+        if len(call.spans) == 1 and not any(each.family_trains for each in logits):
+            from recompute.kernels.launch import widen
+
+            found = function([widen(each.value().reshape(-1, each.shape[-1])) for each in logits], *rows)
+            return found.reshape(*first.shape[:-1], *found.shape[1:])
         found = _ByRows.apply(call, len(rows), *rows, *[tensor for head in heads for tensor in head.tensors])
     return found.reshape(*first.shape[:-1], *found.shape[1:])
 

@@ -80,6 +80,12 @@ class LazyLogits(LazyTensor):
         made.join_family(made)
         return made
 
+    @property
+    def family_trains(self) -> bool:
+        """Whether a backward may come to this or to what it was made from."""
+        members = [reference() for reference in self._family]
+        return any(each is not None and each.requires_grad for each in members)
+
     def join_family(self, made: LazyTensor) -> None:
         """Have it computed before the logits change."""
         self._family.append(weakref.ref(made))

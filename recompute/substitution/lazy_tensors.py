@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.autograd import Function
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
@@ -125,6 +126,18 @@ class _OfFunction(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return None, gradient
+
+
+def _unseen_by_compilers(function: Any) -> Any:
+    """Compiled code that is given a lazy tensor breaks its graph where it calls this, and compiles nothing inside.
+
+    As ``torch.compiler.disable`` does, which would load the compiler.
+    """
+
+    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = "a head's output is computed when it is read"  # type: ignore[attr-defined]
+    return function
 
 
 class LazyTensor(Tensor):
@@ -237,6 +250,7 @@ class LazyTensor(Tensor):
         return NotImplemented
 
     @classmethod
+    @_unseen_by_compilers
     def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if function in _METADATA:

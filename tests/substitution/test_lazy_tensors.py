@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from recompute.errors import MutationError, UnsupportedError
 from recompute.kernels import linear_divergence
@@ -403,6 +404,37 @@ def test_without_gradients_a_few_numbers_go_without_the_logits(few: Callable[[Te
     torch.testing.assert_close(found, expected)
     assert type(found) is type(expected)
     assert not any(each.requires_grad for each in (found if isinstance(found, tuple) else [found]))
+
+
+@pytest.mark.parametrize(("tokens", "products"), [(6, 1), (300, 4)])
+def test_a_loop_that_evaluates_makes_few_logits_once_and_many_a_few_rows_at_a_time(tokens: int, products: int) -> None:
+    hidden, weight = make(tokens, HIDDEN), make(12_000, HIDDEN, seed=1)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        logits = LazyLogits.of(hidden, weight)
+        found = logits.argmax(-1), logits.topk(3).indices, logits.softmax(-1).max(-1).values
+    whole = F.linear(hidden, weight).detach()
+    expected = whole.argmax(-1), whole.topk(3).indices, whole.softmax(-1).max(-1).values
+    torch.testing.assert_close(found, expected)
+    assert logits.is_lazy is (tokens > 6)
+    assert counter.get_total_flops() // (2 * tokens * HIDDEN * len(weight)) == products
+
+
+@pytest.mark.parametrize("use", ["exp", "cross_entropy", "argmax"])
+def test_compiled_code_that_is_given_logits_breaks_its_graph_there(use: str) -> None:
+    uses: dict[str, Callable[[Tensor], Tensor]] = {
+        "exp": lambda x: x.exp().log() * 2,
+        "cross_entropy": lambda x: F.cross_entropy(x.view(-1, VOCABULARY), TARGET) * 2,
+        "argmax": lambda x: x.argmax(-1) * 2,
+    }
+    for trains in (True, False):
+        with torch.set_grad_enabled(trains):
+            logits, whole = head()
+            found = torch.compile(uses[use], backend="eager")(logits)
+            torch.testing.assert_close(found + 0, uses[use](whole))
+        if found.requires_grad:
+            found.sum().backward()
+            assert logits._head.hidden.grad is not None
+        assert logits.is_lazy is (use == "cross_entropy" or (use == "argmax" and trains))
 
 
 def test_what_was_made_without_gradients_gives_none() -> None:
