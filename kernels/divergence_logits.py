@@ -76,7 +76,7 @@ def by_rows(both: BothHeads, settings: DivergenceSettings, asked: list[Targets],
         for found, tile, targets in zip(statistics, tiles, asked, strict=True):
             observe(found, 0, 0, tile, targets)
         whole = Normalizers(*(each[0] for found in statistics for each in found[:2]))
-        add_up(*tiles, whole, divergence[span], numbers[4, span], settings)
+        add_up(tiles[0], tiles[1], whole, divergence[span], numbers[4, span], settings)
         torch.stack(list(whole), out=numbers[:4, span])
         del tiles
     return divergence

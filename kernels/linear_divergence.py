@@ -252,8 +252,9 @@ def _forward(*arguments: Any) -> tuple[Tensor | None, ...]:
     none, vocabulary = arguments[0].new_empty(0, dtype=torch.int64), len(both.student.weight)
     asked = [Targets(none, 0, None, vocabulary, settings.losses(teacher)) for teacher in (False, True)]
     numbers = both.numbers()
+    held: list[Tensor | None] = [None] * 3
     if rows := both.rows_at_a_time(settings.kind, *memory):
-        divergence, held = by_rows(both, settings, asked, numbers, rows), (None, None, None)
+        divergence = by_rows(both, settings, asked, numbers, rows)
     else:
         divergence, *held = by_blocks(both, settings, asked, numbers, memory)
     divergence = divergence.to(wide_dtype(both.student.hidden)).view(both.student.hidden.shape[:-1])

@@ -52,6 +52,8 @@ class LazyLogits(LazyTensor):
     _head: HeadOperands
     _family: list[weakref.ref[LazyTensor]]
     """All that is lazy and was made from the output of one run of the head."""
+    _entropies: Tensor | None
+    """Those that came with log-probabilities."""
 
     @staticmethod
     def of(
@@ -76,7 +78,7 @@ class LazyLogits(LazyTensor):
     ) -> LazyLogits:
         shape = (*head.hidden.shape[:-1], head.weight.shape[0])
         made = LazyLogits(shape, head.tensors, compute, dtype, sources)
-        made._head, made._family = head, family
+        made._head, made._family, made._entropies = head, family, None
         made.join_family(made)
         return made
 
@@ -143,7 +145,7 @@ class LazyLogits(LazyTensor):
             return NotImplemented
         if function in LOGSUMEXPS:  # of any word
             word = torch.zeros((*self.shape[:-1], 1), dtype=torch.int64, device=self.device)
-            found = (self._picked(word) - self.log_probs(word)[0]).squeeze(-1)
+            found = (self._picked(word) - self.log_probs(word)).squeeze(-1)
         elif function in TOTALS and self._head.settled().cap is None:
             found = self._sums() / (self.shape[-1] if function in (Tensor.mean, torch.mean) else 1)
         else:
@@ -329,26 +331,37 @@ class LazyLogits(LazyTensor):
         head = head.settled()
         return {"scale": head.scale, "softcap": head.cap, "temperature": head.temperature}
 
-    def log_probs(self, target: Tensor, *, entropy: bool = False, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
-        """The log-probabilities of targets, (...) or (..., K); and the entropies, (...), where ``entropy`` asks."""
+    def log_probs(self, target: Tensor, *, ignore_index: int = -100) -> Tensor:
+        """The log-probabilities of targets, (...) or (..., K). The entropies stay for whoever asks for them."""
         from recompute.kernels.linear_log_probs import linear_log_probs
 
         settings = self.score_settings()
         assert settings is not None, "nothing lazy is made within a cap's steps"
         hidden, weight, bias, *adapter = self.operands
         with self.autocast_as_made():
-            found = linear_log_probs(
+            found: Any = linear_log_probs(
                 *(hidden, weight, target, bias),
                 **settings,
                 adapter=tuple(adapter) or None,
-                entropy=entropy,
+                entropy=True,
                 ignore_index=ignore_index,
                 logits_bytes=self._head.logits_bytes,
             )
         self.count(hidden, self.dtype)
         if self._head.observe is not None:
             self._head.observe(None, target, ignore_index)
-        return (found, found) if isinstance(found, Tensor) else found
+        log_probs, entropies = found
+        if self._entropies is None or entropies.requires_grad:
+            self._entropies = entropies
+        return log_probs
+
+    def entropies(self) -> Tensor:
+        """(...), of which a backward is one with that of the log-probabilities, if these were asked for."""
+        trains = torch.is_grad_enabled() and self.requires_grad
+        if self._entropies is None or (trains and not self._entropies.requires_grad):
+            self.log_probs(torch.zeros(self.shape[:-1], dtype=torch.int64, device=self.device))
+        assert self._entropies is not None, "they come with log-probabilities"
+        return self._entropies if trains else self._entropies.detach()
 
     def count(self, hidden: Tensor, dtype: torch.dtype) -> None:
         head = self._head

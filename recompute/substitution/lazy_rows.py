@@ -193,7 +193,7 @@ class LazyRows(LazyTensor):
             return NotImplemented
         terms, name = self._terms or {}, id(self._logits[0])
         if (0, name) in terms and terms.keys() <= {(0, name), (0, 0)}:
-            found = self._logits[0].log_probs(index, ignore_index=_NO_WORD)[0]
+            found = self._logits[0].log_probs(index, ignore_index=_NO_WORD)
             found = found.mul(terms[0, name]).add(terms.get((0, 0), 0.0))
         else:
             of_words = lambda rows, own, *others: self._make(rows, others).gather(-1, own)  # noqa: E731
@@ -232,8 +232,7 @@ class LazyRows(LazyTensor):
         if others:
             found = p.divergence(others[0], known.beta)
             return found if found is NotImplemented else found.mul(known.factor).add(known.offset)
-        target = torch.zeros(self.shape[:-1], dtype=torch.int64, device=self.device)
-        return p.log_probs(target, entropy=True)[1].mul(-known.factor).add(known.offset)
+        return p.entropies().mul(-known.factor).add(known.offset)
 
 
 class LazySum(LazyTensor):

@@ -135,8 +135,8 @@ def _unseen_by_compilers(function: Any) -> Any:
     """
 
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    function._torchdynamo_disable_msg = "a head's output is computed when it is read"  # type: ignore[attr-defined]
+    function._torchdynamo_disable = True
+    function._torchdynamo_disable_msg = "a head's output is computed when it is read"
     return function
 
 

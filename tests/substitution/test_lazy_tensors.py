@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from recompute.errors import MutationError, UnsupportedError
-from recompute.kernels import linear_divergence
+from recompute.kernels import linear_divergence, linear_log_probs
 from recompute.substitution import lazy_rows
 from recompute.substitution.lazy_logits import LazyLogits
 from recompute.substitution.lazy_tensors import LazyTensor
@@ -568,6 +568,22 @@ def test_a_divergence_is_a_kernels_however_it_is_written(divergence: str, monkey
     value.sum().backward()
     is_known = divergence not in ("of two temperatures", "of other weights")
     assert calls == (["linear_divergence"] if is_known else ["by_rows"])
+
+
+def test_log_probabilities_and_the_entropy_of_them_are_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(linear_log_probs, "linear_log_probs", counted(linear_log_probs.linear_log_probs, calls))
+    results = []
+    for plain in (False, True):
+        inputs = [make(2, 3, HIDDEN), make(VOCABULARY, HIDDEN, seed=1)]
+        log_p = ((F.linear if plain else LazyLogits.of)(*inputs) / 0.9).log_softmax(-1)
+        chosen = log_p.gather(-1, INDEX[..., None])
+        with torch.no_grad():
+            seen = entropy(log_p)
+        loss = chosen.sum() + (entropy(log_p) * seen).sum()
+        results.append([seen, loss, *torch.autograd.grad(loss, inputs)])
+    torch.testing.assert_close(*results)
+    assert len(calls) == 1
 
 
 def counted(function: Any, calls: list[str]) -> Any:
