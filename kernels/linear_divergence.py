@@ -35,7 +35,7 @@ from torch.nn import functional as F
 from recompute.errors import KernelError
 from recompute.kernels import launch
 from recompute.kernels.cross_entropy import row_gradients
-from recompute.kernels.divergence_logits import BothHeads, by_blocks, by_rows
+from recompute.kernels.divergence_logits import BothHeads, divergence_by_blocks, divergence_by_rows
 from recompute.kernels.divergence_rows import (
     DIVERGENCE_SCHEMA,
     FORWARD_KL,
@@ -254,9 +254,9 @@ def _forward(*arguments: Any) -> tuple[Tensor | None, ...]:
     numbers = both.numbers()
     held: list[Tensor | None] = [None] * 3
     if rows := both.rows_at_a_time(settings.kind, *memory):
-        divergence = by_rows(both, settings, asked, numbers, rows)
+        divergence = divergence_by_rows(both, settings, asked, numbers, rows)
     else:
-        divergence, *held = by_blocks(both, settings, asked, numbers, memory)
+        divergence, *held = divergence_by_blocks(both, settings, asked, numbers, memory)
     divergence = divergence.to(wide_dtype(both.student.hidden)).view(both.student.hidden.shape[:-1])
     return divergence, numbers, *held
 

@@ -29,6 +29,26 @@ def by_rows(logits: Sequence[Any], function: Callable[..., Tensor], *others: Ten
     return found.reshape(*first.shape[:-1], *found.shape[1:])
 
 
+def beside_rows(tensor: Tensor, rows: Tensor) -> Tensor | None:
+    """A tensor beside rows: (..., V) or (..., 1), of their leading dimensions; None for one of other shapes."""
+    leading, words = tuple(rows.shape[:-1]), tensor.shape[-1] if tensor.dim() else 1
+    shape = (1,) * (rows.dim() - tensor.dim()) + tuple(tensor.shape)
+    fits = len(shape) == rows.dim() and words in (1, rows.shape[-1]) and not tensor.requires_grad
+    fits = fits and all(size in (1, other) for size, other in zip(shape, leading, strict=False))
+    if words > 1 and shape[:-1] not in (leading, (1,) * len(leading)):
+        fits = False  # which would have to be copied
+    if not fits or (tensor.device != rows.device and tensor.dim()):
+        return None
+    return tensor.to(rows.device).expand(*leading, words)
+
+
+def one_like(argument: Any) -> Any:
+    """A tensor of one element that promotes others as this does."""
+    if not isinstance(argument, Tensor):
+        return argument
+    return torch.ones((1,) * min(argument.dim(), 1), dtype=argument.dtype)
+
+
 class _Call:
     """A function of rows of heads' logits."""
 

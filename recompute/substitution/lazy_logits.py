@@ -54,6 +54,8 @@ class LazyLogits(LazyTensor):
     """All that is lazy and was made from the output of one run of the head."""
     _entropies: Tensor | None
     """Those that came with log-probabilities."""
+    _detached: Callable[[], LazyLogits | None]
+    """What ``constant`` has returned, as long as somebody has it."""
 
     @staticmethod
     def of(
@@ -78,7 +80,7 @@ class LazyLogits(LazyTensor):
     ) -> LazyLogits:
         shape = (*head.hidden.shape[:-1], head.weight.shape[0])
         made = LazyLogits(shape, head.tensors, compute, dtype, sources)
-        made._head, made._family, made._entropies = head, family, None
+        made._head, made._family, made._entropies, made._detached = head, family, None, lambda: None
         made.join_family(made)
         return made
 
@@ -122,8 +124,7 @@ class LazyLogits(LazyTensor):
         if function is Tensor.contiguous and not kwargs:
             return self._then(Tensor.contiguous, self._head)
         if function is Tensor.detach:
-            with torch.no_grad():
-                return self._then(Tensor.detach, self._head)
+            return self._without_gradients()
         if function in SOFTMAXES:
             return LazyRows.of_softmax(self, function, args[1:], kwargs)
         found = NotImplemented if self.score_settings() is None else self._few(function, args[1:], kwargs)
@@ -206,6 +207,19 @@ class LazyLogits(LazyTensor):
                 if isinstance(member := reference(), LazyLogits):
                     member._family = base._family
         return base._joined(heads[0].adapted(heads[1]), dtype, compute, added._sources)
+
+    def _without_gradients(self) -> LazyLogits:
+        with torch.no_grad():
+            return self._then(Tensor.detach, self._head)
+
+    def constant(self) -> LazyLogits:
+        """These, as what is made of them where gradients are off sees them: they give none, wherever that is used."""
+        found = self._detached() if self.requires_grad else self
+        if found is None:
+            found = self._without_gradients()
+            found._entropies = None if self._entropies is None else self._entropies.detach()
+            self._detached = weakref.ref(found)
+        return found
 
     def _joined(
         self, head: HeadOperands, dtype: torch.dtype, compute: Callable[[], Tensor], others: Sequence[Tensor]

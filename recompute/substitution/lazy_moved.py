@@ -34,6 +34,7 @@ class LazyMoved(LazyTensor):
 
     @staticmethod
     def of(rows: Any, dim: int) -> Any:
+        rows = as_constant(rows)
         if dim == rows.dim() - 1:
             return rows
         shape = (*rows.shape[:dim], rows.shape[-1], *rows.shape[dim:-1])
@@ -65,6 +66,12 @@ class LazyMoved(LazyTensor):
         else:
             return NotImplemented
         return found if found is NotImplemented else LazyMoved.of(found, dim)
+
+
+def as_constant(rows: Any) -> Any:
+    """What is lazy as code without gradients sees it: it gives none, wherever that is used."""
+    trains = isinstance(rows, LazyTensor) and rows.requires_grad
+    return rows if torch.is_grad_enabled() or not trains else rows.fused(Tensor.detach, (rows,), {})
 
 
 def permuted(rows: Any, function: Any, rest: tuple, kwargs: dict[str, Any]) -> Any:

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from recompute.substitution.by_rows import by_rows
+from recompute.substitution.by_rows import beside_rows, by_rows, one_like
 from recompute.substitution.class_loss import class_loss
-from recompute.substitution.lazy_moved import PERMUTATIONS, permuted
+from recompute.substitution.lazy_moved import PERMUTATIONS, as_constant, permuted
 from recompute.substitution.lazy_tensors import (
     MOST_WORDS,
     MOVES,
@@ -95,6 +95,10 @@ class LazyRows(LazyTensor):
         terms: Terms | None = None,
         others: Sequence[Tensor] = (),
     ) -> LazyRows:
+        if not torch.is_grad_enabled():
+            constants = [each.constant() for each in logits]
+            names = {id(old): id(new) for old, new in zip(logits, constants, strict=True)}
+            logits, terms = constants, renamed(terms, names)
         sources = [tensor for each in logits if each.requires_grad for tensor in each._sources]
         operands = [*(tensor for each in logits for tensor in each.operands), *others]
         made = LazyRows(tuple(logits[0].shape), operands, compute, dtype, sources)
@@ -243,6 +247,7 @@ class LazySum(LazyTensor):
 
     @staticmethod
     def of(rows: LazyRows, is_total: bool) -> LazySum:
+        rows = as_constant(rows)
         shape = () if is_total else tuple(rows.shape[:-1])
         made = LazySum(shape, rows.operands, lambda: rows.sums(is_total), rows.dtype, rows._sources)
         made._rows, made._is_total = rows, is_total
@@ -283,6 +288,7 @@ class LazyStack(LazyTensor):
         are_alike = all((each.shape, each.dtype) == (rows[0].shape, rows[0].dtype) for each in parts)
         if dim != 0 or not are_alike or not all(isinstance(each, LazyRows) or type(each) is Tensor for each in parts):
             return NotImplemented
+        parts, rows = ([as_constant(each) for each in group] for group in (parts, rows))
         operands, sources = ([one for each in rows for one in (each.operands, each._sources)[n]] for n in range(2))
         compute = lambda: torch.stack([values_of(each) for each in parts])  # noqa: E731
         made = LazyStack((len(parts), *rows[0].shape), operands, compute, rows[0].dtype, sources)
@@ -308,7 +314,7 @@ def _combined(function: Any, args: tuple, terms: Terms | None = None) -> Any:
     lazies = [each for each in args if isinstance(each, LazyRows)]
     if not all(each.shape == lazies[0].shape and all(one.is_lazy for one in each._logits) for each in lazies):
         return NotImplemented
-    beside = {place: _of_rows(each, lazies[0]) for place, each in enumerate(args) if type(each) is Tensor}
+    beside = {place: beside_rows(each, lazies[0]) for place, each in enumerate(args) if type(each) is Tensor}
     if not all(isinstance(each, (LazyRows, int, float)) or beside.get(at) is not None for at, each in enumerate(args)):
         return NotImplemented
     logits = tuple({id(one): one for each in lazies for one in each._logits}.values())
@@ -328,7 +334,7 @@ def _combined(function: Any, args: tuple, terms: Terms | None = None) -> Any:
         terms = combined(function, *[each._terms if isinstance(each, LazyRows) else _number(each) for each in args])
     compute = lambda: function(*[each.value() if isinstance(each, LazyRows) else each for each in args])  # noqa: E731
     make = lambda rows, others: function(*[part(rows, others) for part in parts])  # noqa: E731
-    return LazyRows.of(logits, make, compute, function(*map(_one_like, args)).dtype, terms, others)
+    return LazyRows.of(logits, make, compute, function(*map(one_like, args)).dtype, terms, others)
 
 
 def _divergence(
@@ -350,32 +356,12 @@ def _divergence(
     return made.added_up(True) / {"batchmean": len(made), "mean": made.numel()}.get(reduction, 1)
 
 
-def _of_rows(tensor: Tensor, rows: LazyRows) -> Tensor | None:
-    """A tensor beside rows: (..., V) or (..., 1), of their leading dimensions; None for one of other shapes."""
-    leading, words = tuple(rows.shape[:-1]), tensor.shape[-1] if tensor.dim() else 1
-    shape = (1,) * (rows.dim() - tensor.dim()) + tuple(tensor.shape)
-    fits = len(shape) == rows.dim() and words in (1, rows.shape[-1]) and not tensor.requires_grad
-    fits = fits and all(size in (1, other) for size, other in zip(shape, leading, strict=False))
-    if words > 1 and shape[:-1] not in (leading, (1,) * len(leading)):
-        fits = False  # which would have to be copied
-    if not fits or (tensor.device != rows.device and tensor.dim()):
-        return None
-    return tensor.to(rows.device).expand(*leading, words)
-
-
 def _number(argument: Any) -> Terms | None:
     """Of a number, or of a tensor of one, for whose value this waits."""
     if not isinstance(argument, Tensor):
         return number(argument)
     cannot_wait = argument.is_cuda and torch.cuda.is_current_stream_capturing()
     return None if argument.dim() or cannot_wait else number(argument.item())
-
-
-def _one_like(argument: Any) -> Any:
-    """A tensor of one element that promotes others as this does."""
-    if not isinstance(argument, Tensor):
-        return argument
-    return torch.ones((1,) * min(argument.dim(), 1), dtype=argument.dtype)
 
 
 def highest_of(tensor: Any, function: Any, rest: tuple, kwargs: dict[str, Any]) -> Any:

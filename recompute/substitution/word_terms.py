@@ -68,7 +68,10 @@ def renamed(terms: Terms | None, names: dict[int, int]) -> Terms | None:
         return names[log] if isinstance(log, int) else frozenset((names[each], weight) for each, weight in log)
 
     names = {0: 0, **names}
-    return None if terms is None else {(names[p], new(log)): factor for (p, log), factor in terms.items()}
+    found: Terms = {}
+    for (p, log), factor in (terms or {}).items():
+        found = _sum(found, {(names[p], new(log)): factor})
+    return None if terms is None else found
 
 
 class KnownSum(NamedTuple):

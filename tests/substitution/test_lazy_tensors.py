@@ -437,6 +437,52 @@ def test_compiled_code_that_is_given_logits_breaks_its_graph_there(use: str) -> 
         assert logits.is_lazy is (use == "cross_entropy" or (use == "argmax" and trains))
 
 
+def without_gradients(function: Callable[[], Tensor]) -> Tensor:
+    with torch.no_grad():
+        return function()
+
+
+def half_of_divergence(p: Tensor, q: Tensor) -> Tensor:
+    return p * (p.log() - ((p + q) / 2).log())
+
+
+PARTLY_WITHOUT_GRADIENTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "probabilities": lambda logits: (
+        without_gradients(lambda: logits.softmax(-1)) * (logits.log_softmax(-1) - 1.0)
+    ).sum(-1),
+    "both": lambda logits: without_gradients(lambda: logits.softmax(-1) * logits.log_softmax(-1)) * logits.softmax(-1),
+    "a sum": lambda logits: (
+        half_of_divergence(logits.softmax(-1), (2 * logits).softmax(-1)).sum(-1)
+        + without_gradients(lambda: half_of_divergence((2 * logits).softmax(-1), logits.softmax(-1)).sum(-1))
+    ),
+    "a sum of what has them": lambda logits: (
+        (half := half_of_divergence(logits.softmax(-1), (2 * logits).softmax(-1)))
+        .sum(-1)
+        .add(without_gradients(lambda: 3 * half.sum(-1)))
+    ),
+    "a stack": lambda logits: (
+        logits.log_softmax(-1)
+        - without_gradients(lambda: torch.stack([logits.log_softmax(-1), (2 * logits).log_softmax(-1)])).logsumexp(0)
+    ),
+    "transposed": lambda logits: (
+        F.cross_entropy(without_gradients(lambda: logits.mT), TARGET.view(2, 3))
+        + F.cross_entropy(logits.mT, TARGET.view(2, 3))
+    ),
+}
+
+
+@pytest.mark.parametrize("use", PARTLY_WITHOUT_GRADIENTS.values(), ids=PARTLY_WITHOUT_GRADIENTS)
+def test_parts_made_without_gradients_give_none(use: Callable[[Tensor], Tensor]) -> None:
+    results = []
+    for plain in (False, True):
+        inputs = [make(2, 3, HIDDEN), make(VOCABULARY, HIDDEN, seed=1)]
+        logits = (F.linear if plain else LazyLogits.of)(*inputs)
+        value = use(logits).sum()
+        results.append([value, *torch.autograd.grad(value, inputs)])
+        assert plain or logits.is_lazy
+    torch.testing.assert_close(*results)
+
+
 def test_what_was_made_without_gradients_gives_none() -> None:
     logits, _ = head()
     with torch.no_grad():
