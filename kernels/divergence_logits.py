@@ -63,7 +63,9 @@ class BothHeads(NamedTuple):
         return self.student.hidden.new_empty((5, -(-tokens // 16) * 16), dtype=dtype)[:, :tokens]
 
 
-def divergence_by_rows(both: BothHeads, settings: DivergenceSettings, asked: list[Targets], numbers: Tensor, rows: int) -> Tensor:
+def divergence_by_rows(
+    both: BothHeads, settings: DivergenceSettings, asked: list[Targets], numbers: Tensor, rows: int
+) -> Tensor:
     """The divergence, (M,), from whole rows of logits. Writes ``numbers``."""
     hidden = [head.hidden.reshape(-1, head.hidden.shape[-1]) for head in both]
     divergence = numbers.new_empty(both.student.tokens)
