@@ -268,6 +268,5 @@ def _over_mixture_reference(log_p: Tensor, log_q: Tensor, beta: float) -> tuple[
 
     From the ratio of the two: where p and q are small and close, the difference of log(p) and log(m) has no digits.
     """
-    r = log_q - log_p
-    log = torch.logaddexp(r.new_full((), math.log1p(-beta)), r + math.log(beta))
-    return -log, r - log
+    r, of_p, of_q = log_q - log_p, math.log1p(-beta), math.log(beta)
+    return -torch.logaddexp(r.new_full((), of_p), r + of_q), -torch.logaddexp(of_p - r, r.new_full((), of_q))

@@ -18,14 +18,15 @@ probabilities of a block, and p, q within it,
 
     KL = sum(Q · (KL within the block + log(Q / P)), over blocks)
 
-The other two need all probabilities first: forward reads each block a second time, and makes what is not held again.
-So the KLs take at most six matrix products, and the others at most eight.
+The other two need all probabilities of a token first. Unless all logits are held, forward makes whole rows of a few
+tokens at a time, and holds none. So all take at most six matrix products. Where the memory for logits has no room for
+enough rows, forward reads each block a second time, and makes what is not held again, which takes up to eight.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ from torch.nn import functional as F
 from recompute.errors import KernelError
 from recompute.kernels import launch
 from recompute.kernels.cross_entropy import row_gradients
-from recompute.kernels.cross_entropy_rows import observe
+from recompute.kernels.divergence_logits import BothHeads, divergence_by_blocks, divergence_by_rows
 from recompute.kernels.divergence_rows import (
     DIVERGENCE_SCHEMA,
     FORWARD_KL,
@@ -42,16 +43,13 @@ from recompute.kernels.divergence_rows import (
     REVERSE_KL,
     DivergenceSettings,
     Normalizers,
-    add_up,
-    conclude,
     differentiate,
     divergence_terms,
 )
 from recompute.kernels.linear_cross_entropy import head_losses
 from recompute.kernels.linears import autocast_dtype, cast, check_head, head_operands, in_dtypes_of, without_autocast
-from recompute.kernels.logit_blocks import BlockPlan, Head, logits_nbytes, may_hold
+from recompute.kernels.logit_blocks import Head, logits_nbytes, may_hold
 from recompute.kernels.loss_settings import Targets, wide_dtype
-from recompute.kernels.row_statistics import new_statistics
 from recompute.kernels.scores import check_scores, scored
 
 
@@ -134,7 +132,9 @@ def linear_divergence(
     theirs = Head(*head_operands(op, "teacher", teacher, teacher_weight.detach(), teacher_bias, narrow))
     itemsize = ours.hidden.dtype.itemsize + theirs.hidden.dtype.itemsize
     nbytes = logits_nbytes(op, logits_bytes, ours.tokens, len(student_weight), itemsize)
-    return _LinearDivergence.apply(*ours[:3], *theirs[:3], settings, narrow, nbytes, hold_logits and may_hold(ours))
+    hold = hold_logits and may_hold(ours)
+    hold = hold and not BothHeads(ours, theirs).rows_at_a_time(code, nbytes, hold, student_weight.requires_grad)
+    return _LinearDivergence.apply(*ours[:3], *theirs[:3], settings, narrow, nbytes, hold)
 
 
 def _checked_kind(kind: str, beta: float) -> tuple[int, float]:
@@ -247,65 +247,22 @@ def _narrowed(operands: Sequence[Any], narrow: torch.dtype | None) -> list[Any]:
     return [operands[0], *cast(operands[1:3], narrow), operands[3], *cast(operands[4:6], narrow)]
 
 
-class _Both(NamedTuple):
-    """The student's head and the teacher's."""
-
-    student: Head
-    teacher: Head
-
-    @classmethod
-    def of(cls, operands: Sequence[Any]) -> _Both:
-        return cls(Head(*operands[:3]), Head(*operands[3:6]))
-
-    def plans(self, logits_bytes: int, hold: bool, trains_weight: bool) -> tuple[BlockPlan, BlockPlan]:
-        """Of the same blocks: each has its part of the memory."""
-        sizes = [max(head.tokens, 1) * head.hidden.dtype.itemsize for head in self]
-        columns = logits_bytes // sum(sizes)
-        trains = (trains_weight, False)
-        ours, theirs = (
-            head.plan(columns * size, hold, train) for head, size, train in zip(self, sizes, trains, strict=True)
-        )
-        return ours, theirs
-
-    def numbers(self) -> Tensor:
-        """Room for normalizers and means: (5, M), each from a multiple of 16 on."""
-        tokens = self.student.tokens
-        dtype = torch.promote_types(*(wide_dtype(head.hidden) for head in self))
-        return self.student.hidden.new_empty((5, -(-tokens // 16) * 16), dtype=dtype)[:, :tokens]
-
-
 def _forward(*arguments: Any) -> tuple[Tensor | None, ...]:
-    both, settings, memory = _Both.of(arguments), DivergenceSettings(*arguments[6:-3]), arguments[-3:]
-    plans = both.plans(*memory)
-    (dweight, kept), (_, teacher_kept) = (head.held(plan) for head, plan in zip(both, plans, strict=True))
-    ours = both.student.blocks(plans[0], dweight, kept)
-    theirs = both.teacher.blocks(plans[1], None, teacher_kept)
-    count, is_kl = plans[0].blocks, settings.kind in (FORWARD_KL, REVERSE_KL)
-    numbers, none = both.numbers(), ours.hidden.new_empty(0, dtype=torch.int64)
-    asked = [Targets(none, 0, None, ours.vocabulary, settings.losses(teacher)) for teacher in (False, True)]
-    statistics = [new_statistics(numbers, both.student.tokens, count, each.settings, 0) for each in asked]
-    values = new_statistics(numbers, both.student.tokens, count, asked[0].settings, 0)
-    for block in range(count):
-        logits = ours.make(block), theirs.make(block)
-        for found, tile, targets in zip(statistics, logits, asked, strict=True):
-            observe(found, block, ours.columns(block).start, tile, targets)
-        if is_kl:
-            within = Normalizers(*(each[block] for found in statistics for each in found[:2]))
-            add_up(*logits, within, values.maxima[block], None, settings)
-    normalizers, divergence = conclude(statistics, values.maxima if is_kl else None, settings.kind)
-    torch.stack([*normalizers, divergence if is_kl else normalizers[0]], out=numbers)
-    if not is_kl:
-        whole = Normalizers(*numbers[:4])
-        for block in range(count):
-            add_up(ours.get(block), theirs.get(block), whole, values.maxima[block], values.sums[block], settings)
-        divergence = values.maxima.sum(0)
-        torch.sum(values.sums, 0, out=numbers[4])
+    both, settings, memory = BothHeads.of(arguments), DivergenceSettings(*arguments[6:-3]), arguments[-3:]
+    none, vocabulary = arguments[0].new_empty(0, dtype=torch.int64), len(both.student.weight)
+    asked = [Targets(none, 0, None, vocabulary, settings.losses(teacher)) for teacher in (False, True)]
+    numbers = both.numbers()
+    held: list[Tensor | None] = [None] * 3
+    if rows := both.rows_at_a_time(settings.kind, *memory):
+        divergence = divergence_by_rows(both, settings, asked, numbers, rows)
+    else:
+        divergence, *held = divergence_by_blocks(both, settings, asked, numbers, memory)
     divergence = divergence.to(wide_dtype(both.student.hidden)).view(both.student.hidden.shape[:-1])
-    return divergence, numbers, dweight, kept, teacher_kept
+    return divergence, numbers, *held
 
 
 def _forward_outputs(*arguments: Any) -> tuple[Tensor | None, ...]:
-    both, memory, hidden = _Both.of(arguments), arguments[-3:], arguments[0]
+    both, memory, hidden = BothHeads.of(arguments), arguments[-3:], arguments[0]
     held = [head.held(plan) for head, plan in zip(both, both.plans(*memory), strict=True)]
     return hidden.new_empty(hidden.shape[:-1], dtype=wide_dtype(hidden)), both.numbers(), *held[0], held[1][1]
 
@@ -331,7 +288,7 @@ def _gradients(
     holds: bool = True,
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of the student's hidden states and bias. That of its weight is written to ``dweight``."""
-    both, numbers, settings = _Both.of(arguments), arguments[6], DivergenceSettings(*arguments[7:-4])
+    both, numbers, settings = BothHeads.of(arguments), arguments[6], DivergenceSettings(*arguments[7:-4])
     logits_bytes, needs_hidden, needs_weight, needs_bias = arguments[-4:]
     plans = both.plans(logits_bytes, holds, dweight is not None)
     blocks = [both.student.blocks(plans[0], dweight, kept), both.teacher.blocks(plans[1], None, teacher_kept)]

@@ -19,7 +19,7 @@ from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-PEERS = ("liger-kernel", "cut-cross-entropy", "quack-kernels")
+PEERS = ("liger-kernel", "cut-cross-entropy", "quack-kernels", "trl")
 
 
 def main() -> None:

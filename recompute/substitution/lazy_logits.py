@@ -11,22 +11,34 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from recompute.substitution.by_rows import by_rows
+from recompute.substitution.class_loss import class_loss
 from recompute.substitution.head_operands import HeadOperands, LossCounter, LossObserver
+from recompute.substitution.lazy_moved import PERMUTATIONS, permuted
 from recompute.substitution.lazy_rows import (
     GATHERS,
     LOGSUMEXPS,
     REDUCTIONS,
-    SOFTMAXES,
     TOPKS,
     TOTALS,
     LazyRows,
-    by_rows,
+    highest_of,
+)
+from recompute.substitution.lazy_tensors import (
+    PRODUCTS,
+    RESHAPES,
+    ROWS,
+    LazyTensor,
+    cast_dtype,
     fixed,
     gathered_words,
-    highest_of,
     is_last,
+    mode_of,
+    outline,
+    rows_of,
+    values_of,
 )
-from recompute.substitution.lazy_tensors import PRODUCTS, ROWS, LazyTensor, mode_of, rows_of, values_of
+from recompute.substitution.word_terms import ADDITIONS, DIVISIONS, SOFTMAXES
 
 
 class LazyLogits(LazyTensor):
@@ -40,6 +52,10 @@ class LazyLogits(LazyTensor):
     _head: HeadOperands
     _family: list[weakref.ref[LazyTensor]]
     """All that is lazy and was made from the output of one run of the head."""
+    _entropies: Tensor | None
+    """Those that came with log-probabilities."""
+    _detached: Callable[[], LazyLogits | None]
+    """What ``constant`` has returned, as long as somebody has it."""
 
     @staticmethod
     def of(
@@ -64,9 +80,19 @@ class LazyLogits(LazyTensor):
     ) -> LazyLogits:
         shape = (*head.hidden.shape[:-1], head.weight.shape[0])
         made = LazyLogits(shape, head.tensors, compute, dtype, sources)
-        made._head, made._family = head, family
-        family.append(weakref.ref(made))
+        made._head, made._family, made._entropies, made._detached = head, family, None, lambda: None
+        made.join_family(made)
         return made
+
+    @property
+    def family_trains(self) -> bool:
+        """Whether a backward may come to this or to what it was made from."""
+        members = [reference() for reference in self._family]
+        return any(each is not None and each.requires_grad for each in members)
+
+    def join_family(self, made: LazyTensor) -> None:
+        """Have it computed before the logits change."""
+        self._family.append(weakref.ref(made))
 
     def pass_by(self) -> None:
         for reference in self._family:
@@ -79,28 +105,26 @@ class LazyLogits(LazyTensor):
                 member.value()
 
     def fused(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if function is F.cross_entropy:
-            return self._loss(*args, **kwargs)
-        if function in _ADDITIONS and len(args) == 2 and not kwargs:
+        if function in ADDITIONS and len(args) == 2 and not kwargs:
             return self._plus(function, *args)
         if not args or args[0] is not self:
             return NotImplemented
-        if function in _RESHAPES:
+        if function is F.cross_entropy:
+            return self.loss(function, self.dim() - 1, *args[1:], **kwargs)
+        if function in RESHAPES:
             return self._reshaped(function, args[1:], kwargs)
-        if function in _FLATTENS:
-            return self._flattened(*args[1:], **kwargs)
         if function is Tensor.__getitem__:
             return self._indexed(args[1])
+        if function in PERMUTATIONS:
+            return permuted(self, function, args[1:], kwargs)
         if function in ROWS:
             return rows_of(self, function, args[1:], kwargs)
-        dtype = torch.float32 if function is Tensor.float else args[1] if function is Tensor.to and args[1:] else None
-        if isinstance(dtype, torch.dtype) and dtype.is_floating_point and len(args) <= 2 and not kwargs:
+        if (dtype := cast_dtype(function, args[1:], kwargs)) is not None:
             return self if self.dtype is dtype else self._then(lambda value: value.to(dtype), self._head, dtype)
         if function is Tensor.contiguous and not kwargs:
             return self._then(Tensor.contiguous, self._head)
         if function is Tensor.detach:
-            with torch.no_grad():
-                return self._then(Tensor.detach, self._head)
+            return self._without_gradients()
         if function in SOFTMAXES:
             return LazyRows.of_softmax(self, function, args[1:], kwargs)
         found = NotImplemented if self.score_settings() is None else self._few(function, args[1:], kwargs)
@@ -122,7 +146,7 @@ class LazyLogits(LazyTensor):
             return NotImplemented
         if function in LOGSUMEXPS:  # of any word
             word = torch.zeros((*self.shape[:-1], 1), dtype=torch.int64, device=self.device)
-            found = (self._picked(word) - self.log_probs(word)[0]).squeeze(-1)
+            found = (self._picked(word) - self.log_probs(word)).squeeze(-1)
         elif function in TOTALS and self._head.settled().cap is None:
             found = self._sums() / (self.shape[-1] if function in (Tensor.mean, torch.mean) else 1)
         else:
@@ -184,6 +208,19 @@ class LazyLogits(LazyTensor):
                     member._family = base._family
         return base._joined(heads[0].adapted(heads[1]), dtype, compute, added._sources)
 
+    def _without_gradients(self) -> LazyLogits:
+        with torch.no_grad():
+            return self._then(Tensor.detach, self._head)
+
+    def constant(self) -> LazyLogits:
+        """These, as what is made of them where gradients are off sees them: they give none, wherever that is used."""
+        found = self._detached() if self.requires_grad else self
+        if found is None:
+            found = self._without_gradients()
+            found._entropies = None if self._entropies is None else self._entropies.detach()
+            self._detached = weakref.ref(found)
+        return found
+
     def _joined(
         self, head: HeadOperands, dtype: torch.dtype, compute: Callable[[], Tensor], others: Sequence[Tensor]
     ) -> Any:
@@ -197,22 +234,21 @@ class LazyLogits(LazyTensor):
         """``function(self)``, still lazy. A loss of it is computed from ``head``, under the autocast of this."""
         return self._joined(head, dtype or self.dtype, lambda: function(self.value()), ())
 
-    def _reshaped(self, function: Any, shape: tuple, kwargs: dict[str, Any]) -> Any:
-        sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
-        if kwargs or len(sizes) < 2 or sizes[-1] != self.shape[-1] or not all(isinstance(size, int) for size in sizes):
+    def _reshaped(self, function: Any, rest: tuple, kwargs: dict[str, Any]) -> Any:
+        """Lazy only where the last dimension stays whole: rows are then in the order in which they were."""
+        found = outline(function, self.shape, rest, kwargs, self.dtype)
+        shape, dtype = found.shape, found.dtype
+        if not shape or shape[-1] != self.shape[-1] or dtype is not self.dtype:
             return NotImplemented
-        head = self._head.moved(lambda rows: rows.reshape(*sizes[:-1], rows.shape[-1]))
-        return self._then(lambda value: function(value, *shape), head)
+        head = self._head.moved(lambda rows: rows.reshape(*shape[:-1], rows.shape[-1]))
+        return self._then(lambda value: function(value, *rest, **kwargs), head)
 
-    def _flattened(self, start_dim: Any = 0, end_dim: Any = -1, *names: Any, **named: Any) -> Any:
-        """Lazy only where the last dimension stays by itself."""
-        dims = [dim + self.dim() if isinstance(dim, int) and dim < 0 else dim for dim in (start_dim, end_dim)]
-        if names or named or not all(isinstance(dim, int) for dim in dims):
-            return NotImplemented
-        if not 0 <= dims[0] <= dims[1] < self.dim() - 1:
-            return NotImplemented
-        sizes = (*self.shape[: dims[0]], self.shape[dims[0] : dims[1] + 1].numel(), *self.shape[dims[1] + 1 :])
-        return self._reshaped(Tensor.reshape, sizes, {})
+    def of_leading(self, order: list[int]) -> Any:
+        """With the leading dimensions in another order."""
+        if order == sorted(order):
+            return self
+        head = self._head.moved(lambda rows: rows.permute(*order, -1))
+        return self._then(lambda value: value.permute(*order, -1), head)
 
     def _indexed(self, index: Any) -> Any:
         """Lazy only where indexing leaves the last dimension whole."""
@@ -235,7 +271,7 @@ class LazyLogits(LazyTensor):
         """A product with a number, or one step of ``cap * tanh(logits / cap)``."""
         head = self._head
         number = rest[0] if len(rest) == 1 and isinstance(rest[0], (int, float)) and rest[0] > 0 else None
-        if head.cap_steps < 2 and number is not None and function in (_DIVISIONS | PRODUCTS):
+        if head.cap_steps < 2 and number is not None and function in (DIVISIONS | PRODUCTS):
             head = head.settled()
             is_product = function in PRODUCTS
             head = replace(head, scale=head.scale * number) if is_product else replace(head, cap_steps=1, cap=number)
@@ -243,55 +279,18 @@ class LazyLogits(LazyTensor):
             head = replace(head, cap_steps=2, tanh_nbytes=self.numel() * self.dtype.itemsize)
         elif head.cap_steps == 2 and function in PRODUCTS and number == head.cap:
             head = replace(head, cap_steps=3)
-        elif head.cap_steps == 3 and number is not None and function in _DIVISIONS:
+        elif head.cap_steps == 3 and number is not None and function in DIVISIONS:
             head = replace(head, temperature=head.temperature * number)
         else:
             return NotImplemented
         return self._then(lambda value: function(value, *rest), head)
 
-    def _loss(
-        self,
-        input: Any,
-        target: Any,
-        weight: Tensor | None = None,
-        size_average: Any = None,
-        ignore_index: int = -100,
-        reduce: Any = None,
-        reduction: str = "mean",
-        label_smoothing: float = 0.0,
-    ) -> Any:
-        settings = self.score_settings()
-        if input is not self or settings is None or size_average is not None or reduce is not None:
-            return NotImplemented
-        if self.dim() != 2 or not isinstance(target, Tensor) or target.shape != self.shape[:1]:
-            return NotImplemented  # classes are in another dimension than the last
-        if target.dtype is not torch.int64 or (weight is not None and weight.requires_grad):
-            return NotImplemented  # targets are probabilities, or PyTorch has an error to raise
-        from recompute.kernels.linear_cross_entropy import linear_cross_entropy
-
-        head = self._head
-        hidden, rows, bias, *adapter = self.operands
-        with self.autocast_as_made():
-            loss = linear_cross_entropy(
-                *(hidden, rows, target, bias),
-                **settings,
-                adapter=tuple(adapter) or None,
-                ignore_index=ignore_index,
-                label_smoothing=label_smoothing,
-                class_weights=weight,
-                reduction=reduction,
-                return_argmax=head.observe is not None,
-                logits_bytes=head.logits_bytes,
-            )
-        if not isinstance(loss, Tensor):
-            if head.observe is not None and loss.argmax is not None:
-                head.observe(loss.argmax, target, ignore_index)
-            loss = loss.loss
+    def loss(self, function: Any, dim: int, *args: Any, **kwargs: Any) -> Any:
+        """``cross_entropy`` of logits whose words PyTorch has in dimension ``dim``; or NotImplemented."""
         dtype = self.dtype
         if mode_of(self.device)[1] and dtype is not torch.float64:
             dtype = torch.float32  # of PyTorch's log-probabilities and loss under autocast
-        self._count(hidden, dtype)
-        return loss.to(dtype)
+        return class_loss(self, dim, dtype, *args, **kwargs) if function is F.cross_entropy else NotImplemented
 
     @property
     def operands(self) -> tuple[Any, ...]:
@@ -306,15 +305,20 @@ class LazyLogits(LazyTensor):
         head = replace(self._head, **dict(zip(names, self.operands, strict=False)))
         return head.moved(lambda rows: rows.reshape(-1, rows.shape[-1]))
 
-    def divergence(self, other: LazyLogits) -> Any:
-        """The Kullback-Leibler divergence of other from this, (...); NotImplemented for what no kernel computes."""
+    def divergence(self, other: LazyLogits, beta: float | None = None) -> Any:
+        """KL(this, other), (...); NotImplemented for what no kernel computes.
+
+        beta: the weight of ``other`` in a mixture, for the Jensen-Shannon divergence with it.
+        """
         from recompute.kernels.linear_divergence import linear_divergence
 
-        student, teacher, kind = (self, other, "reverse_kl") if self.requires_grad else (other, self, "forward_kl")
+        student, teacher = (self, other) if self.requires_grad else (other, self)
+        kind = "jsd" if beta is not None else "reverse_kl" if student is self else "forward_kl"
         ours, theirs = student.score_settings(), teacher.score_settings()
         if ours is None or theirs is None or len(student.operands) + len(teacher.operands) > 6:
             return NotImplemented
-        if teacher.requires_grad or ours.pop("temperature") != theirs.pop("temperature"):
+        temperature = ours.pop("temperature")
+        if teacher.requires_grad or theirs.pop("temperature") != temperature:
             return NotImplemented
         names = [{f"{who}_{key}": each[key] for key in each} for who, each in (("student", ours), ("teacher", theirs))]
         hidden, weight, bias = student.operands
@@ -326,10 +330,11 @@ class LazyLogits(LazyTensor):
                 teacher_bias=teacher_bias,
                 **(names[0] | names[1]),
                 kind=kind,
-                temperature=self._head.temperature,
+                beta=0.5 if beta is None else beta if student is self else 1.0 - beta,
+                temperature=temperature,
                 logits_bytes=student._head.logits_bytes,
             )
-        student._count(hidden, student.dtype)
+        student.count(hidden, student.dtype)
         return found
 
     def score_settings(self) -> dict[str, Any] | None:
@@ -340,35 +345,42 @@ class LazyLogits(LazyTensor):
         head = head.settled()
         return {"scale": head.scale, "softcap": head.cap, "temperature": head.temperature}
 
-    def log_probs(self, target: Tensor, *, entropy: bool = False, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
-        """The log-probabilities of targets, (...) or (..., K); and the entropies, (...), where ``entropy`` asks."""
+    def log_probs(self, target: Tensor, *, ignore_index: int = -100) -> Tensor:
+        """The log-probabilities of targets, (...) or (..., K). The entropies stay for whoever asks for them."""
         from recompute.kernels.linear_log_probs import linear_log_probs
 
         settings = self.score_settings()
         assert settings is not None, "nothing lazy is made within a cap's steps"
         hidden, weight, bias, *adapter = self.operands
         with self.autocast_as_made():
-            found = linear_log_probs(
+            found: Any = linear_log_probs(
                 *(hidden, weight, target, bias),
                 **settings,
                 adapter=tuple(adapter) or None,
-                entropy=entropy,
+                entropy=True,
                 ignore_index=ignore_index,
                 logits_bytes=self._head.logits_bytes,
             )
-        self._count(hidden, self.dtype)
+        self.count(hidden, self.dtype)
         if self._head.observe is not None:
             self._head.observe(None, target, ignore_index)
-        return (found, found) if isinstance(found, Tensor) else found
+        log_probs, entropies = found
+        if self._entropies is None or entropies.requires_grad:
+            self._entropies = entropies
+        return log_probs
 
-    def _count(self, hidden: Tensor, dtype: torch.dtype) -> None:
+    def entropies(self) -> Tensor:
+        """(...), of which a backward is one with that of the log-probabilities, if these were asked for."""
+        trains = torch.is_grad_enabled() and self.requires_grad
+        if self._entropies is None or (trains and not self._entropies.requires_grad):
+            self.log_probs(torch.zeros(self.shape[:-1], dtype=torch.int64, device=self.device))
+        assert self._entropies is not None, "they come with log-probabilities"
+        return self._entropies if trains else self._entropies.detach()
+
+    def count(self, hidden: Tensor, dtype: torch.dtype) -> None:
         head = self._head
         if head.count is not None and torch.is_grad_enabled():
             head.count(hidden, head.weight, self.shape.numel() * dtype.itemsize + head.tanh_nbytes)
 
 
-_RESHAPES = frozenset({Tensor.view, Tensor.reshape, torch.reshape})
-_FLATTENS = frozenset({Tensor.flatten, torch.flatten})
-_ADDITIONS = frozenset({Tensor.add, Tensor.__add__, Tensor.__radd__, torch.add})
-_DIVISIONS = frozenset({Tensor.div, Tensor.__truediv__, torch.div})
 _TANHS = frozenset({Tensor.tanh, torch.tanh})

@@ -6,82 +6,85 @@ few numbers a row is computed from the heads' inputs and weights. There are kern
     log_softmax(logits, -1).gather(-1, index)                    the log-probability of each index
     -(softmax(logits, -1) * log_softmax(logits, -1)).sum(-1)     the entropy
     kl_div(log_softmax(a, -1), softmax(b, -1), ...).sum(-1)      a divergence of two heads, one of which trains
+    beta * KL(q, m) + (1 - beta) * KL(p, m)                      theirs from a mixture m, however it is written
 
-All else is computed from logits of a few rows at a time, which backward makes again. Functions that are not in these
-tables get the values, and so make the logits.
+All else is computed from logits of a few rows at a time, which backward makes again; also where other tensors, as a
+teacher's logits, take part. Functions that are not in these tables get the values, and so make the logits.
 """
 
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Sequence
-from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from recompute.substitution.lazy_tensors import PRODUCTS, ROWS, LazyTensor, rows_of
+from recompute.substitution.by_rows import beside_rows, by_rows, one_like
+from recompute.substitution.class_loss import class_loss
+from recompute.substitution.lazy_moved import PERMUTATIONS, as_constant, permuted
+from recompute.substitution.lazy_tensors import (
+    MOST_WORDS,
+    MOVES,
+    PRODUCTS,
+    RESHAPES,
+    ROWS,
+    LazyTensor,
+    cast_dtype,
+    fixed,
+    gathered_words,
+    is_last,
+    rows_of,
+    values_of,
+)
+from recompute.substitution.word_terms import (
+    ADDITIONS,
+    DIFFERENCES,
+    DIVISIONS,
+    EXPONENTIALS,
+    LOGARITHMS,
+    NEGATIONS,
+    Terms,
+    combined,
+    divergence,
+    is_half_of_known,
+    known_sum,
+    log_of_sum,
+    number,
+    of_softmax,
+    renamed,
+)
 
-
-class Quantity(Enum):
-    """What kernels know."""
-
-    LOG_PROBS = "log_probs"
-    PROBS = "probs"
-    PRODUCTS = "products"
-    """Of probabilities and log-probabilities."""
-    DIFFERENCES = "differences"
-    """Of log-probabilities of two heads."""
-    DIVERGENCES = "divergences"
-    """Products of these and the probabilities of the first."""
-
-
-SOFTMAXES: dict[Any, Quantity] = {
-    **dict.fromkeys(
-        [F.log_softmax, torch.log_softmax, Tensor.log_softmax, torch.special.log_softmax], Quantity.LOG_PROBS
-    ),
-    **dict.fromkeys([F.softmax, torch.softmax, Tensor.softmax, torch.special.softmax], Quantity.PROBS),
-}
-"""What each function makes of logits."""
-SHAPES = frozenset({Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten, Tensor.__getitem__})
 GATHERS = frozenset({Tensor.gather, torch.gather})
 LOGSUMEXPS = frozenset({Tensor.logsumexp, torch.logsumexp})
 TOPKS = frozenset({Tensor.topk, torch.topk, Tensor.max, torch.max})
-_EXPONENTIALS = frozenset({Tensor.exp, torch.exp})
-_NEGATIONS = frozenset({Tensor.neg, Tensor.__neg__, torch.neg, torch.negative})
-_SUMS = frozenset({Tensor.sum, torch.sum})
-_DIFFERENCES = frozenset({Tensor.sub, Tensor.__sub__, torch.sub, torch.subtract})
-_ELEMENTWISE = frozenset(
-    {
-        *(PRODUCTS | _EXPONENTIALS | _NEGATIONS | _DIFFERENCES),
-        *(Tensor.add, Tensor.__add__, Tensor.__radd__, torch.add, Tensor.__rsub__, Tensor.log, torch.log),
-        *(Tensor.div, Tensor.__truediv__, torch.div, Tensor.square, torch.square, torch.logaddexp, F.kl_div),
-    }
-)
 TOTALS = frozenset({Tensor.sum, torch.sum, Tensor.mean, torch.mean})
 REDUCTIONS = TOTALS | LOGSUMEXPS | {Tensor.argmax, torch.argmax, Tensor.amax, torch.amax}
 """Functions that make one number of a row."""
-MOST_WORDS = 64
-"""A gather of more than these, or a ``topk``, has whole logits."""
+_SUMS = frozenset({Tensor.sum, torch.sum})
+_LINEAR = PRODUCTS | NEGATIONS | ADDITIONS | DIFFERENCES | DIVISIONS
+_ELEMENTWISE = _LINEAR | EXPONENTIALS | LOGARITHMS | {Tensor.__rsub__, Tensor.square, torch.square, torch.logaddexp}
 _NO_WORD = -(2**62)
 """No index is ignored: PyTorch's ``gather`` refuses what is out of bounds."""
 
-OfRows = Callable[[Sequence[Tensor]], Tensor]
-"""Makes rows of what is lazy, (rows, V), from rows of the logits of each head, in float32 (float64 of float64)."""
+OfRows = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
+"""Makes rows of what is lazy, (rows, V), from rows of the logits of each head, in float32 (float64 of float64), and
+from rows of each other tensor."""
 
 
 class LazyRows(LazyTensor):
-    """An elementwise function of softmaxes of lazy logits."""
+    """An elementwise function of softmaxes of lazy logits, and of other tensors."""
 
     _logits: tuple[Any, ...]
     """``LazyLogits``, which import this file: of one shape."""
+    _others: tuple[Tensor, ...]
+    """(..., V) or (..., 1), without gradients."""
     _make: OfRows
-    _quantity: Quantity | None
-    _factor: float
-    """What the quantity is multiplied by."""
+    operands: list[Any]
+    _terms: Terms | None
+    """What the elements are, by the logits; None for what is no such sum."""
 
     @staticmethod
     def of(
@@ -89,16 +92,25 @@ class LazyRows(LazyTensor):
         make: OfRows,
         compute: Callable[[], Tensor],
         dtype: torch.dtype,
-        quantity: Quantity | None = None,
-        factor: float = 1.0,
+        terms: Terms | None = None,
+        others: Sequence[Tensor] = (),
     ) -> LazyRows:
-        operands = [tensor for each in logits for tensor in each.operands]
+        if not torch.is_grad_enabled():
+            constants = [each.constant() for each in logits]
+            names = {id(old): id(new) for old, new in zip(logits, constants, strict=True)}
+            logits, terms = constants, renamed(terms, names)
         sources = [tensor for each in logits if each.requires_grad for tensor in each._sources]
+        operands = [*(tensor for each in logits for tensor in each.operands), *others]
         made = LazyRows(tuple(logits[0].shape), operands, compute, dtype, sources)
-        made._logits, made._make, made._quantity, made._factor = tuple(logits), make, quantity, factor
-        for each in logits:
-            each._family.append(weakref.ref(made))
+        made._logits, made._make, made._terms, made._others = tuple(logits), make, terms, tuple(others)
+        made.operands = operands
+        made.join_family(made)
         return made
+
+    def join_family(self, made: LazyTensor) -> None:
+        """Have it computed before the logits change."""
+        for each in self._logits:
+            each.join_family(made)
 
     @staticmethod
     def of_softmax(logits: Any, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -112,8 +124,8 @@ class LazyRows(LazyTensor):
         one = torch.empty(1, dtype=logits.dtype, device=logits.device)
         dtype = function(one, -1, dtype=dtype).dtype  # that of autocast, where it is on
         return LazyRows.of(
-            *((logits,), lambda rows: function(rows[0], -1), lambda: function(logits.value(), *args, **kwargs)),
-            *(dtype, SOFTMAXES[function]),
+            *((logits,), lambda rows, _: function(rows[0], -1), lambda: function(logits.value(), *args, **kwargs)),
+            *(dtype, of_softmax(function, id(logits))),
         )
 
     def pass_by(self) -> None:
@@ -128,11 +140,21 @@ class LazyRows(LazyTensor):
         if not all(each.is_lazy for each in self._logits):  # they are there, so use them
             return NotImplemented
         if function in _ELEMENTWISE:
-            return self._elementwise(function, args, kwargs)
+            return NotImplemented if kwargs else _combined(function, args)
+        if function is F.kl_div:
+            return _divergence(*args, **kwargs)
+        if function is torch.stack and not kwargs:
+            return LazyStack.of(*args)
         if not args or args[0] is not self:
             return NotImplemented
-        if function in SHAPES:
+        if function is F.nll_loss:
+            return self.loss(function, self.dim() - 1, *args[1:], **kwargs)
+        if function in MOVES:
             return self._moved(function, args[1:], kwargs)
+        if function in PERMUTATIONS:
+            return permuted(self, function, args[1:], kwargs)
+        if (dtype := cast_dtype(function, args[1:], kwargs)) is not None:
+            return _combined(lambda rows: rows.to(dtype), args, self._terms)
         if function in ROWS:
             return rows_of(self, function, args[1:], kwargs)
         if function in GATHERS:
@@ -140,145 +162,206 @@ class LazyRows(LazyTensor):
         if function in TOPKS:
             return highest_of(self, function, args[1:], kwargs)
         if function in TOTALS and len(args) == 1 and not kwargs:
-            rows = self.fused(torch.sum, (self, -1), {})
-            return rows.sum() if function in _SUMS else rows.sum() / self.numel()
+            return self.added_up(True) / (1 if function in _SUMS else self.numel())
         return self._reduced(function, args[1:], kwargs) if function in REDUCTIONS else NotImplemented
 
+    def loss(self, function: Any, dim: int, *args: Any, **kwargs: Any) -> Any:
+        """``nll_loss`` of log-probabilities whose words PyTorch has in dimension ``dim``; or NotImplemented."""
+        if function is not F.nll_loss or self._terms != of_softmax(F.log_softmax, id(self._logits[0])):
+            return NotImplemented
+        return class_loss(self._logits[0], dim, self.dtype, *args, **kwargs)
+
+    def of_leading(self, order: list[int]) -> Any:
+        """With the leading dimensions in another order."""
+        return self._moved(Tensor.permute, (*order, len(order)), {})
+
     def _moved(self, function: Any, rest: tuple, kwargs: dict[str, Any]) -> Any:
-        moved = [each.fused(function, (each, *rest), kwargs) for each in self._logits]
+        moved = []
+        for each in self._logits:
+            with torch.set_grad_enabled(torch.is_grad_enabled() and each.requires_grad):
+                moved.append(each.fused(function, (each, *rest), kwargs))
         if any(each is NotImplemented for each in moved):
             return NotImplemented
         rest = tuple(fixed(each) for each in rest)
+        leading = moved[0].shape[:-1]
+        others = [
+            each.reshape(*leading, each.shape[-1]) if function in RESHAPES else function(each, *rest, **kwargs)
+            for each in self._others
+        ]
         compute = lambda: function(self.value(), *rest, **kwargs)  # noqa: E731
-        return LazyRows.of(moved, self._make, compute, self.dtype, self._quantity, self._factor)
-
-    def _elementwise(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if function is F.kl_div:
-            return self._divergence(*args, **kwargs)
-        return NotImplemented if kwargs else _combined(function, args, _known(function, args))
-
-    def _divergence(
-        self,
-        input: Any,
-        target: Any,
-        size_average: Any = None,
-        reduce: Any = None,
-        reduction: str = "mean",
-        log_target: bool = False,
-    ) -> Any:
-        """``kl_div``: ``target * (log(target) - input)``, and what the reduction makes of it."""
-        if not (isinstance(input, LazyRows) and isinstance(target, LazyRows)) or (size_average, reduce) != (None, None):
-            return NotImplemented
-        pair = (target._quantity, target._factor, input._quantity, input._factor)
-        expected = Quantity.LOG_PROBS if log_target else Quantity.PROBS
-        logits = (*target._logits, *input._logits)
-        is_known = pair == (expected, 1.0, Quantity.LOG_PROBS, 1.0) and logits[0] is not logits[1]
-        function = functools.partial(F.kl_div, reduction="none", log_target=log_target)
-        made = _combined(function, (input, target), (Quantity.DIVERGENCES, 1.0, logits) if is_known else None)
-        if made is NotImplemented or reduction == "none":
-            return made
-        total = made.fused(torch.sum, (made,), {})
-        return total / {"batchmean": len(self), "mean": self.numel()}.get(reduction, 1)
+        names = {id(old): id(new) for old, new in zip(self._logits, moved, strict=True)}
+        return LazyRows.of(moved, self._make, compute, self.dtype, renamed(self._terms, names), others)
 
     def _gathered(self, index: Tensor | None) -> Any:
         if index is None:
             return NotImplemented
-        if self._quantity is Quantity.LOG_PROBS:
-            found = self._logits[0].log_probs(index, ignore_index=_NO_WORD)[0].mul(self._factor)
+        terms, name = self._terms or {}, id(self._logits[0])
+        if (0, name) in terms and terms.keys() <= {(0, name), (0, 0)}:
+            found = self._logits[0].log_probs(index, ignore_index=_NO_WORD)
+            found = found.mul(terms[0, name]).add(terms.get((0, 0), 0.0))
         else:
-            found = by_rows(self._logits, lambda rows, own: self._make(rows).gather(-1, own), index)
+            of_words = lambda rows, own, *others: self._make(rows, others).gather(-1, own)  # noqa: E731
+            found = by_rows(self._logits, of_words, index, *self._others)
         return found.to(self.dtype)
 
     def _reduced(self, function: Any, rest: tuple, kwargs: dict[str, Any]) -> Any:
         keepdim = kwargs.pop("keepdim", False) if "dim" in kwargs or rest else False
         if not is_last(self, rest, kwargs):
             return NotImplemented
-        found: Any = NotImplemented
-        if function in _SUMS and self._quantity is Quantity.PRODUCTS:
-            target = torch.zeros(self.shape[:-1], dtype=torch.int64, device=self.device)
-            found = self._logits[0].log_probs(target, entropy=True)[1].mul(-self._factor)
-        elif function in _SUMS and self._quantity is Quantity.DIVERGENCES:
-            found = self._logits[0].divergence(self._logits[1])
-            found = found if found is NotImplemented else found.mul(self._factor)
-        if found is NotImplemented:
-            found = by_rows(self._logits, lambda rows: function(self._make(rows), -1))
-        found = found.to(self.dtype) if found.is_floating_point() else found
+        if function in _SUMS:
+            found = self.added_up(False)
+        else:
+            found = by_rows(self._logits, lambda rows, *others: function(self._make(rows, others), -1), *self._others)
+            found = found.to(self.dtype) if found.is_floating_point() else found
         return found.unsqueeze(-1) if keepdim else found
 
+    def added_up(self, is_total: bool) -> Tensor:
+        """The sum over words, (...), or over all there is; lazy where another such sum may make a divergence of it."""
+        if not self._others and is_half_of_known(self._terms):
+            return LazySum.of(self, is_total)
+        return self.sums(is_total)
 
-_Known = tuple[Quantity, float, tuple[Any, ...]]
-"""A quantity, what it is multiplied by, and the logits that it is of, in their order."""
+    def sums(self, is_total: bool) -> Tensor:
+        found = self._known_sums()
+        if found is NotImplemented:
+            found = by_rows(self._logits, lambda rows, *others: self._make(rows, others).sum(-1), *self._others)
+        return (found.sum() if is_total else found).to(self.dtype)
+
+    def _known_sums(self) -> Any:
+        """Those that a kernel computes; or NotImplemented."""
+        known = known_sum(self._terms, self.shape[-1], 4 * torch.finfo(self.dtype).eps)
+        if known is None:
+            return NotImplemented
+        p, *others = ({id(each): each for each in self._logits}[name] for name in known.of)
+        if others:
+            found = p.divergence(others[0], known.beta)
+            return found if found is NotImplemented else found.mul(known.factor).add(known.offset)
+        return p.entropies().mul(-known.factor).add(known.offset)
 
 
-def _combined(function: Any, args: tuple, known: _Known | None) -> Any:
-    """``function(*args)``, elementwise, of what is lazy and of numbers, still lazy; or NotImplemented."""
+class LazySum(LazyTensor):
+    """The sum over words of what may be half of a Jensen-Shannon divergence, until it meets the other half."""
+
+    _rows: LazyRows
+    _is_total: bool
+
+    @staticmethod
+    def of(rows: LazyRows, is_total: bool) -> LazySum:
+        rows = as_constant(rows)
+        shape = () if is_total else tuple(rows.shape[:-1])
+        made = LazySum(shape, rows.operands, lambda: rows.sums(is_total), rows.dtype, rows._sources)
+        made._rows, made._is_total = rows, is_total
+        made.pass_by()
+        rows.join_family(made)
+        return made
+
+    def pass_by(self) -> None:
+        self._rows.pass_by()
+
+    def fused(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if kwargs or not all(each.is_lazy for each in self._rows._logits):
+            return NotImplemented
+        if function in TOTALS and len(args) == 1:
+            rows: Any = self._rows if function in _SUMS else self._rows / self.numel()
+            return rows.added_up(True)
+        if function in ADDITIONS and any(
+            type(each) is int and each == 0 for each in args
+        ):  # as Python's ``sum`` begins
+            return self
+        sums = [each for each in args if isinstance(each, LazySum)]
+        fits = function in (_LINEAR if len(sums) == len(args) else PRODUCTS | DIVISIONS)
+        if not fits or any(each._is_total is not self._is_total for each in sums):
+            return NotImplemented
+        made = _combined(function, tuple([each._rows if isinstance(each, LazySum) else each for each in args]))
+        return made if made is NotImplemented or made._terms is None else made.added_up(self._is_total)
+
+
+class LazyStack(LazyTensor):
+    """Of what is lazy, for a ``logsumexp`` over it."""
+
+    _parts: tuple[Tensor, ...]
+    """Some of them are ``LazyRows``."""
+
+    @staticmethod
+    def of(parts: Any, dim: Any = 0) -> Any:
+        rows = [each for each in parts if isinstance(each, LazyRows)]
+        are_alike = all((each.shape, each.dtype) == (rows[0].shape, rows[0].dtype) for each in parts)
+        if dim != 0 or not are_alike or not all(isinstance(each, LazyRows) or type(each) is Tensor for each in parts):
+            return NotImplemented
+        parts, rows = ([as_constant(each) for each in group] for group in (parts, rows))
+        operands, sources = ([one for each in rows for one in (each.operands, each._sources)[n]] for n in range(2))
+        compute = lambda: torch.stack([values_of(each) for each in parts])  # noqa: E731
+        made = LazyStack((len(parts), *rows[0].shape), operands, compute, rows[0].dtype, sources)
+        made._parts = tuple(parts)
+        for each in rows:
+            each.join_family(made)
+        return made
+
+    def pass_by(self) -> None:
+        for each in self._parts:
+            if isinstance(each, LazyRows):
+                each.pass_by()
+
+    def fused(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if function not in LOGSUMEXPS or (*args[1:], *kwargs.items()) not in ((0,), (("dim", 0),)):
+            return NotImplemented
+        terms = log_of_sum(*[getattr(each, "_terms", None) for each in self._parts])
+        return _combined(lambda *rows: torch.stack(rows).logsumexp(0), self._parts, terms)
+
+
+def _combined(function: Any, args: tuple, terms: Terms | None = None) -> Any:
+    """``function(*args)``, elementwise, of what is lazy, of numbers and of tensors, still lazy; or NotImplemented."""
     lazies = [each for each in args if isinstance(each, LazyRows)]
-    fits = all(each.shape == lazies[0].shape and all(one.is_lazy for one in each._logits) for each in lazies)
-    if not fits or not all(isinstance(each, (LazyRows, int, float)) for each in args):
+    if not all(each.shape == lazies[0].shape and all(one.is_lazy for one in each._logits) for each in lazies):
         return NotImplemented
-    quantity, factor, logits = known or (None, 1.0, {id(one): one for each in lazies for one in each._logits}.values())
-    places = {id(one): place for place, one in enumerate(logits)}
+    beside = {place: beside_rows(each, lazies[0]) for place, each in enumerate(args) if type(each) is Tensor}
+    if not all(isinstance(each, (LazyRows, int, float)) or beside.get(at) is not None for at, each in enumerate(args)):
+        return NotImplemented
+    logits = tuple({id(one): one for each in lazies for one in each._logits}.values())
+    others: list[Any] = [*(one for each in lazies for one in each._others), *beside.values()]
+    places = {id(one): place for group in (logits, others) for place, one in enumerate(group)}
 
-    def part(argument: Any) -> Callable[[Sequence[Tensor]], Any]:
+    def part(place: int, argument: Any) -> Callable[..., Any]:
+        if place in beside:
+            return lambda _, others: others[places[id(beside[place])]]
         if not isinstance(argument, LazyRows):
-            return lambda rows: argument
-        make, at = argument._make, [places[id(one)] for one in argument._logits]
-        return lambda rows: make([rows[place] for place in at])
+            return lambda *_: argument
+        make, (own, at) = argument._make, ([places[id(one)] for one in g] for g in (argument._logits, argument._others))
+        return lambda rows, others: make([rows[place] for place in own], [others[place] for place in at])
 
-    parts = [part(each) for each in args]
-    like = [torch.empty(1, dtype=each.dtype) if isinstance(each, LazyRows) else each for each in args]
+    parts = [part(place, each) for place, each in enumerate(args)]
+    if terms is None:
+        terms = combined(function, *[each._terms if isinstance(each, LazyRows) else _number(each) for each in args])
     compute = lambda: function(*[each.value() if isinstance(each, LazyRows) else each for each in args])  # noqa: E731
-    make = lambda rows: function(*[make(rows) for make in parts])  # noqa: E731
-    return LazyRows.of(tuple(logits), make, compute, function(*like).dtype, quantity, factor)
+    make = lambda rows, others: function(*[part(rows, others) for part in parts])  # noqa: E731
+    return LazyRows.of(logits, make, compute, function(*map(one_like, args)).dtype, terms, others)
 
 
-def _known(function: Any, args: tuple) -> _Known | None:
-    """Which quantity an elementwise function gives, times what, and of which logits; None for what no kernel knows."""
-    one, other = (*args, None)[:2]
-    if not isinstance(one, LazyRows):
-        one, other = other, one
-        if function not in PRODUCTS or not isinstance(one, LazyRows):
-            return None
-    if one._quantity is None:
-        return None
-    if other is None:
-        if function in _NEGATIONS:
-            return one._quantity, -one._factor, one._logits
-        is_log = function in _EXPONENTIALS and one._quantity is Quantity.LOG_PROBS and one._factor == 1.0
-        return (Quantity.PROBS, 1.0, one._logits) if is_log else None
-    if not isinstance(other, LazyRows):
-        return (one._quantity, one._factor * other, one._logits) if function in PRODUCTS else None
-    pair, factor = (one._quantity, other._quantity), one._factor * other._factor
-    if function in _DIFFERENCES and pair == (Quantity.LOG_PROBS,) * 2 and one._factor == other._factor == 1.0:
-        logits = (*one._logits, *other._logits)
-        return None if logits[0] is logits[1] else (Quantity.DIFFERENCES, 1.0, logits)
-    if function not in PRODUCTS:
-        return None
-    if set(pair) == {Quantity.PROBS, Quantity.LOG_PROBS} and one._logits[0] is other._logits[0]:
-        return Quantity.PRODUCTS, factor, one._logits
-    if set(pair) == {Quantity.PROBS, Quantity.DIFFERENCES} and one._logits[0] is other._logits[0]:
-        return Quantity.DIVERGENCES, factor, max(one._logits, other._logits, key=len)
-    return None
+def _divergence(
+    input: Any,
+    target: Any,
+    size_average: Any = None,
+    reduce: Any = None,
+    reduction: str = "mean",
+    log_target: bool = False,
+) -> Any:
+    """``kl_div``: ``target * (log(target) - input)``, and what the reduction makes of it."""
+    if (size_average, reduce) != (None, None):
+        return NotImplemented
+    of_input, of_target = (each._terms if isinstance(each, LazyRows) else None for each in (input, target))
+    function = functools.partial(F.kl_div, reduction="none", log_target=log_target)
+    made = _combined(function, (input, target), divergence(of_input, of_target, log_target))
+    if made is NotImplemented or reduction == "none":
+        return made
+    return made.added_up(True) / {"batchmean": len(made), "mean": made.numel()}.get(reduction, 1)
 
 
-def is_last(tensor: Tensor, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether these are the arguments of a function over the last dimension alone."""
-    dims = [*args, *([kwargs["dim"]] if "dim" in kwargs else [])]
-    return len(args) + len(kwargs) == len(dims) == 1 and dims[0] in (-1, tensor.dim() - 1, (-1,), [-1])
-
-
-def gathered_words(tensor: Tensor, dim: Any = None, index: Any = None, **others: Any) -> Tensor | None:
-    """The index of a gather with these arguments, if that is of a few words for each row."""
-    fits = isinstance(index, Tensor) and index.dtype is torch.int64 and index.shape[:-1] == tensor.shape[:-1]
-    fits = fits and dim in (-1, tensor.dim() - 1) and not others
-    return index if fits and 0 < index.shape[-1] <= MOST_WORDS else None
-
-
-def fixed(index: Any) -> Any:
-    """An index that stays what it is, whatever becomes of the tensors that it was made of."""
-    if isinstance(index, tuple):
-        return tuple(fixed(each) for each in index)
-    return index.clone() if isinstance(index, Tensor) else index
+def _number(argument: Any) -> Terms | None:
+    """Of a number, or of a tensor of one, for whose value this waits."""
+    if not isinstance(argument, Tensor):
+        return number(argument)
+    cannot_wait = argument.is_cuda and torch.cuda.is_current_stream_capturing()
+    return None if argument.dim() or cannot_wait else number(argument.item())
 
 
 def highest_of(tensor: Any, function: Any, rest: tuple, kwargs: dict[str, Any]) -> Any:
@@ -294,88 +377,8 @@ def highest_of(tensor: Any, function: Any, rest: tuple, kwargs: dict[str, Any]) 
     k, dim = named.pop("k", 0), named.pop("dim", -1)
     if dim not in (-1, tensor.dim() - 1) or not 0 < k <= min(MOST_WORDS, tensor.shape[-1]):
         return NotImplemented
-    logits, make = (tensor._logits, tensor._make) if isinstance(tensor, LazyRows) else ((tensor,), lambda rows: rows[0])
+    make = tensor._make if isinstance(tensor, LazyRows) else lambda rows, _: rows[0]
+    logits, others = (tensor._logits, tensor._others) if isinstance(tensor, LazyRows) else ((tensor,), ())
     with torch.no_grad():
-        index = by_rows(logits, lambda rows: make(rows).topk(k, -1, **named).indices)
+        index = by_rows(logits, lambda rows, *others: make(rows, others).topk(k, -1, **named).indices, *others)
     return torch.return_types.topk((tensor.fused(torch.gather, (tensor, -1, index), {}), index))
-
-
-def by_rows(logits: Sequence[Any], function: Callable[..., Tensor], *others: Tensor) -> Tensor:
-    """``function(logits of each, *others)`` of a few rows at a time: it gives (rows,) or (rows, K).
-
-    others: (..., K), without gradients; their rows are given beside those of the logits.
-    """
-    first = logits[0]
-    flat = [(each.shape[:-1].numel(), each.shape[-1]) for each in (*logits, *others)]
-    rows = [each.reshape(shape) for each, shape in zip(others, flat[len(logits) :], strict=True)]
-    heads = [each.head_of_rows() for each in logits]
-    with first.autocast_as_made():
-        found = _ByRows.apply(_Call(function, heads, rows), *[tensor for head in heads for tensor in head.tensors])
-    return found.reshape(*first.shape[:-1], *found.shape[1:])
-
-
-class _Call:
-    """A function of rows of heads' logits."""
-
-    def __init__(self, function: Callable[..., Tensor], heads: Sequence[Any], others: Sequence[Tensor]):
-        self.function, self.heads, self.others = function, heads, others
-        from recompute.kernels.linears import autocast_dtype
-        from recompute.kernels.logit_blocks import WIDTH
-
-        self.narrow = autocast_dtype(heads[0].hidden.device.type)
-        """What autocast has matrix products computed in, in forward and again in backward."""
-        tokens, vocabulary = heads[0].tensors[0].shape[0], len(heads[0].tensors[1])
-        room = heads[0].logits_bytes or tokens * WIDTH * heads[0].tensors[0].dtype.itemsize
-        rows = max(int(room / (vocabulary * heads[0].tensors[0].dtype.itemsize)), 256)
-        self.spans = [slice(start, start + rows) for start in range(0, max(tokens, 1), rows)]
-
-    def of(self, span: slice, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Of the tensors of all heads, five each, what these rows are computed from."""
-        return [t if t is None or index % 5 not in (0, 3) else t[span] for index, t in enumerate(tensors)]
-
-    def run(self, span: slice, tensors: Sequence[Tensor | None]) -> Tensor:
-        from recompute.kernels.linears import cast, without_autocast
-        from recompute.kernels.logit_blocks import Head
-
-        narrowed = [cast(tensors[first : first + 5], self.narrow) for first in range(0, len(tensors), 5)]
-        with without_autocast(self.heads[0].hidden.device.type):
-            rows = [head.scored(Head(*each).logits()) for head, each in zip(self.heads, narrowed, strict=True)]
-            return self.function(rows, *[each[span] for each in self.others])
-
-
-class _ByRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, call: _Call, *tensors: Tensor | None) -> Tensor:
-        ctx.save_for_backward(*tensors)
-        ctx.call = call
-        found = torch.cat([call.run(span, call.of(span, tensors)) for span in call.spans])
-        if not found.is_floating_point():
-            ctx.mark_non_differentiable(found)
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        from recompute.kernels.launch import differentiable_gradients
-        from recompute.kernels.loss_settings import wide_dtype
-
-        call, tensors, needed = ctx.call, ctx.saved_tensors, ctx.needs_input_grad[1:]
-        if torch.is_grad_enabled():
-            whole = lambda *given: call.run(slice(None), given)  # noqa: E731
-            return None, *differentiable_gradients(whole, tensors, needed, gradient)
-        sums = [
-            torch.zeros_like(t, dtype=wide_dtype(t)) if need else None for t, need in zip(tensors, needed, strict=True)
-        ]
-        for span in call.spans:
-            given = [
-                None if each is None else each.detach().requires_grad_(need)
-                for each, need in zip(call.of(span, tensors), needed, strict=True)
-            ]
-            with torch.enable_grad():
-                found = call.run(span, given)
-            wanted = [each for each in given if each is not None and each.requires_grad]
-            totals = [each for each in call.of(span, sums) if each is not None]
-            parts = torch.autograd.grad(found, wanted, gradient[span], allow_unused=True)
-            for total, part in zip(totals, parts, strict=True):
-                if part is not None:
-                    total += part
-        return None, *[s if s is None else s.to(t.dtype) for s, t in zip(sums, tensors, strict=True)]

@@ -17,7 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.autograd import Function
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
@@ -30,6 +32,17 @@ PRODUCTS = frozenset({Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul, to
 _UNBINDS = frozenset({Tensor.unbind, torch.unbind})  # which iterating over a tensor calls
 _CHUNKS = frozenset({Tensor.chunk, torch.chunk})
 ROWS = _UNBINDS | _CHUNKS | {Tensor.split, torch.split}
+RESHAPES = frozenset(
+    getattr(space, name)
+    for name in ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as")
+    for space in (Tensor, torch)
+    if hasattr(space, name)
+)
+MOVES = RESHAPES | {Tensor.__getitem__, Tensor.contiguous, Tensor.detach}
+"""Functions that leave words where they are, if the last dimension stays whole."""
+
+MOST_WORDS = 64
+"""A gather of more than these, or a ``topk``, has whole logits."""
 
 _METADATA = frozenset(
     {
@@ -113,6 +126,18 @@ class _OfFunction(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return None, gradient
+
+
+def _unseen_by_compilers(function: Any) -> Any:
+    """Compiled code that is given a lazy tensor breaks its graph where it calls this, and compiles nothing inside.
+
+    As ``torch.compiler.disable`` does, which would load the compiler.
+    """
+
+    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    function._torchdynamo_disable = True
+    function._torchdynamo_disable_msg = "a head's output is computed when it is read"
+    return function
 
 
 class LazyTensor(Tensor):
@@ -225,6 +250,7 @@ class LazyTensor(Tensor):
         return NotImplemented
 
     @classmethod
+    @_unseen_by_compilers
     def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if function in _METADATA:
@@ -242,11 +268,12 @@ class LazyTensor(Tensor):
                     "that made it a rule of its own, with `via: hook` or `action: keep`."
                 )
             args[0].before_change()
-        for argument in (*args, *kwargs.values()):
+        given = [*(args[0] if args and isinstance(args[0], (list, tuple)) else ()), *args, *kwargs.values()]
+        for argument in given:
             if isinstance(argument, LazyTensor) and argument.is_lazy:
                 if argument._deferred is not None:
                     argument._deferred.check()
-                trains = [each.trains for each in (*args, *kwargs.values()) if isinstance(each, LazyTensor)]
+                trains = [each.trains for each in given if isinstance(each, LazyTensor)]
                 if None in trains:
                     continue
                 with torch.set_grad_enabled(torch.is_grad_enabled() and any(trains)):
@@ -287,6 +314,22 @@ class LazyTensor(Tensor):
         return self.value().__reduce_ex__(protocol)
 
 
+def outline(function: Any, shape: Sequence[int], rest: tuple, kwargs: dict[str, Any], dtype: Any = None) -> Tensor:
+    """``function(tensor, *rest, **kwargs)`` of a tensor without memory, which no mode sees."""
+    with _disable_current_modes():
+        return function(torch.empty(tuple(shape), dtype=dtype, device="meta"), *rest, **kwargs)
+
+
+def cast_dtype(function: Any, rest: tuple, kwargs: dict[str, Any]) -> torch.dtype | None:
+    """The dtype to which ``function(tensor, *rest, **kwargs)`` casts, if it does no more than that."""
+    if function is Tensor.float:
+        return None if rest or kwargs else torch.float32
+    if function not in (Tensor.to, Tensor.type) or len(rest) + len(kwargs) != 1 or not (rest or "dtype" in kwargs):
+        return None
+    dtype = rest[0] if rest else kwargs["dtype"]
+    return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else None
+
+
 def rows_of(tensor: Tensor, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """``function(tensor, *args, **kwargs)``, one of ``ROWS``, by indexing; or NotImplemented."""
     size, *dims = (1, *args) if function in _UNBINDS else args or (None,)
@@ -297,6 +340,26 @@ def rows_of(tensor: Tensor, function: Any, args: tuple, kwargs: dict[str, Any]) 
     if function in _UNBINDS:
         return tuple([tensor[row] for row in range(len(tensor))])
     return tuple([tensor[first : first + size] for first in range(0, max(len(tensor), 1), size)])
+
+
+def is_last(tensor: Tensor, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether these are the arguments of a function over the last dimension alone."""
+    dims = [*args, *([kwargs["dim"]] if "dim" in kwargs else [])]
+    return len(args) + len(kwargs) == len(dims) == 1 and dims[0] in (-1, tensor.dim() - 1, (-1,), [-1])
+
+
+def gathered_words(tensor: Tensor, dim: Any = None, index: Any = None, **others: Any) -> Tensor | None:
+    """The index of a gather with these arguments, if that is of a few words for each row."""
+    fits = isinstance(index, Tensor) and index.dtype is torch.int64 and index.shape[:-1] == tensor.shape[:-1]
+    fits = fits and dim in (-1, tensor.dim() - 1) and not others
+    return index if fits and 0 < index.shape[-1] <= MOST_WORDS else None
+
+
+def fixed(index: Any) -> Any:
+    """An index that stays what it is, whatever becomes of the tensors that it was made of."""
+    if isinstance(index, tuple):
+        return tuple(fixed(each) for each in index)
+    return index.clone() if isinstance(index, Tensor) else index
 
 
 def values_of(tensor: Tensor) -> Tensor:

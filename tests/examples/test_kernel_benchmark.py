@@ -52,7 +52,9 @@ class Whole(NamedTuple):
     printed: str
 
 
-@pytest.fixture(scope="module", params=[("gated_mlp", "mlp"), pytest.param((), marks=pytest.mark.slow, id="all")])
+@pytest.fixture(
+    scope="module", params=[("gated_mlp", "mlp", "linear_jsd"), pytest.param((), marks=pytest.mark.slow, id="all")]
+)
 def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Whole:
     folder = tmp_path_factory.mktemp("benchmark")
     return Whole(request.param, folder, *benchmark(folder, *(["--ops", *request.param] if request.param else [])))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import two_shards
@@ -39,6 +40,12 @@ def test_a_dtensor_says_itself_which_words_it_has(two_processes: TwoProcesses, s
 
 def test_it_trains_under_fsdp2(two_processes: TwoProcesses) -> None:
     two_processes.run(two_shards.trains_under_fsdp)
+
+
+@pytest.mark.parametrize("rule", [{"action": "recompute"}, {"action": "recompute", "rerun": ["gemm"], "price": 0}])
+def test_a_region_never_sums_between_ranks_again(two_processes: TwoProcesses, rule: dict[str, Any]) -> None:
+    for counts in two_processes.run(two_shards.runs_in_a_region, rule):
+        assert counts == [(2, 1)] * 6
 
 
 def test_what_does_not_fit_is_refused(two_processes: TwoProcesses) -> None:

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
+import recompute
 from recompute.errors import KernelError
 from recompute.kernels.linear_cross_entropy import linear_cross_entropy
 from recompute.kernels.linear_log_probs import linear_log_probs
@@ -135,6 +136,46 @@ def trains_under_fsdp() -> None:
         weights = [each.full_tensor() if isinstance(each, DTensor) else each for each in model.parameters()]
         models.append([*losses, *weights])
     torch.testing.assert_close(*models)
+
+
+class Shared(nn.Module):
+    """A body, and a loss of words that two ranks share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(HIDDEN, 4 * HIDDEN), nn.GELU(), nn.Linear(4 * HIDDEN, HIDDEN))
+        self.weight = nn.Parameter(operands()[0][1].chunk(2)[dist.get_rank()].clone())
+
+    def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
+        return linear_cross_entropy(
+            self.body(hidden), self.weight, target, group=dist.group.WORLD, vocabulary=WORDS
+        ).sin()  # which needs the loss in backward
+
+
+def runs_in_a_region(rule: dict[str, Any]) -> list[tuple[int, int]]:
+    """Gradients are those without one. Returns the sums between ranks in forward and in backward, of each step."""
+    (hidden, *_), target = operands()
+    reduce, counts, models = dist.all_reduce, [], []
+    for is_region in (False, True):
+        torch.manual_seed(0)
+        model, sums, steps = nn.ModuleDict({"shared": Shared()}), [], []
+        if is_region:
+            recompute.apply(model, {"rules": [{"match": "shared", **rule}]})
+
+        def noted(*args: Any, sums: list[int] = sums, **kwargs: Any) -> Any:
+            sums.append(1)
+            return reduce(*args, **kwargs)
+
+        with mock.patch.object(dist, "all_reduce", noted):
+            for _ in range(6):
+                loss = model["shared"](hidden, target)
+                forward = len(sums)
+                steps += [loss, *torch.autograd.grad(loss, list(model.parameters()))]
+                counts.append((forward, len(sums) - forward))
+                sums.clear()
+        models.append(steps)
+    torch.testing.assert_close(*models, rtol=0, atol=0)
+    return counts[6:]
 
 
 def refusals() -> list[str]:

@@ -106,6 +106,39 @@ def test_however_much_is_held_the_gradients_are_the_same(kind: str, device: str,
 
 
 @pytest.mark.parametrize("device", ["reference", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+@pytest.mark.parametrize("trains", [True, False])
+@each_kind_of_divergence
+def test_of_many_tokens_forward_makes_each_logit_once(
+    kind: str, trains: bool, device: str, monkeypatch: pytest.MonkeyPatch
+):
+    tokens, made, make_block = 600, [], logit_blocks.Blocks.make
+
+    def noted(self: logit_blocks.Blocks, block: int) -> Tensor:
+        made.append(make_block(self, block))
+        return made[-1]
+
+    monkeypatch.setattr(logit_blocks.Blocks, "make", noted)
+    inputs, _ = make_inputs(device, tokens=tokens)
+    teacher = make_teacher(device, tokens=tokens)
+    results = []
+    for logits_bytes in (300 * V * 2 * 4, float("inf")):
+        made.clear()
+        with torch.set_grad_enabled(trains):
+            options = {
+                "student_bias": inputs[2],
+                "teacher_bias": teacher[2],
+                "kind": kind,
+                "logits_bytes": logits_bytes,
+            }
+            found = linear_divergence(*inputs[:2], *teacher[:2], **options)
+        assert sum(each.numel() for each in made) == 2 * tokens * V
+        results.append([found, *(torch.autograd.grad(found.sum(), inputs) if trains else [])])
+        assert sum(each.numel() for each in made) <= 4 * tokens * V
+    for value, other in zip(*results, strict=True):
+        torch.testing.assert_close(value, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", ["reference", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
 @each_kind_of_divergence
 def test_no_tensor_is_larger_than_the_memory_for_logits(kind: str, device: str):
     tokens = 256

@@ -9,7 +9,7 @@ from functools import partial
 from importlib import import_module
 
 import torch
-from kernel_benchmark.ways import OURS, WAYS, Function, Load, Tensors
+from kernel_benchmark.ways import KINDS, OURS, WAYS, Function, Load, Tensors
 from torch import Generator, Tensor
 from torch._functorch import config as functorch_config
 
@@ -326,28 +326,22 @@ BENCHMARKS = {
                 flops=times(6),
             ),
         ),
-        sizes=((8192, 4096, 128256), (16384, 2048, 128256), (8192, 1024, 151936)),
+        sizes=((8192, 4096, 128256), (16384, 2048, 128256), (8192, 1024, 151936), (8192, 4096, 151936)),
         small=(64, 128, 512),
         compiled=((8192, 4096, 128256), (16384, 2048, 128256), (8192, 1024, 151936)),
     ),
     **{
         name: Benchmark(
             draw,
-            (
-                Measure(
-                    "forward + backward",
-                    ("values", "dhidden", "dweight"),
-                    each(step, name),
-                    flops=times(flops),
-                ),
-            ),
+            (Measure("forward + backward", (*results, "dhidden", "dweight"), each(step, name), flops=times(flops)),),
             sizes=((8192, 4096, 151936),),
             small=(64, 128, 512),
             compiled=((8192, 4096, 151936),),
         )
-        for name, draw, flops in (
-            ("linear_log_probs", draw_logits, 6),
-            ("linear_divergence", draw_teacher_too, 8),
+        for name, draw, results, flops in (
+            ("linear_log_probs", draw_logits, ["log_probs"], 6),
+            ("linear_log_probs_and_entropy", draw_logits, ["log_probs", "entropies"], 6),
+            *((f"linear_{kind}", draw_teacher_too, ["divergence"], 8) for kind in KINDS),
         )
     },
 }

@@ -90,11 +90,23 @@ def linear_log_probs(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     return F.linear(hidden, weight).float().log_softmax(-1).gather(-1, target[:, None])[:, 0]
 
 
-def linear_jsd(student: Tensor, student_weight: Tensor, teacher: Tensor, teacher_weight: Tensor) -> Tensor:
+def linear_log_probs_and_entropy(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensors:
+    log_p = F.linear(hidden, weight).float().log_softmax(-1)
+    return log_p.gather(-1, target[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+def linear_divergence(
+    student: Tensor, student_weight: Tensor, teacher: Tensor, teacher_weight: Tensor, kind: str = "jsd"
+) -> Tensor:
+    """Its mean, which is what Liger's returns."""
     log_p = F.linear(student, student_weight).float().log_softmax(-1)
     log_q = F.linear(teacher, teacher_weight).float().log_softmax(-1)
+    if kind == "forward_kl":
+        return F.kl_div(log_p, log_q, reduction="batchmean", log_target=True)
+    if kind == "reverse_kl":
+        return F.kl_div(log_q, log_p, reduction="batchmean", log_target=True)
     log_m = torch.logaddexp(log_p, log_q) - math.log(2)
-    return (log_q.exp() * (log_q - log_m) + log_p.exp() * (log_p - log_m)).sum(-1) / 2
+    return sum(F.kl_div(log_m, each, reduction="batchmean", log_target=True) for each in (log_p, log_q)) / 2
 
 
 def op(module: str, name: str, *last: Any, **options: Any) -> Load:
@@ -129,20 +141,56 @@ def quack_add_rms_norm() -> Function:
     return lambda x, residual, weight: norm(x, weight, residual=residual, eps=EPS, prenorm=True)
 
 
-def trl_log_probs() -> Function:
-    compute = import_module("trl.kernels.chunked_logprob").ChunkedLogProbFunction.apply
-    return lambda hidden, weight, target: compute(hidden, weight, None, target, 1.0, TRL_WIDTH, None, 1.0, ())[0]
+def trl_log_probs(*outputs: str) -> Load:
+    """With ``entropy``, the entropies too."""
+
+    def load() -> Function:
+        compute = import_module("trl.kernels.chunked_logprob").ChunkedLogProbFunction.apply
+
+        def call(hidden: Tensor, weight: Tensor, target: Tensor) -> Any:
+            found = compute(hidden, weight, None, target, 1.0, TRL_WIDTH, None, 1.0, outputs)
+            return found[: 1 + len(outputs)]
+
+        return call
+
+    return load
 
 
-def trl_jsd() -> Function:
-    compute = import_module("trl.kernels.chunked_divergence").ChunkedDivergenceFunction.apply
-    return lambda student, weight, teacher, head: compute(student, weight, None, teacher, head, None, 0.5)[0]
+def trl_divergence(beta: float) -> Load:
+    def load() -> Function:
+        compute = import_module("trl.kernels.chunked_divergence").ChunkedDivergenceFunction.apply
+        return lambda *student_and_teacher: compute(*given(*student_and_teacher), beta)[0].mean()
+
+    def given(student: Tensor, weight: Tensor, teacher: Tensor, head: Tensor) -> tuple[Any, ...]:
+        return student, weight, None, teacher, head, None
+
+    return load
 
 
-def torch_linear_cross_entropy() -> Function:
+def torch_linear_cross_entropy(reduction: str = "mean") -> Load:
     """Of torch 2.14."""
-    options = import_module("torch.nn.modules.linear_cross_entropy_options").LinearCrossEntropyOptions()
-    return partial(F.linear_cross_entropy, options=options)
+
+    def load() -> Function:
+        options = import_module("torch.nn.modules.linear_cross_entropy_options").LinearCrossEntropyOptions()
+        return partial(F.linear_cross_entropy, reduction=reduction, options=options)
+
+    return load
+
+
+def negative(load: Load) -> Load:
+    def load_it() -> Function:
+        function = load()
+        return lambda *inputs: -function(*inputs)
+
+    return load_it
+
+
+def mean_of(load: Load) -> Load:
+    def load_it() -> Function:
+        function = load()
+        return lambda *inputs: function(*inputs).mean()
+
+    return load_it
 
 
 def our_mlp(**options: Any) -> Load:
@@ -166,7 +214,24 @@ LIGER_CROSS_ENTROPY = partial(op, "liger_kernel.ops", "LigerFusedLinearCrossEntr
 FLOAT32_SUMS = (None, None, -100, 0.0, 0.0, "mean", None, False, torch.float32)
 TRL_WIDTH = 32768  # the columns of a block, as TRL sets it
 OUR_LOG_PROBS = partial(op, "recompute.kernels.linear_log_probs", "linear_log_probs")
-OUR_JSD = partial(op, "recompute.kernels.linear_divergence", "linear_divergence", kind="jsd")
+OUR_DIVERGENCE = partial(op, "recompute.kernels.linear_divergence", "linear_divergence")
+KINDS = {"jsd": 0.5, "forward_kl": 0.0, "reverse_kl": 1.0}
+"""Kinds of divergences, and the beta that peers call them by."""
+
+
+def divergence_ways(kind: str, beta: float) -> dict[str, Load]:
+    eager = partial(linear_divergence, kind=kind)
+    return {
+        OURS: mean_of(OUR_DIVERGENCE(kind=kind)),
+        OURS_GIB: mean_of(OUR_DIVERGENCE(kind=kind, logits_bytes=1 << 30)),
+        OURS_ALL: mean_of(OUR_DIVERGENCE(kind=kind, logits_bytes=math.inf)),
+        EAGER: formula(eager),
+        COMPILED: compiled(eager),
+        LIGER: op("liger_kernel.ops.fused_linear_jsd", "LigerFusedLinearJSDFunction.apply", None, beta),  # no labels
+        TRL: trl_divergence(beta),
+    }
+
+
 OUR_CROSS_ENTROPY = partial(op, "recompute.kernels.linear_cross_entropy", "linear_cross_entropy")
 
 WAYS: dict[str, dict[str, Load]] = {
@@ -238,7 +303,7 @@ WAYS: dict[str, dict[str, Load]] = {
         LIGER: first_of(LIGER_CROSS_ENTROPY()),
         LIGER_FLOAT32: first_of(LIGER_CROSS_ENTROPY(*FLOAT32_SUMS)),
         CCE: op("cut_cross_entropy", "linear_cross_entropy"),
-        TORCH: torch_linear_cross_entropy,
+        TORCH: torch_linear_cross_entropy(),
     },
     "linear_log_probs": {
         OURS: OUR_LOG_PROBS(),
@@ -246,14 +311,15 @@ WAYS: dict[str, dict[str, Load]] = {
         OURS_ALL: OUR_LOG_PROBS(logits_bytes=math.inf),
         EAGER: formula(linear_log_probs),
         COMPILED: compiled(linear_log_probs),
-        TRL: trl_log_probs,
+        TRL: first_of(trl_log_probs()),
+        TORCH: negative(torch_linear_cross_entropy("none")),
     },
-    "linear_divergence": {
-        OURS: OUR_JSD(),
-        OURS_GIB: OUR_JSD(logits_bytes=1 << 30),
-        OURS_ALL: OUR_JSD(logits_bytes=math.inf),
-        EAGER: formula(linear_jsd),
-        COMPILED: compiled(linear_jsd),
-        TRL: trl_jsd,
+    "linear_log_probs_and_entropy": {
+        OURS: OUR_LOG_PROBS(entropy=True),
+        OURS_ALL: OUR_LOG_PROBS(entropy=True, logits_bytes=math.inf),
+        EAGER: formula(linear_log_probs_and_entropy),
+        COMPILED: compiled(linear_log_probs_and_entropy),
+        TRL: trl_log_probs("entropy"),
     },
+    **{f"linear_{kind}": divergence_ways(kind, beta) for kind, beta in KINDS.items()},
 }

@@ -304,6 +304,8 @@ def _condition(op: OpOverload, space: str, base: str) -> _Condition | None:
     numbers = (argument.name for argument in op._schema.arguments if "Tensor" not in str(argument.type))
     if dropouts := [name for name in numbers if "dropout" in name]:
         return _Condition(lambda argument: not any(map(argument, dropouts)), "")
+    if space == "recompute" and any(argument.name == "group" for argument in op._schema.arguments):
+        return _Condition(lambda argument: not argument("group"), COLLECTIVE)  # ranks that share the words of a head
     return _CONDITIONS.get(base.removesuffix("_")) if space == "aten" else None
 
 
