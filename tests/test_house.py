@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 FOLDERS = (
     "cli",
+    "cli_parts",
     "integrations",
     "ablation",
     "planning",
@@ -103,6 +104,8 @@ HIDDEN_IMPORTS = {
     # torch, transformers and matplotlib take seconds to import. The command line, recompute.estimate and recompute.plan
     # check what they were given before they wait for that.
     "recompute.cli": ("recompute",),
+    "recompute.cli_parts": ("recompute",),
+    "recompute.estimation.adapt_model": ("peft",),
     "recompute.estimation.estimate": (
         "recompute.estimation.model_and_batch",
         "recompute.estimation.model_estimator",
@@ -324,7 +327,9 @@ def test_whatever_is_imported_is_a_dependency() -> None:
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     extras = setup["options.extras_require"]
-    lines = "\n".join([setup["options"]["install_requires"], extras["peers"], extras["lightning"]]).split("\n")
+    lines = "\n".join(
+        [setup["options"]["install_requires"], extras["peers"], extras["lightning"], extras["peft"]]
+    ).split("\n")
     # Each of these distributions has the name of what is imported, but for dashes and for ruamel.yaml.
     asked_for = {re.split("[<>=;.]", line)[0].strip().replace("-", "_") for line in lines}
     asked_for |= {"markdown_it", "pydantic_core"}  # the latter by pydantic, which needs just the one it was made with

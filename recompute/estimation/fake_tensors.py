@@ -43,7 +43,8 @@ def fake_copy(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
 def modules_move() -> Iterator[None]:
     """Inside, ``nn.Module.to`` and its like give modules new fake parameters; shared ones stay shared.
 
-    Torch's own swaps them, and refuses that for those that something refers to, as an adapter's base layer.
+    Torch's own swaps them, and refuses that for those that something refers to, as an adapter's base layer. And fake
+    tensors can be copied, as an adapter copies a module that it saves: torch's copy asks for their addresses.
     """
     whole = nn.Module._apply
     moved: dict[Tensor, Tensor] = {}
@@ -62,11 +63,19 @@ def modules_move() -> Iterator[None]:
             module._buffers[name] = None if buffer is None else change(buffer)
         return module
 
-    nn.Module._apply = applied  # type: ignore[method-assign]
+    nn.Module._apply, copies = applied, FakeTensor.__deepcopy__  # type: ignore[method-assign]
+    FakeTensor.__deepcopy__ = _copied  # type: ignore[method-assign]
     try:
         yield
     finally:
-        nn.Module._apply = whole  # type: ignore[method-assign]
+        nn.Module._apply, FakeTensor.__deepcopy__ = whole, copies  # type: ignore[method-assign]
+
+
+def _copied(tensor: Any, memo: dict[int, Any]) -> Tensor:
+    if id(tensor) not in memo:
+        new = tensor.detach().clone()
+        memo[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+    return memo[id(tensor)]
 
 
 def fake_batch(batch: Any) -> Any:

@@ -146,6 +146,7 @@ class ModelEstimator:
             options.loss,
             options.microbatches,
             options.microbatches_in_flight,
+            str(options.adapters or ""),
             (*self._subject.assumed, *self._assumed(step)),
         )
 
@@ -215,9 +216,9 @@ class ModelEstimator:
         surroundings = Surroundings(self._platform, torch.bfloat16 if autocast else None)
         try:
             if policy is not None and any(_learns(rule) for rule in policy.rules):
-                # Where regions of two kinds begin alike, one takes the other's plan in the first forward. And each
-                # checkpoint learns by itself.
-                for around in (first, nullcontext):
+                # A custom Function is whole from its second run on. Where regions of two kinds begin alike, one takes
+                # the other's plan in the first forward. And each checkpoint learns by itself.
+                for around in (first, first, nullcontext):
                     with around():
                         run_forward(subject.model, subject.run, surroundings)
             yield lambda: simulate(
