@@ -1,4 +1,4 @@
-"""The command line: `recompute ablate`, `explain`, `estimate`, `plan`, `verify` and `policies`."""
+"""The command line: `recompute ablate`, `explain`, `estimate`, `doctor`, `plan`, `verify` and `policies`."""
 
 from __future__ import annotations
 
@@ -246,6 +246,37 @@ def estimate(
         answer = request.run(tell)
     typer.echo(answer.to_json() if as_json else answer.text)
     if answer.fit is not None and not answer.fit.fits:
+        raise typer.Exit(1)
+
+
+@app.command()
+def doctor(
+    model: ModelOption,
+    seq_len: LengthOption = 4096,
+    batch_size: BatchOption = 1,
+    dtype: str = typer.Option("bfloat16", help="As estimate takes it."),
+    optimizer: str = typer.Option("adamw", help="As estimate takes it."),
+    lora: LoraOption = None,
+    lora_targets: LoraTargetsOption = "all-linear",
+    base: BaseOption = "",
+    gpu: str | None = typer.Option(None, help="The GPU to fit (H200, 'RTX 4090', …). Default: this machine's."),
+    gpu_memory: str | None = typer.Option(None, help="The GPU's memory, where it has another: 24GiB."),
+    as_json: JsonOption = False,
+) -> None:
+    """Say whether a run fits a GPU, what is in the way, and the three best things to type, with the time they cost.
+
+    Needs no GPU. Exits with 0 if the run fits as it is, with 1 if it does not, and with 2 for a mistake.
+    """
+    from recompute.estimation.estimate_options import EstimateOptions
+    from recompute.planning.doctor_command import DoctorRequest
+
+    options = EstimateOptions(dtype, optimizer, "none", 1, "full", 1, 1, lora, lora_targets, base)
+    where: dict[str, Any] = {"gpu": gpu, "gpu_memory": gpu_memory, "batch_size": batch_size, "seq_len": seq_len}
+    request = DoctorRequest.checked(model=model, options=options, **where)
+    with progress_told() as tell:
+        found = request.run(tell)
+    typer.echo(found.to_json() if as_json else str(found))
+    if not found.fits:
         raise typer.Exit(1)
 
 

@@ -115,6 +115,11 @@ HIDDEN_IMPORTS = {
     "recompute.estimation.estimate_command": ("recompute.estimation.fitting_changes",),
     "recompute.estimation.estimate_result": ("matplotlib",),
     "recompute.planning.make_plan": ("recompute.planning.plan_verification", "recompute.profiling.profile_model"),
+    "recompute.planning.doctor_command": (
+        "torch",
+        "recompute.estimation.fitting_changes",
+        "recompute.profiling.roofline",
+    ),
     "recompute.planning.plan_command": (
         "torch",
         "recompute.estimation.build_model",

@@ -17,6 +17,7 @@ from recompute.policy.loading import load_policy
 if TYPE_CHECKING:
     from recompute.attach.apply import PolicyLike
     from recompute.estimation.model_estimator import ModelEstimator
+    from recompute.estimation.simulation import OpClock
 
 
 def estimate(
@@ -89,9 +90,15 @@ def _check_counts(**numbers: Any) -> None:
 
 @contextmanager
 def estimator_of(
-    model: Any, options: EstimateOptions, batch_size: int, seq_len: int, batch: Any, gpu: str | None
+    model: Any,
+    options: EstimateOptions,
+    batch_size: int,
+    seq_len: int,
+    batch: Any,
+    gpu: str | None,
+    timed: OpClock | None = None,
 ) -> Iterator[ModelEstimator]:
-    """Inside, estimates the model under any options. The arguments are those of ``estimate``."""
+    """Inside, estimates the model under any options. ``ModelEstimator`` has ``timed``, ``estimate`` the others."""
     device = None if gpu is None else find_gpu(gpu)
 
     # These import torch and transformers.
@@ -101,4 +108,4 @@ def estimator_of(
     from recompute.substitution.formulas import looking_once
 
     with fake_model_and_batch(model, options, batch_size, seq_len, batch) as subject, looking_once():
-        yield ModelEstimator(subject, Platform.of(device))
+        yield ModelEstimator(subject, Platform.of(device), timed=timed)
