@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from recompute.errors import ModelError, NoEffectError
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 Progress = Callable[[str, int, int], None]
 
 _BEST = 3
-_PRESETS = ("elementwise", "auto", "alternate", "full")
+PRESETS = ("elementwise", "auto", "alternate", "full")
+"""The policies that are tried."""
 _RANK = 16
 _PLURAL = ("logits", "activations", "buffers")
 
@@ -182,8 +184,8 @@ class DoctorRequest:
         gpu = self.gpu or _gpu_here()
 
         def estimator(options: EstimateOptions) -> Any:
-            sizes = self.batch_size, self.seq_len, None, gpu.name
-            return estimator_of(self.model, options, *sizes, lambda *ran: op_seconds(*ran, gpu))
+            timed = partial(op_seconds, figures=gpu)
+            return estimator_of(self.model, options, self.batch_size, self.seq_len, None, gpu.name, timed)
 
         with estimator(self.options) as of_model:
             progress("estimating the step as it is", 0, 0)
@@ -210,7 +212,7 @@ def _remedies(estimator: ModelEstimator, options: EstimateOptions, gpu: Gpu, pro
     from recompute.estimation.fitting_changes import combinations  # which imports torch
 
     found: dict[Any, Remedy] = {}
-    tried = list(combinations(estimator, options, None, None, _PRESETS))
+    tried = list(combinations(estimator, options, None, None, PRESETS))
     for done, each in enumerate(tried):
         if found and each.options.devices > next(iter(found.values())).devices:
             break
