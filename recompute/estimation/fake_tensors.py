@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._pytree import tree_map_only
 
 from recompute.engine.fake_mode import FakeMode
+from recompute.estimation.quantized_linear import standing_for
 
 _CPU = torch.device("cpu")
 
@@ -20,7 +21,8 @@ _CPU = torch.device("cpu")
 def fake_copy(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     """A copy of the model on fake CPU tensors, in training mode. Call it under the mode of fake tensors.
 
-    The model may be on any device, also on ``meta``, and is left as it is. A policy on it is not on the copy.
+    The model may be on any device, also on ``meta``, and is left as it is. A policy on it is not on the copy. For
+    Linears of bitsandbytes others stand there, with the same bytes.
 
     dtype: for the copy's floating-point parameters; None to leave them as they are.
     """
@@ -36,6 +38,10 @@ def fake_copy(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         for buffer in module._buffers.values():
             if buffer is not None:
                 memo.setdefault(id(buffer), _fake(buffer, buffer.dtype))
+    for module in model.modules():
+        if (stand_in := standing_for(module)) is not None:
+            stand_in.bias = None if module.bias is None else memo[id(module.bias)]
+            memo[id(module)] = stand_in
     return copy.deepcopy(model, memo).train()
 
 

@@ -43,8 +43,9 @@ class QuantizedLinear(nn.Linear):
         self.bias = bias  # type: ignore[assignment]
 
     def forward(self, x: Tensor) -> Tensor:
-        given, x = x.dtype, x.to(self.compute_dtype)
-        bias = None if self.bias is None else self.bias.to(self.compute_dtype)
+        given = x.dtype
+        x = x if self.base == "int8" else x.to(self.compute_dtype)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
         if self.base == "float8":
             # torchao leaves this to autograd, which holds the weight that was made.
             return F.linear(x, self.weight.to(x.dtype) * self.scales.to(x.dtype), bias).to(given)
@@ -57,6 +58,18 @@ class QuantizedLinear(nn.Linear):
             self.scales.float()
         pairs = self.weight.expand(-1, 2).to(self.compute_dtype)
         return pairs.flatten()[: self.in_features * self.out_features].view(self.out_features, self.in_features)
+
+
+def standing_for(module: Any) -> QuantizedLinear | None:
+    """What stands on fake tensors for a Linear of bitsandbytes that has been loaded; None for any other module."""
+    kind = type(module)
+    if not kind.__module__.startswith("bitsandbytes") or kind.__name__ not in ("Linear8bitLt", "Linear4bit"):
+        return None
+    base, compute_dtype = "int8", torch.bfloat16
+    if kind.__name__ == "Linear4bit":
+        state = module.weight.quant_state
+        base, compute_dtype = "nf4-double" if state.nested else "nf4", module.compute_dtype or state.dtype
+    return QuantizedLinear((module.in_features, module.out_features), module.bias, base, compute_dtype, "cpu")
 
 
 def packed_numbers(model: nn.Module) -> int:

@@ -28,6 +28,7 @@ from recompute.estimation.quantized_linear import QuantizedLinear
 
 CONFIG = transformers.LlamaConfig(**{**models.SHAPE, "hidden_size": 128, "intermediate_size": 320, "head_dim": 32})
 LENGTH = 32
+SAME: dict[str, Any] = {"advise": False, "seq_len": LENGTH, "lora": 4, "base": "nf4"}
 
 
 def estimate(**options: Any) -> Estimate:
@@ -239,6 +240,8 @@ def test_activations_are_those_of_a_step_of_peft_and_bitsandbytes() -> None:
         loss = real(**batch).loss
         trace.mark("forward")
         loss.backward()
+    loaded = recompute.estimate(real, batch=batch, advise=False)
+    assert loaded.peak_bytes == recompute.estimate(CONFIG, **SAME, batch_size=2).peak_bytes
     options = EstimateOptions("bfloat16", "adamw", "none", 1, "full", lora=4, base="nf4")
     with fake_model_and_batch(CONFIG, options, 2, LENGTH, None) as subject:
         step = ModelEstimator(subject, None).step(None, False)
