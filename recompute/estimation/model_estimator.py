@@ -70,6 +70,7 @@ class ModelEstimator:
         self._growth: dict[Any, Growth] = {}
         self._optimizer_peaks: dict[Any, int] = {}
         self._optimizer_seconds: dict[Any, float] = {}
+        self._has_met_functions = False
         self._parameters = parameter_shapes(subject.model)
         if not any(each.trains for each in self._parameters):
             raise ModelError(f"{subject.name}: expected a model with parameters to train; found none")
@@ -241,9 +242,12 @@ class ModelEstimator:
         surroundings = Surroundings(self._platform, torch.bfloat16 if autocast else None)
         try:
             if policy is not None and any(_learns(rule) for rule in policy.rules):
-                # A custom Function is whole from its second run on. Where regions of two kinds begin alike, one takes
-                # the other's plan in the first forward. And each checkpoint learns by itself.
-                for around in (first, first, nullcontext):
+                # A tape takes custom Functions for single steps once it has met them. Where regions of two kinds begin
+                # alike, one takes the other's plan in the first forward. And each checkpoint learns by itself.
+                is_tape = any(meaning_of(rule).mechanism is Mechanism.TAPE for rule in policy.rules)
+                meets = is_tape and not self._has_met_functions
+                self._has_met_functions |= is_tape
+                for around in (*([first] if meets else []), first, nullcontext):
                     with around():
                         run_forward(subject.model, subject.run, surroundings)
             logits: dict[str, Any] = {"tokens": self._tokens(), "classes": self._classes()}
