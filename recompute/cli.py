@@ -1,4 +1,4 @@
-"""The command line: `recompute ablate`, `explain`, `estimate`, `plan`, `verify` and `policies`."""
+"""The command line: `recompute ablate`, `explain`, `estimate`, `doctor`, `plan`, `verify` and `policies`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import shlex
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
@@ -20,8 +18,29 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from recompute import errors
+from recompute.cli_parts import (
+    ALLOW_HELP,
+    MODEL_HELP,
+    BaseOption,
+    BatchOption,
+    Device,
+    DevicesOption,
+    DTypeOption,
+    InFlightOption,
+    JsonOption,
+    LengthOption,
+    LoraOption,
+    LoraTargetsOption,
+    MicrobatchesOption,
+    ModelOption,
+    OverwriteOption,
+    PolicyArgument,
+    ShardingOption,
+    own_path,
+    progress_told,
+    stderr,
+)
 from recompute.errors import PolicyWarning, RecomputeError
-from recompute.files import user_path
 
 if TYPE_CHECKING:
     from recompute.ablation.ablate_command import AblateRequest, AblationOutcome
@@ -77,57 +96,15 @@ def main(
     pass
 
 
-Device = Literal["auto", "cpu", "cuda"]
-
-
-def _dtype(name: str) -> str:
-    from recompute.estimation.static_memory import read_option
-
-    try:
-        return read_option("dtype", name, _DTYPES)
-    except RecomputeError as error:
-        raise typer.BadParameter(str(error)) from error
-
-
-_MODEL_HELP = (
-    "An ablation's .yaml (its model section), a config.json or its folder, a name Hugging Face knows, or "
-    "package.module:factory, a function that returns a model and a batch."
-)
-_ALLOW_HELP = (
-    "keep, hook, kernel, checkpoint, offload or compress: only what is listed may be chosen. compress is not exact, "
-    "and chosen only if listed. Repeatable."
-)
-_DTYPES = ("float32", "bfloat16", "float16")
-
-
-def _user_path(path: Path | None) -> Path | None:
-    return None if path is None else user_path(path)
-
-
-PolicyArgument = Annotated[str, typer.Argument(help="Preset or policy file.")]
-ModelOption = Annotated[str, typer.Option(help=_MODEL_HELP)]
-LengthOption = Annotated[int, typer.Option(help="Tokens of a sequence. A factory has its own.", min=2)]
-BatchOption = Annotated[int, typer.Option(help="Sequences or images. A factory has its own.", min=1)]
-DTypeOption = Annotated[str, typer.Option(help="The model's dtype.", parser=_dtype, metavar="|".join(_DTYPES))]
-ShardingOption = Annotated[str, typer.Option(help="none, ddp, zero1, zero2, zero3 or fsdp2.")]
-DevicesOption = Annotated[int, typer.Option(help="That share the model; the batch is one device's.", min=1)]
-MicrobatchesOption = Annotated[int, typer.Option(help="Of a step; the batch is one of them.", min=1)]
-InFlightOption = Annotated[
-    int, typer.Option(help="Of a pipeline's stage: between forward and backward at once.", min=1)
-]
-OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace files that are there.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-
-
 @app.command()
 def ablate(
     config: Path | None = typer.Argument(
-        None, help="YAML file; see examples/ablation. Default: by whether there is a GPU.", callback=_user_path
+        None, help="YAML file; see examples/ablation. Default: by whether there is a GPU.", callback=own_path
     ),
     policy: list[str] | None = typer.Option(None, help="Preset or policy file, instead of the config's. Repeatable."),
     peer: list[str] | None = typer.Option(None, help="torch-checkpoint, liger …, instead of the config's. Repeatable."),
-    text: Path | None = typer.Option(None, help="Train on this file's bytes.", callback=_user_path),
-    out: Path = typer.Option("results/ablation", help="Folder to write to.", file_okay=False, callback=_user_path),
+    text: Path | None = typer.Option(None, help="Train on this file's bytes.", callback=own_path),
+    out: Path = typer.Option("results/ablation", help="Folder to write to.", file_okay=False, callback=own_path),
     device: Device | None = typer.Option(None, help="Where to train."),
     steps: int | None = typer.Option(None, help="Training steps a policy.", min=1),
     model: str | None = typer.Option(
@@ -171,7 +148,7 @@ def _ablated(request: AblateRequest) -> AblationOutcome:
         nonlocal left
         left = f"{done} of {total} done" + (f", about {_duration(seconds)} left" if seconds else "")
 
-    with Progress(console=_stderr(), transient=True, disable=not _stderr().is_terminal) as progress:
+    with Progress(console=stderr(), transient=True, disable=not stderr().is_terminal) as progress:
         task = progress.add_task("", total=None)
 
         def show(what: str, done: int, total: int) -> None:
@@ -198,6 +175,9 @@ def explain(
     seq_len: LengthOption = 4096,
     batch_size: BatchOption = 1,
     dtype: DTypeOption = "bfloat16",
+    lora: LoraOption = None,
+    lora_targets: LoraTargetsOption = "all-linear",
+    base: BaseOption = "",
     device: Device = typer.Option("auto", help="Whose attention and kernels to explain. No GPU is needed for cuda."),
     wide: bool = typer.Option(False, "--wide", help="Every byte, in lines as long as that takes."),
 ) -> None:
@@ -205,19 +185,22 @@ def explain(
 
     Takes no memory for the model, and neither its weights nor a GPU.
     """
+    from recompute.estimation.adapters import Adapters
+
+    adapters = Adapters(lora, lora_targets, base).read()
     rules = _load_policy(policy, model)
 
     from recompute.attach.explain import WIDTH
     from recompute.diagnostics.policy_commands import explain_policy
 
     width = max(80, shutil.get_terminal_size().columns) if sys.stdout.isatty() else WIDTH
-    asked = {"seq_len": seq_len, "batch_size": batch_size, "dtype": dtype, "device": device}
+    asked = {"seq_len": seq_len, "batch_size": batch_size, "dtype": dtype, "device": device, "adapters": adapters}
     typer.echo(explain_policy(rules, model, wide=wide, width=width, **asked))
 
 
 @app.command()
 def estimate(
-    model: str = typer.Option(..., "--model", "--config", help=_MODEL_HELP),
+    model: str = typer.Option(..., "--model", "--config", help=MODEL_HELP),
     seq_len: LengthOption = 4096,
     batch_size: BatchOption = 1,
     dtype: str = typer.Option(
@@ -226,6 +209,9 @@ def estimate(
     optimizer: str = typer.Option(
         "adamw", help="adamw (foreach), adamw-fused, adamw-loop, adamw-8bit, sgd, sgd-momentum."
     ),
+    lora: LoraOption = None,
+    lora_targets: LoraTargetsOption = "all-linear",
+    base: BaseOption = "",
     sharding: ShardingOption = "none",
     devices: DevicesOption = 1,
     gpu: str | None = typer.Option(None, help="Say whether it fits this GPU (H200, …), and what would."),
@@ -238,7 +224,7 @@ def estimate(
     sweep: bool = typer.Option(
         False, "--sweep", help="A table, and a plot, of 1, 2, 4 times the batch by 1/2, 1, 2, 4 the length."
     ),
-    out: Path = typer.Option("results/estimate", help="Folder for the plot.", file_okay=False, callback=_user_path),
+    out: Path = typer.Option("results/estimate", help="Folder for the plot.", file_okay=False, callback=own_path),
     overwrite: OverwriteOption = False,
 ) -> None:
     """Print what a training step will take: parameters, gradients, optimizer, activations, and the peak.
@@ -250,15 +236,47 @@ def estimate(
     from recompute.estimation.estimate_command import EstimateRequest
     from recompute.estimation.estimate_options import EstimateOptions
 
-    options = EstimateOptions(dtype, optimizer, sharding, devices, loss, microbatches, microbatches_in_flight)
+    several = microbatches, microbatches_in_flight, lora, lora_targets, base
+    options = EstimateOptions(dtype, optimizer, sharding, devices, loss, *several)
     asked: dict[str, Any] = {"device": read_capacity(gpu, gpu_memory), "batch_size": batch_size, "seq_len": seq_len}
     request = EstimateRequest.checked(
         model=model, options=options, policy=policy, sweep=sweep, out=out, overwrite=overwrite, **asked
     )
-    with _progress() as tell:
+    with progress_told() as tell:
         answer = request.run(tell)
     typer.echo(answer.to_json() if as_json else answer.text)
     if answer.fit is not None and not answer.fit.fits:
+        raise typer.Exit(1)
+
+
+@app.command()
+def doctor(
+    model: ModelOption,
+    seq_len: LengthOption = 4096,
+    batch_size: BatchOption = 1,
+    dtype: str = typer.Option("bfloat16", help="As estimate takes it."),
+    optimizer: str = typer.Option("adamw", help="As estimate takes it."),
+    lora: LoraOption = None,
+    lora_targets: LoraTargetsOption = "all-linear",
+    base: BaseOption = "",
+    gpu: str | None = typer.Option(None, help="The GPU to fit (H200, 'RTX 4090', …). Default: this machine's."),
+    gpu_memory: str | None = typer.Option(None, help="The GPU's memory, where it has another: 24GiB."),
+    as_json: JsonOption = False,
+) -> None:
+    """Say whether a run fits a GPU, what is in the way, and the three best things to type, with the time they cost.
+
+    Needs no GPU. Exits with 0 if the run fits as it is, with 1 if it does not, and with 2 for a mistake.
+    """
+    from recompute.estimation.estimate_options import EstimateOptions
+    from recompute.planning.doctor_command import DoctorRequest
+
+    options = EstimateOptions(dtype, optimizer, "none", 1, "full", 1, 1, lora, lora_targets, base)
+    where: dict[str, Any] = {"gpu": gpu, "gpu_memory": gpu_memory, "batch_size": batch_size, "seq_len": seq_len}
+    request = DoctorRequest.checked(model=model, options=options, **where)
+    with progress_told() as tell:
+        found = request.run(tell)
+    typer.echo(found.to_json() if as_json else str(found))
+    if not found.fits:
         raise typer.Exit(1)
 
 
@@ -291,12 +309,15 @@ def verify(
 @app.command()
 def plan(
     budget: str = typer.Option(..., help="Of the whole step: 40GiB, 40GB, or 80% of the device."),
-    model: str | None = typer.Option(None, help=_MODEL_HELP),
-    profile: Path | None = typer.Option(None, help="What --save-profile wrote: measure nothing.", callback=_user_path),
-    save_profile: Path | None = typer.Option(None, help="Write the measurements to this JSON.", callback=_user_path),
+    model: str | None = typer.Option(None, help=MODEL_HELP),
+    profile: Path | None = typer.Option(None, help="What --save-profile wrote: measure nothing.", callback=own_path),
+    save_profile: Path | None = typer.Option(None, help="Write the measurements to this JSON.", callback=own_path),
     seq_len: LengthOption = 4096,
     batch_size: BatchOption = 1,
     dtype: DTypeOption = "bfloat16",
+    lora: LoraOption = None,
+    lora_targets: LoraTargetsOption = "all-linear",
+    base: BaseOption = "",
     device: Device = typer.Option("auto", help="Where to measure."),
     gpu: str | None = typer.Option(
         None, help="Measure nothing: calculate for this GPU (H200, rtx4090, …), which need not be here."
@@ -309,19 +330,18 @@ def plan(
     microbatches: MicrobatchesOption = 1,
     microbatches_in_flight: InFlightOption = 1,
     optimizer: str = typer.Option("adamw", help="adamw (torch's choice), adamw-fused, adamw-loop, sgd, sgd-momentum."),
-    allow: list[str] | None = typer.Option(None, help=_ALLOW_HELP),
-    out: Path | None = typer.Option(None, help="Write the policy to this YAML file.", callback=_user_path),
+    allow: list[str] | None = typer.Option(None, help=ALLOW_HELP),
+    out: Path | None = typer.Option(None, help="Write the policy to this YAML file.", callback=own_path),
     overwrite: OverwriteOption = False,
     as_json: JsonOption = False,
-    frontier: bool = typer.Option(
-        False, "--frontier", help="Show what other budgets give; with --out, draw it as a PNG."
-    ),
+    frontier: bool = typer.Option(False, "--frontier", help="Show what other budgets give; with --out, a PNG, too."),
     verify: bool = typer.Option(False, "--verify", help="Run the plan; if its peak is off by over 2%, plan again."),
 ) -> None:
     """Choose the policy with which a model trains fastest within a budget of memory.
 
     Exits with 1 if --verify finds the plan over the budget.
     """
+    from recompute.estimation.adapters import Adapters
     from recompute.estimation.gpus import read_gpu
     from recompute.planning.plan_command import PlanRequest
 
@@ -334,12 +354,13 @@ def plan(
         gpu=read_gpu(gpu, memory=gpu_memory, tflops=gpu_tflops, bandwidth=gpu_bandwidth),
         allowed=tuple(allow or ()) or None,
         microbatches_in_flight=microbatches_in_flight,
+        adapters=Adapters(lora, lora_targets, base).read(),
         frontier=frontier,
         verify=verify,
         **files,
         **training,
     ).checked()
-    with _progress() as tell:
+    with progress_told() as tell:
         found = request.run(tell)
     typer.echo(request.text(found, as_json=as_json))
     for path in request.write(found):
@@ -355,33 +376,6 @@ def _load_policy(policy: str, model: str) -> Policy:
     rules = load_policy(policy)
     check_source(model)
     return rules
-
-
-def _stderr() -> Console:
-    return Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """Tells on stderr what is done, how far it is and of how much (0: not known): a bar, or lines where none can be."""
-    if not _stderr().is_terminal:
-        yield _Lines()
-        return
-    with Progress(console=_stderr(), transient=True) as progress:
-        task = progress.add_task("", total=None)
-        yield lambda what, done, total: progress.update(task, description=what, completed=done, total=total or None)
-
-
-class _Lines:
-    """A line for what begins, and for each tenth of what has a known end."""
-
-    _told: tuple[str, int] | None = None
-
-    def __call__(self, what: str, done: int, total: int) -> None:
-        tenth = 10 * done // total if total else 0
-        if (what, tenth) != self._told:
-            self._told = what, tenth
-            typer.echo(f"recompute: {what}: {done} of {total}" if total else f"recompute: {what}", err=True)
 
 
 @app.command()

@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 FOLDERS = (
     "cli",
+    "cli_parts",
     "integrations",
     "ablation",
     "planning",
@@ -105,6 +106,8 @@ HIDDEN_IMPORTS = {
     # torch, transformers and matplotlib take seconds to import. The command line, recompute.estimate and recompute.plan
     # check what they were given before they wait for that.
     "recompute.cli": ("recompute",),
+    "recompute.cli_parts": ("recompute",),
+    "recompute.estimation.adapt_model": ("peft",),
     "recompute.estimation.estimate": (
         "recompute.estimation.model_and_batch",
         "recompute.estimation.model_estimator",
@@ -114,6 +117,11 @@ HIDDEN_IMPORTS = {
     "recompute.estimation.estimate_command": ("recompute.estimation.fitting_changes",),
     "recompute.estimation.estimate_result": ("matplotlib",),
     "recompute.planning.make_plan": ("recompute.planning.plan_verification", "recompute.profiling.profile_model"),
+    "recompute.planning.doctor_command": (
+        "torch",
+        "recompute.estimation.fitting_changes",
+        "recompute.profiling.roofline",
+    ),
     "recompute.planning.plan_command": (
         "torch",
         "recompute.estimation.build_model",
@@ -326,7 +334,9 @@ def test_whatever_is_imported_is_a_dependency() -> None:
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     extras = setup["options.extras_require"]
-    lines = "\n".join([setup["options"]["install_requires"], extras["peers"], extras["lightning"]]).split("\n")
+    lines = "\n".join(
+        [setup["options"]["install_requires"], extras["peers"], extras["lightning"], extras["peft"]]
+    ).split("\n")
     # Each of these distributions has the name of what is imported, but for dashes and for ruamel.yaml.
     asked_for = {re.split("[<>=;.]", line)[0].strip().replace("-", "_") for line in lines}
     asked_for |= {"axolotl", "torchtitan"}  # they import the file of recompute.integrations that needs them

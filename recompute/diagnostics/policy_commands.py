@@ -30,6 +30,7 @@ def explain_policy(policy: Policy, model: str, *, wide: bool, width: int, **aske
         with as_on_cuda() if is_absent else nullcontext():
             call(network, batch)
         title = describe(network, batch, "as on cuda, which is not here" if is_absent else "")
+        title += f"; {asked['adapters']}" if asked.get("adapters") else ""
         return f"{title}\n\n{handle.explain(wide=wide, width=width)}"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,11 @@ from transformers.initialization import no_init_weights
 
 from recompute.counters import resolve_device
 from recompute.engine.fake_mode import FakeMode
+from recompute.engine.numerics import default_dtype
+from recompute.engine.thread_state import is_fake
 from recompute.errors import ModelError
+from recompute.estimation.adapt_model import adapting
+from recompute.estimation.adapters import Adapters
 from recompute.estimation.check_paths import check_source, names_factory
 from recompute.estimation.factories import load_factory, make, placed
 from recompute.estimation.fake_tensors import modules_move
@@ -40,6 +44,7 @@ def build(
     dtype: torch.dtype,
     device: torch.device,
     seed: int = _SEED,
+    adapt: Callable[[nn.Module], nn.Module] = lambda model: model,
 ) -> tuple[nn.Module, Any]:
     """A model in training mode with random weights, and random keyword arguments for it, with labels if it takes any.
 
@@ -51,6 +56,7 @@ def build(
     sequence_length: token ids are (batch_size, sequence_length). Where the configuration has fewer positions, the model
         gets as many.
     seed: of the weights, and of the batch.
+    adapt: given the model, returns what is to train in its place, as ``adapt_model.adapted`` does.
 
     Leaves the global random state as it was. Raises ``PolicyError`` for a configuration that is not valid, and
     ``ModelError`` where there is none, or the model takes neither tokens nor images.
@@ -58,23 +64,30 @@ def build(
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         if isinstance(source, str) and names_factory(source):
-            return _of_factory(source, dtype, device)
-        if isinstance(source, str) and source.endswith((".yaml", ".yml")):
-            source = load_document(ModelFile, source, kind="configuration").model
-        if isinstance(source, ModelShape):
-            model: nn.Module = build_llama(source, positions=sequence_length, dtype=dtype, device=device, seed=seed)
+            model, batch = _of_factory(source, dtype, device)
         else:
-            model = _hugging_face(source, dtype, device, sequence_length)
-        return model, batch_of(model, _called(source), sequence_length, batch_size, dtype, device)
+            if isinstance(source, str) and source.endswith((".yaml", ".yml")):
+                source = load_document(ModelFile, source, kind="configuration").model
+            if isinstance(source, ModelShape):
+                model = build_llama(source, positions=sequence_length, dtype=dtype, device=device, seed=seed)
+            else:
+                model = _hugging_face(source, dtype, device, sequence_length)
+            batch = batch_of(model, _called(source), sequence_length, batch_size, dtype, device)
+        if is_fake() and isinstance(model, transformers.PreTrainedModel):
+            model.tie_weights()  # initializing would have done this
+        return adapt(model), batch
 
 
-def build_options(*, seq_len: int, batch_size: int, dtype: str, device: str) -> dict[str, Any]:
+def build_options(
+    *, seq_len: int, batch_size: int, dtype: str, device: str, adapters: Adapters | None = None
+) -> dict[str, Any]:
     """The options of ``build`` from those of a command line, where dtype and device are names ("auto": CUDA if any)."""
+    trained = getattr(torch, dtype)
     return {
         "sequence_length": seq_len,
         "batch_size": batch_size,
-        "dtype": getattr(torch, dtype),
         "device": resolve_device(device),
+        **adapting(adapters, trained, trained),
     }
 
 
@@ -87,8 +100,6 @@ def build_fake(source: Source, *, device: torch.device, **options: Any) -> Itera
     with without_packing(_called(source)), FakeMode(), modules_move():
         with no_init_weights():  # initializing some models asks for the values of tensors
             model, batch = build(source, device=torch.device("cpu"), **options)
-        if isinstance(model, transformers.PreTrainedModel):
-            model.tie_weights()  # initializing would have done this
         if device.type != "cpu":  # not earlier: CUDA's random state cannot be saved and put back under fake tensors
             model.to(device)
             batch = tree_map_only(Tensor, lambda tensor: torch.empty_like(tensor, device=device), batch)
@@ -137,13 +148,8 @@ def _hugging_face(
         text.max_position_embeddings = positions
     classes = [getattr(transformers, name, None) for name in config.architectures or ()]
     make: Any = next(filter(None, classes), transformers.AutoModelForCausalLM.from_config)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with device, refusals_named(source):
-            return make(config).train()
-    finally:
-        torch.set_default_dtype(before)
+    with default_dtype(dtype), device, refusals_named(source):
+        return make(config).train()
 
 
 def _read(source: str) -> transformers.PretrainedConfig:

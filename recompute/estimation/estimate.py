@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from recompute.errors import EstimateError
+from recompute.estimation.adapters import ALL_LINEAR
 from recompute.estimation.estimate_options import EstimateOptions
 from recompute.estimation.estimate_result import Estimate
 from recompute.estimation.gpus import find_gpu
@@ -16,6 +17,7 @@ from recompute.policy.loading import load_policy
 if TYPE_CHECKING:
     from recompute.attach.apply import PolicyLike
     from recompute.estimation.model_estimator import ModelEstimator
+    from recompute.estimation.simulation import OpClock
 
 
 def estimate(
@@ -31,6 +33,9 @@ def estimate(
     loss: str = "full",
     microbatches: int = 1,
     microbatches_in_flight: int = 1,
+    lora: Any = None,
+    lora_targets: str | Sequence[str] = ALL_LINEAR,
+    base: str = "",
     batch: Any = None,
     gpu: str | None = None,
     advise: bool = True,
@@ -55,6 +60,11 @@ def estimate(
     loss: "full" with whole logits, or "chunked" without them, by ``recompute.kernels.linear_cross_entropy``.
     microbatches, microbatches_in_flight: as ``recompute.plan`` takes them, for gradient accumulation and stages of
         pipelines. ``batch`` and ``batch_size`` are one microbatch's.
+    lora: the rank of LoRA adapters, or any adapter's configuration of PEFT's. They train, in ``dtype``, and nothing
+        else does.
+    lora_targets: what a LoRA of that rank adapts: "all-linear", or names of modules.
+    base: the frozen base's form: "bfloat16", or of its Linears but the head "int8", "nf4", "nf4-double" or "float8",
+        which ``adapters.BASES`` explains. By default it is in ``dtype``.
     gpu: the device whose kernels are assumed, by a name that ``recompute.estimation.gpus`` knows; by default this
         machine's, or an H100.
     advise: whether to try changes for ``advice``, and each takes an estimate of its own.
@@ -64,7 +74,7 @@ def estimate(
     """
     _check_counts(batch_size=batch_size, seq_len=seq_len)
     _check_counts(microbatches=microbatches, microbatches_in_flight=microbatches_in_flight)
-    several = microbatches, microbatches_in_flight
+    several = microbatches, microbatches_in_flight, lora, lora_targets, base
     options = EstimateOptions(dtype, optimizer, sharding, devices, loss, *several).read()
     loaded = None if policy is None else load_policy(policy)
     with estimator_of(model, options, batch_size, seq_len, batch, gpu) as estimator:
@@ -80,9 +90,15 @@ def _check_counts(**numbers: Any) -> None:
 
 @contextmanager
 def estimator_of(
-    model: Any, options: EstimateOptions, batch_size: int, seq_len: int, batch: Any, gpu: str | None
+    model: Any,
+    options: EstimateOptions,
+    batch_size: int,
+    seq_len: int,
+    batch: Any,
+    gpu: str | None,
+    timed: OpClock | None = None,
 ) -> Iterator[ModelEstimator]:
-    """Inside, estimates the model under any options. The arguments are those of ``estimate``."""
+    """Inside, estimates the model under any options. ``ModelEstimator`` has ``timed``, ``estimate`` the others."""
     device = None if gpu is None else find_gpu(gpu)
 
     # These import torch and transformers.
@@ -92,4 +108,4 @@ def estimator_of(
     from recompute.substitution.formulas import looking_once
 
     with fake_model_and_batch(model, options, batch_size, seq_len, batch) as subject, looking_once():
-        yield ModelEstimator(subject, Platform.of(device))
+        yield ModelEstimator(subject, Platform.of(device), timed=timed)

@@ -47,6 +47,8 @@ class EstimateSettings:
     loss: str
     microbatches: int = 1
     microbatches_in_flight: int = 1
+    adapters: str = ""
+    """ "LoRA of rank 16 on all-linear, base nf4"; "" where all parameters train."""
     assumed: tuple[str, ...] = ()
     """What is not told by the caller: the kernels of attention, the inputs that were made, dtypes …"""
 
@@ -126,7 +128,7 @@ def _described(estimate: Estimate) -> str:
         on += f", {settings.microbatches} microbatches a step, {settings.microbatches_in_flight} in flight"
     title = (
         f"{settings.model}; {settings.batch}\n{settings.dtype}, {settings.optimizer}, {on}, policy {settings.policy}, "
-        f"{settings.loss} loss"
+        f"{settings.loss} loss{settings.adapters and f'; {settings.adapters}'}"
     )
     if settings.assumed:
         title += f"\nassumed: {'; '.join(settings.assumed)}"

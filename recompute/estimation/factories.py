@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from recompute.errors import ModelError, RecomputeError
+from recompute.estimation.quantized_linear import packed_numbers
 
 Factory = Callable[[], Any]
 """Returns an ``nn.Module``, or a pair of that and a batch: a tensor, a tuple of arguments or a mapping of keywords."""
@@ -161,11 +162,12 @@ def describe(model: nn.Module, batch: Any, where: str = "") -> str:
         for each in tree_leaves(value)
         if isinstance(each, Tensor)
     ]
-    count = sum(parameter.numel() for parameter in parameters)
+    count = sum(parameter.numel() for parameter in parameters) + packed_numbers(model)
     dtype = str(parameters[0].dtype).removeprefix("torch.") if parameters else ""
     where = where or (f"on {parameters[0].device.type}" if parameters else "")
     told = " ".join(filter(None, (dtype, where)))
-    return f"{type(model).__name__}, {count:,} parameters{told and f', {told}'}; {', '.join(shapes)}"
+    name = type(getattr(model, "get_base_model", lambda: model)()).__name__  # PEFT wraps models
+    return f"{name}, {count:,} parameters{told and f', {told}'}; {', '.join(shapes)}"
 
 
 def own_loss(output: Any) -> Tensor | None:

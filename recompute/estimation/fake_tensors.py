@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._pytree import tree_map_only
 
 from recompute.engine.fake_mode import FakeMode
+from recompute.estimation.quantized_linear import standing_for
 
 _CPU = torch.device("cpu")
 
@@ -20,7 +21,8 @@ _CPU = torch.device("cpu")
 def fake_copy(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     """A copy of the model on fake CPU tensors, in training mode. Call it under the mode of fake tensors.
 
-    The model may be on any device, also on ``meta``, and is left as it is. A policy on it is not on the copy.
+    The model may be on any device, also on ``meta``, and is left as it is. A policy on it is not on the copy. For
+    Linears of bitsandbytes others stand there, with the same bytes.
 
     dtype: for the copy's floating-point parameters; None to leave them as they are.
     """
@@ -36,6 +38,10 @@ def fake_copy(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         for buffer in module._buffers.values():
             if buffer is not None:
                 memo.setdefault(id(buffer), _fake(buffer, buffer.dtype))
+    for module in model.modules():
+        if (stand_in := standing_for(module)) is not None:
+            stand_in.bias = None if module.bias is None else memo[id(module.bias)]
+            memo[id(module)] = stand_in
     return copy.deepcopy(model, memo).train()
 
 
@@ -43,7 +49,8 @@ def fake_copy(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
 def modules_move() -> Iterator[None]:
     """Inside, ``nn.Module.to`` and its like give modules new fake parameters; shared ones stay shared.
 
-    Torch's own swaps them, and refuses that for those that something refers to, as an adapter's base layer.
+    Torch's own swaps them, and refuses that for those that something refers to, as an adapter's base layer. And fake
+    tensors can be copied, as an adapter copies a module that it saves: torch's copy asks for their addresses.
     """
     whole = nn.Module._apply
     moved: dict[Tensor, Tensor] = {}
@@ -62,11 +69,19 @@ def modules_move() -> Iterator[None]:
             module._buffers[name] = None if buffer is None else change(buffer)
         return module
 
-    nn.Module._apply = applied  # type: ignore[method-assign]
+    nn.Module._apply, copies = applied, FakeTensor.__deepcopy__  # type: ignore[method-assign]
+    FakeTensor.__deepcopy__ = _copied  # type: ignore[method-assign]
     try:
         yield
     finally:
-        nn.Module._apply = whole  # type: ignore[method-assign]
+        nn.Module._apply, FakeTensor.__deepcopy__ = whole, copies  # type: ignore[method-assign]
+
+
+def _copied(tensor: Any, memo: dict[int, Any]) -> Tensor:
+    if id(tensor) not in memo:
+        new = tensor.detach().clone()
+        memo[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+    return memo[id(tensor)]
 
 
 def fake_batch(batch: Any) -> Any:

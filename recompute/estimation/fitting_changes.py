@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import NamedTuple
 
@@ -31,7 +31,9 @@ class FittingChanges(NamedTuple):
     peak_nbytes: int
 
 
-class _Combination(NamedTuple):
+class Combination(NamedTuple):
+    """Changes of options, and what they are called."""
+
     told: tuple[str, ...]
     options: EstimateOptions
     policy: Policy | None
@@ -55,14 +57,14 @@ def fewest_changes(
     given: the batch's sizes, which may be halved again and again; None: they are the model's own.
 
     Of as few, those with the fewest devices, then those with the largest batch, and then those that cost the least
-    time: a loss without logits, a policy, an optimizer with states of 8 bits.
+    time: a loss without logits, a policy, a fused optimizer, one with states of 8 bits.
     """
 
     @functools.cache
     def sized(sizes: Sizes | None) -> ModelEstimator:
         return estimator if sizes is None else estimator.of_sizes(*sizes)
 
-    def peak(found: _Combination, sizes: Sizes | None) -> int | None:
+    def peak(found: Combination, sizes: Sizes | None) -> int | None:
         if sized(sizes).static_nbytes(found.options) > capacity:
             return None
         try:
@@ -71,9 +73,9 @@ def fewest_changes(
             return None
         return nbytes if nbytes <= capacity else None
 
-    combinations = sorted(_combinations(estimator, options, policy, given), key=lambda each: len(each.told))
-    for done, found in enumerate(combinations):
-        progress("looking for changes that fit", done, len(combinations))
+    tried = sorted(combinations(estimator, options, policy, given), key=lambda each: len(each.told))
+    for done, found in enumerate(tried):
+        progress("looking for changes that fit", done, len(tried))
         if estimator.static_nbytes(found.options) > capacity or peak(found, found.smallest) is None:
             continue
         if (nbytes := peak(found, found.sizes)) is not None:
@@ -95,18 +97,29 @@ def _smaller(given: Sizes | None) -> Iterator[tuple[Sizes | None, Sizes | None]]
         yield from ((Sizes(batch, length), Sizes(batch, lengths[-1])) for length in lengths)
 
 
-def _combinations(
-    estimator: ModelEstimator, options: EstimateOptions, policy: Policy | None, given: Sizes | None
-) -> Iterator[_Combination]:
+def combinations(
+    estimator: ModelEstimator,
+    options: EstimateOptions,
+    policy: Policy | None,
+    given: Sizes | None,
+    presets: Sequence[str] = ADVISED,
+) -> Iterator[Combination]:
+    """All that is tried beside each other, first what changes nothing, on as many devices, and last on the most.
+
+    given: as ``fewest_changes`` takes it. presets: the policies that are tried.
+    """
     sharding = "fsdp2" if options.sharding in ("none", "ddp") else options.sharding
     devices = [options.devices]
     while 2 * devices[-1] <= _MOST_DEVICES:
         devices.append(2 * devices[-1])
     losses = [options.loss, *(["chunked"] if options.loss == "full" and estimator.head() is not None else [])]
-    optimizers = [options.optimizer, *(["adamw-8bit"] if options.optimizer.startswith("adamw") else [])]
-    policies = [policy, *(load_policy(name) for name in ADVISED if policy is None or policy.name != name)]
+    others = ["adamw-fused", "adamw-8bit"] if options.optimizer in ("adamw", "adamw-loop") else ["adamw-8bit"]
+    optimizers = [options.optimizer, *(others if options.optimizer.startswith("adamw") else [])]
+    policies = [policy, *(load_policy(name) for name in presets if policy is None or policy.name != name)]
     ways = product(devices, _smaller(given), dict.fromkeys(optimizers), policies, losses)
     for count, (sizes, smallest), optimizer, under, loss in ways:
+        if loss != options.loss and under is not None and under.name == "auto":
+            continue  # it makes no logits anyway
         changed = options._replace(optimizer=optimizer, loss=loss)
         told = []
         if sizes is not None and given is not None:
@@ -121,4 +134,4 @@ def _combinations(
         if count != options.devices:
             told.append(f"{sharding} over {count} devices")
             changed = changed._replace(sharding=sharding, devices=count)
-        yield _Combination(tuple(told), changed, under, sizes, smallest)
+        yield Combination(tuple(told), changed, under, sizes, smallest)

@@ -107,6 +107,7 @@ class _Extrapolation:
         Where a layer's input comes back from the layer before it, those of all layers are there from the start on.
         """
         self._gradients: dict[Any, int] = {}
+        self._seconds: dict[Any, float] = {}
         self._is_own = False
         """Whether moments outside of the lists grow as they do under this policy, and not under another one."""
         self._learn()
@@ -117,6 +118,7 @@ class _Extrapolation:
             inside = re.compile(rf"{re.escape(stack.named(index))}(\..*)?")
             held = [(match[1] or "", n) for path, n in self._more.held.items() if (match := inside.fullmatch(path))]
             gradient = self._more.gradients.get(stack.named(index), 0)
+            self._seconds[key] = self._more.seconds.get(stack.named(index), 0.0)
             seen = tuple(sorted(held)), gradient
             if (self._held.setdefault(key, seen[0]), self._gradients.setdefault(key, gradient)) != seen:
                 raise _NotAlike
@@ -233,12 +235,13 @@ class _Extrapolation:
             elif phase + stack.path not in done:
                 done.add(phase + stack.path)
                 moments += self._of_stack(phase, stack, counts[id(stack)], sums)
-        held, gradients = self._elsewhere(self._more, "held"), self._elsewhere(self._more, "gradients")
+        held, gradients, seconds = (self._elsewhere(self._more, each) for each in ("held", "gradients", "seconds"))
         for each, index, key in self._layers(counts):
             held |= {each.named(index) + inside: nbytes for inside, nbytes in self._held[key]}
             if self._gradients[key]:
                 gradients[each.named(index)] = self._gradients[key]
-        return replace(self._more, moments=tuple(moments), held=held, gradients=gradients)
+            seconds[each.named(index)] = self._seconds[key]
+        return replace(self._more, moments=tuple(moments), held=held, gradients=gradients, seconds=seconds)
 
     def _of_layer(self, name: str) -> tuple[str, LayerStack | None]:
         for phase in _PHASES:
@@ -262,8 +265,8 @@ class _Extrapolation:
             raise _NotAlike
         return min(found)
 
-    def _elsewhere(self, step: SimulatedStep, table: str) -> dict[str, int]:
-        """The bytes by path outside of the lists."""
+    def _elsewhere(self, step: SimulatedStep, table: str) -> dict[str, Any]:
+        """What a table has by path, of paths outside of the lists."""
         lists = tuple([f"{stack.path}." for stack in self._stacks])
         return {path: nbytes for path, nbytes in getattr(step, table).items() if not path.startswith(lists)}
 

@@ -30,6 +30,7 @@ def batch_of(
 
     On fake tensors each sequence has an image if the model takes images beside tokens, and if its forward runs so.
     """
+    model = getattr(model, "get_base_model", lambda: model)()  # of one that PEFT wraps
     config, given = model.config, model.main_input_name
     takes = inspect.signature(model.forward).parameters
     made: dict[str, Tensor] = {}

@@ -14,10 +14,12 @@ from transformers import PretrainedConfig
 
 from recompute.engine.fake_mode import FakeMode
 from recompute.errors import ModelError
+from recompute.estimation.adapt_model import adapting
+from recompute.estimation.adapters import BASES
 from recompute.estimation.build_model import build_fake, without_packing
 from recompute.estimation.estimate_options import EstimateOptions
 from recompute.estimation.factories import call, check_taken, describe, own_loss, placed
-from recompute.estimation.fake_tensors import fake_batch, fake_copy
+from recompute.estimation.fake_tensors import fake_batch, fake_copy, modules_move
 from recompute.estimation.make_batch import batch_of, takes_images
 from recompute.estimation.static_memory import DTYPE_RECIPES
 
@@ -62,17 +64,22 @@ def on_fake_tensors(model: nn.Module, batch: Any, dtype: torch.dtype | None = No
 def fake_model_and_batch(
     model: Any, options: EstimateOptions, batch_size: int, length: int, batch: Any
 ) -> Iterator[ModelAndBatch]:
-    dtype = torch.float32 if DTYPE_RECIPES[options.dtype].parameter == 4 else torch.bfloat16
+    recipe, adapters = DTYPE_RECIPES[options.dtype], options.adapters
+    dtype = torch.float32 if recipe.parameter == 4 else torch.bfloat16
+    adapt = adapting(adapters, dtype, torch.bfloat16 if recipe.autocast else dtype)
+    told = () if adapters is None or not adapters.base else (f"Linears of the base in {BASES[adapters.base]}",)
     if isinstance(model, nn.Module):
         name = type(model).__name__
-        with on_fake_tensors(model, batch, dtype) as (fake, given):
+        with on_fake_tensors(model, batch, adapt["dtype"]) as (fake, given), modules_move():
+            if adapters is not None:
+                fake = adapt["adapt"](fake)
             if batch is not None:
                 check_taken(model, batch, name)
                 given, assumed = _in_dtype(given, options)
-                yield ModelAndBatch(fake, given, name, assumed)
+                yield ModelAndBatch(fake, given, name, (*told, *assumed))
             elif hasattr(model, "config") and hasattr(model, "main_input_name"):
                 given = batch_of(fake, name, length, batch_size, dtype, torch.device("cpu"))
-                yield ModelAndBatch(fake, given, describe(fake, given), _made(fake, given))
+                yield ModelAndBatch(fake, given, describe(fake, given), (*told, *_made(fake, given)))
             else:
                 raise ModelError(f"{name}: what its forward is given is not known: pass batch, as in batch=(x,)")
         return
@@ -83,10 +90,10 @@ def fake_model_and_batch(
             "expected an nn.Module, a configuration of transformers, a path or a name; "
             f"found {type(model).__name__}: {model!r}"
         )
-    sizes: dict[str, Any] = {"sequence_length": length, "batch_size": batch_size, "dtype": dtype}
+    sizes: dict[str, Any] = {"sequence_length": length, "batch_size": batch_size, **adapt}
     with build_fake(model, device=torch.device("cpu"), **sizes) as (network, given):
         given, assumed = (given, _made(network, given)) if batch is None else _in_dtype(fake_batch(batch), options)
-        yield ModelAndBatch(network, given, describe(network, given), assumed)
+        yield ModelAndBatch(network, given, describe(network, given), (*told, *assumed))
 
 
 def _in_dtype(batch: Any, options: EstimateOptions) -> tuple[Any, tuple[str, ...]]:

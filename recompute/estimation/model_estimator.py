@@ -25,8 +25,8 @@ from recompute.estimation.layer_extrapolation import Growth, extrapolated_step
 from recompute.estimation.layer_stacks import find_stacks
 from recompute.estimation.model_and_batch import ModelAndBatch
 from recompute.estimation.module_tracker import LOSS, layer_of, parameter_shapes, pattern_of
-from recompute.estimation.optimizer_step import optimizer_peak_nbytes
-from recompute.estimation.simulation import SimulatedStep, Surroundings, run_forward, simulate
+from recompute.estimation.optimizer_step import optimizer_peak_nbytes, optimizer_seconds
+from recompute.estimation.simulation import OpClock, SimulatedStep, Surroundings, run_forward, simulate
 from recompute.estimation.static_memory import (
     DTYPE_RECIPES,
     OPTIMIZERS,
@@ -51,17 +51,26 @@ ADVISED = ("elementwise", "auto", "full")
 class ModelEstimator:
     """Makes estimates of one model under different options, and keeps the simulated steps, which take time."""
 
-    def __init__(self, subject: ModelAndBatch, platform: Platform | None, *, strict: bool = True):
+    def __init__(
+        self,
+        subject: ModelAndBatch,
+        platform: Platform | None,
+        *,
+        strict: bool = True,
+        timed: OpClock | None = None,
+    ):
         """platform: count as on this CUDA device; None: as on the CPU.
 
-        strict: as ``recompute.apply`` takes it.
+        strict: as ``recompute.apply`` takes it. timed: as ``simulate`` takes it, for ``seconds``.
         """
-        self._strict = strict
+        self._strict, self._timed = strict, timed
         self._subject = subject
         self._platform = platform
         self._steps: dict[Any, SimulatedStep] = {}
         self._growth: dict[Any, Growth] = {}
         self._optimizer_peaks: dict[Any, int] = {}
+        self._optimizer_seconds: dict[Any, float] = {}
+        self._has_met_functions = False
         self._parameters = parameter_shapes(subject.model)
         if not any(each.trains for each in self._parameters):
             raise ModelError(f"{subject.name}: expected a model with parameters to train; found none")
@@ -72,8 +81,7 @@ class ModelEstimator:
 
     def estimate(self, options: EstimateOptions, policy: Policy | None, *, offloads: bool = False) -> Estimate:
         static = self._static(options)
-        governing = self._with_chunked_loss(policy) if options.loss == "chunked" else policy
-        step = self.step(governing, DTYPE_RECIPES[options.dtype].autocast)
+        step = self.step(self._governing(options, policy), DTYPE_RECIPES[options.dtype].autocast)
         if options.microbatches > 1:
             step = step.beside_others(options.microbatches_in_flight)
         optimizer_peak = self._optimizer_peak(options)
@@ -97,6 +105,24 @@ class ModelEstimator:
             advice=(),
         )
         return replace(found, parts=_parts(found, step, share, optimizer_peak))
+
+    def seconds(self, options: EstimateOptions, policy: Policy | None) -> float:
+        """Those of a step, as ``timed`` tells them of each op. What several devices tell each other takes none."""
+        assert self._timed is not None, "the estimator is made with a clock"
+        step = self.step(self._governing(options, policy), DTYPE_RECIPES[options.dtype].autocast)
+        recipe, kind = DTYPE_RECIPES[options.dtype], OPTIMIZERS[options.optimizer]
+        shapes = tuple(shard_shapes(self._parameters, options.sharding, options.devices))
+        key = kind.torch_class, str(kind.options), shapes, recipe.state
+        if key not in self._optimizer_seconds:
+            dtype = torch.float32 if recipe.state == 4 else torch.bfloat16
+            # One of 8 bits reads and writes about what the same one fused does, less half of the states.
+            name, fused = (kind.torch_class, kind.options) if kind.torch_class else ("AdamW", {"fused": True})
+            make = partial(getattr(torch.optim, name), **fused)
+            self._optimizer_seconds[key] = optimizer_seconds(make, shapes, dtype, self._timed)
+        return options.microbatches * sum(step.seconds.values()) + self._optimizer_seconds[key]
+
+    def _governing(self, options: EstimateOptions, policy: Policy | None) -> Policy | None:
+        return self._with_chunked_loss(policy) if options.loss == "chunked" else policy
 
     def advice(self, options: EstimateOptions, policy: Policy | None, now: Estimate) -> Iterator[Advice]:
         """Each change that lowers the peak, and by how much; two together if they lower it more than either alone."""
@@ -146,6 +172,7 @@ class ModelEstimator:
             options.loss,
             options.microbatches,
             options.microbatches_in_flight,
+            str(options.adapters or ""),
             (*self._subject.assumed, *self._assumed(step)),
         )
 
@@ -215,14 +242,16 @@ class ModelEstimator:
         surroundings = Surroundings(self._platform, torch.bfloat16 if autocast else None)
         try:
             if policy is not None and any(_learns(rule) for rule in policy.rules):
-                # Where regions of two kinds begin alike, one takes the other's plan in the first forward. And each
-                # checkpoint learns by itself.
-                for around in (first, nullcontext):
+                # A tape takes custom Functions for single steps once it has met them. Where regions of two kinds begin
+                # alike, one takes the other's plan in the first forward. And each checkpoint learns by itself.
+                is_tape = any(meaning_of(rule).mechanism is Mechanism.TAPE for rule in policy.rules)
+                meets = is_tape and not self._has_met_functions
+                self._has_met_functions |= is_tape
+                for around in (*([first] if meets else []), first, nullcontext):
                     with around():
                         run_forward(subject.model, subject.run, surroundings)
-            yield lambda: simulate(
-                subject.model, subject.run, surroundings, tokens=self._tokens(), classes=self._classes()
-            )
+            logits: dict[str, Any] = {"tokens": self._tokens(), "classes": self._classes()}
+            yield lambda: simulate(subject.model, subject.run, surroundings, **logits, timed=self._timed)
         finally:
             if handle is not None:
                 handle.remove()

@@ -56,6 +56,7 @@ class ModuleTracker:
         Hooks on the modules would tell the same, but no kernel stands in for a module with hooks.
         """
         paths = {module: path for path, module in model.named_modules()}
+        paths[getattr(model, "get_base_model", lambda: model)()] = ""  # inside of what PEFT wraps around it
         call = nn.Module.__call__
 
         def told(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -113,5 +114,7 @@ def parameter_shapes(model: nn.Module) -> list[ParameterShape]:
 
     seen: dict[Tensor, ParameterShape] = {}
     for path, parameter in model.named_parameters():
-        seen[parameter] = ParameterShape(tuple(parameter.shape), parameter.requires_grad, layer_of(path))
+        trains = parameter.requires_grad
+        element = None if trains else parameter.element_size()
+        seen[parameter] = ParameterShape(tuple(parameter.shape), trains, layer_of(path), element)
     return list(seen.values())

@@ -84,3 +84,21 @@ def optimizer_peak_nbytes(make: OptimizerFactory, shapes: Sequence[tuple[int, ..
     if make([nn.Parameter(torch.empty(1, device="meta"))]).defaults.get("foreach") is False:
         return simulate_optimizer(make, rows).peak_nbytes
     return sum(count * simulate_optimizer(make, [row]).peak_nbytes for row, count in Counter(rows).items())
+
+
+def optimizer_seconds(
+    make: OptimizerFactory,
+    shapes: Sequence[tuple[int, ...]],
+    dtype: torch.dtype,
+    timed: Callable[[Any, Any, Any, Any], float],
+) -> float:
+    """The seconds of the ops of an optimizer's step, as ``timed`` tells them of each. Equal shapes run once."""
+    found = 0.0
+    for shape, count in Counter(shapes).items():
+
+        def add(*ran: Any, count: int = count) -> None:
+            nonlocal found
+            found += count * timed(*ran)
+
+        simulate_optimizer(make, [(shape, dtype)], add)
+    return found

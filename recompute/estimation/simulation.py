@@ -51,6 +51,8 @@ class SimulatedStep:
     """The kernels that ``scaled_dot_product_attention`` ran by."""
     gradients: dict[str, int] = field(default_factory=dict)
     """The bytes of parameters' gradients, by the layer or the module outside of layers that they are in."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Those of forward and backward, by the same; {} where nobody times ops."""
 
     def is_like(self, other: SimulatedStep, tolerance: int) -> bool:
         """Whether the other one holds the same, and takes the same in each moment, but for ``tolerance`` bytes."""
@@ -96,6 +98,7 @@ class Surroundings(NamedTuple):
 
 
 AS_ON_THE_CPU = Surroundings()
+OpClock = Callable[[Any, Any, Any, Any], float]
 
 
 def run_forward(model: nn.Module, run: Callable[[], Any], surroundings: Surroundings) -> None:
@@ -111,16 +114,20 @@ def simulate(
     *,
     tokens: int = 0,
     classes: int | None = None,
+    timed: OpClock | None = None,
 ) -> SimulatedStep:
     """Trace one forward and backward of a model on fake tensors, under their mode. Leaves no gradients.
 
     run: runs forward; returns the loss, and what else the model returned.
     tokens, classes: the shape of logits, (..., classes) for so many tokens; None where there are none.
+    timed: returns the seconds of an op, given it, its arguments and what it returned; None: nobody asks for them.
     """
     units: dict[Tensor, str] = {parameter: unit_of(path) for path, parameter in model.named_parameters()}
     recorder = _MemoryRecorder(classes, tokens, units)
     trace = StorageTrace(1 if surroundings.platform is None else BLOCK_NBYTES)
     recorder.watch(trace)
+    if timed is not None:
+        trace.on_run = lambda *ran: recorder.add_seconds(timed(*ran))
     hooks = [
         parameter.register_post_accumulate_grad_hook(recorder.take_gradient)
         for parameter in model.parameters()
@@ -146,7 +153,8 @@ def simulate(
         model.zero_grad()
     moments = tuple(MomentMemory(name, dict(alive)) for name, alive in recorder.moments.items())
     kernels = tuple(sorted(attention))
-    return SimulatedStep(moments, dict(held), recorder.logits_peak_nbytes, kernels, dict(recorder.gradients))
+    by_unit = dict(recorder.gradients), dict(recorder.seconds)
+    return SimulatedStep(moments, dict(held), recorder.logits_peak_nbytes, kernels, *by_unit)
 
 
 @contextmanager
@@ -188,6 +196,7 @@ class _MemoryRecorder:
     returned_logits_nbytes: int = 0
     """The bytes of the logits that the model returned, which the caller may still hold in backward."""
     gradients: Counter[str] = field(default_factory=Counter)
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     moments: dict[str, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
     _trace: StorageTrace | None = None
 
@@ -202,6 +211,9 @@ class _MemoryRecorder:
             self.gradient_nbytes += nbytes
             self.gradients[self.units[parameter]] += nbytes
             self._grown(self._trace.alive_nbytes)
+
+    def add_seconds(self, seconds: float) -> None:
+        self.seconds[unit_of(self._where())] += seconds
 
     def _where(self) -> str:
         return self.tracker.in_backward() if self.is_backward else self.tracker.path

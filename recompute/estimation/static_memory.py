@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,6 +20,8 @@ class ParameterShape(NamedTuple):
     trains: bool = True
     unit: str = ""
     """The layer that it is part of: a layer's parameters are gathered together. "" if it is in no layer."""
+    element_nbytes: int | None = None
+    """Of a frozen one, whatever the recipe says; None: as the recipe says."""
 
     @property
     def numel(self) -> int:
@@ -158,8 +161,13 @@ _ALSO_CALLED = {
     "momentum": "sgd-momentum",
     "fsdp": "fsdp2",
     "fully-shard": "fsdp2",
+    "4bit": "nf4",
+    "4-bit": "nf4",
+    "8bit": "int8",
+    "8-bit": "int8",
+    "fp8": "float8",
 }
-"""Other words for dtypes, optimizers and shardings. Adam holds what AdamW holds."""
+"""Other words for dtypes, optimizers, shardings and bases. Adam holds what AdamW holds."""
 
 
 def read_option(what: str, name: str, options: Iterable[str]) -> str:
@@ -233,11 +241,14 @@ def static_nbytes(
         shapes = _shards(of, sharding, devices) if is_divided else [each.shape for each in of]
         return [math.prod(shape) for shape in shapes]
 
+    by_size: dict[int, list[ParameterShape]] = {}
+    for each in parameters:
+        by_size.setdefault(each.element_nbytes or recipe.parameter, []).append(each)
     trained = [each for each in parameters if each.trains]
     counts = held(trained, divided.optimizer)
     states = sum(_states_nbytes(count, recipe, optimizer) + count * recipe.master for count in counts)
     return StaticBytes(
-        parameters=sum(held(parameters, divided.parameters)) * recipe.parameter,
+        parameters=sum(size * sum(held(those, divided.parameters)) for size, those in by_size.items()),
         gradients=sum(held(trained, divided.gradients)) * recipe.gradient,
         optimizer=states,
         buffers=_sharding_buffers(parameters, recipe, sharding) if devices > 1 else {},
@@ -280,14 +291,15 @@ def _sharding_buffers(
             "reduce bucket": ExtraBuffer(min(_BUCKET_ELEMENTS, trained) * recipe.gradient, ("backward",)),
         }
     if sharding == "fsdp2":
-        units: dict[str, int] = {}
+        cast = 2 if recipe.autocast else recipe.parameter  # MixedPrecisionPolicy casts parameters to gather them
+        gathered, reduced = Counter[str](), Counter[str]()
         for each in parameters:
-            units[each.unit] = units.get(each.unit, 0) + each.numel
-        outside = units.pop("", 0)
-        largest = sorted(units.values())[-2:]
-        gathered = 2 if recipe.autocast else recipe.parameter  # MixedPrecisionPolicy casts parameters to gather them
+            gathered[each.unit] += each.numel * min(cast, each.element_nbytes or cast)
+            reduced[each.unit] += each.numel * cast * each.trains
+        outside, outside_reduced = gathered.pop("", 0), reduced.pop("", 0)
+        largest = sorted(gathered.values())[-2:]
         return {
-            "gathered parameters": ExtraBuffer((outside + sum(largest)) * gathered, running),
-            "gradients to reduce": ExtraBuffer((outside + max(largest, default=0)) * gathered, ("backward",)),
+            "gathered parameters": ExtraBuffer(outside + sum(largest), running),
+            "gradients to reduce": ExtraBuffer(outside_reduced + max(reduced.values(), default=0), ("backward",)),
         }
     return {}

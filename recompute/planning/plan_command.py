@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from recompute.errors import PlanError
+from recompute.estimation.adapters import Adapters
 from recompute.estimation.check_paths import check_source
 from recompute.estimation.gpus import Gpu
 from recompute.estimation.static_memory import OPTIMIZERS, check_sharding, read_option
@@ -40,6 +41,7 @@ class PlanRequest:
     microbatches: int = 1
     microbatches_in_flight: int = 1
     optimizer: str = "adamw"
+    adapters: Adapters | None = None
     allowed: tuple[str, ...] | None = None
     frontier: bool = False
     verify: bool = False
@@ -70,6 +72,13 @@ class PlanRequest:
             raise PlanError(
                 f"expected --gpu beside --sharding {named.sharding}: what several devices do is calculated here; on "
                 "the devices themselves, agree() of recompute.integrations.distributed plans from what each measures"
+            )
+        if self.adapters is not None and self.model is None:
+            raise PlanError("expected --model beside --lora; a profile knows what it was measured with")
+        if self.adapters is not None and self.adapters.is_quantized and self.gpu is None:
+            raise PlanError(
+                f"expected --gpu beside --base {self.adapters.base}: plans of a quantized base are calculated here; in "
+                "Python, recompute.plan measures the model that you have loaded"
             )
         if self.model is not None:
             check_source(self.model)
@@ -116,6 +125,7 @@ class PlanRequest:
         optimizer = partial(getattr(torch.optim, kind.torch_class), **kind.options)
         training: dict[str, Any] = {"optimizer": optimizer, "progress": progress}
         sizes: dict[str, Any] = {"seq_len": self.seq_len, "batch_size": self.batch_size, "dtype": self.dtype}
+        sizes["adapters"] = self.adapters
         if self.gpu is not None:
             with build_fake(self.model, **build_options(device="cpu", **sizes)) as (network, batch):
                 shared: dict[str, Any] = {"device": self.gpu, "sharding": self.sharding, "devices": self.devices}

@@ -1,0 +1,251 @@
+"""What `recompute doctor` is asked for, and its answer: what is in the way of a run, and what to type against it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from recompute.errors import ModelError, NoEffectError
+from recompute.estimation.check_paths import check_source
+from recompute.estimation.estimate import estimator_of
+from recompute.estimation.estimate_options import EstimateOptions
+from recompute.estimation.estimate_result import Estimate, table
+from recompute.estimation.gpus import Gpu, find_gpu, read_gpu
+from recompute.policy.loading import load_policy
+from recompute.units import humanize
+
+if TYPE_CHECKING:
+    from recompute.estimation.model_estimator import ModelEstimator
+
+Progress = Callable[[str, int, int], None]
+
+_BEST = 3
+PRESETS = ("elementwise", "auto", "alternate", "full")
+"""The policies that are tried."""
+_RANK = 16
+_PLURAL = ("logits", "activations", "buffers")
+
+
+class Remedy(NamedTuple):
+    """Changes with which a step fits, its peak and its calculated seconds."""
+
+    changes: tuple[str, ...]
+    """() for the step as it is."""
+    devices: int
+    peak_nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What a step takes as it is, and the fastest ways in which it fits, on as few devices as it needs."""
+
+    gpu: Gpu
+    now: Estimate
+    seconds: float
+    """Of a step as it is, on a device that has room for it."""
+    remedies: tuple[Remedy, ...]
+    """The fastest first."""
+    by_adapters: Remedy | None = None
+    """Where it takes several devices: how adapters alone fit one."""
+
+    @property
+    def fits(self) -> bool:
+        return self.now.peak_bytes <= self.gpu.capacity_nbytes
+
+    @property
+    def static(self) -> dict[str, int]:
+        """What is there whatever the batch and the policy are."""
+        static = self.now.static_bytes
+        named = {"parameters": static.parameters, "gradients": static.gradients, "optimizer states": static.optimizer}
+        return {name: nbytes for name, nbytes in named.items() if nbytes}
+
+    @property
+    def beside(self) -> dict[str, int]:
+        """What else there is at the peak: logits, activations …"""
+        return {part: nbytes for part, nbytes in self.now.parts.items() if part not in self.static}
+
+    @property
+    def in_the_way(self) -> str:
+        """What to do something about: "static memory", "logits", "activations" …"""
+        if sum(self.static.values()) > self.gpu.capacity_nbytes:
+            return "static memory"
+        parts = {"static memory": sum(self.now.parts.get(part, 0) for part in self.static), **self.beside}
+        return max(parts, key=lambda part: parts[part])
+
+    def to_json(self) -> str:
+        document = {
+            "gpu": self.gpu.name,
+            "capacity_bytes": self.gpu.capacity_nbytes,
+            "fits": self.fits,
+            "in_the_way": self.in_the_way,
+            "static_bytes": sum(self.static.values()),
+            "step_seconds": self.seconds,
+            "remedies": [each._asdict() for each in self.remedies],
+            "by_adapters": self.by_adapters and self.by_adapters._asdict(),
+            "estimate": self.now.as_dict(),
+        }
+        return json.dumps(document, indent=2)
+
+    def __str__(self) -> str:
+        settings, room = self.now.settings, humanize(self.gpu.capacity_nbytes)
+        what = "; ".join(filter(None, (settings.model, settings.batch, settings.adapters)))
+        verb = "fits" if self.fits else "does not fit"
+        is_static = sum(self.static.values()) > self.gpu.capacity_nbytes
+        start = "Most of it is" if self.fits else f"In the way {'are the' if self.in_the_way in _PLURAL else 'is'}"
+        return "\n".join(
+            [
+                f"{what}; {settings.dtype}, {settings.optimizer}.",
+                "",
+                f"As it is, a step {verb} one {self.gpu.name}: it takes {humanize(self.now.peak_bytes)} at its peak, "
+                f"the {self.now.peak_moment}, and the card has {room}.",
+                f"Static memory is {humanize(sum(self.static.values()))}: {_listed(self.static)}.",
+                f"At the peak there are beside it: {_listed(self.beside)}.",
+                f"{start} {self.in_the_way}{', which alone is too much' * is_static}.",
+                *self._advice(),
+            ]
+        )
+
+    def _advice(self) -> list[str]:
+        lines = []
+        if not self.remedies:
+            lines.append("No policy, no other optimizer and no sharding makes it fit: shorten the sequence.")
+        elif self.remedies[0].devices > 1:
+            lines.append(
+                f"No policy makes it fit one card: sharding does. It takes {self.remedies[0].devices} of them under "
+                "FSDP2, with the same batch on each."
+            )
+        elif all(any("optimizer" in change for change in each.changes) for each in self.remedies):
+            lines.append("No policy makes it fit by itself: another optimizer does.")
+        if self.by_adapters is not None:
+            changes = " and ".join(self.by_adapters.changes)
+            lines.append(f"Adapters alone fit one card: {changes} take {humanize(self.by_adapters.peak_nbytes)}.")
+        if self.remedies:
+            rows = [
+                (
+                    ", ".join(each.changes) or "nothing",
+                    humanize(each.peak_nbytes),
+                    f"{each.seconds * 1e3:,.{0 if each.seconds > 0.1 else 2}f}",
+                    f"{each.seconds / self.seconds:.2f}x",
+                )
+                for each in self.remedies
+            ]
+            lines += ["", table("what to change, the fastest first", rows, "peak", "ms a step", "against now"), ""]
+            lines += self._how_to_type([change for each in self.remedies for change in each.changes])
+        return lines
+
+    def _how_to_type(self, changes: list[str]) -> list[str]:
+        lines = []
+        policy = next((each.removeprefix("policy ") for each in changes if each.startswith("policy ")), None)
+        if policy is not None:
+            trainer = f'with a Trainer, as recompute_policy="{policy}"'
+            lines.append(f'Type a policy as recompute.apply(model, "{policy}"), or, {trainer}.')
+        if "a chunked cross-entropy" in changes:
+            lines.append("Type a chunked cross-entropy as the rule {type: head, action: recompute, via: kernel}.")
+        return [
+            *lines,
+            f"Times are calculated from the data sheet of {self.gpu.name}, without what devices tell each other.",
+            "recompute plan --budget 100% with the same options mixes policies by layer.",
+        ]
+
+
+def _listed(parts: dict[str, int]) -> str:
+    return ", ".join(f"{name} {humanize(nbytes)}" for name, nbytes in parts.items()) or "nothing"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorRequest:
+    """What to diagnose. ``recompute.estimate`` says what the fields are."""
+
+    model: str
+    batch_size: int
+    seq_len: int
+    options: EstimateOptions
+    gpu: Gpu | None
+    """None: that of this machine."""
+
+    @staticmethod
+    def checked(*, gpu: str | None, gpu_memory: str | None, options: EstimateOptions, **fields: Any) -> DoctorRequest:
+        """A request, with other spellings of names replaced by the names themselves.
+
+        Raises ``EstimateError`` or ``ModelError`` for mistakes that can be found without torch.
+        """
+        request = DoctorRequest(options=options.read(), gpu=read_gpu(gpu, memory=gpu_memory), **fields)
+        check_source(request.model)
+        return request
+
+    def run(self, progress: Progress) -> Diagnosis:
+        progress("loading torch and transformers", 0, 0)
+        from recompute.profiling.roofline import op_seconds  # which imports torch
+
+        gpu = self.gpu or _gpu_here()
+
+        def estimator(options: EstimateOptions) -> Any:
+            timed = partial(op_seconds, figures=gpu)
+            return estimator_of(self.model, options, self.batch_size, self.seq_len, None, gpu.name, timed)
+
+        with estimator(self.options) as of_model:
+            progress("estimating the step as it is", 0, 0)
+            now, seconds = of_model.estimate(self.options, None), of_model.seconds(self.options, None)
+            remedies = _remedies(of_model, self.options, gpu, progress)
+        adapted = None
+        if self.options.lora is None and (not remedies or remedies[0].devices > 1):
+            progress("estimating adapters", 0, 0)
+            tried = (_by_adapters(estimator, self.options._replace(lora=_RANK, base=base), gpu) for base in ("", "nf4"))
+            adapted = next(filter(None, tried), None)
+        return Diagnosis(gpu, now, seconds, tuple(remedies), adapted)
+
+
+def _gpu_here() -> Gpu:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ModelError("gpu: expected --gpu, as in --gpu 'RTX 4090': this machine has no CUDA device")
+    return find_gpu(torch.cuda.get_device_name())._replace(capacity_nbytes=torch.cuda.mem_get_info()[1])
+
+
+def _remedies(estimator: ModelEstimator, options: EstimateOptions, gpu: Gpu, progress: Progress) -> list[Remedy]:
+    """The fastest ways to fit, each under another policy or loss, on as few devices as any needs."""
+    from recompute.estimation.fitting_changes import combinations  # which imports torch
+
+    found: dict[Any, Remedy] = {}
+    tried = list(combinations(estimator, options, None, None, PRESETS))
+    for done, each in enumerate(tried):
+        if found and each.options.devices > next(iter(found.values())).devices:
+            break
+        progress("looking for changes that fit", done, len(tried))
+        if (remedy := _tried(estimator, each.told, each.options, each.policy, gpu)) is not None:
+            key = each.policy and each.policy.name, each.options.loss
+            known = found.setdefault(key, remedy)
+            if (len(remedy.changes), remedy.seconds) < (len(known.changes), known.seconds):
+                found[key] = remedy
+
+    def is_needless(remedy: Remedy) -> bool:
+        return any({*each.changes} < {*remedy.changes} and each.seconds <= remedy.seconds for each in found.values())
+
+    return sorted((each for each in found.values() if not is_needless(each)), key=lambda each: each.seconds)[:_BEST]
+
+
+def _by_adapters(estimator: Any, options: EstimateOptions, gpu: Gpu) -> Remedy | None:
+    """LoRA under a checkpoint of each layer, if that fits, and if PEFT is here."""
+    told = (f"--lora {_RANK}{options.base and f' --base {options.base}'}", "policy full")
+    try:
+        with estimator(options) as of_adapters:
+            return _tried(of_adapters, told, options, load_policy("full"), gpu)
+    except ModelError:
+        return None
+
+
+def _tried(estimator: ModelEstimator, told: tuple[str, ...], options: EstimateOptions, policy: Any, gpu: Gpu) -> Any:
+    """The remedy; None where it does not fit, or the policy has nothing to govern."""
+    if estimator.static_nbytes(options) > gpu.capacity_nbytes:
+        return None
+    try:
+        peak = estimator.estimate(options, policy).peak_bytes
+        fits = peak <= gpu.capacity_nbytes
+        return Remedy(told, options.devices, peak, estimator.seconds(options, policy)) if fits else None
+    except NoEffectError:
+        return None

@@ -1,0 +1,250 @@
+"""Estimates of models that PEFT adapts, whose base is frozen and may be quantized, as PEFT and bitsandbytes have it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import models
+import peft
+import pytest
+import torch
+import transformers
+from test_cli import recompute as command
+from test_cli_estimate import printed
+from tiers import slow
+from torch import Tensor, nn
+
+import recompute
+from recompute import counters
+from recompute.errors import EstimateError, ModelError
+from recompute.estimation.estimate_options import EstimateOptions
+from recompute.estimation.estimate_result import Estimate
+from recompute.estimation.model_and_batch import fake_model_and_batch
+from recompute.estimation.model_estimator import ModelEstimator
+from recompute.estimation.quantized_linear import QuantizedLinear
+
+CONFIG = transformers.LlamaConfig(**{**models.SHAPE, "hidden_size": 128, "intermediate_size": 320, "head_dim": 32})
+LENGTH = 32
+SAME: dict[str, Any] = {"advise": False, "seq_len": LENGTH, "lora": 4, "base": "nf4"}
+
+
+def estimate(**options: Any) -> Estimate:
+    return recompute.estimate(CONFIG, **{"advise": False, "seq_len": LENGTH, "lora": 4, **options})
+
+
+def test_a_frozen_base_has_neither_gradients_nor_states() -> None:
+    model = peft.get_peft_model(models.make("llama"), peft.LoraConfig(r=4, target_modules="all-linear"))
+    trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
+    found = recompute.estimate(models.make("llama").config, lora=4, advise=False, seq_len=LENGTH)
+    static = found.static_bytes
+    assert (static.gradients, static.optimizer) == (2 * trained, 4 * trained)
+    assert static.parameters == 2 * sum(each.numel() for each in model.parameters())
+    assert found.settings.adapters == "LoRA of rank 4 on all-linear"
+    assert f"{sum(each.numel() for each in model.parameters()):,} parameters" in found.settings.model
+
+
+IN, OUT = 128, 192
+NUMBERS = IN * OUT
+
+
+@pytest.mark.parametrize(
+    ("base", "nbytes"),
+    [
+        ("nf4", NUMBERS // 2 + NUMBERS // 64 * 4 + 16 * 4),
+        ("nf4-double", NUMBERS // 2 + NUMBERS // 64 + 2 * 4 + 16 * 4 + 256 * 4 + 4),
+        ("int8", NUMBERS + OUT * 4),
+        ("float8", NUMBERS + OUT * 4),
+    ],
+)
+def test_a_quantized_linear_has_its_codes_and_scales(base: str, nbytes: int) -> None:
+    linear = QuantizedLinear((IN, OUT), None, base, torch.float32, "cpu")
+    assert bytes_of_model(linear) == nbytes
+    x = torch.randn(2, 3, IN, requires_grad=True)
+    linear(x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.shape == x.shape
+
+
+def test_embeddings_norms_and_head_are_not_quantized() -> None:
+    plain, packed = estimate(base="bf16").static_bytes, estimate(base="int8").static_bytes
+    layer = sum(each.numel() for each in transformers.LlamaForCausalLM(CONFIG).model.layers.parameters())
+    norms = 2 * CONFIG.num_hidden_layers * CONFIG.hidden_size
+    assert plain.parameters - packed.parameters == layer - norms
+
+
+@pytest.mark.parametrize(("base", "held_in_blocks"), [("bf16", 0), ("nf4", 0), ("float8", 1)])
+def test_a_weight_that_is_made_is_held_where_its_library_holds_it(base: str, held_in_blocks: int) -> None:
+    """torchao leaves a float8 weight's product to autograd, which holds the weight that was made for it."""
+    of_mlp = 3 * CONFIG.hidden_size * CONFIG.intermediate_size * 2
+    plain, found = estimate(), estimate(base=base)
+    more = found.activation_bytes_per_layer - plain.activation_bytes_per_layer
+    assert (more > of_mlp) == bool(held_in_blocks)
+    under = estimate(base=base, policy="elementwise")
+    assert under.activation_bytes_per_layer < plain.activation_bytes_per_layer
+
+
+def test_trained_in_float32_beside_a_base_of_bfloat16_as_peft_makes_them_by_default() -> None:
+    found = estimate(dtype="bfloat16-autocast", base="bf16").static_bytes
+    all_bf16 = estimate().static_bytes
+    assert found.gradients == 2 * all_bf16.gradients
+    assert found.parameters == all_bf16.parameters + all_bf16.gradients
+
+
+def test_any_adapter_of_peft_is_estimated() -> None:
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"], use_dora=True)
+    found = estimate(lora=config)
+    head = CONFIG.hidden_size * CONFIG.vocab_size
+    assert found.static_bytes.gradients > 2 * head
+    assert found.settings.adapters == "Lora adapters"
+
+
+def test_layers_gather_and_reduce_what_they_have() -> None:
+    """Of a frozen base that FSDP2 shards, codes are gathered, and adapters' gradients alone are reduced."""
+    buffers = estimate(base="nf4", sharding="fsdp2", devices=2).static_bytes.buffers
+    plain = estimate(sharding="fsdp2", devices=2).static_bytes.buffers
+    assert buffers["gradients to reduce"].nbytes == plain["gradients to reduce"].nbytes
+    assert buffers["gradients to reduce"].nbytes < buffers["gathered parameters"].nbytes / 4
+    assert buffers["gathered parameters"].nbytes < plain["gathered parameters"].nbytes / 2
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    CONFIG.save_pretrained(tmp_path)
+    return tmp_path / "config.json"
+
+
+LORA = ("--lora", 4, "--seq-len", LENGTH)
+
+
+def test_the_command_says_what_it_adapted(config: Path) -> None:
+    code, output = printed("--model", config, *LORA, "--lora-targets", "q_proj,v_proj", "--base", "nf4", "--json")
+    assert code == 0, output
+    found = json.loads(output)
+    assert found["adapters"] == "LoRA of rank 4 on q_proj, v_proj, base nf4"
+    assert any("no double quantization" in each for each in found["assumed"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("explain", "elementwise", "--device", "cuda"), "LoRA of rank 4 on all-linear, base nf4\n"),
+        *slow((("plan", "--gpu", "rtx4090", "--budget", "50%"), "base_model.model.model.layers.")),
+    ],
+)
+def test_plans_and_explain_know_adapters(arguments: tuple[str, ...], told: str, config: Path) -> None:
+    code, output = command(*arguments, "--model", config, *LORA, "--base", "nf4")
+    assert code == 0, output
+    assert told in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("estimate", "--base", "nf4"), "recompute: expected lora beside base 'nf4'"),
+        (("estimate", *LORA, "--base", "nf5"), "base: expected one of bfloat16, int8, nf4, nf4-double, float8; found"),
+        (("estimate", *LORA, "--lora-targets", "q_porj"), "names of modules of LlamaForCausalLM, as in q_proj,v_proj"),
+        (("estimate", *LORA, "--lora-targets", "q_porj"), "found 'q_porj' (did you mean 'q_proj'?)"),
+        (("plan", *LORA, "--base", "nf4", "--budget", "1GiB"), "expected --gpu beside --base nf4"),
+        (("explain", "full", "--base", "int8"), "recompute: expected lora beside base 'int8'"),
+    ],
+)
+def test_mistakes_of_adapters_are_told(arguments: tuple[Any, ...], message: str, config: Path) -> None:
+    code, output = command(*arguments, "--model", config)
+    assert (code, message in output) == (2, True), output
+
+
+@pytest.mark.parametrize("lora", [0, True, 2.5, "q_proj"])
+def test_what_is_no_rank_is_told(lora: Any) -> None:
+    with pytest.raises(EstimateError, match="lora: expected a rank, as 16, or a configuration of PEFT's; found"):
+        estimate(lora=lora)
+
+
+def test_without_peft_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ModelError, match=r"pip install 'torch-recompute\[peft\]'"):
+        estimate()
+
+
+def quantized_by_bitsandbytes(model: nn.Module, base: str) -> nn.Module:
+    """The model with the Linears that ``BitsAndBytesConfig`` has, whose weights it would read from a file."""
+    bnb = pytest.importorskip("bitsandbytes")
+    from transformers.integrations import bitsandbytes as of_transformers
+    from transformers.quantizers.base import get_keys_to_not_convert
+
+    kept = get_keys_to_not_convert(model)
+    double = base == "nf4-double"
+    config = (
+        transformers.BitsAndBytesConfig(load_in_8bit=True)
+        if base == "int8"
+        else transformers.BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=double,
+            bnb_4bit_compute_dtype=torch.bfloat16,
+        )
+    )
+    weights = {path: module.weight.detach() for path, module in model.named_modules() if type(module) is nn.Linear}
+    of_transformers.replace_with_bnb_linear(model, modules_to_not_convert=kept, quantization_config=config)
+    for path, module in model.named_modules():
+        if isinstance(module, bnb.nn.Linear8bitLt):
+            module.weight = bnb.nn.Int8Params(weights[path], requires_grad=False, has_fp16_weights=False).to("cpu")
+        elif isinstance(module, bnb.nn.Linear4bit):
+            options = {"compress_statistics": double, "quant_type": "nf4"}
+            module.weight = bnb.nn.Params4bit(weights[path], requires_grad=False, **options).to("cpu")
+    return model
+
+
+def bytes_of_model(model: nn.Module) -> int:
+    """Of all storages that it has: parameters, and the scales that hang on those of bitsandbytes."""
+    found: dict[int, int] = {}
+
+    def count(value: Any) -> None:
+        if isinstance(value, Tensor):
+            found[value.untyped_storage()._cdata] = value.untyped_storage().nbytes()
+            for name in ("quant_state", "SCB"):
+                count(getattr(value, name, None))
+        elif type(value).__name__ == "QuantState":
+            for each in vars(value).values():
+                count(each)
+
+    for each in (*model.parameters(), *model.buffers()):
+        count(each)
+    return sum(found.values())
+
+
+def adapted_for_real(base: str) -> nn.Module:
+    model = transformers.LlamaForCausalLM._from_config(CONFIG, dtype=torch.bfloat16)
+    config = peft.LoraConfig(r=4, target_modules="all-linear")
+    real = peft.get_peft_model(quantized_by_bitsandbytes(model, base), config, autocast_adapter_dtype=False)
+    for each in real.parameters():  # of codes of 8 bits, PEFT makes float32 adapters
+        each.data = each.data.bfloat16() if each.requires_grad else each.data
+    return real.train()
+
+
+@pytest.mark.parametrize("base", ["nf4", "nf4-double", "int8"])
+def test_static_bytes_are_what_peft_and_bitsandbytes_allocate(base: str) -> None:
+    static = estimate(base=base).static_bytes
+    assert static.parameters + static.buffers["the model's buffers"].nbytes == bytes_of_model(adapted_for_real(base))
+
+
+def test_activations_are_those_of_a_step_of_peft_and_bitsandbytes() -> None:
+    """On the CPU, where both are measured; its nf4 kernel makes no whole weight, as forward on CUDA does."""
+    real, ids = adapted_for_real("nf4"), torch.zeros(2, LENGTH, dtype=torch.long)
+    batch = {"input_ids": ids, "labels": ids}
+    real(**batch).loss.backward()
+    real.zero_grad()
+    with counters.memory_trace(torch.device("cpu")) as trace:
+        loss = real(**batch).loss
+        trace.mark("forward")
+        loss.backward()
+    loaded = recompute.estimate(real, batch=batch, advise=False)
+    assert loaded.peak_bytes == recompute.estimate(CONFIG, **SAME, batch_size=2).peak_bytes
+    options = EstimateOptions("bfloat16", "adamw", "none", 1, "full", lora=4, base="nf4")
+    with fake_model_and_batch(CONFIG, options, 2, LENGTH, None) as subject:
+        step = ModelEstimator(subject, None).step(None, False)
+    assert sum(step.held.values()) == pytest.approx(trace.held_nbytes["forward"], rel=0.01)
+    peak = max(moment.peak_nbytes(lambda gradients: gradients) for moment in step.moments)
+    assert peak == pytest.approx(trace.peak_nbytes, rel=0.01)

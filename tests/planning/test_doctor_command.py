@@ -1,0 +1,220 @@
+"""`recompute doctor`: what is in the way of a run, and what to type against it, as estimates have it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+import transformers
+from test_cli import recompute as command
+from tiers import slow
+from typer.testing import CliRunner
+
+import recompute
+from recompute.cli import app
+from recompute.estimation import model_estimator
+from recompute.estimation.build_model import build_fake
+from recompute.estimation.estimate import estimator_of
+from recompute.estimation.estimate_options import EstimateOptions
+from recompute.estimation.estimate_result import Estimate, EstimateSettings
+from recompute.estimation.gpus import find_gpu
+from recompute.estimation.static_memory import StaticBytes
+from recompute.planning import doctor_command
+from recompute.planning.doctor_command import Diagnosis, DoctorRequest, Remedy
+from recompute.planning.prediction import predict
+from recompute.policy.loading import load_policy
+from recompute.profiling.roofline import op_seconds
+
+GIB, CPU = 2**30, torch.device("cpu")
+GPU = find_gpu("RTX 4090")
+SHAPE = {**models.SHAPE, "hidden_size": 256, "intermediate_size": 512, "vocab_size": 4096, "num_hidden_layers": 2}
+DEEP = {**SHAPE, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8}
+LENGTH = 512
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(tmp_path_factory.mktemp("model"), SHAPE)
+
+
+def saved(folder: Path, shape: dict[str, Any]) -> Path:
+    transformers.LlamaConfig(**shape).save_pretrained(folder)
+    return folder / "config.json"
+
+
+def diagnose(config: Path, memory: str = "23GiB", **options: Any) -> Diagnosis:
+    asked = EstimateOptions("bfloat16", options.pop("optimizer", "adamw"), "none", 1, "full", **options)
+    given: dict[str, Any] = {"gpu": "rtx4090", "gpu_memory": memory, "batch_size": 1, "seq_len": LENGTH}
+    return DoctorRequest.checked(model=str(config), options=asked, **given).run(lambda what, done, total: None)
+
+
+def estimated(config: Path, remedy: Remedy) -> int:
+    """The peak that ``recompute.estimate`` has for the changes of a remedy."""
+    options: dict[str, Any] = {}
+    for change in remedy.changes:
+        if change == "a chunked cross-entropy":
+            options["loss"] = "chunked"
+        elif change.startswith("fsdp2"):
+            options |= {"sharding": "fsdp2", "devices": remedy.devices}
+        else:
+            name, _, value = change.partition(" ")
+            options[name] = value
+    return recompute.estimate(str(config), seq_len=LENGTH, gpu=GPU.name, advise=False, **options).peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("shape", "share", "way", "devices", "presets"),
+    [
+        (SHAPE, 0.75, "logits", 1, ["full"]),
+        *slow(
+            (SHAPE, 0.75, "logits", 1, doctor_command.PRESETS),
+            (SHAPE, 1.0, "logits", 1, doctor_command.PRESETS),
+            (DEEP, 0.6, "static memory", 2, doctor_command.PRESETS),
+            (DEEP, 0.01, "static memory", 0, doctor_command.PRESETS),
+        ),
+    ],
+)
+def test_what_to_type_fits_and_is_what_estimates_say(
+    shape: dict[str, Any],
+    share: float,
+    way: str,
+    devices: int,
+    presets: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """0 devices: no number of them does."""
+    monkeypatch.setattr(doctor_command, "PRESETS", presets)
+    config = saved(tmp_path, shape)
+    plain = recompute.estimate(str(config), seq_len=LENGTH, gpu=GPU.name, advise=False)
+    capacity = int(share * plain.peak_bytes)
+    found = diagnose(config, f"{capacity}B")
+    assert found.now.peak_bytes == plain.peak_bytes
+    assert found.fits == (share == 1)
+    assert found.in_the_way == way
+    assert bool(devices) <= len(found.remedies) <= 3
+    assert [each.seconds for each in found.remedies] == sorted(each.seconds for each in found.remedies)
+    assert {each.devices for each in found.remedies} == ({devices} if devices else set())
+    for each in found.remedies:
+        assert each.peak_nbytes == estimated(config, each) <= capacity
+    assert (found.by_adapters is not None) == (devices == 2)
+
+
+@pytest.mark.parametrize("policy", [None, *slow("full")])
+def test_the_seconds_of_many_layers_are_those_of_a_few(
+    policy: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = saved(tmp_path, DEEP)
+    options = EstimateOptions("bfloat16", "adamw", "none", 1, "full")
+
+    def seconds() -> float:
+        sizes = (1, LENGTH, None, GPU.name, lambda *ran: op_seconds(*ran, GPU))
+        with estimator_of(str(config), options, *sizes) as estimator:
+            return estimator.seconds(options, policy and load_policy(policy))
+
+    by_few = seconds()
+    monkeypatch.setattr(model_estimator, "find_stacks", lambda *given, **how: [])
+    assert by_few == pytest.approx(seconds(), rel=1e-9)
+
+
+@pytest.mark.slow
+def test_a_step_takes_the_seconds_that_a_plan_of_it_takes(config: Path) -> None:
+    found = diagnose(config)
+    with build_fake(str(config), sequence_length=LENGTH, batch_size=1, dtype=torch.bfloat16, device=CPU) as given:
+        table = recompute.profile(*given, device=GPU)
+    as_it_is = predict(table, (0,) * len(table.places))
+    assert found.seconds == pytest.approx(as_it_is.step_seconds, rel=0.01)
+
+
+def example(**changes: Any) -> Diagnosis:
+    """A step of 30 GiB on a card of 23: 12 of weights, gradients and states, 6 of logits, 14 of activations."""
+    static = StaticBytes(4 * GIB, 4 * GIB, 4 * GIB, {})
+    settings = EstimateSettings("Llama, 8 parameters", "input_ids 1x8", "bfloat16", "adamw", "none", 1, "none", "full")
+    parts = {"parameters": 4 * GIB, "optimizer states": 4 * GIB, "logits": 6 * GIB, "activations": 16 * GIB}
+    now = Estimate(settings, static, 0, 0, (), 0, {"backward of the loss": 30 * GIB}, parts, ())
+    remedies = (Remedy(("policy auto",), 1, 20 * GIB, 0.9), Remedy(("policy full",), 1, 15 * GIB, 1.3))
+    return replace(Diagnosis(GPU, now, 1.0, remedies), **changes)
+
+
+def test_it_reads_aloud() -> None:
+    assert (
+        str(example())
+        == """\
+Llama, 8 parameters; input_ids 1x8; bfloat16, adamw.
+
+As it is, a step does not fit one RTX 4090: it takes 30.00 GiB at its peak, the backward of the loss, and the card has \
+23.00 GiB.
+Static memory is 12.00 GiB: parameters 4.00 GiB, gradients 4.00 GiB, optimizer states 4.00 GiB.
+At the peak there are beside it: logits 6.00 GiB, activations 16.00 GiB.
+In the way are the activations.
+
+what to change, the fastest first         peak    ms a step    against now
+-----------------------------------  ---------  -----------  -------------
+policy auto                          20.00 GiB          900          0.90x
+policy full                          15.00 GiB        1,300          1.30x
+
+Type a policy as recompute.apply(model, "auto"), or, with a Trainer, as recompute_policy="auto".
+Times are calculated from the data sheet of RTX 4090, without what devices tell each other.
+recompute plan --budget 100% with the same options mixes policies by layer."""
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"remedies": ()}, "No policy, no other optimizer and no sharding makes it fit: shorten the sequence."),
+        (
+            {"remedies": (Remedy(("optimizer adamw-8bit",), 1, 20 * GIB, 1.0),)},
+            "No policy makes it fit by itself: another optimizer does.",
+        ),
+        (
+            {"remedies": (Remedy(("fsdp2 over 4 devices",), 4, 20 * GIB, 1.0),)},
+            "No policy makes it fit one card: sharding does. It takes 4 of them under FSDP2",
+        ),
+        (
+            {"by_adapters": Remedy(("--lora 16 --base nf4", "policy full"), 1, 13 * GIB, 1.4)},
+            "Adapters alone fit one card: --lora 16 --base nf4 and policy full take 13.00 GiB.",
+        ),
+        ({"gpu": GPU._replace(capacity_nbytes=11 * GIB)}, "In the way is static memory, which alone is too much."),
+        ({"gpu": GPU._replace(capacity_nbytes=31 * GIB)}, "Most of it is activations."),
+        (
+            {"remedies": (Remedy(("a chunked cross-entropy",), 1, 20 * GIB, 1.0),)},
+            "Type a chunked cross-entropy as the rule {type: head, action: recompute, via: kernel}.",
+        ),
+    ],
+)
+def test_each_finding_is_a_sentence(changes: dict[str, Any], told: str) -> None:
+    assert told in str(example(**changes))
+
+
+@pytest.mark.parametrize(("memory", "code"), [("23GiB", 0), *slow(("40MiB", 1))])
+def test_the_exit_code_says_whether_it_fits(
+    memory: str, code: int, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor_command, "PRESETS", ["full"] if code == 0 else doctor_command.PRESETS)
+    asked = ("doctor", "--model", config, "--seq-len", LENGTH, "--gpu", "rtx4090", "--gpu-memory", memory, "--json")
+    result = CliRunner().invoke(app, [str(each) for each in asked])
+    found = json.loads(result.stdout)
+    assert result.exit_code == code
+    assert found["fits"] == (code == 0)
+    assert found["remedies"][0].keys() == {"changes", "devices", "peak_nbytes", "seconds"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--gpu", "H2000"), "found 'H2000' (did you mean 'H200'?)"),
+        (("--gpu", "h200", "--optimizer", "adamwfused"), "recompute: optimizer: expected one of adamw, "),
+        (("--gpu", "h200", "--base", "nf4"), "expected lora beside base 'nf4'"),
+        (("--gpu", "h200", "--model", "gone.json"), "gone.json: cannot be read as the configuration of a model"),
+        *([] if torch.cuda.is_available() else [((), "expected --gpu, as in --gpu 'RTX 4090': this machine has no")]),
+    ],
+)
+def test_a_mistake_is_one_message_and_exit_code_2(flags: tuple[str, ...], message: str, config: Path) -> None:
+    code, output = command("doctor", "--model", config, *flags)
+    assert (code, message in output) == (2, True), output
