@@ -18,8 +18,7 @@ from torch.autograd.graph import GradientEdge
 
 from recompute.compiled.recording import Departure, FunctionResult, NotCapturable, ObjectUse, Recording, Use
 from recompute.engine.cut.layout import Layout
-from recompute.engine.cut.ops import tensors_in
-from recompute.engine.tape.functions import FunctionOp
+from recompute.engine.tape.functions import FunctionOp, is_seen, make_whole
 from recompute.engine.tape.op_arguments import LISTS
 from recompute.engine.thread_state import local
 from recompute.errors import UnsupportedError
@@ -104,10 +103,15 @@ class FunctionCall:
     ``after`` is a node behind the Function's, which lives as long as it.
     """
 
-    def __init__(self, op: FunctionOp, args: Sequence[Any], outputs: Sequence[Any], around: Around):
-        """args, outputs: of the call that was recorded. around: the span of the autocast that it runs under."""
+    def __init__(
+        self, op: FunctionOp, args: Sequence[Any], outputs: Sequence[Any], around: Around, *, takes_gradients: bool
+    ):
+        """args, outputs: of the call that was recorded. around: the span of the autocast that it runs under.
+
+        takes_gradients: whether it ran with gradients on.
+        """
         self.op = op
-        self._takes = [torch.is_grad_enabled() and takes_gradient(value) for value in args]
+        self._takes = [takes_gradients and takes_gradient(value) for value in args]
         self._is_differentiated = any(self._takes)
         self._results = list(map(_described, outputs))
         self._around = around
@@ -153,6 +157,12 @@ def _has_attributes(value: Tensor) -> bool:
     return value.is_leaf and bool(vars(value)) and not value._backward_hooks
 
 
+def is_untold(node: Any) -> bool:
+    """Whether a node is that of a custom Function which no tape was told of. It will be told of the next call."""
+    function = getattr(type(node), "_forward_cls", None)
+    return function is not None and not is_seen(function) and make_whole(function)
+
+
 def takes_gradient(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
@@ -164,12 +174,12 @@ def graph_call(op: FunctionOp) -> Callable[..., Any]:
     def call_function(*args: Any, **kwargs: Any) -> Any:
         if local.function_stand_in is not None:
             return local.function_stand_in(op, args, kwargs)
-        see = getattr(local.active_frames[-1], "see_function", None) if local.active_frames else None
-        if see is None or kwargs:
+        end = getattr(local.active_frames[-1], "end_function", None) if local.active_frames else None
+        if end is None:
             return op.function.apply(*args, **kwargs)
-        versions = [tensor._version for tensor in tensors_in(args)]
-        output = op.function.apply(*args)
-        see(args, output, is_changed=versions != [tensor._version for tensor in tensors_in(args)])
+        end()
+        output = op.function.apply(*args, **kwargs)
+        end(output)
         return output
 
     return call_function

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _pop_mode, _push_mode
 from recompute.compiled.autocast_settings import Autocast, CallSettings, autocast_in_force, cast_of
 from recompute.compiled.backward_ops import BackwardOps
 from recompute.compiled.following import FollowingRecording
-from recompute.compiled.function_calls import Around, FunctionBackward, FunctionCall, takes_gradient
+from recompute.compiled.function_calls import Around, FunctionBackward, FunctionCall, is_untold, takes_gradient
 from recompute.compiled.program import Program
 from recompute.compiled.program_writer import ObservedFrame, ProgramWriter
 from recompute.compiled.recording import Call, Departure, NotCapturable, Recording, Use
@@ -127,7 +127,7 @@ class Observation:
     def see_reached(self, tensors: Iterable[Tensor]) -> None:
         self._recording.reach(tensors)
 
-    def see_function(self, args: tuple, output: Any, *, is_changed: bool) -> None:
+    def see_function(self, args: tuple, output: Any, *, is_changed: bool, takes_gradients: bool) -> None:
         """The custom Function whose forward was the last call has returned, so that its outputs have their graphs."""
         index = len(self._recording.calls) - 1
         op = self._recording.calls[index].op
@@ -135,7 +135,8 @@ class Observation:
             self._fail(f"{op} changes what it is given")
             return
         outputs = output if type(output) in LISTS else (output,)
-        self._frame.functions[index] = FunctionCall(op, args, outputs, _again(self._frame.around.autocast))
+        around = _again(self._frame.around.autocast)
+        self._frame.functions[index] = FunctionCall(op, args, outputs, around, takes_gradients=takes_gradients)
         for tensor in filter(takes_gradient, outputs):
             self._nodes[tensor.grad_fn] = index
 
@@ -212,6 +213,8 @@ class Observation:
         numbers, self._edges = numbered_nodes(nodes, ends)
         if any(not node.next_functions for node in numbers if node not in nodes):
             raise NotCapturable("its graph reaches a leaf that it was not given")
+        if any(is_untold(node) for node in numbers if node not in self._nodes):
+            raise NotCapturable("a custom Function in another op has run no op, so that nobody was told of it")
         for name in MODE_DEPENDENT.intersection(node.name() for node in numbers):
             raise NotCapturable(f"{name} computes in another way while it is recorded")
         if any((INPUT, OTHER) in edges for edges in self._edges):

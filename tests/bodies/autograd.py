@@ -406,6 +406,57 @@ class InPlace(Function):
 bound_early = Scale.apply
 
 
+class NotDifferentiable(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        y = x.round()
+        ctx.mark_non_differentiable(y)
+        return y
+
+
+LIBRARY = torch.library.Library("recompute_functions", "DEF")
+
+
+def composite(function: Callable[[Tensor, Tensor], Tensor]) -> Any:
+    """An op that torch shows as the ops which it calls, as those of libraries for quantization are."""
+    LIBRARY.define(f"{function.__name__}(Tensor x, Tensor w) -> Tensor")
+    LIBRARY.impl(function.__name__, function, "CompositeImplicitAutograd")
+    return getattr(torch.ops.recompute_functions, function.__name__)
+
+
+@composite
+def scaled(x: Tensor, w: Tensor) -> Tensor:
+    """Each Function is followed by what saves tensors, also of its own."""
+    y = Split.apply(Scale.apply(x.exp(), w), 0.5, (w.detach(),))[0]
+    with torch.no_grad():
+        size = Scale.apply(y, w).abs()
+    return y.view_as(y) * y.sigmoid() * size * NotDifferentiable.apply(y * 4) * w
+
+
+@composite
+def scaled_last(x: Tensor, w: Tensor) -> Tensor:
+    return Exp.apply(x.sin() * w)
+
+
+class Looked(Function):
+    """Looks at what it gives back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.largest = x.abs().amax()
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * ctx.largest
+
+
+@composite
+def looked_at(x: Tensor, w: Tensor) -> Tensor:
+    return Looked.apply(x.sin()) * w
+
+
 def splits(self: Any, h: Tensor) -> Tensor:
     first, best, total = Split.apply(h, 0.5, (self.weight.detach(),))
     return first.sigmoid() * total.unsqueeze(-1) + best.unsqueeze(-1)
@@ -439,6 +490,8 @@ FORWARDS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "autocast": lambda self, h: UnderAutocast.apply(h, self.linear.weight).sigmoid(),
     "objects": lambda self, h: Configured.apply(h, self.options, [h]).sigmoid() + Configured.apply(h, self.options, []),
     "a parameter of a class of its own": lambda self, h: Scale.apply(h, self.packed.view(-1)).sigmoid(),
+    "inside of an op": lambda self, h: scaled(h, self.weight).sigmoid(),
+    "an op that ends with one": lambda self, h: scaled_last(h, self.weight) * h,
     "first and last": lambda self, h: Scale.apply(h, self.weight),
     "reads what it saved again": lambda self, h: Twice.apply(h.sigmoid()).tanh(),
 }
@@ -464,6 +517,9 @@ FUNCTIONS: dict[str, Body] = {
         )
         for name, each in FORWARDS.items()
     },
+    "gives an op what it was given": in_a_block(
+        lambda self, h: looked_at(h, self.weight).sigmoid(), captured="inside of another op returns what it was given"
+    ),
     "in place": in_a_block(
         lambda self, h: InPlace.apply(self.linear(h)).sin(), captured="InPlace changes what it is given"
     ),

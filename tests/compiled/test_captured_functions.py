@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from bodies.autograd import FUNCTIONS, IS_TOLD_LATE, RAN, Scale
+from bodies.autograd import FUNCTIONS, IS_TOLD_LATE, RAN, Scale, composite
 from capture_testing import ROWS, SIZE, Around, Twins, body, captured_twins, fresh, rule, tokens, train
 from engine_testing import loss_of
 from torch import Tensor, nn
@@ -29,6 +29,34 @@ def test_a_function_that_runs_no_op_is_captured_after_a_few_more_steps(x: Tensor
     for _ in range(3):
         twins.step(train(x))
     twins.settle(train(x))
+
+
+class Factor(Function):
+    """Runs no op in forward. Its backward is Python that may do something else every time."""
+
+    factor = 1.0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * Factor.factor
+
+
+@composite
+def by_a_factor(x: Tensor, w: Tensor) -> Tensor:
+    return Factor.apply(x.sin()) * w
+
+
+def test_no_functions_backward_is_taken_for_the_ops_that_it_ran_once(
+    x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    twins = Twins(Around(body(lambda self, x: by_a_factor(self.lin(x), self.lin.bias), lin=nn.Linear(SIZE, SIZE))))
+    for number in range(8):
+        monkeypatch.setattr(Factor, "factor", number)
+        twins.step(train(x))
 
 
 @pytest.fixture(scope="module")

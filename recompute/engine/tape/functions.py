@@ -13,7 +13,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -71,18 +71,24 @@ def make_whole(function: Any) -> bool:
 
 
 class _WholeForward:
-    """The ``forward`` of a Function's class, which goes to the tape in force."""
+    """The ``forward`` of a Function's class, which goes to the tape in force, or to what stands in for it."""
 
     def __init__(self, forward: Any):
         self._forward = forward
 
     def __get__(self, instance: Any, function: Any = None) -> Any:
         forward = self._forward.__get__(instance, function)
+        if local.function_stand_in is not None:  # another op that a graph calls runs on tensors without values
+            return _OnTape(forward, _run_stand_in, function_op(function))
         if not local.active_frames or local.regenerating:
             return forward
         runs = (getattr(frame, "run_function", None) for frame in reversed(local.active_frames))
         run = next(filter(None, runs), None)
         return forward if run is None else _OnTape(forward, run, function_op(function))
+
+
+def _run_stand_in(op: FunctionOp, _: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    return local.function_stand_in(op, args, kwargs)
 
 
 class _OnTape:
@@ -102,6 +108,14 @@ class _OnTape:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._forward, name)  # torch reads the signature from the code
+
+
+def caller_of_function() -> tuple[FrameType, int]:
+    """The frame that calls the custom Function whose forward a tape is about to run, and where in its code it does."""
+    frame: Any = sys._getframe(1)
+    while frame.f_code is not _OnTape.__call__.__code__:
+        frame = frame.f_back
+    return frame.f_back, frame.f_back.f_lasti
 
 
 def is_in_function(outermost: CodeType) -> bool:
