@@ -129,7 +129,8 @@ class Code:
         targets, makes = self._results(call)
         makes += [] if after == "_" else [after]
         text = f"{', '.join([*targets, after])} = {self.named(function)}({', '.join(arguments)})"
-        writes = tuple([self.tensors[number] for number, _ in call.written])
+        self.tensors |= {after: self.tensors[before] for before, after in call.written}
+        writes = tuple([self.tensors[after] for _, after in call.written])
         self._write(Statement(text, reads, makes, writes=writes, is_ordered=True))
 
     def function_backward(self, call: Call) -> None:

@@ -18,6 +18,7 @@ from torch.autograd.graph import GradientEdge
 
 from recompute.compiled.recording import Departure, FunctionResult, NotCapturable, ObjectUse, Recording, Use
 from recompute.engine.cut.layout import Layout
+from recompute.engine.saved_tensors import version_of
 from recompute.engine.tape.functions import FunctionOp, is_seen, make_whole
 from recompute.engine.tape.op_arguments import LISTS
 from recompute.engine.thread_state import local
@@ -104,13 +105,21 @@ class FunctionCall:
     """
 
     def __init__(
-        self, op: FunctionOp, args: Sequence[Any], outputs: Sequence[Any], around: Around, *, takes_gradients: bool
+        self,
+        op: FunctionOp,
+        args: Sequence[Any],
+        outputs: Sequence[Any],
+        around: Around,
+        *,
+        makes: Sequence[bool],
+        takes_gradients: bool,
     ):
         """args, outputs: of the call that was recorded. around: the span of the autocast that it runs under.
 
-        takes_gradients: whether it ran with gradients on.
+        makes: whether the region has made an argument. takes_gradients: whether the call ran with gradients on.
         """
         self.op = op
+        self._made = [position for position, is_made in enumerate(makes) if is_made]
         self._takes = [takes_gradients and takes_gradient(value) for value in args]
         self._is_differentiated = any(self._takes)
         self._results = list(map(_described, outputs))
@@ -134,7 +143,10 @@ class FunctionCall:
             enters = [takes and not _has_attributes(value) for value, takes in zip(given, self._takes, strict=True)]
             entered = iter(_Enter.apply(_source(), *itertools.compress(given, enters)))
             args = [next(entered) if is_entered else value for value, is_entered in zip(given, enters, strict=True)]
+        versions = [version_of(args[position]) for position in self._made]
         output = self.op.function.apply(*args)
+        if versions != [version_of(args[position]) for position in self._made]:
+            raise Departure(f"{self.op} changes from time to time what it is given")
         outputs = output if type(output) in LISTS else (output,)
         if list(map(_described, outputs)) != self._results:
             raise Departure(f"{self.op} gives something else from time to time")

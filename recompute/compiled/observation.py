@@ -129,14 +129,17 @@ class Observation:
 
     def see_function(self, args: tuple, output: Any, *, is_changed: bool, takes_gradients: bool) -> None:
         """The custom Function whose forward was the last call has returned, so that its outputs have their graphs."""
-        index = len(self._recording.calls) - 1
-        op = self._recording.calls[index].op
+        index, buffers = len(self._recording.calls) - 1, self._recording.buffers
+        op, given, *_ = self._recording.calls[index]
         if type(op) is not FunctionOp or is_changed:
             self._fail(f"{op} changes what it is given")
             return
         outputs = output if type(output) in LISTS else (output,)
         around = _again(self._frame.around.autocast)
-        self._frame.functions[index] = FunctionCall(op, args, outputs, around, takes_gradients=takes_gradients)
+        makes = [type(each) is Use and buffers[buffers[each.buffer].root].call is not None for each in given]
+        self._frame.functions[index] = FunctionCall(
+            op, args, outputs, around, makes=makes, takes_gradients=takes_gradients
+        )
         for tensor in filter(takes_gradient, outputs):
             self._nodes[tensor.grad_fn] = index
 

@@ -15,7 +15,7 @@ from recompute.compiled.function_calls import takes_gradient
 from recompute.compiled.observation import Observation
 from recompute.compiled.recording import Departure, NotCapturable, Recording
 from recompute.engine.cut.ops import Kind, facts, tensors_in
-from recompute.engine.saved_tensors import PackedTensor, top_hooks
+from recompute.engine.saved_tensors import PackedTensor, top_hooks, version_of
 from recompute.engine.tape.functions import FunctionOp, caller_of_function
 from recompute.engine.tape.recorder import Tape, TapeRegion
 from recompute.engine.thread_state import local
@@ -91,7 +91,7 @@ class _RunningFunction:
         self._caller = caller_of_function()
 
     def _versions_now(self) -> list[int]:
-        return [tensor._version for tensor in tensors_in(self._args)]
+        return list(map(version_of, tensors_in(self._args)))
 
     def forward(self, run: Callable[[], Any]) -> Any:
         self._output = run()

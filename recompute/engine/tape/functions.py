@@ -1,7 +1,8 @@
 """Custom ``autograd.Function``s in a region: a tape takes a forward of one for a single step, which never runs again.
 
-Its kernels may write to memory unseen, so what it makes is kept, and what they reach counts as overwritten. A Function
-that says ``seen_by_dispatcher`` only calls ops that a tape sees, and is no step.
+Its kernels may write to memory unseen, so what it makes is kept, and what they reach counts as overwritten, unless it
+was seen to be left as it is (``function_writes.py``). A Function that says ``seen_by_dispatcher`` only calls ops that a
+tape sees, and is no step.
 
 Nobody tells of a Function's call: ``apply`` is C++. So the first op by which a Function is met gives its class another
 ``forward``, which goes to the tape that is in force, if any. Until then ops are looked at one by one.
@@ -22,6 +23,7 @@ from torch.autograd.function import FunctionCtx
 
 from recompute.engine.cut.ops import Kind, OpFacts
 from recompute.engine.reachable_objects import taken_apart
+from recompute.engine.tape.function_writes import LearnedWrites
 from recompute.engine.thread_state import local
 
 _peek_transform = torch._C._functorch.peek_interpreter_stack
@@ -37,6 +39,8 @@ class FunctionOp:
     def __init__(self, function: Any):
         self._function = weakref.ref(function)
         self.facts = OpFacts(function.__name__, Kind.OPAQUE, reason="made inside a custom autograd.Function")
+        self.writes: dict[Any, LearnedWrites] = {}
+        """What its runs have shown, by their kinds."""
 
     @property
     def function(self) -> Any:
@@ -110,6 +114,11 @@ class _OnTape:
         return getattr(self._forward, name)  # torch reads the signature from the code
 
 
+def context_of(forward: Callable[..., Any]) -> Any:
+    """The ctx that a forward as a tape runs it is given; None if it is given none."""
+    return forward.args[0] if isinstance(forward, functools.partial) else None
+
+
 def caller_of_function() -> tuple[FrameType, int]:
     """The frame that calls the custom Function whose forward a tape is about to run, and where in its code it does."""
     frame: Any = sys._getframe(1)
@@ -154,6 +163,8 @@ class Reached:
         self.tensors: list[Tensor] = []
         self._keys: set[int] = set()
         self._made: set[int] = set()
+        self.handed_out: set[int] = set()
+        """The storages that were handed out as arrays."""
 
     def add(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
