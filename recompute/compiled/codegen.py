@@ -204,7 +204,7 @@ class Code:
             return name
         if type(value) is ObjectUse:
             return f"objects[{value.position}]"
-        if isinstance(value, (list, tuple)):
+        if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
             items = ", ".join([self._value(item, reads, again) for item in value])
             if isinstance(value, list):
                 return f"[{items}]"

@@ -215,9 +215,8 @@ def stand_in_for(recording: Recording) -> Callable[..., Any]:
 def _are_alike(recorded: Any, given: Any) -> bool:
     if isinstance(given, Tensor):
         return type(recorded) is Use and recorded.layout[0] == given.shape and recorded.layout.dtype is given.dtype
-    if isinstance(given, (list, tuple)):  # torch.fx has a list of its own
-        is_list = type(recorded) in LISTS and len(recorded) == len(given)
-        return is_list and all(map(_are_alike, recorded, given))
+    if type(recorded) in LISTS and isinstance(given, (list, tuple)):  # torch.fx has a list of its own
+        return len(recorded) == len(given) and all(map(_are_alike, recorded, given))
     return type(recorded) is ObjectUse or (type(recorded) is type(given) and bool(recorded == given))
 
 

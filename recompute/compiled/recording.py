@@ -20,9 +20,8 @@ from recompute.engine.cut.ops import DATA_DEPENDENT, EFFECT, NO_TENSOR, Kind, Op
 from recompute.engine.cut.save_plan import LARGEST_COPY
 from recompute.engine.tape.autocast import left_out
 from recompute.engine.tape.functions import FunctionOp
-from recompute.engine.tape.op_arguments import LISTS, at, generators_of, is_plain, parameter_of
+from recompute.engine.tape.op_arguments import LISTS, at, generators_of, is_constant, is_plain, parameter_of
 
-_CONSTANTS = (int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _DATA_DEPENDENT = {Tag.data_dependent_output, Tag.dynamic_output_shape}
 
 
@@ -365,7 +364,7 @@ class Recording:
             return {key: self._template(item, takes_objects=takes_objects) for key, item in value.items()}
         if type(value) in LISTS:
             return type(value)([self._template(item, takes_objects=takes_objects) for item in value])
-        if isinstance(value, _CONSTANTS):
+        if is_constant(value):
             return value
         if takes_objects and self.is_open:
             return ObjectUse(None)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +30,7 @@ def parts() -> dict[str, Any]:
         "weight": nn.Parameter(torch.rand(HIDDEN)),
         "frozen": nn.Parameter(torch.rand(HIDDEN), requires_grad=False),
         "options": Options(),
+        "recipe": Recipe(Factors(0.5, Mode.FAST)),
         "packed": Packed(torch.rand(1, HIDDEN), requires_grad=False),
     }
 
@@ -359,6 +362,37 @@ class Configured(Function):
         return gradient * ctx.options.factor, None, None
 
 
+class Mode(Enum):
+    FAST = "fast"
+
+
+class Factors(NamedTuple):
+    factor: float
+    mode: Mode
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Torch's frontend makes another one of these, which equals it."""
+
+    factors: Factors
+    dtype: torch.dtype = torch.float32
+
+
+class Scaled(Function):
+    """Takes constants in classes of their own, as those for float8 do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factors: Factors, recipe: Recipe) -> Tensor:
+        assert (type(factors), type(recipe), recipe.factors.mode) == (Factors, Recipe, Mode.FAST)
+        ctx.factor = factors.factor * recipe.factors.factor
+        return x.to(recipe.dtype) * ctx.factor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient * ctx.factor, None, None
+
+
 class Packed(nn.Parameter):
     """A frozen parameter of a class of its own, as those of 4 bits are."""
 
@@ -489,6 +523,7 @@ FORWARDS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "without gradients": scale_without_gradients,
     "autocast": lambda self, h: UnderAutocast.apply(h, self.linear.weight).sigmoid(),
     "objects": lambda self, h: Configured.apply(h, self.options, [h]).sigmoid() + Configured.apply(h, self.options, []),
+    "constants": lambda self, h: Scaled.apply(h, self.recipe.factors, self.recipe).sigmoid(),
     "a parameter of a class of its own": lambda self, h: Scale.apply(h, self.packed.view(-1)).sigmoid(),
     "inside of an op": lambda self, h: scaled(h, self.weight).sigmoid(),
     "an op that ends with one": lambda self, h: scaled_last(h, self.weight) * h,
