@@ -17,6 +17,7 @@ from recompute.compiled.recording import Departure, NotCapturable, Recording
 from recompute.engine.cut.ops import Kind, facts, tensors_in
 from recompute.engine.saved_tensors import PackedTensor, top_hooks, version_of
 from recompute.engine.tape.functions import FunctionOp, caller_of_function
+from recompute.engine.tape.op_arguments import is_plain
 from recompute.engine.tape.recorder import Tape, TapeRegion
 from recompute.engine.thread_state import local
 
@@ -88,6 +89,8 @@ class _RunningFunction:
         self._versions = self._versions_now()
         self._output: Any = None
         self._has_run = False
+        self._saved: set[int] = set()
+        """The storages that it has saved after its forward, by the addresses of the StorageImpls."""
         self._caller = caller_of_function()
 
     def _versions_now(self) -> list[int]:
@@ -105,6 +108,11 @@ class _RunningFunction:
         """
         return not self._has_run or (caller, caller.f_lasti) == self._caller
 
+    def see_saved(self, tensor: Tensor) -> None:
+        """Autograd saves it for the Function."""
+        if self._has_run and torch._C._has_storage(tensor):
+            self._saved.add(tensor.untyped_storage()._cdata)
+
     def _made(self) -> list[Tensor]:
         """Its outputs, without those that it was given: autograd returns others in their place."""
         given = [id(tensor) for tensor in tensors_in(self._args)]
@@ -117,7 +125,11 @@ class _RunningFunction:
             if len(self._made()) != len(tensors_in(self._output)):
                 raise Departure("a custom Function inside of another op returns what it was given")
             returned, takes_gradients = self._output, any(map(takes_gradient, self._made()))
-        seen.see_function(self._args, returned, is_changed=is_changed, takes_gradients=takes_gradients)
+        tensors = [
+            (position, arg) for position, arg in enumerate(self._args) if isinstance(arg, Tensor) and is_plain(arg)
+        ]
+        saved = {position for position, tensor in tensors if tensor.untyped_storage()._cdata in self._saved}
+        seen.see_function(self._args, returned, saved, is_changed=is_changed, takes_gradients=takes_gradients)
 
 
 class GraphTape(_ShowingTape):
@@ -157,6 +169,7 @@ class GraphTape(_ShowingTape):
     def pack(self, tensor: Tensor) -> PackedTensor:
         saved = super().pack(tensor)
         if self._function is not None and self._function.is_saving(sys._getframe(1)):
+            self._function.see_saved(tensor)
             return saved
         return self._seen.saved(tensor, saved)
 

@@ -17,7 +17,7 @@ import recompute
 from recompute.engine.tape.function_writes import FIRST_RUNS, checksum
 from recompute.engine.tape.functions import make_whole
 
-STEPS = 8
+STEPS = 12
 
 
 class Turn:
@@ -49,25 +49,41 @@ def nothing(ctx: Any, x: Tensor) -> None:
     pass
 
 
-def write_what_was_saved(ctx: Any) -> None:
+def save(ctx: Any, x: Tensor) -> None:
+    ctx.save_for_backward(x.t())
+
+
+def overwrite_what_was_saved(ctx: Any) -> None:
     for tensor in (*ctx.saved_tensors, *getattr(ctx, "held", ())):
-        write(tensor, torch.rand(tensor.shape))
+        write(tensor.t() if tensor.t().is_contiguous() else tensor, torch.rand(tensor.numel()))
 
 
-ACTS: dict[str, tuple[Callable[[Any, Tensor], Any], bool]] = {
-    "reads": (nothing, True),
-    "hands an address to a kernel": (lambda ctx, x: x.data_ptr(), True),
-    "hands memory out": (lambda ctx, x: x.numpy().sum(), False),
-    "writes unseen": (lambda ctx, x: write(x, x * 2), False),
-    "moves what is there": (lambda ctx, x: write(x, x.flip(0).contiguous()), False),
-    "writes in its second run": (write_at(1), False),
-    "writes in its last run, by an op": (by_an_op_at_the_end, False),
-    "saves": (lambda ctx, x: ctx.save_for_backward(x.t()), False),
-    "holds": (hold, False),
+def overwrite_at(step: int) -> Callable[[Any], None]:
+    return lambda ctx: overwrite_what_was_saved(ctx) if Turn.step == step else None
+
+
+def read_what_was_saved(ctx: Any) -> None:
+    assert all(tensor.isfinite().all() for tensor in ctx.saved_tensors)
+
+
+Act = Callable[[Any, Tensor], Any]
+
+ACTS: dict[str, tuple[Act, Callable[[Any], Any], bool]] = {
+    "reads": (nothing, read_what_was_saved, True),
+    "hands an address to a kernel": (lambda ctx, x: x.data_ptr(), read_what_was_saved, True),
+    "hands memory out": (lambda ctx, x: x.numpy().sum(), read_what_was_saved, False),
+    "writes unseen": (lambda ctx, x: write(x, x * 2), read_what_was_saved, False),
+    "moves what is there": (lambda ctx, x: write(x, x.flip(0).contiguous()), read_what_was_saved, False),
+    "writes in its second run": (write_at(1), read_what_was_saved, False),
+    "writes in its last run, by an op": (by_an_op_at_the_end, read_what_was_saved, False),
+    "saves": (save, read_what_was_saved, True),
+    "saves, and writes there": (save, overwrite_what_was_saved, False),
+    "saves, and writes there in its second run": (save, overwrite_at(1), False),
+    "holds": (hold, overwrite_what_was_saved, False),
 }
 
 
-def function_that(act: Callable[[Any, Tensor], Any]) -> Any:
+def function_that(act: Act, act_in_backward: Callable[[Any], Any] = read_what_was_saved) -> Any:
     class Acts(Function):
         given: Any
 
@@ -79,8 +95,9 @@ def function_that(act: Callable[[Any, Tensor], Any]) -> Any:
 
         @staticmethod
         def backward(ctx: Any, gradient: Tensor) -> Tensor:
-            write_what_was_saved(ctx)
-            return gradient * 2
+            saved = sum(tensor.sum() for tensor in ctx.saved_tensors)
+            act_in_backward(ctx)
+            return gradient * (2 + saved)
 
     make_whole(Acts)  # it is found by its code, which is the same each time that this is called
     return Acts
@@ -88,12 +105,12 @@ def function_that(act: Callable[[Any, Tensor], Any]) -> Any:
 
 @pytest.mark.filterwarnings("ignore:The given NumPy array")
 @pytest.mark.parametrize("capture", [False, True], ids=["by the tape", "captured"])
-@pytest.mark.parametrize(("act", "comes_back"), ACTS.values(), ids=ACTS)
+@pytest.mark.parametrize(("act", "act_in_backward", "comes_back"), ACTS.values(), ids=ACTS)
 def test_what_a_function_leaves_as_it_is_comes_back(
-    act: Callable[[Any, Tensor], Any], comes_back: bool, capture: bool
+    act: Act, act_in_backward: Callable[[Any], Any], comes_back: bool, capture: bool
 ) -> None:
     """What comes before the Function and what comes after it read the same tensor."""
-    function = function_that(act)
+    function = function_that(act, act_in_backward)
 
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         h = self.lin(x).sigmoid() * 3

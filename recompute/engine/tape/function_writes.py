@@ -1,6 +1,7 @@
 """What custom Functions write to. A Function that has overwritten nothing in its first runs is believed not to.
 
-Versions tell what its ops write to. A kernel may write unseen, so in the first runs the bytes are compared, too.
+Versions tell what its ops write to. A kernel may write unseen, so in the first runs the bytes are compared, too: in
+forward, and in backward those of what the Function has saved.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from recompute.engine.cut.ops import tensors_in
 from recompute.engine.modes import hidden_from_any_modes
@@ -22,6 +24,8 @@ from recompute.engine.thread_state import is_fake, is_in_cuda_graph, local
 
 FIRST_RUNS = 4
 """After so many runs of a kind that have overwritten nothing, bytes are not compared any more."""
+FIRST_BACKWARDS = 2
+"""The same of backward. A region settles after one more frame than that."""
 MOST_KINDS = 64
 """Kinds of runs that are told apart. In any other, all that a Function reaches counts as overwritten."""
 
@@ -37,6 +41,8 @@ class LearnedWrites:
     """What the runs of one kind have shown."""
 
     runs: int = 0
+    backwards: int = 0
+    """Those that left in backward what they had saved as it was."""
     written: set[int] = field(default_factory=set)
     """The arguments, by their positions among its tensors, that some run has overwritten."""
 
@@ -60,12 +66,21 @@ def _weights(device: torch.device) -> Tensor:
 class WatchedArguments:
     """The tensors that a Function is given, and which of them its forward leaves as they are."""
 
-    def __init__(self, learned: dict[Any, LearnedWrites], context: Any, given: Sequence[Tensor], arguments: Any):
+    def __init__(
+        self,
+        learned: dict[Any, LearnedWrites],
+        context: Any,
+        given: Sequence[Tensor],
+        arguments: Any,
+        *,
+        is_saved_as_it_is: bool,
+    ):
         """learned: of the Function. context: its ctx; None if it has none yet. given: the plain tensors it is given.
 
-        arguments: all that it is given.
+        arguments: all that it is given. is_saved_as_it_is: whether what it saves is what backward gets.
         """
         self._context = context
+        self._is_saved_as_it_is = is_saved_as_it_is
         self._given = [tensor for tensor in given if parameter_of(tensor) is None] if context is not None else []
         self._versions = list(map(version_of, self._given))
         kind = _kind(arguments)
@@ -82,18 +97,13 @@ class WatchedArguments:
         return self._learned.runs < FIRST_RUNS and not is_fake()
 
     def _checksums_now(self) -> list[int]:
-        local.regenerating += 1  # so that a tape does not take it for steps
-        try:
-            with hidden_from_any_modes(), torch.no_grad():
-                return [checksum(bytes_of(tensor.untyped_storage())) for tensor in self._given]
-        finally:
-            local.regenerating -= 1
+        return [_checksum_of(tensor.untyped_storage()) for tensor in self._given]
 
     def left(self, handed_out: Collection[int]) -> set[int]:
         """The addresses of the StorageImpls whose content is what it was, once forward has run.
 
-        What the Function holds itself is not among these: its backward may write there. Nor is ``handed_out``, the
-        storages of which somebody has an array.
+        What the Function holds for its backward is not among these, as long as that may write there. Nor is
+        ``handed_out``, the storages of which somebody has an array.
         """
         if not self._given:
             return set()
@@ -106,9 +116,46 @@ class WatchedArguments:
             learned.runs += 1
         learned.written.update(position for position, differ in enumerate(differs) if differ)
         written = [self._given[position] for position in learned.written if position < len(self._given)]
-        held = tensors_in((vars(self._context), getattr(self._context, "to_save", None)))
-        taken = _storages([*written, *held]).union(handed_out)
+        taken = _storages([*written, *tensors_in(vars(self._context))]).union(handed_out)
+        saved = _storages(tensors_in(getattr(self._context, "to_save", None))) - taken
+        if not self._is_saved_as_it_is:  # nobody sees what backward does with it, nor may it come back a little off
+            taken |= saved
+        elif learned.backwards < FIRST_BACKWARDS and saved and not is_fake():
+            taken |= saved
+            self._watch_backward(learned, saved)
         return _storages(self._given) - taken
+
+    def _watch_backward(self, learned: LearnedWrites, saved: Collection[int]) -> None:
+        """Look whether backward writes to what was saved, by the addresses of the StorageImpls."""
+        watched = [
+            (position, StorageWeakRef(storage))
+            for position, tensor in enumerate(self._given)
+            if (storage := tensor.untyped_storage())._cdata in saved
+        ]
+        before: list[int | None] = []
+
+        def checksums() -> list[int | None]:
+            if is_in_cuda_graph():
+                return [None] * len(watched)
+            alive = [torch.UntypedStorage._new_with_weak_ptr(reference.cdata) for _, reference in watched]
+            return [None if storage is None else _checksum_of(storage) for storage in alive]
+
+        def end(*_: Any) -> None:
+            differs = [one != other for one, other in zip(before, checksums(), strict=True)]
+            learned.written.update(position for (position, _), each in zip(watched, differs, strict=True) if each)
+            learned.backwards += not any(differs) and None not in before
+
+        self._context.register_prehook(lambda _: before.__setitem__(slice(None), checksums()))
+        self._context.register_hook(end)
+
+
+def _checksum_of(storage: torch.UntypedStorage) -> int:
+    local.regenerating += 1  # so that a tape does not take it for steps
+    try:
+        with hidden_from_any_modes(), torch.no_grad():
+            return checksum(bytes_of(storage))
+    finally:
+        local.regenerating -= 1
 
 
 def _storages(tensors: Iterable[Tensor]) -> set[int]:

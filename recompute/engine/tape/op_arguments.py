@@ -60,7 +60,7 @@ def _is_parameter(tensor: Tensor) -> bool:
 
 
 def is_constant(value: Any) -> bool:
-    """Whether a value is a constant, or a named tuple or a frozen dataclass of some. A graph has others, equal to it."""
+    """Whether a value is a constant, or a named tuple or a frozen dataclass of some. A graph has its equals."""
     if hasattr(value, "_fields") or type(value) is torch.Size:
         return all(map(is_constant, value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -247,7 +247,13 @@ class Tape(Scope, TorchDispatchMode):
             frame.begin(op, args)
         instruction = None if frame.values.plan is None else frame.follow(op, True, self.op_policy)
         every = args, kwargs
-        watched = WatchedArguments(op.writes, context_of(forward), frame.values.plain_parts(tensors_in(every)), every)
+        watched = WatchedArguments(
+            op.writes,
+            context_of(forward),
+            frame.values.plain_parts(tensors_in(every)),
+            every,
+            is_saved_as_it_is=frame.are_held_as_they_are,
+        )
         self.reached = Reached()
         reached = self.reached.tensors
 
