@@ -292,7 +292,7 @@ class CapturedGraph:
             tape = GraphTape(region.tape, expected.variant, seen)
             with tape, region.tape.mode():
                 outputs = graph(*given)
-                seen.end_forward()
+                tape.end_forward()
                 if not all(isinstance(output, Tensor) for output in outputs):
                     raise Departure("its graph gives what is no tensor")
         except Exception as error:  # if it is the user's, the tape will raise it again

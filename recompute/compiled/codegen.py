@@ -164,7 +164,8 @@ class Code:
         targets, makes = self._results(call)
         makes += [] if after == "_" else [after]
         text = f"{', '.join([*targets, after])} = {self.named(function)}({', '.join(arguments)})"
-        writes = tuple([self.tensors[number] for number, _ in call.written])
+        self.tensors |= {after: self.tensors[before] for before, after in call.written}
+        writes = tuple([self.tensors[after] for _, after in call.written])
         self._write(Statement(text, reads, makes, writes=writes, is_ordered=True))
 
     def function_backward(self, call: Call) -> None:
@@ -238,7 +239,7 @@ class Code:
             return name
         if type(value) is ObjectUse:
             return f"objects[{value.position}]"
-        if isinstance(value, (list, tuple)):
+        if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
             items = ", ".join([self._value(item, reads, again) for item in value])
             if isinstance(value, list):
                 return f"[{items}]"

@@ -1,6 +1,7 @@
 """Custom ``autograd.Function``s inside of captured code: each is one call, whose ctx and backward are eager code's.
 
-What a Function saves it holds by itself, with the hooks in force. Its backward is one call of the program's backward:
+What a Function saves it holds by itself, with the hooks in force. Of what the region has made and the Function only
+reads, the program holds it, or brings it back, for all who want it. Its backward is one call of the program's backward:
 autograd runs the Function's node, and no other, as it would in eager code.
 """
 
@@ -9,18 +10,25 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
 from recompute.compiled.recording import Departure, FunctionResult, NotCapturable, ObjectUse, Recording, Use
 from recompute.engine.cut.layout import Layout
-from recompute.engine.cut.ops import tensors_in
-from recompute.engine.tape.functions import FunctionOp
-from recompute.engine.tape.op_arguments import LISTS
+from recompute.engine.saved_tensors import (
+    PackedTensor,
+    pack_through,
+    seen_as,
+    top_hooks,
+    unpack_saved,
+    version_of,
+)
+from recompute.engine.tape.functions import FunctionOp, is_seen, make_whole
+from recompute.engine.tape.op_arguments import LISTS, is_plain
 from recompute.engine.thread_state import local
 from recompute.errors import UnsupportedError
 
@@ -57,26 +65,32 @@ class FunctionBackward:
 
     tags: tuple[Any, ...] = ()
 
-    def __init__(self, op: FunctionOp, call: int, results: Sequence[Layout | None], around: Around):
-        """call: its forward's, among the recorded ones. results: the layouts that its gradients had; None for none.
+    def __init__(self, op: FunctionOp, call: int, outputs: int, results: Sequence[Layout | None], around: Around):
+        """call: its forward's, among the recorded ones. outputs: how many that has.
 
-        around: the span of the autocast that it runs under.
+        results: the layouts that its gradients had; None for none. around: the span of the autocast that it runs under.
         """
         self.op = op
         self.call = call
+        self._outputs = outputs
         self._results = results
         self._around = around
 
     def __repr__(self) -> str:
         return f"{self.op}'s backward"
 
-    def __call__(self, after: Any, *gradients: Tensor | None) -> Sequence[Tensor | None]:
-        node = after.next_functions[0][0]
+    def __call__(self, after: _After, *given: Tensor | None) -> Sequence[Tensor | None]:
+        """given: the gradients of the outputs, and what the Function has saved of its arguments."""
+        node = after.node.next_functions[0][0]
+        gradients, after.values = given[: self._outputs], given[self._outputs :]
         roots = [GradientEdge(node, slot) for slot, gradient in enumerate(gradients) if gradient is not None]
         inputs = [GradientEdge(*edge) for edge in node.next_functions if edge[0] is not None]
-        given = tuple([gradient for gradient in gradients if gradient is not None])
-        with self._around():
-            found = _run_backward(tuple(roots), given, _keeps_graph(), False, tuple(inputs), allow_unreachable=True)
+        come = tuple([gradient for gradient in gradients if gradient is not None])
+        try:
+            with self._around():
+                found = _run_backward(tuple(roots), come, _keeps_graph(), False, tuple(inputs), allow_unreachable=True)
+        finally:
+            after.values = ()
         return [self._as_recorded(*each) for each in zip(found, self._results, strict=True)]
 
     def _as_recorded(self, gradient: Tensor | None, layout: Layout | None) -> Tensor | None:
@@ -98,16 +112,41 @@ _OTHER_GRADIENTS = (
 )
 
 
+class _After:
+    """What the backward of a Function's call takes."""
+
+    __slots__ = ("node", "values")
+
+    def __init__(self) -> None:
+        self.node: Any = None
+        """A node behind the Function's, which lives as long as it: nothing in Python keeps a Function's own."""
+        self.values: Sequence[Tensor | None] = ()
+        """While the backward runs, those arguments that the Function has saved. Else the program has them."""
+
+
 class FunctionCall:
-    """A call of a Function in a program: ``(*args) -> (*outputs, after)``.
+    """A call of a Function in a program: ``(*args) -> (*outputs, after)``."""
 
-    ``after`` is a node behind the Function's, which lives as long as it.
-    """
+    def __init__(
+        self,
+        op: FunctionOp,
+        args: Sequence[Any],
+        outputs: Sequence[Any],
+        around: Around,
+        *,
+        made: Sequence[int],
+        saves: Sequence[int],
+        takes_gradients: bool,
+    ):
+        """args, outputs: of the call that was recorded. around: the span of the autocast that it runs under.
 
-    def __init__(self, op: FunctionOp, args: Sequence[Any], outputs: Sequence[Any], around: Around):
-        """args, outputs: of the call that was recorded. around: the span of the autocast that it runs under."""
+        made: the positions of the arguments that the region has made. saves: of those that it saves and leaves as they
+        are. takes_gradients: whether the call ran with gradients on.
+        """
         self.op = op
-        self._takes = [torch.is_grad_enabled() and takes_gradient(value) for value in args]
+        self.saves = saves
+        self._made = made
+        self._takes = [takes_gradients and takes_gradient(value) for value in args]
         self._is_differentiated = any(self._takes)
         self._results = list(map(_described, outputs))
         self._around = around
@@ -130,13 +169,41 @@ class FunctionCall:
             enters = [takes and not _has_attributes(value) for value, takes in zip(given, self._takes, strict=True)]
             entered = iter(_Enter.apply(_source(), *itertools.compress(given, enters)))
             args = [next(entered) if is_entered else value for value, is_entered in zip(given, enters, strict=True)]
-        output = self.op.function.apply(*args)
+        versions = [version_of(args[position]) for position in self._made]
+        after = _After()
+        with self._saving(args, after) if self.saves else nullcontext():
+            output = self.op.function.apply(*args)
+        after.values = ()
+        if versions != [version_of(args[position]) for position in self._made]:
+            raise Departure(f"{self.op} changes from time to time what it is given")
         outputs = output if type(output) in LISTS else (output,)
         if list(map(_described, outputs)) != self._results:
             raise Departure(f"{self.op} gives something else from time to time")
         first = next(filter(takes_gradient, outputs), None)
-        after = None if first is None else first.view_as(first).grad_fn  # nothing in Python keeps a Function's own
+        after.node = None if first is None else first.view_as(first).grad_fn
         return *[each.detach() if isinstance(each, Tensor) else each for each in outputs], after
+
+    def _saving(self, args: Sequence[Any], after: _After) -> saved_tensors_hooks:
+        """The span in which autograd saves of ``saves`` only what they are views of."""
+        hooks, name = top_hooks(), str(self.op)
+        slots = {args[position].untyped_storage()._cdata: slot for slot, position in enumerate(self.saves)}
+        after.values = [args[position].detach() for position in self.saves]
+
+        def pack(tensor: Tensor) -> PackedTensor | tuple[int, Layout]:
+            slot = slots.get(tensor.untyped_storage()._cdata) if is_plain(tensor) else None
+            if slot is None:
+                return pack_through(hooks, tensor if tensor.is_leaf else tensor.detach(), name)
+            return slot, Layout.of(tensor)
+
+        def unpack(packed: PackedTensor | tuple[int, Layout]) -> Tensor:
+            if isinstance(packed, PackedTensor):
+                return unpack_saved(packed)
+            slot, layout = packed
+            value = after.values[slot]
+            assert value is not None
+            return seen_as(value, layout)
+
+        return saved_tensors_hooks(pack, unpack)
 
 
 def _described(output: Any) -> Any:
@@ -153,6 +220,19 @@ def _has_attributes(value: Tensor) -> bool:
     return value.is_leaf and bool(vars(value)) and not value._backward_hooks
 
 
+def as_autograd_does(gradient: Tensor, layout: Layout) -> Tensor:
+    """A gradient of a tensor of ``layout``, as autograd passes it on: of the tensor's shape and dtype."""
+    if gradient.shape != layout.shape:
+        gradient = gradient.sum_to_size(layout.shape)
+    return gradient.to(layout.dtype)
+
+
+def is_untold(node: Any) -> bool:
+    """Whether a node is that of a custom Function which no tape was told of. It will be told of the next call."""
+    function = getattr(type(node), "_forward_cls", None)
+    return function is not None and not is_seen(function) and make_whole(function)
+
+
 def takes_gradient(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
@@ -164,12 +244,12 @@ def graph_call(op: FunctionOp) -> Callable[..., Any]:
     def call_function(*args: Any, **kwargs: Any) -> Any:
         if local.function_stand_in is not None:
             return local.function_stand_in(op, args, kwargs)
-        see = getattr(local.active_frames[-1], "see_function", None) if local.active_frames else None
-        if see is None or kwargs:
+        end = getattr(local.active_frames[-1], "end_function", None) if local.active_frames else None
+        if end is None:
             return op.function.apply(*args, **kwargs)
-        versions = [tensor._version for tensor in tensors_in(args)]
-        output = op.function.apply(*args)
-        see(args, output, is_changed=versions != [tensor._version for tensor in tensors_in(args)])
+        end()
+        output = op.function.apply(*args, **kwargs)
+        end(output)
         return output
 
     return call_function
@@ -193,9 +273,8 @@ def stand_in_for(recording: Recording) -> Callable[..., Any]:
 def _are_alike(recorded: Any, given: Any) -> bool:
     if isinstance(given, Tensor):
         return type(recorded) is Use and recorded.layout[0] == given.shape and recorded.layout.dtype is given.dtype
-    if isinstance(given, (list, tuple)):  # torch.fx has a list of its own
-        is_list = type(recorded) in LISTS and len(recorded) == len(given)
-        return is_list and all(map(_are_alike, recorded, given))
+    if type(recorded) in LISTS and isinstance(given, (list, tuple)):  # torch.fx has a list of its own
+        return len(recorded) == len(given) and all(map(_are_alike, recorded, given))
     return type(recorded) is ObjectUse or (type(recorded) is type(given) and bool(recorded == given))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import combinations
@@ -16,7 +16,14 @@ from torch.utils._python_dispatch import _pop_mode, _push_mode
 from recompute.compiled.autocast_settings import CallSettings, cast_of
 from recompute.compiled.backward_ops import BackwardOps
 from recompute.compiled.following import FollowingRecording
-from recompute.compiled.function_calls import Around, FunctionBackward, FunctionCall, takes_gradient
+from recompute.compiled.function_calls import (
+    Around,
+    FunctionBackward,
+    FunctionCall,
+    as_autograd_does,
+    is_untold,
+    takes_gradient,
+)
 from recompute.compiled.program import Program
 from recompute.compiled.program_writer import ObservedFrame, ProgramWriter
 from recompute.compiled.recording import Call, Departure, NotCapturable, Recording, Use
@@ -25,6 +32,7 @@ from recompute.compiled.region_graph import (
     MODE_DEPENDENT,
     OTHER,
     Edge,
+    are_alike,
     ends_of,
     numbered_nodes,
     reached_from,
@@ -128,15 +136,25 @@ class Observation:
     def see_reached(self, tensors: Iterable[Tensor]) -> None:
         self._recording.reach(tensors)
 
-    def see_function(self, args: tuple, output: Any, *, is_changed: bool) -> None:
-        """The custom Function whose forward was the last call has returned, so that its outputs have their graphs."""
-        index = len(self._recording.calls) - 1
-        op = self._recording.calls[index].op
+    def see_function(
+        self, args: tuple, output: Any, saved: Collection[int], *, is_changed: bool, takes_gradients: bool
+    ) -> None:
+        """The custom Function whose forward was the last call has returned, so that its outputs have their graphs.
+
+        saved: the positions of the arguments that it has saved.
+        """
+        index, buffers = len(self._recording.calls) - 1, self._recording.buffers
+        op, given, _, _, written, _ = self._recording.calls[index]
         if type(op) is not FunctionOp or is_changed:
             self._fail(f"{op} changes what it is given")
             return
         outputs = output if type(output) in LISTS else (output,)
-        self._frame.functions[index] = FunctionCall(op, args, outputs, _again(self._frame.around.autocast))
+        around = _again(self._frame.around.autocast)
+        uses = {position: use.buffer for position, use in enumerate(given) if type(use) is Use}
+        made = [position for position, number in uses.items() if buffers[buffers[number].root].call is not None]
+        saves = [position for position in made if position in saved and (uses[position],) * 2 in written]
+        call = FunctionCall(op, args, outputs, around, made=made, saves=saves, takes_gradients=takes_gradients)
+        self._frame.functions[index] = call
         for tensor in filter(takes_gradient, outputs):
             self._nodes[tensor.grad_fn] = index
 
@@ -213,6 +231,8 @@ class Observation:
         numbers, self._edges = numbered_nodes(nodes, ends)
         if any(not node.next_functions for node in numbers if node not in nodes):
             raise NotCapturable("its graph reaches a leaf that it was not given")
+        if any(is_untold(node) for node in numbers if node not in self._nodes):
+            raise NotCapturable("a custom Function in another op has run no op, so that nobody was told of it")
         for name in MODE_DEPENDENT.intersection(node.name() for node in numbers):
             raise NotCapturable(f"{name} computes in another way while it is recorded")
         if any((INPUT, OTHER) in edges for edges in self._edges):
@@ -278,7 +298,7 @@ class Observation:
         if use.buffer in self._sums:
             self._sums.remove(use.buffer)  # from now on it is a tensor like others, and may have views
             self._recording.bind(gradient, use.buffer)
-            if not _is_alike(Layout.of(gradient), use.layout):
+            if not are_alike(Layout.of(gradient), use.layout):
                 raise NotCapturable("autograd adds up gradients of several layouts")
         elif (found := self._recording.use(gradient))[1:] == use[1:] and found.buffer in self._given_back:
             self._recording.bind(gradient, use.buffer)  # a Function has given back the memory of a gradient
@@ -322,13 +342,14 @@ class Observation:
                     passed.append(None)
                     uses.append(None)
                 else:
-                    passed.append(gradient := _as_autograd_does(gradient, layout))
+                    passed.append(gradient := as_autograd_does(gradient, layout))
                     uses.append(Use(self._recording.receive(gradient, index), Layout.of(gradient)))
             made = [use for use, edge in zip(uses, edges, strict=True) if edge is not None]
             found = [None if use is None else use.layout for use in made]
             results = tuple([None if use is None else use.buffer for use in made])
-            op = FunctionBackward(forward.op, call, found, _again(self._frame.backward_autocast))
-            self._recording.calls.append(Call(op, tuple(self._given), {}, results, (), is_sequence=True))
+            op = FunctionBackward(forward.op, call, len(self._given), found, _again(self._frame.backward_autocast))
+            saved = [forward.args[position] for position in self._frame.functions[call].saves]
+            self._recording.calls.append(Call(op, (*self._given, *saved), {}, results, (), is_sequence=True))
             self._given_back.update(filter(None, results))
             self._pass_on(number, uses)
         except NotCapturable as error:
@@ -376,18 +397,3 @@ class Observation:
 
 def _again(autocast: Autocast | None) -> Around:
     return nullcontext if autocast is None else autocast.again
-
-
-def _as_autograd_does(gradient: Tensor, layout: Layout) -> Tensor:
-    """A gradient of a tensor of ``layout``, as autograd passes it on: of the tensor's shape and dtype."""
-    if gradient.shape != layout.shape:
-        gradient = gradient.sum_to_size(layout.shape)
-    return gradient.to(layout.dtype)
-
-
-def _is_alike(one: Layout, other: Layout) -> bool:
-    """Whether two layouts are the same, except for strides of dimensions of size 1, which mean nothing."""
-    steps = [
-        [each for each in zip(layout.shape, layout.stride, strict=True) if each[0] != 1] for layout in (one, other)
-    ]
-    return one.shape == other.shape and steps[0] == steps[1] and one.dtype is other.dtype and not one.offset

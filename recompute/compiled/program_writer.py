@@ -296,7 +296,7 @@ class ProgramWriter:
     def _keeps(self) -> frozenset[int]:
         """The buffers of the values that the plan keeps."""
         plan = self.plan
-        # What a custom Function is given counts as overwritten. What autograd had saved of that before is held.
+        # What a custom Function may write to counts as overwritten. What autograd had saved of that before is held.
         made = {self._made_by(value) for value in (*plan.kept, *(plan.demanded & plan.overwritten))}
         return frozenset(number for number in made if number is not None)
 

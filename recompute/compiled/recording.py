@@ -20,9 +20,8 @@ from recompute.engine.cut.ops import DATA_DEPENDENT, EFFECT, NO_TENSOR, Kind, Op
 from recompute.engine.cut.save_plan import LARGEST_COPY
 from recompute.engine.tape.autocast import left_out
 from recompute.engine.tape.functions import FunctionOp
-from recompute.engine.tape.op_arguments import LISTS, at, generators_of, is_plain, parameter_of
+from recompute.engine.tape.op_arguments import LISTS, at, generators_of, is_constant, is_plain, parameter_of
 
-_CONSTANTS = (int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _DATA_DEPENDENT = {Tag.data_dependent_output, Tag.dynamic_output_shape}
 
 
@@ -97,8 +96,8 @@ class Call(NamedTuple):
     results: tuple[int | None, ...]
     """The buffers of its outputs; None for one that is no tensor, or that shares the memory of another."""
     written: tuple[tuple[int, int], ...]
-    """For each storage that it writes to, the buffers before and after. These are the same for a storage that a custom
-    Function is given: it may write there unseen."""
+    """For each storage that it writes to, the buffers before and after. These are the same for what a custom Function
+    is given and leaves as it is, or what the region itself was given."""
     is_sequence: bool
     """Whether it returns several outputs."""
 
@@ -134,7 +133,8 @@ class Recording:
     calls: list[Call] = field(default_factory=list)
     functions: dict[int, RecordedFunction] = field(default_factory=dict)
     """The calls of custom Functions."""
-    _reached: Sequence[int | None] = ()
+    _reached: Sequence[int] = ()
+    """The storages that the last custom Function may have written to, by the addresses of the StorageImpls."""
     placed: set[int] = field(default_factory=set)
     """The buffers, of inputs and gradients, that were read at a place counted from the start of their storage."""
     _current: dict[int, int] = field(default_factory=dict)
@@ -285,25 +285,21 @@ class Recording:
     def reach(self, tensors: Iterable[Tensor]) -> None:
         """That Function has run, and its ops and kernels have reached these."""
         others = [tensor for tensor in tensors if parameter_of(tensor) is None]
-        self._reached = [self._current.get(tensor.untyped_storage()._cdata) for tensor in others]
+        self._reached = [tensor.untyped_storage()._cdata for tensor in others]
 
     def end(self, started: Started, output: Any) -> None:
         """That op has run."""
-        index = len(self.calls)
+        index, is_function = len(self.calls), type(started.op) is FunctionOp
         written: dict[int, tuple[int, int]] = {}
         for tensor, layout in started.written:
             if Layout.of(tensor) != layout:
                 raise NotCapturable(f"{started.op} changes the shape of an argument")
             key = tensor.untyped_storage()._cdata
             if key not in written:
-                before = self._current[key]
-                if type(started.op) is FunctionOp:
-                    written[key] = before, before
-                    continue
-                old = self.buffers[before]
-                self.buffers.append(Buffer(old.layout, old.nbytes, old.root, call=index, device=old.device))
-                written[key] = before, len(self.buffers) - 1
-                self._current[key] = len(self.buffers) - 1
+                written[key] = self._overwrite(key, index, may_not=is_function)
+        if is_function:
+            unseen = [key for key in self._reached if key in self._current and key not in written]
+            written |= {key: self._overwrite(key, index, may_not=True) for key in unseen}
         results: list[int | None] = []
         for tensor in output if type(output) in LISTS else (output,):
             if not isinstance(tensor, Tensor):
@@ -313,12 +309,25 @@ class Recording:
             else:
                 results.append(None if self.knows(tensor) else self._new(tensor, call=index))
         is_sequence = type(output) in LISTS
-        if type(started.op) is FunctionOp:
+        if is_function:
             results_of = [result_of(each) for each in (output if is_sequence else (output,))]
-            self.functions[index] = RecordedFunction(results_of, self._reached)
+            self.functions[index] = RecordedFunction(results_of, [self._current.get(key) for key in self._reached])
         self.calls.append(
             Call(started.op, started.args, started.kwargs, tuple(results), tuple(written.values()), is_sequence)
         )
+
+    def _overwrite(self, key: int, call: int, *, may_not: bool) -> tuple[int, int]:
+        """What was in a storage before a call has written there, and what is there now.
+
+        may_not: the call may not have done so. Then what no call has made stays what it is: it has a version.
+        """
+        before = self._current[key]
+        old = self.buffers[before]
+        if may_not and (key not in self._reached or self.buffers[old.root].call is None):
+            return before, before
+        self.buffers.append(Buffer(old.layout, old.nbytes, old.root, call=call, device=old.device))
+        self._current[key] = len(self.buffers) - 1
+        return before, self._current[key]
 
     def add(self, first: Use, second: Use) -> Use:
         """Add the call by which autograd adds up two gradients of one tensor. Nobody has seen the sum yet."""
@@ -355,7 +364,7 @@ class Recording:
             return {key: self._template(item, takes_objects=takes_objects) for key, item in value.items()}
         if type(value) in LISTS:
             return type(value)([self._template(item, takes_objects=takes_objects) for item in value])
-        if isinstance(value, _CONSTANTS):
+        if is_constant(value):
             return value
         if takes_objects and self.is_open:
             return ObjectUse(None)

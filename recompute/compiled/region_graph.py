@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recompute.engine.cut.layout import Layout
+
 INPUT = -1
 """Stands for the number of a node in an edge that leads to a region's input. Then its slot is the input's position."""
 
@@ -81,3 +83,11 @@ def reached_from(number: int, edges: Sequence[Sequence[Edge]]) -> frozenset[int]
                 known.add(target)
                 pending.append(target)
     return frozenset(positions)
+
+
+def are_alike(one: Layout, other: Layout) -> bool:
+    """Whether two layouts are the same, except for strides of dimensions of size 1, which mean nothing."""
+    steps = [
+        [each for each in zip(layout.shape, layout.stride, strict=True) if each[0] != 1] for layout in (one, other)
+    ]
+    return one.shape == other.shape and steps[0] == steps[1] and one.dtype is other.dtype and not one.offset

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from functools import partial
+from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from recompute.compiled.function_calls import takes_gradient
 from recompute.compiled.observation import Observation
-from recompute.compiled.recording import NotCapturable, Recording
-from recompute.engine.saved_tensors import PackedTensor, top_hooks
-from recompute.engine.tape.functions import FunctionOp
+from recompute.compiled.recording import Departure, NotCapturable, Recording
+from recompute.engine.cut.ops import Kind, facts, tensors_in
+from recompute.engine.saved_tensors import PackedTensor, top_hooks, version_of
+from recompute.engine.tape.functions import FunctionOp, caller_of_function
+from recompute.engine.tape.op_arguments import is_plain
 from recompute.engine.tape.recorder import Tape, TapeRegion
 from recompute.engine.thread_state import local
 
@@ -75,31 +81,99 @@ class RecordingTape(_ShowingTape):
             self.recording.reach(tensors)
 
 
+class _RunningFunction:
+    """A call of a custom Function, from its forward until what it has returned has a graph."""
+
+    def __init__(self, args: tuple):
+        self._args = args
+        self._versions = self._versions_now()
+        self._output: Any = None
+        self._has_run = False
+        self._saved: set[int] = set()
+        """The storages that it has saved after its forward, by the addresses of the StorageImpls."""
+        self._caller = caller_of_function()
+
+    def _versions_now(self) -> list[int]:
+        return list(map(version_of, tensors_in(self._args)))
+
+    def forward(self, run: Callable[[], Any]) -> Any:
+        self._output = run()
+        self._has_run = True
+        return self._output
+
+    def is_saving(self, caller: FrameType) -> bool:
+        """Whether what autograd saves now is the Function's, which holds it by itself.
+
+        caller: the frame from which autograd was called. A Function saves tensors in the call that ran its forward.
+        """
+        return not self._has_run or (caller, caller.f_lasti) == self._caller
+
+    def see_saved(self, tensor: Tensor) -> None:
+        """Autograd saves it for the Function."""
+        if self._has_run and torch._C._has_storage(tensor):
+            self._saved.add(tensor.untyped_storage()._cdata)
+
+    def _made(self) -> list[Tensor]:
+        """Its outputs, without those that it was given: autograd returns others in their place."""
+        given = [id(tensor) for tensor in tensors_in(self._args)]
+        return [tensor for tensor in tensors_in(self._output) if id(tensor) not in given]
+
+    def end(self, seen: Observation, returned: Any) -> None:
+        """returned: what its caller got; None if the caller does not tell."""
+        is_changed, takes_gradients = self._versions_now() != self._versions, torch.is_grad_enabled()
+        if returned is None:
+            if len(self._made()) != len(tensors_in(self._output)):
+                raise Departure("a custom Function inside of another op returns what it was given")
+            returned, takes_gradients = self._output, any(map(takes_gradient, self._made()))
+        tensors = [
+            (position, arg) for position, arg in enumerate(self._args) if isinstance(arg, Tensor) and is_plain(arg)
+        ]
+        saved = {position for position, tensor in tensors if tensor.untyped_storage()._cdata in self._saved}
+        seen.see_function(self._args, returned, saved, is_changed=is_changed, takes_gradients=takes_gradients)
+
+
 class GraphTape(_ShowingTape):
     """The tape of a region's graph, whose ops are recorded."""
 
     def __init__(self, region: TapeRegion, variant: Any, seen: Observation):
         super().__init__(region, variant)
         self._seen = seen
-        self._is_in_function = False
-        """Whether what is saved now is a custom Function's, which holds it by itself."""
+        self._function: _RunningFunction | None = None
 
     def step(self, op: Any, args: tuple, kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
-        self._is_in_function = self._is_in_function or type(op) is FunctionOp
+        if type(op) is FunctionOp:
+            self.end_function()
+            self._function = _RunningFunction(args)
+            run = partial(self._function.forward, run)
+        elif facts(op).kind is not Kind.VIEW:  # autograd may view what a Function returns
+            self.end_function()
         return self._seen.run(op, args, kwargs, run)
 
     def see_reached(self, tensors: Iterable[Tensor]) -> None:
         self._seen.see_reached(tensors)
 
-    def see_function(self, args: tuple, output: Any, *, is_changed: bool) -> None:
-        """A custom Function that the graph calls has returned."""
-        self._is_in_function = False
-        self._seen.see_function(args, output, is_changed=is_changed)
+    def end_function(self, returned: Any = None) -> None:
+        """The custom Function that ran last, if any, has returned: the graph says so, or something else runs.
+
+        No graph says so of a Function that another op calls.
+        """
+        function, self._function = self._function, None
+        if function is not None:
+            function.end(self._seen, returned)
+
+    def end_forward(self) -> None:
+        """The graph has made all of its calls."""
+        self.end_function()
+        self._seen.end_forward()
 
     def pack(self, tensor: Tensor) -> PackedTensor:
         saved = super().pack(tensor)
-        return saved if self._is_in_function else self._seen.saved(tensor, saved)
+        if self._function is not None and self._function.is_saving(sys._getframe(1)):
+            self._function.see_saved(tensor)
+            return saved
+        return self._seen.saved(tensor, saved)
 
     def abandon(self) -> None:
         """The graph is given up. Its module runs in its place, and that is the frame that counts."""
+        self._function = None
         self.frame.discard()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +30,7 @@ def parts() -> dict[str, Any]:
         "weight": nn.Parameter(torch.rand(HIDDEN)),
         "frozen": nn.Parameter(torch.rand(HIDDEN), requires_grad=False),
         "options": Options(),
+        "recipe": Recipe(Factors(0.5, Mode.FAST)),
         "packed": Packed(torch.rand(1, HIDDEN), requires_grad=False),
     }
 
@@ -359,6 +362,37 @@ class Configured(Function):
         return gradient * ctx.options.factor, None, None
 
 
+class Mode(Enum):
+    FAST = "fast"
+
+
+class Factors(NamedTuple):
+    factor: float
+    mode: Mode
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Torch's frontend makes another one of these, which equals it."""
+
+    factors: Factors
+    dtype: torch.dtype = torch.float32
+
+
+class Scaled(Function):
+    """Takes constants in classes of their own, as those for float8 do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factors: Factors, recipe: Recipe) -> Tensor:
+        assert (type(factors), type(recipe), recipe.factors.mode) == (Factors, Recipe, Mode.FAST)
+        ctx.factor = factors.factor * recipe.factors.factor
+        return x.to(recipe.dtype) * ctx.factor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient * ctx.factor, None, None
+
+
 class Packed(nn.Parameter):
     """A frozen parameter of a class of its own, as those of 4 bits are."""
 
@@ -406,6 +440,57 @@ class InPlace(Function):
 bound_early = Scale.apply
 
 
+class NotDifferentiable(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        y = x.round()
+        ctx.mark_non_differentiable(y)
+        return y
+
+
+LIBRARY = torch.library.Library("recompute_functions", "DEF")
+
+
+def composite(function: Callable[[Tensor, Tensor], Tensor]) -> Any:
+    """An op that torch shows as the ops which it calls, as those of libraries for quantization are."""
+    LIBRARY.define(f"{function.__name__}(Tensor x, Tensor w) -> Tensor")
+    LIBRARY.impl(function.__name__, function, "CompositeImplicitAutograd")
+    return getattr(torch.ops.recompute_functions, function.__name__)
+
+
+@composite
+def scaled(x: Tensor, w: Tensor) -> Tensor:
+    """Each Function is followed by what saves tensors, also of its own."""
+    y = Split.apply(Scale.apply(x.exp(), w), 0.5, (w.detach(),))[0]
+    with torch.no_grad():
+        size = Scale.apply(y, w).abs()
+    return y.view_as(y) * y.sigmoid() * size * NotDifferentiable.apply(y * 4) * w
+
+
+@composite
+def scaled_last(x: Tensor, w: Tensor) -> Tensor:
+    return Exp.apply(x.sin() * w)
+
+
+class Looked(Function):
+    """Looks at what it gives back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.largest = x.abs().amax()
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * ctx.largest
+
+
+@composite
+def looked_at(x: Tensor, w: Tensor) -> Tensor:
+    return Looked.apply(x.sin()) * w
+
+
 def splits(self: Any, h: Tensor) -> Tensor:
     first, best, total = Split.apply(h, 0.5, (self.weight.detach(),))
     return first.sigmoid() * total.unsqueeze(-1) + best.unsqueeze(-1)
@@ -438,7 +523,10 @@ FORWARDS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "without gradients": scale_without_gradients,
     "autocast": lambda self, h: UnderAutocast.apply(h, self.linear.weight).sigmoid(),
     "objects": lambda self, h: Configured.apply(h, self.options, [h]).sigmoid() + Configured.apply(h, self.options, []),
+    "constants": lambda self, h: Scaled.apply(h, self.recipe.factors, self.recipe).sigmoid(),
     "a parameter of a class of its own": lambda self, h: Scale.apply(h, self.packed.view(-1)).sigmoid(),
+    "inside of an op": lambda self, h: scaled(h, self.weight).sigmoid(),
+    "an op that ends with one": lambda self, h: scaled_last(h, self.weight) * h,
     "first and last": lambda self, h: Scale.apply(h, self.weight),
     "reads what it saved again": lambda self, h: Twice.apply(h.sigmoid()).tanh(),
 }
@@ -464,6 +552,9 @@ FUNCTIONS: dict[str, Body] = {
         )
         for name, each in FORWARDS.items()
     },
+    "gives an op what it was given": in_a_block(
+        lambda self, h: looked_at(h, self.weight).sigmoid(), captured="inside of another op returns what it was given"
+    ),
     "in place": in_a_block(
         lambda self, h: InPlace.apply(self.linear(h)).sin(), captured="InPlace changes what it is given"
     ),

@@ -22,6 +22,8 @@ SIZE = 8
 ROWS = 4
 STEPS_TO_SETTLE = 6
 """Three by the tape, one more that is recorded, one that is watched; and one that runs as code."""
+WATCHED_STEPS = 2
+"""In so many more steps it turns out what a custom Function's backward writes to."""
 NODE = "CapturedFunctionBackward"
 
 Step = Callable[[nn.Module], Any]
@@ -183,6 +185,8 @@ class Twins:
     def settle(self, step: Step, *, captured: bool = True) -> Twins:
         """Run a step until the tape has settled and its code runs; ``captured``: whether it should."""
         for _ in range(STEPS_TO_SETTLE):
+            self.step(step)
+        for _ in range(WATCHED_STEPS if captured and not self.is_captured else 0):
             self.step(step)
         if captured:
             assert self.is_captured, self.why_not

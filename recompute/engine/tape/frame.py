@@ -107,7 +107,7 @@ class TapeFrame:
 
         They are made as soon as somebody asks, as ``autograd.grad`` inside of the region does.
         """
-        self._are_held_as_they_are = codec is None and are_held_as_they_are(self.outer)
+        self.are_held_as_they_are = codec is None and are_held_as_they_are(self.outer)
         self._group = RecipeGroup()
 
     def choose_plan(self, event: Any, layout: Layout | None) -> None:
@@ -324,7 +324,7 @@ class TapeFrame:
         plan = self.values.plan
         if plan is None:
             values.held.setdefault(number, tensor)
-        elif number in plan.kept and plan.facts[number].step is not None and self._are_held_as_they_are:
+        elif number in plan.kept and plan.facts[number].step is not None and self.are_held_as_they_are:
             kept = KeptTensor(tensor, self.statistics.name)
             self._with_graphs.append(kept)
             return kept

@@ -1,7 +1,8 @@
 """Custom ``autograd.Function``s in a region: a tape takes a forward of one for a single step, which never runs again.
 
-Its kernels may write to memory unseen, so what it makes is kept, and what they reach counts as overwritten. A Function
-that says ``seen_by_dispatcher`` only calls ops that a tape sees, and is no step.
+Its kernels may write to memory unseen, so what it makes is kept, and what they reach counts as overwritten, unless it
+was seen to be left as it is (``function_writes.py``). A Function that says ``seen_by_dispatcher`` only calls ops that a
+tape sees, and is no step.
 
 Nobody tells of a Function's call: ``apply`` is C++. So the first op by which a Function is met gives its class another
 ``forward``, which goes to the tape that is in force, if any. Until then ops are looked at one by one.
@@ -13,7 +14,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.autograd.function import FunctionCtx
 
 from recompute.engine.cut.ops import Kind, OpFacts
 from recompute.engine.reachable_objects import taken_apart
+from recompute.engine.tape.function_writes import LearnedWrites
 from recompute.engine.thread_state import local
 
 _peek_transform = torch._C._functorch.peek_interpreter_stack
@@ -37,6 +39,8 @@ class FunctionOp:
     def __init__(self, function: Any):
         self._function = weakref.ref(function)
         self.facts = OpFacts(function.__name__, Kind.OPAQUE, reason="made inside a custom autograd.Function")
+        self.writes: dict[Any, LearnedWrites] = {}
+        """What its runs have shown, by their kinds."""
 
     @property
     def function(self) -> Any:
@@ -71,18 +75,24 @@ def make_whole(function: Any) -> bool:
 
 
 class _WholeForward:
-    """The ``forward`` of a Function's class, which goes to the tape in force."""
+    """The ``forward`` of a Function's class, which goes to the tape in force, or to what stands in for it."""
 
     def __init__(self, forward: Any):
         self._forward = forward
 
     def __get__(self, instance: Any, function: Any = None) -> Any:
         forward = self._forward.__get__(instance, function)
+        if local.function_stand_in is not None:  # another op that a graph calls runs on tensors without values
+            return _OnTape(forward, _run_stand_in, function_op(function))
         if not local.active_frames or local.regenerating:
             return forward
         runs = (getattr(frame, "run_function", None) for frame in reversed(local.active_frames))
         run = next(filter(None, runs), None)
         return forward if run is None else _OnTape(forward, run, function_op(function))
+
+
+def _run_stand_in(op: FunctionOp, _: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    return local.function_stand_in(op, args, kwargs)
 
 
 class _OnTape:
@@ -102,6 +112,19 @@ class _OnTape:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._forward, name)  # torch reads the signature from the code
+
+
+def context_of(forward: Callable[..., Any]) -> Any:
+    """The ctx that a forward as a tape runs it is given; None if it is given none."""
+    return forward.args[0] if isinstance(forward, functools.partial) else None
+
+
+def caller_of_function() -> tuple[FrameType, int]:
+    """The frame that calls the custom Function whose forward a tape is about to run, and where in its code it does."""
+    frame: Any = sys._getframe(1)
+    while frame.f_code is not _OnTape.__call__.__code__:
+        frame = frame.f_back
+    return frame.f_back, frame.f_back.f_lasti
 
 
 def is_in_function(outermost: CodeType) -> bool:
@@ -140,6 +163,8 @@ class Reached:
         self.tensors: list[Tensor] = []
         self._keys: set[int] = set()
         self._made: set[int] = set()
+        self.handed_out: set[int] = set()
+        """The storages that were handed out as arrays."""
 
     def add(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Collection, Iterable, Sequence
+from enum import Enum
 from typing import Any
 
 import torch
@@ -21,6 +23,19 @@ from recompute.engine.thread_state import is_fake, is_in_cuda_graph
 
 PLAIN = frozenset((Tensor, nn.Parameter, FakeTensor))
 LISTS = frozenset((list, tuple))
+_CONSTANTS = (
+    int,
+    float,
+    bool,
+    complex,
+    str,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    Enum,
+)
 
 
 class NotRegenerable(Exception):
@@ -42,6 +57,16 @@ def parameter_of(tensor: Tensor) -> Tensor | None:
 def _is_parameter(tensor: Tensor) -> bool:
     kind = type(tensor)
     return kind is nn.Parameter or (kind is not Tensor and isinstance(tensor, nn.Parameter))
+
+
+def is_constant(value: Any) -> bool:
+    """Whether a value is a constant, or a named tuple or a frozen dataclass of some. A graph has its equals."""
+    if hasattr(value, "_fields") or type(value) is torch.Size:
+        return all(map(is_constant, value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        is_frozen = value.__dataclass_params__.frozen  # type: ignore[attr-defined]
+        return is_frozen and all(is_constant(getattr(value, each.name)) for each in dataclasses.fields(value))
+    return isinstance(value, _CONSTANTS)
 
 
 def without(places: Collection[int | str], args: Sequence[Any]) -> list[Any]:

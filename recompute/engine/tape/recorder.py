@@ -39,7 +39,8 @@ from recompute.engine.tape.autocast import in_force, left_out, run_as_called
 from recompute.engine.tape.exposed_memory import bytes_of, expose, expose_arrays, watch
 from recompute.engine.tape.frame import TapeFrame
 from recompute.engine.tape.frame_values import without_graph
-from recompute.engine.tape.functions import FunctionOp, Reached, is_in_function
+from recompute.engine.tape.function_writes import WatchedArguments
+from recompute.engine.tape.functions import FunctionOp, Reached, context_of, is_in_function
 from recompute.engine.tape.op_arguments import PLAIN, is_plain
 from recompute.engine.tape.recorded_call import OpCall
 from recompute.engine.thread_state import in_backward, local
@@ -233,11 +234,22 @@ class Tape(Scope, SeesAllOps):
         if not frame.has_begun:
             frame.begin(op, args)
         instruction = None if frame.values.plan is None else frame.follow(op, True, self.op_policy)
+        every = args, kwargs
+        watched = WatchedArguments(
+            op.writes,
+            context_of(forward),
+            frame.values.plain_parts(tensors_in(every)),
+            every,
+            is_saved_as_it_is=frame.are_held_as_they_are,
+        )
         self.reached = Reached()
         reached = self.reached.tensors
 
         def run() -> Any:
+            assert self.reached is not None
             output = forward(*args, **kwargs)
+            left = watched.left(self.reached.handed_out)
+            reached[:] = [tensor for tensor in reached if tensor.untyped_storage()._cdata not in left]
             self.see_reached(reached)
             return output
 
@@ -288,6 +300,7 @@ class Tape(Scope, SeesAllOps):
         storage = memory if tensor is None else tensor.untyped_storage()
         if self.reached is not None:
             self.reached.add((bytes_of(storage) if tensor is None else tensor,))
+            self.reached.handed_out |= {storage._cdata} if is_array else set()
             return
         parameter = self.frame.values.parameter_in(storage, tensor)
         if parameter is not None and not is_array:
