@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
@@ -20,18 +22,22 @@ from pydantic import (
     model_validator,
 )
 
-from recompute.ablation.longest_sequence import DEVICE, LongestSequence, SequenceLength
 from recompute.ablation.peers import BASELINE, Peer, treatments
-from recompute.ablation.results import AXES
+from recompute.ablation.results import AXES, place_of, varied
 from recompute.counters import resolve_device
-from recompute.errors import AblationError
+from recompute.errors import AblationError, BudgetError
 from recompute.estimation.check_paths import names_factory
 from recompute.estimation.llama import ModelShape
+from recompute.policy.document import with_unit
+from recompute.units import parse_budget
 
 POLICIES = (BASELINE, "full", "hook", "elementwise", "kernel", "auto")
 PEERS = ("torch-checkpoint",)
 STEPS, WARMUP = 12, 6
 Dtype = Literal["float32", "bfloat16", "autocast"]
+SequenceLength = Annotated[int, Field(ge=2)]
+DEVICE = "device"
+"""The budget that is all memory of the device: whatever runs fits."""
 
 
 class HuggingFaceFields(BaseModel):
@@ -57,6 +63,65 @@ ModelSource = Annotated[
 ]
 """A byte-level Llama's shape; fields of a Hugging Face configuration; or the name of either a Hugging Face model, its
 folder or its ``config.json``, or of a ``package.module:factory``."""
+
+
+class LongestSequence(BaseModel):
+    """How to search, for each policy and peer, for the longest sequence whose whole training step fits a budget.
+
+    budget: bytes ("139GiB"), a share of the device ("80%"), or "device": whatever runs without an error fits.
+    start: the first length that is tried. It is doubled until one does not fit.
+    multiple: the answer is a multiple of it.
+    most: no longer one is tried.
+    """
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    budget: Annotated[str | PositiveInt, BeforeValidator(with_unit)]
+    start: SequenceLength = 1024
+    multiple: PositiveInt = 256
+    most: SequenceLength = 1 << 20
+
+    @model_validator(mode="after")
+    def _can_be_searched(self) -> LongestSequence:
+        if self.budget != DEVICE:
+            try:
+                parse_budget(self.budget, capacity_nbytes=1 << 40)
+            except BudgetError as error:
+                raise ValueError(f"budget: {error}, or '{DEVICE}'") from error
+        if self.start > self.most:
+            raise ValueError(f"expected start to be at most most = {self.most}")
+        return self
+
+    def budget_nbytes(self, device: torch.device) -> int | None:
+        """The bytes of the budget; None if it is the device itself.
+
+        Raises ``AblationError`` for a share of a device whose size is not known, as the CPU's.
+        """
+        on_cuda = device.type == "cuda"
+        if self.budget == DEVICE and on_cuda:
+            return None
+        is_share = isinstance(self.budget, str) and "%" in self.budget  # to look at a device takes some of its memory
+        try:
+            if self.budget == DEVICE:
+                raise BudgetError(f"expected a size such as '4GiB' on {device.type}; found '{DEVICE}', a CUDA device's")
+            return parse_budget(self.budget, torch.cuda.mem_get_info(device)[1] if is_share and on_cuda else None)
+        except BudgetError as error:
+            raise AblationError(f"longest_sequence.budget: {error}") from error
+
+    def longest(self, fits: Callable[[int], bool], most: int) -> int:
+        """The longest sequence that fits, of the multiples up to ``most``, too; 0 if none does.
+
+        fits: whether a length does. Whatever is shorter than a length that fits has to fit, too.
+        """
+        step = self.multiple
+        most = min(most, self.most) // step
+        low, high = 0, most + 1  # multiples: low fits, and high does not
+        guess = min(max(1, self.start // step), most)
+        while high - low > 1:
+            low, high = (guess, high) if fits(guess * step) else (low, guess)
+            guess = 2 * guess if guess == low and high == most + 1 else (low + high) // 2
+            guess = min(max(guess, low + 1), high - 1)
+        return low * step
 
 
 _ONE_AND_SEVERAL = {"model": "models", "batch_size": "batch_sizes", "dtype": "dtypes"}
@@ -159,18 +224,23 @@ class Comparison:
     """One model at one batch size, dtype and sequence length, which is trained under each policy and peer."""
 
     config: AblationConfig
-    model: str
-    """The name of ``source`` in the configuration."""
-    source: ModelSource
-    sequence_length: int | None
+    model: str | None = None
+    """The name of ``source`` in the configuration. None, as is all else, for a function that makes models."""
+    source: ModelSource | None = None
+    sequence_length: int | None = None
     """None, as is the batch size, for a factory, whose batches are its own."""
-    batch_size: int | None
-    dtype: Dtype
+    batch_size: int | None = None
+    dtype: Dtype | None = None
 
     @property
     def facts(self) -> dict[str, Any]:
         """What tells the rows of this comparison from those of others."""
         return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
+    def place(self) -> str:
+        """What follows a policy's name where progress is told."""
+        return place_of(self.facts, varied(each.facts for each in self.config.comparisons()))
 
 
 LLAMA_1B = AblationConfig(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic.dataclasses import dataclass
 from tabulate import tabulate
 
 from recompute.errors import AblationError
@@ -25,7 +26,7 @@ RowDict = Mapping[str, Any]
 """A row as ``results.json`` holds it. Results from before a key was known lack it."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config={"extra": "ignore"})  # results of another version may have other keys
 class AblationRow:
     """What training under one policy, or peer, took and gave. If it failed, ``error`` says how.
 
@@ -162,11 +163,12 @@ def load(path: Path) -> dict[str, Any]:
     return found
 
 
-def rows_to_resume(found: Mapping[str, Any], expected: Mapping[str, Any], file: Path) -> list[AblationRow]:
-    """The rows of an earlier run of the same configuration, on the same machine, with the same versions.
+def resumed(expected: Mapping[str, Any], file: Path) -> tuple[dict[str, Any], list[AblationRow]]:
+    """The results of an earlier run of the same configuration, on the same machine, with the same versions, to go on.
 
     Raises ``AblationError`` that names what differs. The date does not count.
     """
+    found = load(file)
     changes = [change for part in _PARTS for change in _differences(found, expected, part)]
     if changes:
         listed = "\n".join(f"  {key}: {NAME} has {before!r}, this run {now!r}" for key, before, now in changes)
@@ -174,14 +176,8 @@ def rows_to_resume(found: Mapping[str, Any], expected: Mapping[str, Any], file: 
             f"{file}: expected results of the same configuration, machine and versions to resume; found others:\n"
             f"{listed}\nRun with the configuration and on the machine of before, or write to another folder by --out"
         )
-    return [row_from(row) for row in found["rows"]]
-
-
-def row_from(values: RowDict) -> AblationRow:
-    """The row that JSON holds. A field that was not known when it was written has its default."""
-    known: dict[str, Any] = {each.name: values[each.name] for each in fields(AblationRow) if each.name in values}
-    as_written: dict[str, Any] = {key: tuple(each) if isinstance(each, list) else each for key, each in known.items()}
-    return AblationRow(**as_written)
+    dates = [*found.get("resumed", ()), expected["machine"]["date"]]
+    return found | {"resumed": dates}, [AblationRow(**row) for row in found["rows"]]
 
 
 _PARTS = ("config", "machine", "text")

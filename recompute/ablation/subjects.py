@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_map_only
 from transformers import AutoConfig
 
 from recompute.ablation.ablation_config import Comparison, HuggingFaceFields, is_factory
-from recompute.ablation.results import place_of, varied
 from recompute.ablation.trials import Experiment, Progress, seeded
 from recompute.diagnostics.comparing_runs import wider_dtype
 from recompute.errors import AblationError, ModelError
@@ -42,26 +41,27 @@ def experiment_of(comparison: Comparison, text: bytes, device: torch.device, pro
         "optimizer": partial(AdamW, lr=config.learning_rate, fused=True),
         "progress": progress,
         "wider": torch.float64 if comparison.dtype == "float32" else torch.float32,
-        "autocast": torch.bfloat16 if comparison.dtype == "autocast" else None,
-        "warmup": config.warmup,
-        "updates": config.step == "training",
-        "seed": config.seed,
-        "facts": comparison.facts,
-        "place": place_of(comparison.facts, varied(each.facts for each in config.comparisons())),
     }
     source = model_source(comparison)
     if length is None or batch_size is None:
-        return factory_experiment(source, None, config.steps, dtype, device, **common)
+        return factory_experiment(comparison, source, None, device, dtype=dtype, **common)
     sizes: dict[str, Any] = {"sequence_length": length, "batch_size": batch_size, "dtype": dtype, "seed": config.seed}
     model: Any
     model, shapes = build(source, device=torch.device("meta"), **sizes)
     fields = model.config.get_text_config()
     layers, hidden = getattr(fields, "num_hidden_layers", None), getattr(fields, "hidden_size", None)
-    has_tokens = "input_ids" in shapes
-    ids = windows(text, config.steps, batch_size, length, config.seed) if has_tokens else [None] * config.steps
+    ids = windows(text, config.steps, batch_size, length, config.seed)
+
+    def values(tensor: Tensor, step: int) -> Tensor:
+        """Token ids are the text's bytes, and numbers are random."""
+        if tensor.is_floating_point() or "input_ids" not in shapes:
+            return torch.rand(tensor.shape, dtype=tensor.dtype, device=device)
+        return ids[step].remainder(fields.vocab_size).to(device)
+
     with seeded(config.seed, device):
-        batches = [_batch_like(shapes, each, fields, device) for each in ids]
+        batches = [tree_map_only(Tensor, partial(values, step=step), dict(shapes)) for step in range(config.steps)]
     return Experiment(
+        comparison,
         make=lambda: build(source, device=device, **sizes)[0],
         loss=_LOSSES[config.step],
         batches=batches,
@@ -102,17 +102,6 @@ def _configuration(fields: dict[str, Any], where: str) -> Source:
     return found
 
 
-def _batch_like(shapes: Any, ids: Tensor | None, fields: Any, device: torch.device) -> dict[str, Tensor]:
-    """A batch of these keys and shapes: token ids are the text's bytes, and numbers are random."""
-
-    def values(tensor: Tensor) -> Tensor:
-        if tensor.is_floating_point() or ids is None:
-            return torch.rand(tensor.shape, dtype=tensor.dtype, device=device)
-        return ids.remainder(fields.vocab_size).to(device)
-
-    return tree_map_only(Tensor, values, dict(shapes))
-
-
 def _loss_of_training(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
     return factories.loss_in(model(**batch), type(model).__name__)
 
@@ -148,18 +137,17 @@ def windows(text: bytes, steps: int, batch_size: int, length: int, seed: int) ->
 
 
 def factory_experiment(
+    comparison: Comparison,
     factory: factories.Factory,
     batch: Any,
-    steps: int,
-    dtype: torch.dtype | None,
     device: torch.device,
     *,
-    seed: int,
+    dtype: torch.dtype | None = None,
     loss: Callable[[Any], Tensor] | None = None,
     **options: Any,
 ) -> Experiment:
     """What trains the models that a function of the caller's own makes. options: further ones of an ``Experiment``."""
-    name = getattr(factory, "__qualname__", type(factory).__name__)
+    name, seed = getattr(factory, "__qualname__", type(factory).__name__), comparison.config.seed
     factories.check_factory(factory, name)
 
     def made() -> tuple[nn.Module, Any]:
@@ -170,7 +158,8 @@ def factory_experiment(
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError(f"{name}: expected a model with parameters to train; {type(model).__name__} has none")
     weights = _fingerprint(model)
-    found = _batches(own, batch, steps, seed, device, name)
+    with seeded(seed, device):
+        found = _batches(own, batch, comparison.config.steps, name)
     batches = [factories.placed(each, dtype=dtype, device=device) for each in found]
 
     def again() -> nn.Module:
@@ -187,19 +176,17 @@ def factory_experiment(
         return factories.loss_in(output, name) if loss is None else loss(output)
 
     known = {"wider": wider_dtype(model), "description": factories.describe(model, batches[0])}
-    own_options = {"make": again, "loss": total, "batches": batches, "device": device, "seed": seed}
-    return Experiment(**{**known, **own_options, **options})
+    return Experiment(comparison, again, total, batches, device, **{**known, **options})
 
 
-def _batches(own: Any, batch: Any, steps: int, seed: int, device: torch.device, name: str) -> list[Any]:
+def _batches(own: Any, batch: Any, steps: int, name: str) -> list[Any]:
     """One batch for each step: the factory's own, the one given, or what the function given returns."""
     if own is not None and batch is not None:
         raise AblationError(f"{name} returns a batch, and one is passed, too: drop either")
     if own is None and batch is None:
         raise AblationError(f"expected a batch: pass one, or have {name} return (model, batch)")
     if callable(batch) and not isinstance(batch, (Tensor, Mapping)):
-        with seeded(seed, device):
-            return [factories.check_batch(batch(), "batch") for _ in range(steps)]
+        return [factories.check_batch(batch(), "batch") for _ in range(steps)]
     return [own if batch is None else factories.check_batch(batch, "batch")] * steps
 
 

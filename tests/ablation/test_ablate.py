@@ -16,9 +16,9 @@ from torch.nn import functional as F
 from typer.testing import CliRunner
 
 import recompute
-from recompute.ablation import trials
 from recompute.ablation.ablate import Ablation
 from recompute.ablation.results import AblationRow
+from recompute.ablation.trials import Experiment
 from recompute.cli import app
 from recompute.errors import AblationError, ModelError, PolicyError, RecomputeError
 
@@ -224,7 +224,7 @@ def test_what_cannot_be_is_refused_before_anything_is_trained(
     factory: Any, options: dict[str, Any], kind: type[RecomputeError], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(trials, "_measure", lambda *_: pytest.fail("trained"))
+    monkeypatch.setattr(Experiment, "row", lambda *_: pytest.fail("trained"))
     with pytest.raises(kind, match=message):
         ablate(factory, **options)
 
