@@ -27,14 +27,14 @@ from recompute.ablation.ablation_config import (
     Comparison,
     default_config,
 )
-from recompute.ablation.peers import BASELINE, COMPILED, is_peer, treatments
+from recompute.ablation.peers import BASELINE, COMPILED, is_peer
 from recompute.ablation.results import AblationRow
 from recompute.ablation.run_ablation import RowRecorder, TellLeft, run
 from recompute.ablation.subjects import factory_experiment
 from recompute.ablation.trials import Progress
 from recompute.attach.apply import PolicyLike
 from recompute.counters import describe_machine, resolve_device
-from recompute.errors import AblationError, WriteError
+from recompute.errors import AblationError, PolicyError, WriteError
 from recompute.estimation.factories import Factory, load_factory
 from recompute.files import check_new, user_path
 from recompute.policy.document import load_document, validate
@@ -122,10 +122,15 @@ def ablate(
     trained: ``AblationError`` for a bad option, ``ModelError`` where the factory gives no model, ``PolicyError`` for a
     bad policy, ``WriteError`` where ``out`` cannot be written.
     """
-    _check({"steps": (steps, 1), "warmup": (warmup, 0), "seed": (seed, 0)}, dtype, peers)
-    options = {"dtype": dtype, "layers": layers, "loss": loss, "optimizer": optimizer, "progress": progress}
-    options |= {"steps": steps, "warmup": warmup, "seed": seed, "compiled": compile}
-    recorder = record(model_factory, batch, policies, peers, device, out, **options)
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise AblationError(f"dtype: expected a torch.dtype of floats, or None; found {dtype!r}")
+    asked = {"peers": peers, "compile": compile, "steps": steps, "warmup": warmup, "seed": seed}
+    try:
+        config = validate(AblationConfig, asked, label="recompute.ablate")
+    except PolicyError as error:
+        raise AblationError(str(error)) from error
+    options: Any = {"dtype": dtype, "layers": layers, "loss": loss, "optimizer": optimizer, "progress": progress}
+    recorder = record(config, model_factory, batch, policies, device, out, **options)
     for row in recorder:
         if on_row is not None:
             on_row(row)
@@ -139,47 +144,31 @@ def ablate(
 
 
 def record(
+    config: AblationConfig,
     factory: Factory,
-    batch: Any = None,
-    policies: Any = POLICIES,
-    peers: Sequence[str] = PEERS,
-    device: str | torch.device = "auto",
-    out: str | Path | None = None,
-    *,
-    steps: int = STEPS,
-    warmup: int = WARMUP,
-    seed: int = 0,
-    compiled: bool = False,
+    batch: Any,
+    policies: Any,
+    device: str | torch.device,
+    out: str | Path | None,
     recording: Mapping[str, Any] = MappingProxyType({}),
     **options: Any,
 ) -> RowRecorder:
-    """To iterate over it is to train a function's models.
+    """To iterate over it is to train a function's models, as the configuration says how.
 
     recording: further options of the ``RowRecorder``. options: of ``factory_experiment``; None: by default.
     """
     named, place = policies_by_name(policies), resolve_device(device) if isinstance(device, str) else device
-    given = {"policies": named, **{key: value for key, value in options.items() if value is not None}}
-    comparison = Comparison(AblationConfig(steps=steps, warmup=warmup, seed=seed))
-    experiment = factory_experiment(comparison, factory, batch, place, **given)
+    comparison = Comparison(config)
+    given = {key: value for key, value in options.items() if value is not None}
+    experiment = factory_experiment(comparison, factory, batch, place, policies=named, **given)
     head = {
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "machine": describe_machine(place) | {"recompute": results.package_version()},
-        "config": {"model": experiment.description, "steps": steps, "warmup": warmup, "seed": seed},
+        "config": {"model": experiment.description, **config.model_dump(include={"steps", "warmup", "seed"})},
     }
-    names = treatments(named, peers, compiled=compiled)
+    names = config.treatments(named)
     work = partial(RowRecorder.train, ask=experiment.ask, names=names, facts=comparison.facts)
     return RowRecorder(head, None if out is None else user_path(out), work, len(names), **recording)
-
-
-def _check(numbers: Mapping[str, tuple[Any, int]], dtype: Any, peers: Any) -> None:
-    for name, (number, least) in numbers.items():
-        if isinstance(number, bool) or not isinstance(number, int) or number < least:
-            raise AblationError(f"{name}: expected a whole number, at least {least}; found {number!r}")
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise AblationError(f"dtype: expected a torch.dtype of floats, or None; found {dtype!r}")
-    for peer in (peers,) if isinstance(peers, str) else peers:
-        if isinstance(peers, str) or not isinstance(peer, str) or not is_peer(peer):
-            raise AblationError(f"peers: expected a list of names such as {PEERS[0]!r}; found {peer!r}")
 
 
 def policies_by_name(policies: Any) -> dict[str, PolicyLike]:
@@ -246,17 +235,23 @@ def ablate_as_asked(
         raise AblationError("expected a configuration with its text, or --model; found both")
     if resume and overwrite:
         raise AblationError("expected --resume, which goes on with results, or --overwrite; found both")
-    settings = _settings(config, given)
+    base = AblationConfig() if model else default_config(given.get("device", "auto"))
+    if config:
+        base = load_document(AblationConfig, config, kind="configuration")
+    settings = validate(
+        AblationConfig, {**base.model_dump(mode="json", exclude_unset=True), **given}, label="command line"
+    )
+    for policy in settings.policies:
+        load_policy(policy)  # a typing mistake is told now, and not after other policies were trained
     if not overwrite and not (resume and (out / results.NAME).is_file()):
-        others = (
-            "--resume goes on with these results, --overwrite replaces what is there, and --out names another folder"
-        )
+        others = "--resume goes on with these results, --overwrite replaces them, and --out names another folder"
         check_new((out / name for name in (results.NAME, *ablation_report.FILES)), error=AblationError, others=others)
     recording = {"resume": resume, "tell": tell, "tell_left": tell_left}
     if model is None:
         recorder = run(settings, out, command=command, progress=progress, **recording)
     else:
-        recorder = record(load_factory(model), out=out, progress=progress, recording=recording, **given)
+        factory, policies = load_factory(model), settings.policies
+        recorder = record(settings, factory, None, policies, settings.device, out, recording, progress=progress)
     axes = results.varied(each.facts for each in settings.comparisons())
     is_interrupted = False
     try:
@@ -265,19 +260,6 @@ def ablate_as_asked(
     except KeyboardInterrupt:
         is_interrupted = True
     return _reported(recorder, out, command, is_interrupted)
-
-
-def _settings(config: Path | None, given: Mapping[str, Any]) -> AblationConfig:
-    """The configuration, or the default one, with what else was given."""
-    base = (
-        load_document(AblationConfig, config, kind="configuration")
-        if config
-        else default_config(given.get("device", "auto"))
-    )
-    settings = validate(AblationConfig, {**base.as_given(), **given}, label="command line")
-    for policy in settings.policies:
-        load_policy(policy)  # a typing mistake is told now, and not after other policies were trained
-    return settings
 
 
 def _reported(recorder: RowRecorder, out: Path, command: str, is_interrupted: bool) -> AblationOutcome:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -22,7 +22,7 @@ from pydantic import (
     model_validator,
 )
 
-from recompute.ablation.peers import BASELINE, Peer, treatments
+from recompute.ablation.peers import BASELINE, COMPILED, Peer
 from recompute.ablation.results import AXES, place_of, varied
 from recompute.counters import resolve_device
 from recompute.errors import AblationError, BudgetError
@@ -124,10 +124,6 @@ class LongestSequence(BaseModel):
         return low * step
 
 
-_ONE_AND_SEVERAL = {"model": "models", "batch_size": "batch_sizes", "dtype": "dtypes"}
-"""The keys of one of something, and those that stand in their places where there are several."""
-
-
 class AblationConfig(BaseModel):
     """What to train and how long. The defaults suit two CPU cores; `default_config` knows a GPU's.
 
@@ -172,7 +168,7 @@ class AblationConfig(BaseModel):
 
     @model_validator(mode="after")
     def _keys_agree(self) -> AblationConfig:
-        for one, several in _ONE_AND_SEVERAL.items():
+        for one, several in {"model": "models", "batch_size": "batch_sizes", "dtype": "dtypes"}.items():
             if getattr(self, several) and one in self.model_fields_set:
                 raise ValueError(f"expected {one} or {several}; found both")
         if self.cell_timeout_seconds is not None and not self.isolate:
@@ -188,14 +184,15 @@ class AblationConfig(BaseModel):
                 raise ValueError(f"{key}: expected models of transformers; found models.{name}, the factory {source}")
         return self
 
-    def as_given(self) -> dict[str, Any]:
-        """The keys that were given, as JSON can hold them. Another configuration is read from these."""
-        replaced = {one for one, several in _ONE_AND_SEVERAL.items() if getattr(self, several)}
-        return self.model_dump(mode="json", exclude_unset=True, exclude=replaced)
+    def treatments(self, policies: Iterable[str] | None = None) -> tuple[str, ...]:
+        """What each model is trained under, once each: the baseline, the policies, and then the peers.
 
-    def treatments(self) -> tuple[str, ...]:
-        """What each model is trained under, beginning with the baseline."""
-        return treatments(self.policies, self.peers, compiled=self.compile)
+        policies: in the place of the configuration's own.
+        """
+        ways = ("", COMPILED) if self.compile else ("",)
+        given = self.policies if policies is None else policies
+        names = [policy + way for policy in (BASELINE, *given) for way in ways]
+        return tuple(dict.fromkeys([*names, *self.peers]))
 
     def comparisons(self) -> tuple[Comparison, ...]:
         """One for each model, batch size, dtype and sequence length, in this order. A factory's sizes are its own."""

@@ -251,11 +251,11 @@ def tables(rows: Sequence[RowDict]) -> list[tuple[str, list[list[str]]]]:
     own = {"policy": _Column("policy", str)}
     own |= {axis.partition("_")[0]: _Column(axis, str) for axis in AXES if axis in varied(rows)}
     baselines = {place(row): row for row in rows if row["policy"] == BASELINE}
-    found = []
+    found: list[tuple[str, list[list[str]]]] = []
     for title, columns in _TABLES.items():
         known = {name for name, each in columns.items() if any(row.get(each.key) is not None for row in rows)}
         if not found or next(iter(columns)) in known:
-            shown = {name: each for name, each in (own | columns).items() if name in known or name in own}
+            shown = {name: each for name, each in {**own, **columns}.items() if name in known or name in own}
             lines = [[each.cell(row, baselines.get(place(row), {})) for each in shown.values()] for row in rows]
             found.append((title, [list(shown), *lines]))
     return found

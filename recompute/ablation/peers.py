@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib import import_module
@@ -57,16 +57,6 @@ def _known_peer(name: str) -> str:
 
 Peer = Annotated[str, AfterValidator(_known_peer)]
 """The name of what another library offers, each for every decoder layer of the model: see examples/ablation."""
-
-
-def treatments(policies: Iterable[str], peers: Iterable[str], *, compiled: bool) -> tuple[str, ...]:
-    """What a model is trained under, in order and once each: the baseline, the policies, and then the peers.
-
-    compiled: whether each policy also runs with every layer compiled.
-    """
-    ways = ("", COMPILED) if compiled else ("",)
-    names = [policy + way for policy in (BASELINE, *policies) for way in ways]
-    return tuple(dict.fromkeys([*names, *peers]))
 
 
 @contextmanager

@@ -238,25 +238,21 @@ def _rows(results: Mapping[str, Any]) -> dict[tuple[Any, ...], dict[str, Any]]:
 
 
 def _changes(before: RowDict, after: RowDict) -> Iterator[tuple[str, str, str, str, str]]:
-    """The numbers that both rows have, and their errors where only one failed or they failed otherwise."""
-    if before.get("error") != after.get("error"):
-        old, new = ((row.get("error") or "none").partition("\n")[0][:80] for row in (before, after))
-        yield "error", old, new, "", "different"
+    """The numbers that both rows have, and whatever else only one of them says, or they say otherwise."""
     for key in (*_TIMES, *_COUNTS):
         if key in before and key in after:
             one, other = before[key], after[key]
             old, new = (f"{each * 1e3:.2f} ms" if key in _TIMES else f"{each:,}" for each in (one, other))
-            ratio = f"{other / one:.3f}x" if one else "-"
-            yield key.removesuffix("_seconds"), old, new, ratio, _judged(key, before, after)
-    for key in ("losses_match", "grads_match"):
-        if before.get(key) is not after.get(key):
-            yield key, str(before.get(key)), str(after.get(key)), "", "different"
-
-
-def _judged(key: str, before: RowDict, after: RowDict) -> str:
-    if before[key] == after[key]:
-        return "the same"
-    one, other = before.get(f"{key}_quartiles"), after.get(f"{key}_quartiles")
-    if key in _TIMES and (one is None or other is None):
-        return "spread not known"
-    return "within the spread" if one and other and one[0] <= other[1] and other[0] <= one[1] else "beyond the spread"
+            spreads = [row[f"{key}_quartiles"] for row in (before, after) if row.get(f"{key}_quartiles")]
+            if one == other:
+                judged = "the same"
+            elif key in _TIMES and len(spreads) < 2:
+                judged = "spread not known"
+            else:
+                is_within = spreads and max(low for low, _ in spreads) <= min(high for _, high in spreads)
+                judged = "within the spread" if is_within else "beyond the spread"
+            yield key.removesuffix("_seconds"), old, new, f"{other / one:.3f}x" if one else "-", judged
+    for key, absent in {"error": "none", "losses_match": None, "grads_match": None}.items():
+        if before.get(key) != after.get(key):
+            old, new = (str(row.get(key, absent)).partition("\n")[0][:80] for row in (before, after))
+            yield key, old, new, "", "different"

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from recompute.ablation.ablation_config import AblationConfig, Comparison
-from recompute.ablation.own_process import run_apart
+from recompute.ablation.own_process import Work, run_apart
 from recompute.ablation.peers import BASELINE
 from recompute.ablation.results import NAME, AblationRow, package_version, place, resumed, save
 from recompute.ablation.subjects import experiment_of, load_text, model_source
@@ -26,7 +26,7 @@ from recompute.files import check_writable
 TellLeft = Callable[[int, int, float | None], None]
 """Called with how many cells are done, how many there are, and the seconds that the rest may take (None: not known)."""
 
-_BASELINE_FILE, _PREFIX = "baseline.pt", "recompute-ablation-"
+_PREFIX = "recompute-ablation-"
 
 
 class RowRecorder:
@@ -112,8 +112,8 @@ class RowRecorder:
         longest: returns it, or an error. facts: of any of these rows.
         """
         for name in names:
-            wanted = place({**facts, "sequence_length": None}), name
-            rows = [row for row in self.rows if (place({**vars(row), "sequence_length": None}), row.policy) == wanted]
+            alike = {"policy": name, **facts, "sequence_length": None}.items()
+            rows = [row for row in self.rows if alike <= {**vars(row), "sequence_length": None}.items()]
             if all(row.longest_sequence is not None for row in rows):
                 self._done += 1
                 continue
@@ -246,9 +246,7 @@ def isolated(comparison: Comparison, progress: Progress) -> Iterator[Ask]:
 
         def ask(task: str, policy: str) -> tuple[Any, str | None]:
             nonlocal tolerance
-            work = partial(
-                _answer, comparison, task, policy, folder / _BASELINE_FILE, tolerance, torch.get_num_threads()
-            )
+            work = partial(_answer, comparison, task, policy, folder, tolerance, torch.get_num_threads())
             try:
                 answer, error = run_apart(work, folder, progress, comparison.config.cell_timeout_seconds)
             except OSError as problem:  # the disk of temporary files is full, say: that is this row's error, too
@@ -260,36 +258,35 @@ def isolated(comparison: Comparison, progress: Progress) -> Iterator[Ask]:
         yield ask
 
 
+def _answer(
+    comparison: Comparison, task: str, policy: str, folder: Path, tolerance: Any, threads: int, progress: Progress
+) -> tuple[Any, str | None, Any]:
+    """What an ``Experiment`` answers, or an error; and the tolerance, once it has been sought."""
+    torch.set_num_threads(threads)
+    config, saved = comparison.config, folder / "baseline.pt"
+    device = resolve_device(config.device)
+    experiment, error = attempted(lambda: experiment_of(comparison, load_text(config.text)[1], device, progress))
+    if experiment is None:
+        return None, error, tolerance
+    experiment.known_tolerance = tolerance
+    experiment.baseline = Baseline(**torch.load(saved, mmap=True)) if saved.exists() else None
+    answer, error = experiment.ask(task, policy)
+    if (task, policy) == ("row", BASELINE) and experiment.baseline is not None:
+        torch.save(vars(experiment.baseline), saved)
+    return answer, error, experiment.known_tolerance
+
+
 def _machine(config: AblationConfig, device: torch.device) -> dict[str, Any]:
     """With processes of their own, trainings have the whole device: this process does not even look at it."""
     if not (config.isolate and device.type == "cuda"):
-        return dict(describe_machine(device))
+        return describe_machine(device)
+    work: Work = partial(_described, device)
     with tempfile.TemporaryDirectory(prefix=_PREFIX) as folder:
-        found, error = run_apart(
-            partial(_described, device), Path(folder), lambda *_: None, config.cell_timeout_seconds
-        )
+        found, error = run_apart(work, Path(folder), lambda *_: None, config.cell_timeout_seconds)
     if found is None:
         raise AblationError(f"isolate: a process of its own cannot look at the device: {error}")
     return found
 
 
 def _described(device: torch.device, progress: Progress) -> dict[str, Any]:
-    return dict(describe_machine(device))
-
-
-def _answer(
-    comparison: Comparison, task: str, policy: str, saved: Path, tolerance: Any, threads: int, progress: Progress
-) -> tuple[Any, str | None, Any]:
-    """What an ``Experiment`` answers, or an error; and the tolerance, once it has been sought."""
-    torch.set_num_threads(threads)
-    config = comparison.config
-    device = resolve_device(config.device)
-    experiment, error = attempted(lambda: experiment_of(comparison, load_text(config.text)[1], device, progress))
-    if experiment is None:
-        return None, error, tolerance
-    baseline = Baseline(**torch.load(saved, mmap=True)) if saved.exists() else None
-    experiment = replace(experiment, baseline=baseline, known_tolerance=tolerance)
-    answer, error = experiment.ask(task, policy)
-    if (task, policy) == ("row", BASELINE) and experiment.baseline is not None:
-        torch.save(vars(experiment.baseline), saved)
-    return answer, error, experiment.known_tolerance
+    return describe_machine(device)

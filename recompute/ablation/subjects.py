@@ -23,7 +23,6 @@ from recompute.errors import AblationError, ModelError
 from recompute.estimation import factories
 from recompute.estimation.build_model import Source, build, refusals_named
 from recompute.estimation.check_paths import check_source
-from recompute.estimation.llama import ModelShape
 from recompute.files import user_path
 from recompute.policy.document import nearest
 
@@ -63,7 +62,7 @@ def experiment_of(comparison: Comparison, text: bytes, device: torch.device, pro
     return Experiment(
         comparison,
         make=lambda: build(source, device=device, **sizes)[0],
-        loss=_LOSSES[config.step],
+        loss=partial(_loss, config.step),
         batches=batches,
         device=device,
         token_elements=batch_size * length * layers * hidden if layers and hidden else None,
@@ -76,15 +75,15 @@ def model_source(comparison: Comparison) -> Any:
 
     Raises ``ModelError`` where there is no such factory, and where transformers knows no such model.
     """
-    source, where = comparison.source, f"models.{comparison.model}"
+    source: Any = comparison.source
+    where = f"models.{comparison.model}"
     if isinstance(source, HuggingFaceFields):
         return _configuration(source.model_dump(), where)
-    if isinstance(source, ModelShape):
-        return source
     if is_factory(source):
         return factories.load_factory(source)
     try:
-        check_source(source)
+        if isinstance(source, str):
+            check_source(source)
     except ModelError as error:
         raise ModelError(f"{where}: {error}; or a mapping with a model_type") from error
     return source
@@ -102,18 +101,13 @@ def _configuration(fields: dict[str, Any], where: str) -> Source:
     return found
 
 
-def _loss_of_training(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
-    return factories.loss_in(model(**batch), type(model).__name__)
-
-
-def _loss_of_layers(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
-    """A weighted sum of the decoder's output, which holds nothing for backward."""
+def _loss(step: str, model: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    """The model's own loss; of the layers, a weighted sum of the decoder's output, which holds nothing for backward."""
+    if step == "training":
+        return factories.loss_in(model(**batch), type(model).__name__)
     hidden = model.get_decoder()(input_ids=batch["input_ids"]).last_hidden_state
     weights = torch.linspace(-1, 1, hidden.shape[-1], dtype=hidden.dtype, device=hidden.device)
     return F.linear(hidden, weights[None]).mean()
-
-
-_LOSSES = {"training": _loss_of_training, "layers": _loss_of_layers}
 
 
 def load_text(path: Path | None) -> tuple[str, bytes]:

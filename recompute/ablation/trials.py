@@ -111,18 +111,18 @@ class Experiment:
         None if there is no room for that. It takes twice the memory, and more where attention has no kernel for it.
         """
         if self.known_tolerance is None:
-            found, error = attempted(self._grad_tolerance, only=is_out_of_memory)
-            self.known_tolerance = (None if error else found,)
+            error, failure = attempted(self._error_of_baseline, only=is_out_of_memory)
+            self.known_tolerance = (None if failure else 2 * error,)
         return self.known_tolerance[0]
 
-    def _grad_tolerance(self) -> float:
+    def _error_of_baseline(self) -> float:
         assert self.baseline is not None, "a tolerance is earned by the baseline's error"
         model = self.make()
         nn.Module.to(model, self.wider)
         batch = placed(self.batches[0], dtype=self.wider, device=self.device)
         with Widened(self.wider), seeded(self.comparison.config.seed, self.device):
             self.loss(model, batch).backward()
-        return 2 * relative_error(*_in_pieces(self.baseline.gradients[0], _gradients(model)))
+        return relative_error(*_in_pieces(self.baseline.gradients[0], _gradients(model)))
 
     def ask(self, task: str, policy: str) -> tuple[Any, str | None]:
         """What "row", "timings" or "step_peak" returns for a policy or peer, or the error that it raises."""
@@ -165,7 +165,7 @@ class Experiment:
 
         Kernels that stand in, and compilers, round in other ways.
         """
-        if policy not in self.policies and is_peer(policy):
+        if is_peer(policy):
             exact, compresses = policy in EXACT_PEERS, False
         else:
             name = policy.removesuffix(COMPILED)
@@ -179,8 +179,10 @@ class Experiment:
         """How to look at gradients: copy the baseline's, compare the others with these."""
         if policy == BASELINE:
             return lambda step, model: tuple(each.to("cpu", copy=True) for each in _gradients(model))
-        expected = self.baseline and self.baseline.gradients
-        return expected and (lambda step, model: _compare(_gradients(model), expected[step]))
+        if self.baseline is None:
+            return None
+        expected = self.baseline.gradients
+        return lambda step, model: _compare(_gradients(model), expected[step])
 
     def timings(self, policy: str) -> Timings:
         """Train under a policy or peer once more, for the time that it takes."""

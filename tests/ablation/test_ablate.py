@@ -210,10 +210,10 @@ WRONG: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (mlp, {"policies": "full"}, AblationError, r"expected several, as in \['full'\]"),
     (mlp, {"policies": [CHECKPOINT, CHECKPOINT]}, AblationError, "of no other policy .* found 'again'"),
     (mlp, {"policies": {"torch-checkpoint": "full"}}, AblationError, "no peer; found 'torch-checkpoint'"),
-    (mlp, {"peers": ["torch-chekpoint"]}, AblationError, "peers: .* found 'torch-chekpoint'"),
+    (mlp, {"peers": ["torch-chekpoint"]}, AblationError, r"peers\[0\]: .*did you mean 'torch-checkpoint'"),
     (mlp, {"peers": "torch-checkpoint"}, AblationError, "peers: expected a list"),
-    (mlp, {"steps": 0}, AblationError, "steps: expected a whole number, at least 1; found 0"),
-    (mlp, {"warmup": -1}, AblationError, "warmup: .* at least 0; found -1"),
+    (mlp, {"steps": 0}, AblationError, "steps: expected .*greater than 0; found 0"),
+    (mlp, {"warmup": -1}, AblationError, "warmup: expected .*greater than or equal to 0; found -1"),
     (mlp, {"dtype": "bfloat16"}, AblationError, "dtype: expected a torch.dtype of floats"),
     (mlp, {"device": "cuda"}, AblationError, "device is cuda"),
 ]
