@@ -161,26 +161,6 @@ def test_a_loss_of_the_callers_own_and_a_dtype() -> None:
     assert "bfloat16" in found.results["config"]["model"]
 
 
-def test_a_row_that_fails_says_why_and_the_others_go_on() -> None:
-    broken = {"name": "broken", "rules": [{"type": "MLPBlock", "action": "recompute", "keep": "aten.mm"}]}
-
-    def fail_under_broken(module: nn.Module, args: Any, output: Any) -> None:
-        runner = vars(module).get("_recompute_runner")
-        if runner is not None and "aten.mm" in runner.note:
-            raise RuntimeError("out of luck\nand more")
-
-    def factory() -> tuple[nn.Module, Tensor]:
-        model, batch = mlp()
-        model.blocks[0].register_forward_hook(fail_under_broken)
-        return model, batch
-
-    found = ablate(factory, policies=[broken, "elementwise"], peers=["liger"])
-    assert [found.row(name).error for name in ("none", "elementwise")] == [None, None]
-    assert found.row("broken").error == "RuntimeError: out of luck\nand more"
-    assert "liger" in str(found.row("liger").error)
-    assert "broken: RuntimeError: out of luck" in found.table()
-
-
 def test_a_factory_that_gives_other_weights_each_time_is_told_so() -> None:
     generator = torch.Generator()
     generator.seed()
@@ -249,6 +229,15 @@ def test_commands_take_the_name_of_a_factory(own: Path, arguments: list[str], ex
     code, output = command(*arguments, "--model", "its_own_model:make", *device)
     assert code == 0, output
     assert re.search(expected, output)
+
+
+def test_what_a_factorys_models_gave_is_resumed(own: Path) -> None:
+    asked = ["ablate", "--model", "its_own_model:make", "--policy", "full", "--device", "cpu", "--out", "results"]
+    assert command(*asked, "--steps", "1")[0] == 0
+    code, output = command(*asked, "--steps", "1", "--resume")
+    assert (code, " done" in output) == (0, False), output  # nothing is trained
+    code, output = command(*asked, "--steps", "2", "--resume")
+    assert (code, "config.steps: results.json has 1, this run 2" in output) == (2, True)
 
 
 VERIFY, ESTIMATE = ["verify", "elementwise", "--device", "cpu"], ["estimate"]
