@@ -193,15 +193,11 @@ def policies_by_name(policies: Any) -> dict[str, PolicyLike]:
 
 
 class AblationOutcome(NamedTuple):
-    """What an ablation found, for a terminal.
-
-    table: the verdict, and the rows.
-    problems: a line for each policy that failed or does not match the baseline, and one if rows are missing.
-    files: the names of what was written.
-    """
+    """What an ablation found, for a terminal: the verdict with the rows, and the names of what was written."""
 
     table: str
     problems: list[str]
+    """A line for each policy that failed or does not match the baseline, and one if rows are missing."""
     is_interrupted: bool
     files: list[str]
 

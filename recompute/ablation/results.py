@@ -126,11 +126,11 @@ def place_of(row: RowDict, axes: Iterable[str]) -> str:
 def grouped(rows: Sequence[RowDict], axes: Sequence[str]) -> list[tuple[str, list[RowDict]]]:
     """The rows that are equal on these axes, with what tells them from others."""
     shown = varied(rows) & {*axes}
-    found: dict[tuple[Any, ...], list[RowDict]] = {}
+    found: dict[str, list[RowDict]] = {}
     for row in rows:
-        found.setdefault(tuple(row.get(axis) for axis in axes), []).append(row)
-    titles = (place_of({axis: group[0].get(axis) for axis in shown}, shown) for group in found.values())
-    return [(title.removeprefix(", "), group) for title, group in zip(titles, found.values(), strict=True)]
+        title = place_of({axis: row.get(axis) for axis in shown}, shown).removeprefix(", ")
+        found.setdefault(title, []).append(row)
+    return list(found.items())
 
 
 def package_version() -> str | None:

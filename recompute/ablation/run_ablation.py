@@ -37,7 +37,8 @@ class RowRecorder:
     out: the folder of the file; None to write none. Raises ``WriteError`` where it cannot be written to begin with.
     work: calls ``train`` and ``search``, and yields each row that has changed.
     total: how many cells there are. A cell is one training, or one search.
-    resume: go on with the rows that the file has, if there is one; ``AblationError`` where these are of another run.
+    resume: go on with the rows that the file has, if there is one, and measure again what failed. Raises
+        ``AblationError`` where they are of another run.
     tell: is told that a row cannot be written, and that the training goes on.
     """
 
@@ -165,15 +166,12 @@ class RowRecorder:
 def run(config: AblationConfig, out: Path, *, command: str, progress: Progress, **recording: Any) -> RowRecorder:
     """Train, as the rows are iterated over, under each policy in each comparison; ``out/results.json`` holds each row.
 
-    A row is yielded again after each repeat. Beside ``rows`` that file has ``machine``, ``config``, ``text`` and the
-    `command` that led to it. It is replaced as a whole each time, so an interrupted run leaves the rows until then,
-    with ``complete`` false.
+    A row is yielded again after each repeat. A policy that fails has an ``error`` in its row.
 
-    recording: further options of the ``RowRecorder``. With ``resume``, rows that failed are measured again.
+    recording: further options of the ``RowRecorder``.
 
     Raises before anything is trained: `AblationError` for a text or a device that cannot be used, and for results that
-    are not to be resumed; ``ModelError`` for a model that there is not; ``WriteError`` for a full disk. A policy that
-    fails has an ``error`` in its row.
+    are not to be resumed; ``ModelError`` for a model that there is not; ``WriteError`` for a full disk.
     """
     device = resolve_device(config.device)
     source, text = load_text(config.text)
