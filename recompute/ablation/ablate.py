@@ -122,13 +122,7 @@ def ablate(
     trained: ``AblationError`` for a bad option, ``ModelError`` where the factory gives no model, ``PolicyError`` for a
     bad policy, ``WriteError`` where ``out`` cannot be written.
     """
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise AblationError(f"dtype: expected a torch.dtype of floats, or None; found {dtype!r}")
-    asked = {"peers": peers, "compile": compile, "steps": steps, "warmup": warmup, "seed": seed}
-    try:
-        config = validate(AblationConfig, asked, label="recompute.ablate")
-    except PolicyError as error:
-        raise AblationError(str(error)) from error
+    config = _configured(dtype, peers=peers, compile=compile, steps=steps, warmup=warmup, seed=seed)
     options: Any = {"dtype": dtype, "layers": layers, "loss": loss, "optimizer": optimizer, "progress": progress}
     recorder = record(config, model_factory, batch, policies, device, out, **options)
     for row in recorder:
@@ -141,6 +135,16 @@ def ablate(
     except WriteError as error:  # whoever trained for hours gets the numbers
         warnings.warn(f"{error}. What was measured is returned; its save(folder) writes it", stacklevel=2)
     return found
+
+
+def _configured(dtype: Any, **asked: Any) -> AblationConfig:
+    """The configuration of the options that files have, too. Raises ``AblationError`` where one of all is wrong."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise AblationError(f"dtype: expected a torch.dtype of floats, or None; found {dtype!r}")
+    try:
+        return validate(AblationConfig, asked, label="recompute.ablate")
+    except PolicyError as error:
+        raise AblationError(str(error)) from error
 
 
 def record(
