@@ -175,12 +175,6 @@ def test_an_interrupted_run_keeps_its_rows_and_none_of_an_old_one(
     assert results["complete"] is False
 
 
-def test_progress_names_each_step(tmp_path: Path) -> None:
-    seen: list[tuple[str, int, int]] = []
-    run(tmp_path, LEAST, sequence_lengths=(8, 16), progress=lambda *step: seen.append(step))
-    assert seen == [(f"none, sequence {length}", step, 2) for length in (8, 16) for step in (1, 2)]
-
-
 def test_the_baseline_runs_first_and_once_whatever_is_listed() -> None:
     config = TINY.model_copy(update={"policies": ("hook", "none", "hook"), "peers": ("torch-checkpoint",)})
     assert config.treatments() == ("none", "hook", "torch-checkpoint")
