@@ -43,7 +43,7 @@ from recompute.cli_parts import (
 from recompute.errors import PolicyWarning, RecomputeError
 
 if TYPE_CHECKING:
-    from recompute.ablation.ablate_command import AblateRequest, AblationOutcome
+    from recompute.ablation.ablate import AblationOutcome
     from recompute.policy.rules import Policy
 
 _INTERRUPTED = 130  # what a shell reports of a program that Ctrl-C ended
@@ -128,11 +128,8 @@ def ablate(
     if config is not None and not config.is_file():  # told before torch is imported
         raise errors.PolicyError(f"{config}: cannot be read as a configuration file: there is no such file")
 
-    from recompute.ablation.ablate_command import AblateRequest
-
-    given: dict[str, Any] = {"policies": policy, "peers": peer, "device": device, "steps": steps}
-    request = AblateRequest(config=config, text=text, model=model, out=out, resume=resume, overwrite=overwrite, **given)
-    outcome = _ablated(request)
+    options = {"policies": policy, "peers": peer, "text": text, "device": device, "steps": steps}
+    outcome = _ablated(config, model, options, out, resume=resume, overwrite=overwrite)
     typer.echo(outcome.table)
     if outcome.files:
         typer.echo(f"in {out}: {', '.join(outcome.files)}")
@@ -141,7 +138,9 @@ def ablate(
     raise typer.Exit(_INTERRUPTED if outcome.is_interrupted else 1 if outcome.problems else 0)
 
 
-def _ablated(request: AblateRequest) -> AblationOutcome:
+def _ablated(*asked: Any, **ways: Any) -> AblationOutcome:
+    from recompute.ablation.ablate import ablate_as_asked
+
     left, command = "", shlex.join(["recompute", *sys.argv[1:]])
 
     def show_left(done: int, total: int, seconds: float | None) -> None:
@@ -157,7 +156,7 @@ def _ablated(request: AblateRequest) -> AblationOutcome:
         def tell(line: str) -> None:
             progress.console.print(f"{line} ({left})" if left and not progress.console.is_terminal else line)
 
-        return request.run(command=command, progress=show, tell=tell, tell_left=show_left)
+        return ablate_as_asked(*asked, **ways, command=command, progress=show, tell=tell, tell_left=show_left)
 
 
 def _duration(seconds: float) -> str:

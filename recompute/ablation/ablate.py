@@ -1,4 +1,4 @@
-"""``recompute.ablate``: compares policies on a model of the caller's own, by the code that compares them on a Llama."""
+"""``recompute.ablate`` compares policies on a model of the caller's own; the command, on what it is asked for."""
 
 from __future__ import annotations
 
@@ -9,25 +9,35 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
 
 from recompute.ablation import ablation_plots, ablation_report, results
-from recompute.ablation.ablation_config import PEERS, POLICIES, STEPS, WARMUP
-from recompute.ablation.peers import BASELINE, COMPILED, is_peer, treatments
+from recompute.ablation.ablation_config import (
+    PEERS,
+    POLICIES,
+    STEPS,
+    WARMUP,
+    AblationConfig,
+    Comparison,
+    default_config,
+)
+from recompute.ablation.peers import BASELINE, COMPILED, is_peer
 from recompute.ablation.results import AblationRow
-from recompute.ablation.run_ablation import RowRecorder
+from recompute.ablation.run_ablation import RowRecorder, TellLeft, run
 from recompute.ablation.subjects import factory_experiment
 from recompute.ablation.trials import Progress
 from recompute.attach.apply import PolicyLike
 from recompute.counters import describe_machine, resolve_device
-from recompute.errors import AblationError, WriteError
-from recompute.estimation.factories import Factory
-from recompute.files import user_path
+from recompute.errors import AblationError, PolicyError, WriteError
+from recompute.estimation.factories import Factory, load_factory
+from recompute.files import check_new, user_path
+from recompute.policy.document import load_document, validate
 from recompute.policy.loading import load_policy
 
 
@@ -112,12 +122,12 @@ def ablate(
     trained: ``AblationError`` for a bad option, ``ModelError`` where the factory gives no model, ``PolicyError`` for a
     bad policy, ``WriteError`` where ``out`` cannot be written.
     """
-    _check({"steps": (steps, 1), "warmup": (warmup, 0), "seed": (seed, 0)}, dtype, peers)
-    given: dict[str, Any] = {"steps": steps, "warmup": warmup, "seed": seed, "dtype": dtype, "layers": layers}
-    given |= {"loss": loss, "optimizer": optimizer, "progress": progress}
-    recorder = record(model_factory, batch, policies, peers, device, out, compiled=compile, **given)
+    config = _configured(dtype, peers=peers, compile=compile, steps=steps, warmup=warmup, seed=seed)
+    options: Any = {"dtype": dtype, "layers": layers, "loss": loss, "optimizer": optimizer, "progress": progress}
+    recorder = record(config, model_factory, batch, policies, device, out, **options)
     for row in recorder:
-        (on_row or (lambda row: None))(row)
+        if on_row is not None:
+            on_row(row)
     found = Ablation(recorder.rows, recorder.results)
     try:
         if out is not None:
@@ -127,43 +137,42 @@ def ablate(
     return found
 
 
+def _configured(dtype: Any, **asked: Any) -> AblationConfig:
+    """The configuration of the options that files have, too. Raises ``AblationError`` where one of all is wrong."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise AblationError(f"dtype: expected a torch.dtype of floats, or None; found {dtype!r}")
+    try:
+        return validate(AblationConfig, asked, label="recompute.ablate")
+    except PolicyError as error:
+        raise AblationError(str(error)) from error
+
+
 def record(
+    config: AblationConfig,
     factory: Factory,
     batch: Any,
     policies: Any,
-    peers: Sequence[str],
     device: str | torch.device,
     out: str | Path | None,
-    *,
-    compiled: bool = False,
-    steps: int = STEPS,
-    dtype: torch.dtype | None = None,
+    recording: Mapping[str, Any] = MappingProxyType({}),
     **options: Any,
 ) -> RowRecorder:
-    """To iterate over it is to train a function's models. options: of an ``Experiment``; None: by default."""
+    """To iterate over it is to train a function's models, as the configuration says how.
+
+    recording: further options of the ``RowRecorder``. options: of ``factory_experiment``; None: by default.
+    """
     named, place = policies_by_name(policies), resolve_device(device) if isinstance(device, str) else device
-    defaults = {"warmup": WARMUP, "seed": 0, "optimizer": partial(AdamW, lr=1e-3), "progress": lambda *step: None}
-    given = {**defaults, "policies": named, **{key: value for key, value in options.items() if value is not None}}
-    experiment = factory_experiment(factory, batch, steps, dtype, place, **given)
+    comparison = Comparison(config)
+    given = {key: value for key, value in options.items() if value is not None}
+    experiment = factory_experiment(comparison, factory, batch, place, policies=named, **given)
     head = {
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "machine": describe_machine(place) | {"recompute": results.package_version()},
-        "config": {"model": experiment.description, "steps": steps, **{key: given[key] for key in ("warmup", "seed")}},
+        "config": {"model": experiment.description, **config.model_dump(include={"steps", "warmup", "seed"})},
     }
-    names = treatments(named, peers, compiled=compiled)
-    work = partial(RowRecorder.train, ask=experiment.ask, names=names, facts=experiment.facts)
-    return RowRecorder(head, None if out is None else user_path(out), work=work)
-
-
-def _check(numbers: Mapping[str, tuple[Any, int]], dtype: Any, peers: Any) -> None:
-    for name, (number, least) in numbers.items():
-        if isinstance(number, bool) or not isinstance(number, int) or number < least:
-            raise AblationError(f"{name}: expected a whole number, at least {least}; found {number!r}")
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise AblationError(f"dtype: expected a torch.dtype of floats, or None; found {dtype!r}")
-    for peer in (peers,) if isinstance(peers, str) else peers:
-        if isinstance(peers, str) or not isinstance(peer, str) or not is_peer(peer):
-            raise AblationError(f"peers: expected a list of names such as {PEERS[0]!r}; found {peer!r}")
+    names = config.treatments(named)
+    work = partial(RowRecorder.train, ask=experiment.ask, names=names, facts=comparison.facts)
+    return RowRecorder(head, None if out is None else user_path(out), work, len(names), **recording)
 
 
 def policies_by_name(policies: Any) -> dict[str, PolicyLike]:
@@ -185,3 +194,84 @@ def policies_by_name(policies: Any) -> dict[str, PolicyLike]:
             )
         named[name] = loaded
     return named
+
+
+class AblationOutcome(NamedTuple):
+    """What an ablation found, for a terminal: the verdict with the rows, and the names of what was written."""
+
+    table: str
+    problems: list[str]
+    """A line for each policy that failed or does not match the baseline, and one if rows are missing."""
+    is_interrupted: bool
+    files: list[str]
+
+
+def ablate_as_asked(
+    config: Path | None,
+    model: str | None,
+    options: Mapping[str, Any],
+    out: Path,
+    *,
+    resume: bool,
+    overwrite: bool,
+    command: str,
+    progress: Progress,
+    tell: Callable[[str], None],
+    tell_left: TellLeft,
+) -> AblationOutcome:
+    """Train what is asked for, write ``results.json`` and what is made of it, and report.
+
+    Ctrl-C ends the training; what was measured until then is reported, and so is what a full disk has no room for.
+
+    model: ``package.module:factory``, in the place of a configuration and a text.
+    options: keys of a configuration, which go before the file's where they are neither None nor empty.
+    resume: whether to go on with the rows that are there. overwrite: whether to replace what is there.
+    command: what was asked for, by which an interrupted ablation goes on. tell: is given a line for each row.
+
+    Raises ``AblationError`` or ``PolicyError`` for what cannot be carried out.
+    """
+    given = {key: value for key, value in options.items() if value}
+    if model is not None and (config or "text" in given):
+        raise AblationError("expected a configuration with its text, or --model; found both")
+    if resume and overwrite:
+        raise AblationError("expected --resume, which goes on with results, or --overwrite; found both")
+    base = AblationConfig() if model else default_config(given.get("device", "auto"))
+    if config:
+        base = load_document(AblationConfig, config, kind="configuration")
+    settings = validate(
+        AblationConfig, {**base.model_dump(mode="json", exclude_unset=True), **given}, label="command line"
+    )
+    for policy in settings.policies:
+        load_policy(policy)  # a typing mistake is told now, and not after other policies were trained
+    if not overwrite and not (resume and (out / results.NAME).is_file()):
+        others = "--resume goes on with these results, --overwrite replaces them, and --out names another folder"
+        check_new((out / name for name in (results.NAME, *ablation_report.FILES)), error=AblationError, others=others)
+    recording = {"resume": resume, "tell": tell, "tell_left": tell_left}
+    if model is None:
+        recorder = run(settings, out, command=command, progress=progress, **recording)
+    else:
+        factory, policies = load_factory(model), settings.policies
+        recorder = record(settings, factory, None, policies, settings.device, out, recording, progress=progress)
+    axes = results.varied(each.facts for each in settings.comparisons())
+    is_interrupted = False
+    try:
+        for row in recorder:
+            tell(ablation_report.line(vars(row), axes))
+    except KeyboardInterrupt:
+        is_interrupted = True
+    return _reported(recorder, out, command, is_interrupted)
+
+
+def _reported(recorder: RowRecorder, out: Path, command: str, is_interrupted: bool) -> AblationOutcome:
+    problems, files = ablation_report.failures(recorder.results), []
+    try:
+        if recorder.problem is not None:
+            raise recorder.problem
+        files = [results.NAME]
+        files += ablation_report.write(recorder.results, out)
+    except WriteError as error:
+        problems.append(str(error))
+    if is_interrupted or len(files) < 2:
+        words = [word for word in shlex.split(command) if word not in ("--overwrite", "--resume")]
+        problems.append(f"to go on: {shlex.join([*words, '--resume'])}")
+    return AblationOutcome(ablation_report.summary(recorder.results), problems, is_interrupted, files)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
@@ -20,18 +22,22 @@ from pydantic import (
     model_validator,
 )
 
-from recompute.ablation.longest_sequence import DEVICE, LongestSequence, SequenceLength
-from recompute.ablation.peers import BASELINE, Peer, treatments
-from recompute.ablation.results import AXES
+from recompute.ablation.peers import BASELINE, COMPILED, Peer
+from recompute.ablation.results import AXES, place_of, varied
 from recompute.counters import resolve_device
-from recompute.errors import AblationError
+from recompute.errors import AblationError, BudgetError
 from recompute.estimation.check_paths import names_factory
 from recompute.estimation.llama import ModelShape
+from recompute.policy.document import with_unit
+from recompute.units import parse_budget
 
 POLICIES = (BASELINE, "full", "hook", "elementwise", "kernel", "auto")
 PEERS = ("torch-checkpoint",)
 STEPS, WARMUP = 12, 6
 Dtype = Literal["float32", "bfloat16", "autocast"]
+SequenceLength = Annotated[int, Field(ge=2)]
+DEVICE = "device"
+"""The budget that is all memory of the device: whatever runs fits."""
 
 
 class HuggingFaceFields(BaseModel):
@@ -59,8 +65,63 @@ ModelSource = Annotated[
 folder or its ``config.json``, or of a ``package.module:factory``."""
 
 
-_ONE_AND_SEVERAL = {"model": "models", "batch_size": "batch_sizes", "dtype": "dtypes"}
-"""The keys of one of something, and those that stand in their places where there are several."""
+class LongestSequence(BaseModel):
+    """How to search, for each policy and peer, for the longest sequence whose whole training step fits a budget.
+
+    budget: bytes ("139GiB"), a share of the device ("80%"), or "device": whatever runs without an error fits.
+    start: the first length that is tried. It is doubled until one does not fit.
+    multiple: the answer is a multiple of it.
+    most: no longer one is tried.
+    """
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    budget: Annotated[str | PositiveInt, BeforeValidator(with_unit)]
+    start: SequenceLength = 1024
+    multiple: PositiveInt = 256
+    most: SequenceLength = 1 << 20
+
+    @model_validator(mode="after")
+    def _can_be_searched(self) -> LongestSequence:
+        if self.budget != DEVICE:
+            try:
+                parse_budget(self.budget, capacity_nbytes=1 << 40)
+            except BudgetError as error:
+                raise ValueError(f"budget: {error}, or '{DEVICE}'") from error
+        if self.start > self.most:
+            raise ValueError(f"expected start to be at most most = {self.most}")
+        return self
+
+    def budget_nbytes(self, device: torch.device) -> int | None:
+        """The bytes of the budget; None if it is the device itself.
+
+        Raises ``AblationError`` for a share of a device whose size is not known, as the CPU's.
+        """
+        on_cuda = device.type == "cuda"
+        if self.budget == DEVICE and on_cuda:
+            return None
+        is_share = isinstance(self.budget, str) and "%" in self.budget  # to look at a device takes some of its memory
+        try:
+            if self.budget == DEVICE:
+                raise BudgetError(f"expected a size such as '4GiB' on {device.type}; found '{DEVICE}', a CUDA device's")
+            return parse_budget(self.budget, torch.cuda.mem_get_info(device)[1] if is_share and on_cuda else None)
+        except BudgetError as error:
+            raise AblationError(f"longest_sequence.budget: {error}") from error
+
+    def longest(self, fits: Callable[[int], bool], most: int) -> int:
+        """The longest sequence that fits, of the multiples up to ``most``, too; 0 if none does.
+
+        fits: whether a length does. Whatever is shorter than a length that fits has to fit, too.
+        """
+        step = self.multiple
+        most = min(most, self.most) // step
+        low, high = 0, most + 1  # multiples: low fits, and high does not
+        guess = min(max(1, self.start // step), most)
+        while high - low > 1:
+            low, high = (guess, high) if fits(guess * step) else (low, guess)
+            guess = 2 * guess if guess == low and high == most + 1 else (low + high) // 2
+            guess = min(max(guess, low + 1), high - 1)
+        return low * step
 
 
 class AblationConfig(BaseModel):
@@ -107,7 +168,7 @@ class AblationConfig(BaseModel):
 
     @model_validator(mode="after")
     def _keys_agree(self) -> AblationConfig:
-        for one, several in _ONE_AND_SEVERAL.items():
+        for one, several in {"model": "models", "batch_size": "batch_sizes", "dtype": "dtypes"}.items():
             if getattr(self, several) and one in self.model_fields_set:
                 raise ValueError(f"expected {one} or {several}; found both")
         if self.cell_timeout_seconds is not None and not self.isolate:
@@ -123,14 +184,15 @@ class AblationConfig(BaseModel):
                 raise ValueError(f"{key}: expected models of transformers; found models.{name}, the factory {source}")
         return self
 
-    def as_given(self) -> dict[str, Any]:
-        """The keys that were given, as JSON can hold them. Another configuration is read from these."""
-        replaced = {one for one, several in _ONE_AND_SEVERAL.items() if getattr(self, several)}
-        return self.model_dump(mode="json", exclude_unset=True, exclude=replaced)
+    def treatments(self, policies: Iterable[str] | None = None) -> tuple[str, ...]:
+        """What each model is trained under, once each: the baseline, the policies, and then the peers.
 
-    def treatments(self) -> tuple[str, ...]:
-        """What each model is trained under, beginning with the baseline."""
-        return treatments(self.policies, self.peers, compiled=self.compile)
+        policies: in the place of the configuration's own.
+        """
+        ways = ("", COMPILED) if self.compile else ("",)
+        given = self.policies if policies is None else policies
+        names = [policy + way for policy in (BASELINE, *given) for way in ways]
+        return tuple(dict.fromkeys([*names, *self.peers]))
 
     def comparisons(self) -> tuple[Comparison, ...]:
         """One for each model, batch size, dtype and sequence length, in this order. A factory's sizes are its own."""
@@ -159,18 +221,23 @@ class Comparison:
     """One model at one batch size, dtype and sequence length, which is trained under each policy and peer."""
 
     config: AblationConfig
-    model: str
-    """The name of ``source`` in the configuration."""
-    source: ModelSource
-    sequence_length: int | None
+    model: str | None = None
+    """The name of ``source`` in the configuration. None, as is all else, for a function that makes models."""
+    source: ModelSource | None = None
+    sequence_length: int | None = None
     """None, as is the batch size, for a factory, whose batches are its own."""
-    batch_size: int | None
-    dtype: Dtype
+    batch_size: int | None = None
+    dtype: Dtype | None = None
 
     @property
     def facts(self) -> dict[str, Any]:
         """What tells the rows of this comparison from those of others."""
         return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
+    def place(self) -> str:
+        """What follows a policy's name where progress is told."""
+        return place_of(self.facts, varied(each.facts for each in self.config.comparisons()))
 
 
 LLAMA_1B = AblationConfig(

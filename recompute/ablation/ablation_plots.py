@@ -72,25 +72,28 @@ def _draw_points(axes: Axes, rows: Sequence[RowDict]) -> list[Annotation]:
     axes.set(xlabel="milliseconds a step", ylabel=f"{unit} above weights, gradients, optimizer")
     lengths = sorted({row["sequence_length"] for row in rows})
     labels = []
+    line = {"arrowstyle": "-", "color": "gray", "alpha": 0.5, "shrinkA": 0}
     for row in rows:
-        marker = "s" if row["policy"] == BASELINE else "o"
-        color = f"C{lengths.index(row['sequence_length'])}"
+        color, marker = f"C{lengths.index(row['sequence_length'])}", "s" if row["policy"] == BASELINE else "o"
         held, peak = row["activation_bytes_held"] / unit_nbytes, row["peak_bytes"] / unit_nbytes
-        milliseconds = row["step_seconds"] * 1e3
-        axes.plot([milliseconds, milliseconds], [held, peak], color=color, alpha=0.5)
-        axes.plot(milliseconds, held, marker, color=color, markerfacecolor="white")
-        axes.plot(milliseconds, peak, marker, color=color)
-        line = {"arrowstyle": "-", "color": "gray", "alpha": 0.5, "shrinkA": 0}
-        point = (milliseconds, peak)
-        labels.append(axes.annotate(row["policy"], point, (0, 0), textcoords="offset points", arrowprops=line))
+        time = row["step_seconds"] * 1e3
+        axes.plot([time, time], [held, peak], color=color, alpha=0.5)
+        axes.plot(time, held, marker, color=color, markerfacecolor="white")
+        axes.plot(time, peak, marker, color=color)
+        labels.append(axes.annotate(row["policy"], (time, peak), (0, 0), textcoords="offset points", arrowprops=line))
     for number, length in enumerate(lengths):
         best = frontier(row for row in rows if row["sequence_length"] == length)
-        corners = [(row["step_seconds"] * 1e3, row["peak_bytes"] / unit_nbytes) for row in best]
-        axes.step(*zip(*corners, strict=True), f"C{number}--", where="post", alpha=0.4)
+        times, peaks = [row["step_seconds"] * 1e3 for row in best], [row["peak_bytes"] / unit_nbytes for row in best]
+        axes.step(times, peaks, f"C{number}--", where="post", alpha=0.4)
     axes.set_ylim(0, 1.06 * max([row["peak_bytes"] / unit_nbytes for row in rows], default=1))
     axes.margins(x=0.2)
     axes.grid(alpha=0.3)
-    axes.legend(handles=_legend(lengths), loc="best")
+    faces = {"peak": "black", "held after forward": "white"}
+    dots = [Line2D([], [], color="k", marker="o", ls="", mfc=face, label=label) for label, face in faces.items()]
+    stairs = Line2D([], [], color="gray", linestyle="dashed", label="Pareto frontier")
+    named = [(number, length) for number, length in enumerate(lengths) if length is not None]
+    colors = [Line2D([], [], color=f"C{number}", label=f"sequence {length}") for number, length in named]
+    axes.legend(handles=[*dots, stairs, *colors], loc="best")
     return labels
 
 
@@ -166,14 +169,6 @@ def _time_parts(row: RowDict, base: RowDict) -> Mapping[str, float]:
         f"added to backward of {BASELINE}": added,
         "optimizer": row.get("optimizer_seconds") or 0.0,
     }
-
-
-def _legend(lengths: Sequence[int]) -> list[Line2D]:
-    faces = (("peak", "black"), ("held after forward", "white"))
-    dots = [Line2D([], [], color="k", marker="o", ls="", markerfacecolor=face, label=label) for label, face in faces]
-    stairs = Line2D([], [], color="gray", linestyle="dashed", label="Pareto frontier")
-    named = [(number, length) for number, length in enumerate(lengths) if length is not None]
-    return [*dots, stairs, *(Line2D([], [], color=f"C{at}", label=f"sequence {length}") for at, length in named)]
 
 
 def _spread(labels: Sequence[Annotation], frame: BboxBase, taken: list[Any]) -> None:

@@ -9,7 +9,8 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from string import Template
+from typing import Any, NamedTuple
 
 from markdown_it import MarkdownIt
 from tabulate import tabulate
@@ -25,24 +26,6 @@ FILES = ("results.md", "results.csv", *ablation_plots.NAMES, "report.html")
 """What ``write`` may write."""
 
 _MOST_NAMED = 4  # policies in a verdict
-_PAGE = """\
-<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<title>Policies compared</title>
-<style>
-body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 75em; padding: 0 1em; color: #222; }}
-table {{ display: block; overflow-x: auto; border-collapse: collapse; font-variant-numeric: tabular-nums; }}
-th, td {{ border-bottom: 1px solid #ddd; padding: 0.2em 0.8em; white-space: nowrap; }}
-pre {{ background: #f4f4f4; padding: 1em; overflow-x: auto; }}
-img {{ max-width: 100%; }}
-</style>
-</head>
-<body>
-{body}</body>
-</html>
-"""
 
 
 def write(results: Mapping[str, Any], out: Path) -> list[str]:
@@ -66,22 +49,24 @@ def _page(results: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str:
     images = [f"![{name}](data:image/png;base64,{base64.b64encode(data).decode()})" for name, data in pictures.items()]
     details = [f"## {name}\n\n```json\n{json.dumps(results[name], indent=2)}\n```" for name in ("config", "machine")]
     text = "\n\n".join(["# Policies compared", markdown(results), *images, *details])
-    return _PAGE.format(body=MarkdownIt("commonmark", {"html": False}).enable("table").render(text))
+    body = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
+    return Template((Path(__file__).parent / "page.html").read_text(encoding="utf-8")).substitute(body=body)
 
 
 def _csv(rows: Sequence[RowDict]) -> str:
     """One line for each row; a pair of quartiles takes two columns."""
-    flat: list[dict[str, Any]] = []
+    lines: list[dict[str, Any]] = []
     for row in rows:
-        flat.append({key: value for key, value in row.items() if key not in ("losses", "timings")})
-        for key in [key for key in row if key.endswith("_quartiles")]:
-            first, third = flat[-1].pop(key) or (None, None)
-            name = key.removesuffix("quartiles")
-            flat[-1] |= {f"{name}first_quartile": first, f"{name}third_quartile": third}
+        lines.append(
+            {key: value for key, value in row.items() if not key.endswith(("losses", "timings", "_quartiles"))}
+        )
+        for key in filter(re.compile("_quartiles$").search, row):
+            names = (key.replace("quartiles", f"{name}_quartile") for name in ("first", "third"))
+            lines[-1] |= zip(names, row[key] or (None, None), strict=True)
     stream = io.StringIO(newline="")
-    writer = csv.DictWriter(stream, list(dict.fromkeys(key for each in flat for key in each)))
+    writer = csv.DictWriter(stream, list(dict.fromkeys(key for line in lines for key in line)))
     writer.writeheader()
-    writer.writerows(flat)
+    writer.writerows(lines)
     return stream.getvalue()
 
 
@@ -125,24 +110,23 @@ def _verdict(rows: Sequence[RowDict]) -> str:
     base = measured.pop(BASELINE, None)
     if base is None or not measured:
         return ""
+
+    def shares(row: RowDict) -> str:
+        keys = {"time": "step_seconds", "activations": "activation_bytes_held", "peak": "peak_bytes"}
+        return ", ".join(f"{row[key] / base[key]:.2f} of the {name}" for name, key in keys.items())
+
     fastest, leanest = (min(measured.values(), key=lambda row: row[key]) for key in ("step_seconds", "peak_bytes"))
-    is_faster = fastest["step_seconds"] < base["step_seconds"]
-    speed = "is fastest" if is_faster else f"is fastest after `{BASELINE}`"
-    told = [f"`{fastest['policy']}` {speed}: {_shares(fastest, base)} of `{BASELINE}`."]
+    after = "" if fastest["step_seconds"] < base["step_seconds"] else f" after `{BASELINE}`"
+    told = [f"`{fastest['policy']}` is fastest{after}: {shares(fastest)} of `{BASELINE}`."]
     if leanest is not fastest:
-        told.append(f"`{leanest['policy']}` peaks lowest: {_shares(leanest, base)}.")
-    changed = [row for row in measured.values() if not row["losses_match"] or _grad_error(row)]
-    wrong = [row["policy"] for row in measured.values() if _problem(row)]
-    rounding = [row["policy"] for row in changed if row["policy"] not in wrong]
-    but = [_listed(rounding, ", which may round"), _listed(wrong, ", which may not")]
-    told.append(f"Nothing changes a bit{' but ' if rounding or wrong else ''}{' and '.join(filter(None, but))}.")
+        told.append(f"`{leanest['policy']}` peaks lowest: {shares(leanest)}.")
+    wrong = [name for name, row in measured.items() if _problem(row)]
+    changed = [name for name, row in measured.items() if not row["losses_match"] or _grad_error(row)]
+    rounding = _listed([name for name in changed if name not in wrong], ", which may round")
+    changes = " and ".join(filter(None, (rounding, _listed(wrong, ", which may not"))))
+    told.append(f"Nothing changes a bit{changes and ' but '}{changes}.")
     told.append(_listed([row["policy"] for row in rows if row["error"] is not None], " failed."))
     return " ".join(filter(None, told))
-
-
-def _shares(row: RowDict, base: RowDict) -> str:
-    keys = {"time": "step_seconds", "activations": "activation_bytes_held", "peak": "peak_bytes"}
-    return ", ".join(f"{row[key] / base[key]:.2f} of the {name}" for name, key in keys.items())
 
 
 def _listed(names: Sequence[str], then: str) -> str:
@@ -226,34 +210,37 @@ def describe(results: Mapping[str, Any]) -> str:
 
 def describe_models(config: Mapping[str, Any]) -> str:
     """What a configuration trains: each model by its name and fields, or the shape of its Llama."""
-    if models := config.get("models"):
-        return "; ".join(f"{name}: {_model(source)}" for name, source in models.items())
-    return _model(config["model"])
-
-
-def _model(source: Any) -> str:
-    if isinstance(source, str):
-        return source
-    fields = ", ".join(f"{key} {value}" for key, value in source.items() if key != "model_type")
-    return f"{source.get('model_type', 'Llama')} with {fields}"
+    told = []
+    for name, source in (config.get("models") or {"": config["model"]}).items():
+        if not isinstance(source, str):
+            fields = ", ".join(f"{key} {value}" for key, value in source.items() if key != "model_type")
+            source = f"{source.get('model_type', 'Llama')} with {fields}"
+        told.append(f"{name}: {source}" if name else source)
+    return "; ".join(told)
 
 
 class _Column(NamedTuple):
-    """Shows a key of a row. beside: what else is shown; "row": ``show`` takes the whole row."""
+    """Shows a key of a row, where the row has it. of_row: ``show`` takes the whole row."""
 
     key: str
-    show: Callable[[Any], str] = str
-    beside: Literal["", "ratio", "quartiles", "row"] = ""
+    show: Callable[[Any], str] = humanize
+    has_ratio: bool = False
+    of_row: bool = False
 
     def cell(self, row: RowDict, baseline: RowDict) -> str:
         if (value := row.get(self.key)) is None:
             return "-"
-        if self.beside == "row":
-            return self.show(row)
-        if self.beside == "quartiles":
-            return f"{self.show(value)} ({' to '.join(map(self.show, row[f'{self.key}_quartiles']))})"
-        other = baseline.get(self.key) if self.beside == "ratio" and row is not baseline else None
-        return f"{self.show(value)} ({value / other:.2f}x)" if other else self.show(value)
+        text, other = self.show(row if self.of_row else value), baseline.get(self.key)
+        return f"{text} ({value / other:.2f}x)" if self.has_ratio and other and row is not baseline else text
+
+
+def _median(key: str) -> _Column:
+    """A time with its quartiles."""
+
+    def show(row: RowDict) -> str:
+        return f"{_milliseconds(row[key])} ({' to '.join(map(_milliseconds, row[f'{key}_quartiles']))})"
+
+    return _Column(f"{key}_quartiles", show, of_row=True)
 
 
 def tables(rows: Sequence[RowDict]) -> list[tuple[str, list[list[str]]]]:
@@ -261,18 +248,16 @@ def tables(rows: Sequence[RowDict]) -> list[tuple[str, list[list[str]]]]:
 
     The first columns tell the rows apart. One that no row has anything for is left out.
     """
-    axes = varied(rows)
-    own = {"policy": _Column("policy")} | {axis.partition("_")[0]: _Column(axis) for axis in AXES if axis in axes}
+    own = {"policy": _Column("policy", str)}
+    own |= {axis.partition("_")[0]: _Column(axis, str) for axis in AXES if axis in varied(rows)}
     baselines = {place(row): row for row in rows if row["policy"] == BASELINE}
-    found = []
-    for title, needed, columns in _TABLES:
-        if needed != "policy" and all(row.get(needed) is None for row in rows):
-            continue
-        shown = own | {
-            name: each for name, each in columns.items() if any(row.get(each.key) is not None for row in rows)
-        }
-        lines = [[each.cell(row, baselines.get(place(row), {})) for each in shown.values()] for row in rows]
-        found.append((title, [list(shown), *lines]))
+    found: list[tuple[str, list[list[str]]]] = []
+    for title, columns in _TABLES.items():
+        known = {name for name, each in columns.items() if any(row.get(each.key) is not None for row in rows)}
+        if not found or next(iter(columns)) in known:
+            shown = {name: each for name, each in {**own, **columns}.items() if name in known or name in own}
+            lines = [[each.cell(row, baselines.get(place(row), {})) for each in shown.values()] for row in rows]
+            found.append((title, [list(shown), *lines]))
     return found
 
 
@@ -289,37 +274,30 @@ def _gradients(row: RowDict) -> str:
     return f"{mark} {error:.1e}" if error or mark != "✓" else "✓ bitwise"
 
 
-_PARTS = {"step": "step", "forward": "forward", "backward": "backward", "of that regenerating": "regenerating"}
-_TABLES: Sequence[tuple[str, str, Mapping[str, _Column]]] = (
-    (
-        "Memory, time, losses and gradients",
-        "policy",
-        {
-            "held after forward": _Column("activation_bytes_held", humanize, "ratio"),
-            "peak": _Column("peak_bytes", humanize, "ratio"),
-            "ms a step": _Column("step_seconds", _milliseconds, "ratio"),
-            "CPU ms a forward": _Column("forward_cpu_seconds", _milliseconds, "ratio"),
-            "longest sequence": _Column("longest_sequence", "{:,}".format, "ratio"),
-            "losses": _Column("losses_match", _losses, "row"),
-            "gradients": _Column("grad_error", _gradients, "row"),
-        },
-    ),
-    (
-        "Milliseconds of a step, by part: the median, and both quartiles",
-        "backward_seconds",
-        {name: _Column(f"{key}_seconds", _milliseconds, "quartiles") for name, key in _PARTS.items()}
-        | {"added to backward": _Column("backward_added_seconds", lambda seconds: f"{seconds * 1e3:+.1f}")}
-        | {"optimizer": _Column("optimizer_seconds", _milliseconds, "quartiles")},
-    ),
-    (
-        "Bytes between forward and backward, by what they are",
-        "parameter_bytes",
-        {
-            "parameters": _Column("parameter_bytes", humanize),
-            "gradients": _Column("gradient_bytes", humanize),
-            "optimizer": _Column("optimizer_bytes", humanize),
-            "activations": _Column("activation_bytes_held", humanize),
-            "of these by head and loss": _Column("logits_bytes_held", humanize),
-        },
-    ),
-)
+_TABLES: Mapping[str, Mapping[str, _Column]] = {
+    "Memory, time, losses and gradients": {
+        "held after forward": _Column("activation_bytes_held", has_ratio=True),
+        "peak": _Column("peak_bytes", has_ratio=True),
+        "ms a step": _Column("step_seconds", _milliseconds, True),
+        "CPU ms a forward": _Column("forward_cpu_seconds", _milliseconds, True),
+        "longest sequence": _Column("longest_sequence", "{:,}".format, True),
+        "losses": _Column("losses_match", _losses, of_row=True),
+        "gradients": _Column("grad_error", _gradients, of_row=True),
+    },
+    "Milliseconds of a step, by part: the median, and both quartiles": {
+        "step": _median("step_seconds"),
+        "forward": _median("forward_seconds"),
+        "backward": _median("backward_seconds"),
+        "of that regenerating": _median("regenerating_seconds"),
+        "added to backward": _Column("backward_added_seconds", lambda seconds: f"{seconds * 1e3:+.1f}"),
+        "optimizer": _median("optimizer_seconds"),
+    },
+    "Bytes between forward and backward, by what they are": {
+        "parameters": _Column("parameter_bytes"),
+        "gradients": _Column("gradient_bytes"),
+        "optimizer": _Column("optimizer_bytes"),
+        "activations": _Column("activation_bytes_held"),
+        "of these by head and loss": _Column("logits_bytes_held"),
+    },
+}
+"""The columns of each table. All but the first table are left out where there is nothing for their first column."""

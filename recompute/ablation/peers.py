@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib import import_module
 from types import MappingProxyType
@@ -41,29 +41,18 @@ EXACT_PEERS = (
 """Those that promise the baseline's bits. The others round in their own ways."""
 
 Match = str | Sequence[str] | None
-_PEERS = (*EXACT_PEERS, "torch-compile", "torch-compile-selective", "liger", "liger-loss", "cut-cross-entropy")
 _MEMORY_BUDGET = re.compile(r"torch-budget-(0\.\d+)")
-
-
-def _known_peer(name: str) -> str:
-    if not is_peer(name):
-        raise ValueError(f"expected one of {', '.join(_PEERS)}, or torch-budget-0.5 (any share){nearest(name, _PEERS)}")
-    return name
 
 
 def is_peer(name: str) -> bool:
     """Whether it is a ``Peer``, not a policy."""
-    return name in _PEERS or _MEMORY_BUDGET.fullmatch(name) is not None
+    return name in _WAYS or _MEMORY_BUDGET.fullmatch(name) is not None
 
 
-def treatments(policies: Iterable[str], peers: Iterable[str], *, compiled: bool) -> tuple[str, ...]:
-    """What a model is trained under, in order and once each: the baseline, the policies, and then the peers.
-
-    compiled: whether each policy also runs with every layer compiled.
-    """
-    ways = ("", COMPILED) if compiled else ("",)
-    names = [policy + way for policy in (BASELINE, *policies) for way in ways]
-    return tuple(dict.fromkeys([*names, *peers]))
+def _known_peer(name: str) -> str:
+    if not is_peer(name):
+        raise ValueError(f"expected one of {', '.join(_WAYS)}, or torch-budget-0.5 (any share){nearest(name, _WAYS)}")
+    return name
 
 
 Peer = Annotated[str, AfterValidator(_known_peer)]
@@ -81,56 +70,55 @@ def under(
 
     The block gets the handle of a policy of ours in eager code; None of what else there is.
 
-    policy: a name in ``policies``, or the name of a peer or a preset, or a policy file.
+    policy: a name in ``policies``, which is no peer's; or the name of a peer or a preset, or a policy file.
     match: globs over the paths of the modules that a peer takes for layers; None: by the names of their classes.
     """
     name = policy.removesuffix(COMPILED)
-    is_compiled, is_ours = name != policy, name in policies or not is_peer(name)
-    handle = None
-    with nullcontext() if is_ours else _WAYS.get(name, _compiled)(name, model, match):
-        if is_ours and (name != BASELINE or name in policies):
-            handle = apply(model, load_policy(policies.get(name, name)))
-        if is_compiled:
-            for layer in find_regions(model, match).values():
-                layer.compile()
-        yield None if is_compiled else handle
-    if is_compiled or name not in _WAYS:
-        torch.compiler.reset()
+    with ExitStack() as stack:
+        if is_peer(name):
+            _WAYS.get(name, _compile)(name, model, match, stack)
+            yield None
+            return
+        handle = None if name == BASELINE else apply(model, load_policy(policies.get(name, name)))
+        if name != policy:
+            _compile(name, model, match, stack)
+        yield handle if name == policy else None
 
 
-@contextmanager
-def _checkpointed(peer: str, model: nn.Module, match: Match) -> Iterator[None]:
+def decoder_of(model: nn.Module) -> nn.Module | None:
+    """What a model of transformers runs below its head; None for any other model, and for one without a head."""
+    decoder = model.get_decoder() if isinstance(model, PreTrainedModel) else None
+    return decoder if isinstance(decoder, nn.Module) and decoder is not model else None
+
+
+def _wrap_layers(model: nn.Module, match: Match, wrapped: Callable[[Any], Any]) -> None:
+    """Have each layer run by what ``wrapped`` makes of its forward."""
+    layers: list[Any] = list(find_regions(model, match).values())
+    for layer in layers:
+        layer.forward = wrapped(layer.forward)
+
+
+def _checkpoint(peer: str, model: nn.Module, match: Match, stack: ExitStack) -> None:
     options: dict[str, Any] = {"context_fn": _SELECTIVE} if peer == "torch-selective" else {}
-    for layer in _layers(model, match):
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, **options)
-    yield
+    _wrap_layers(model, match, lambda forward: partial(checkpoint, forward, use_reentrant=False, **options))
 
 
-def _layers(model: nn.Module, match: Match) -> list[Any]:
-    return list(find_regions(model, match).values())
-
-
-@contextmanager
-def _offloaded(peer: str, model: nn.Module, match: Match) -> Iterator[None]:
-    offloading: Callable[[], AbstractContextManager[Any]] = partial(save_on_cpu, torch.cuda.is_available())
+def _offload(peer: str, model: nn.Module, match: Match, stack: ExitStack) -> None:
+    offloading: Any = save_on_cpu(torch.cuda.is_available())  # one for all layers and steps: torchtune's counts them
     if peer == "torchtune-offload":
         training = _imported(peer, "torchtune.training", "torchtune torchao")
         if not torch.cuda.is_available():
             raise AblationError(f"the peer {peer} needs a CUDA device; torch finds none")
-        manager = training.OffloadActivations()  # one for all layers and steps: it counts from forward to backward
-        offloading = lambda: manager  # noqa: E731
+        offloading = training.OffloadActivations()
 
     def run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with offloading():
+        with offloading:
             return forward(*args, **kwargs)
 
-    for layer in _layers(model, match):
-        layer.forward = partial(run, layer.forward)
-    yield
+    _wrap_layers(model, match, lambda forward: partial(run, forward))
 
 
-@contextmanager
-def _remat(peer: str, model: nn.Module, match: Match) -> Iterator[None]:
+def _remat(peer: str, model: nn.Module, match: Match, stack: ExitStack) -> None:
     """torch_remat puts no random state back: where what runs again draws, it computes other gradients."""
     library = _imported(peer, "torch_remat", "torch-remat")
     numbers = itertools.count()  # a region's name is its number in a run of the layer: equal when it runs again
@@ -148,39 +136,33 @@ def _remat(peer: str, model: nn.Module, match: Match) -> Iterator[None]:
         numbers = itertools.count()
         return forward(*args, **kwargs)
 
-    attention = F.scaled_dot_product_attention
-    try:
-        if peer == "torch-remat":
-            F.scaled_dot_product_attention = saved(attention)
-        for layer in _layers(model, match):
-            for module in layer.modules() if peer == "torch-remat" else ():
+    if peer == "torch-remat":
+        stack.callback(setattr, F, "scaled_dot_product_attention", F.scaled_dot_product_attention)
+        F.scaled_dot_product_attention = saved(F.scaled_dot_product_attention)
+        for layer in find_regions(model, match).values():
+            for module in layer.modules():
                 if isinstance(module, nn.Linear):
                     vars(module)["forward"] = saved(module.forward)
-            layer.forward = library.checkpoint()(partial(numbered, layer.forward))
-        yield
-    finally:
-        F.scaled_dot_product_attention = attention
+    _wrap_layers(model, match, lambda forward: library.checkpoint()(partial(numbered, forward)))
 
 
-@contextmanager
-def _compiled(peer: str, model: nn.Module, match: Match) -> Iterator[None]:
+def _compile(peer: str, model: nn.Module, match: Match, stack: ExitStack) -> None:
     budget = _MEMORY_BUDGET.fullmatch(peer)
-    with functorch_config.patch(activation_memory_budget=float(budget[1]) if budget else 1.0):
-        for path, layer in find_regions(model, match).items():
-            if peer == "torch-compile-selective":  # a checkpoint as a replaced forward would run uncompiled
-                layer = checkpoint_wrapper(layer, context_fn=_SELECTIVE)
-                model.set_submodule(path, layer)
-            layer.compile()
-        yield
+    stack.callback(torch.compiler.reset)
+    stack.enter_context(functorch_config.patch(activation_memory_budget=float(budget[1]) if budget else 1.0))
+    for path, layer in find_regions(model, match).items():
+        if peer == "torch-compile-selective":  # a checkpoint as a replaced forward would run uncompiled
+            layer = checkpoint_wrapper(layer, context_fn=_SELECTIVE)
+            model.set_submodule(path, layer)
+        layer.compile()
 
 
-@contextmanager
-def _cut_cross_entropy(peer: str, model: Any, match: Match) -> Iterator[None]:
+def _cut_cross_entropy(peer: str, model: Any, match: Match, stack: ExitStack) -> None:
     """Have forward compute its loss from the decoder's output and the head's weight, by the package's own function."""
     library = _imported(peer, "cut_cross_entropy", peer)
-    decoder = model.get_decoder() if isinstance(model, PreTrainedModel) else model
-    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
-    if decoder is model or not isinstance(head, nn.Linear):
+    decoder = decoder_of(model)
+    head = model.get_output_embeddings() if decoder is not None else None
+    if decoder is None or not isinstance(head, nn.Linear):
         raise AblationError(
             f"the peer {peer} is for a model of transformers with a decoder and a Linear head; found "
             f"{type(model).__name__}"
@@ -194,22 +176,16 @@ def _cut_cross_entropy(peer: str, model: Any, match: Match) -> Iterator[None]:
         return CausalLMOutput(loss=loss)
 
     model.forward = forward
-    yield
 
 
-@contextmanager
-def _liger(peer: str, model: nn.Module, match: Match) -> Iterator[None]:
+def _liger(peer: str, model: nn.Module, match: Match, stack: ExitStack) -> None:
     """Liger changes the model, and a module of transformers for all models: that one is put back as it was."""
     if not isinstance(model, LlamaForCausalLM):
         raise AblationError(f"the peer {peer} is for transformers' LlamaForCausalLM; found {type(model).__name__}")
     liger = _imported(peer, "liger_kernel.transformers", "liger-kernel")
-    before = dict(vars(modeling_llama))
-    loss = {"cross_entropy": False, "fused_linear_cross_entropy": peer == "liger-loss"}
-    try:
-        liger.apply_liger_kernel_to_llama(**loss, model=model)
-        yield
-    finally:
-        vars(modeling_llama).update(before)
+    stack.callback(vars(modeling_llama).update, dict(vars(modeling_llama)))
+    has_loss = peer == "liger-loss"
+    liger.apply_liger_kernel_to_llama(cross_entropy=False, fused_linear_cross_entropy=has_loss, model=model)
 
 
 def _imported(peer: str, module: str, packages: str) -> Any:
@@ -222,14 +198,15 @@ def _imported(peer: str, module: str, packages: str) -> Any:
         raise AblationError(f"the peer {peer} {needed}: pip install {packages}") from error
 
 
-_WAYS: dict[str, Callable[[str, Any, Match], AbstractContextManager[None]]] = {
-    **dict.fromkeys(("torch-checkpoint", "torch-selective"), _checkpointed),
-    **dict.fromkeys(("torch-save-on-cpu", "torchtune-offload"), _offloaded),
+_WAYS: dict[str, Callable[[str, Any, Match, ExitStack], None]] = {
+    **dict.fromkeys(("torch-checkpoint", "torch-selective"), _checkpoint),
+    **dict.fromkeys(("torch-save-on-cpu", "torchtune-offload"), _offload),
     **dict.fromkeys(("torch-remat", "torch-remat-full"), _remat),
+    **dict.fromkeys(("torch-compile", "torch-compile-selective"), _compile),
     **dict.fromkeys(("liger", "liger-loss"), _liger),
     "cut-cross-entropy": _cut_cross_entropy,
 }
-"""The peers that do not compile."""
+"""How a model is put under a peer. The stack takes back what that changes elsewhere."""
 
 _SELECTIVE = partial(
     create_selective_checkpoint_contexts,

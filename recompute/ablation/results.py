@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic.dataclasses import dataclass
 from tabulate import tabulate
 
 from recompute.errors import AblationError
@@ -25,7 +26,7 @@ RowDict = Mapping[str, Any]
 """A row as ``results.json`` holds it. Results from before a key was known lack it."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config={"extra": "ignore"})  # results of another version may have other keys
 class AblationRow:
     """What training under one policy, or peer, took and gave. If it failed, ``error`` says how.
 
@@ -125,11 +126,11 @@ def place_of(row: RowDict, axes: Iterable[str]) -> str:
 def grouped(rows: Sequence[RowDict], axes: Sequence[str]) -> list[tuple[str, list[RowDict]]]:
     """The rows that are equal on these axes, with what tells them from others."""
     shown = varied(rows) & {*axes}
-    found: dict[tuple[Any, ...], list[RowDict]] = {}
+    found: dict[str, list[RowDict]] = {}
     for row in rows:
-        found.setdefault(tuple(row.get(axis) for axis in axes), []).append(row)
-    titles = (place_of({axis: group[0].get(axis) for axis in shown}, shown) for group in found.values())
-    return [(title.removeprefix(", "), group) for title, group in zip(titles, found.values(), strict=True)]
+        title = place_of({axis: row.get(axis) for axis in shown}, shown).removeprefix(", ")
+        found.setdefault(title, []).append(row)
+    return list(found.items())
 
 
 def package_version() -> str | None:
@@ -162,11 +163,12 @@ def load(path: Path) -> dict[str, Any]:
     return found
 
 
-def rows_to_resume(found: Mapping[str, Any], expected: Mapping[str, Any], file: Path) -> list[AblationRow]:
-    """The rows of an earlier run of the same configuration, on the same machine, with the same versions.
+def resumed(expected: Mapping[str, Any], file: Path) -> tuple[dict[str, Any], list[AblationRow]]:
+    """The results of an earlier run of the same configuration, on the same machine, with the same versions, to go on.
 
     Raises ``AblationError`` that names what differs. The date does not count.
     """
+    found = load(file)
     changes = [change for part in _PARTS for change in _differences(found, expected, part)]
     if changes:
         listed = "\n".join(f"  {key}: {NAME} has {before!r}, this run {now!r}" for key, before, now in changes)
@@ -174,14 +176,8 @@ def rows_to_resume(found: Mapping[str, Any], expected: Mapping[str, Any], file: 
             f"{file}: expected results of the same configuration, machine and versions to resume; found others:\n"
             f"{listed}\nRun with the configuration and on the machine of before, or write to another folder by --out"
         )
-    return [row_from(row) for row in found["rows"]]
-
-
-def row_from(values: RowDict) -> AblationRow:
-    """The row that JSON holds. A field that was not known when it was written has its default."""
-    known: dict[str, Any] = {each.name: values[each.name] for each in fields(AblationRow) if each.name in values}
-    as_written: dict[str, Any] = {key: tuple(each) if isinstance(each, list) else each for key, each in known.items()}
-    return AblationRow(**as_written)
+    dates = [*found.get("resumed", ()), expected["machine"]["date"]]
+    return found | {"resumed": dates}, [AblationRow(**row) for row in found["rows"]]
 
 
 _PARTS = ("config", "machine", "text")
@@ -242,25 +238,21 @@ def _rows(results: Mapping[str, Any]) -> dict[tuple[Any, ...], dict[str, Any]]:
 
 
 def _changes(before: RowDict, after: RowDict) -> Iterator[tuple[str, str, str, str, str]]:
-    """The numbers that both rows have, and their errors where only one failed or they failed otherwise."""
-    if before.get("error") != after.get("error"):
-        old, new = ((row.get("error") or "none").partition("\n")[0][:80] for row in (before, after))
-        yield "error", old, new, "", "different"
+    """The numbers that both rows have, and whatever else only one of them says, or they say otherwise."""
     for key in (*_TIMES, *_COUNTS):
         if key in before and key in after:
             one, other = before[key], after[key]
             old, new = (f"{each * 1e3:.2f} ms" if key in _TIMES else f"{each:,}" for each in (one, other))
-            ratio = f"{other / one:.3f}x" if one else "-"
-            yield key.removesuffix("_seconds"), old, new, ratio, _judged(key, before, after)
-    for key in ("losses_match", "grads_match"):
-        if before.get(key) is not after.get(key):
-            yield key, str(before.get(key)), str(after.get(key)), "", "different"
-
-
-def _judged(key: str, before: RowDict, after: RowDict) -> str:
-    if before[key] == after[key]:
-        return "the same"
-    one, other = before.get(f"{key}_quartiles"), after.get(f"{key}_quartiles")
-    if key in _TIMES and (one is None or other is None):
-        return "spread not known"
-    return "within the spread" if one and other and one[0] <= other[1] and other[0] <= one[1] else "beyond the spread"
+            spreads = [row[f"{key}_quartiles"] for row in (before, after) if row.get(f"{key}_quartiles")]
+            if one == other:
+                judged = "the same"
+            elif key in _TIMES and len(spreads) < 2:
+                judged = "spread not known"
+            else:
+                is_within = spreads and max(low for low, _ in spreads) <= min(high for _, high in spreads)
+                judged = "within the spread" if is_within else "beyond the spread"
+            yield key.removesuffix("_seconds"), old, new, f"{other / one:.3f}x" if one else "-", judged
+    for key, absent in {"error": "none", "losses_match": None, "grads_match": None}.items():
+        if before.get(key) != after.get(key):
+            old, new = (str(row.get(key, absent)).partition("\n")[0][:80] for row in (before, after))
+            yield key, old, new, "", "different"

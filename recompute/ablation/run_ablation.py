@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from recompute.ablation import results
 from recompute.ablation.ablation_config import AblationConfig, Comparison
-from recompute.ablation.longest_sequence import is_out_of_memory
-from recompute.ablation.own_process import run_apart
+from recompute.ablation.own_process import Work, run_apart
 from recompute.ablation.peers import BASELINE
-from recompute.ablation.results import AblationRow, place
+from recompute.ablation.results import NAME, AblationRow, package_version, place, resumed, save
 from recompute.ablation.subjects import experiment_of, load_text, model_source
-from recompute.ablation.trials import Ask, Baseline, Progress, attempted
+from recompute.ablation.trials import Ask, Baseline, Progress, attempted, is_out_of_memory
 from recompute.counters import describe_machine, host_seconds, resolve_device
 from recompute.errors import AblationError, WriteError
 from recompute.files import check_writable
@@ -27,7 +26,7 @@ from recompute.files import check_writable
 TellLeft = Callable[[int, int, float | None], None]
 """Called with how many cells are done, how many there are, and the seconds that the rest may take (None: not known)."""
 
-_BASELINE_FILE, _PREFIX = "baseline.pt", "recompute-ablation-"
+_PREFIX = "recompute-ablation-"
 
 
 class RowRecorder:
@@ -36,34 +35,40 @@ class RowRecorder:
     results: what the file holds beside the rows. The key ``rows`` is set, and ``complete``, which is false until all
         rows are there.
     out: the folder of the file; None to write none. Raises ``WriteError`` where it cannot be written to begin with.
-    earlier: rows that are there before anything runs.
     work: calls ``train`` and ``search``, and yields each row that has changed.
     total: how many cells there are. A cell is one training, or one search.
+    resume: go on with the rows that the file has, if there is one, and measure again what failed. Raises
+        ``AblationError`` where they are of another run.
+    tell: is told that a row cannot be written, and that the training goes on.
     """
 
     def __init__(
         self,
         results: dict[str, Any],
         out: Path | None,
-        earlier: Iterable[AblationRow] = (),
-        *,
         work: Callable[[RowRecorder], Iterator[AblationRow]] = lambda recorder: iter(()),
         total: int = 0,
+        *,
+        resume: bool = False,
+        tell: Callable[[str], None] = lambda line: None,
         tell_left: TellLeft = lambda done, total, seconds: None,
     ):
-        self.results, self._out, self._work, self._total, self._tell_left = results, out, work, total, tell_left
-        self._rows = {(place(vars(row)), row.policy): row for row in earlier}
+        self.results, self._out, self._work, self._total = results, out, work, total
+        self._tell, self._tell_left = tell, tell_left
+        self._rows: dict[tuple[Any, str], AblationRow] = {}
+        if resume and out is not None and (out / NAME).exists():
+            self.results, earlier = resumed(results, out / NAME)
+            self._rows = {(place(vars(row)), row.policy): row for row in earlier}
+        self._failed_before = {key for key, row in self._rows.items() if row.error is not None}
         self._done = 0
         self._spent: list[float] = []
         self.problem: WriteError | None = None
         """Why the file lacks the latest rows; None if it has all of them. They are written with the next row."""
         self._write(is_complete=False)
-        if self.problem is not None:  # nothing was trained yet
-            raise self.problem
 
     def __iter__(self) -> Iterator[AblationRow]:
         yield from self._work(self)
-        self._write(is_complete=True)
+        self._keep(is_complete=True)
 
     @property
     def rows(self) -> tuple[AblationRow, ...]:
@@ -76,30 +81,26 @@ class RowRecorder:
 
         What has a row without an error, and as many timings, is not trained again. Yields each row that has changed.
         """
-        asked_now: set[str] = set()
-        has_trained = False
-        for repeat in range(repeats):
-            for name in names:
-                row = self._rows.get((place(facts), name))
-                if row is not None and row.error is not None and name not in asked_now:
-                    row = None  # a run before failed
-                if row is not None and (row.error is not None or len(row.timings) > repeat):
-                    self._done += 1
-                    continue
-                asked_now.add(name)
-                with self._cell():
-                    if row is not None:
-                        timings, error = ask("timings", name)
-                        told = f"repeat {len(row.timings) + 1}: {error}"
-                        row = row.timed([*row.timings, timings]) if timings else replace(row, error=told)
-                    else:
-                        base = self._rows.get((place(facts), BASELINE))
-                        if not has_trained and name != BASELINE and base is not None and base.error is None:
-                            ask("row", BASELINE)  # of a run before: its row stays, but its gradients are gone
-                        has_trained = True
-                        found, error = ask("row", name)
-                        row = found or AblationRow(name, **facts, error=error)
-                yield self._put(row)
+        has_gradients = False  # those of the baseline, with which the others are compared
+        for repeat, name in product(range(repeats), names):
+            key = place(facts), name
+            row = None if key in self._failed_before else self._rows.get(key)
+            if row is not None and (row.error is not None or len(row.timings) > repeat):
+                self._done += 1
+                continue
+            with self._cell():
+                if row is not None:
+                    timings, error = ask("timings", name)
+                    told = f"repeat {len(row.timings) + 1}: {error}"
+                    row = row.timed([*row.timings, timings]) if timings else replace(row, error=told)
+                else:
+                    base = self._rows.get((place(facts), BASELINE))
+                    if not has_gradients and name != BASELINE and base is not None and base.error is None:
+                        ask("row", BASELINE)  # its row is of a run before, and stays
+                    has_gradients = True
+                    found, error = ask("row", name)
+                    row = found or AblationRow(name, **facts, error=error)
+            yield self._put(row)
 
     def search(
         self,
@@ -112,8 +113,8 @@ class RowRecorder:
         longest: returns it, or an error. facts: of any of these rows.
         """
         for name in names:
-            wanted = place({**facts, "sequence_length": None}), name
-            rows = [row for row in self.rows if (place({**vars(row), "sequence_length": None}), row.policy) == wanted]
+            alike = {"policy": name, **facts, "sequence_length": None}.items()
+            rows = [row for row in self.rows if alike <= {**vars(row), "sequence_length": None}.items()]
             if all(row.longest_sequence is not None for row in rows):
                 self._done += 1
                 continue
@@ -136,47 +137,41 @@ class RowRecorder:
     def _put(self, row: AblationRow) -> AblationRow:
         key = place(vars(row)), row.policy
         self._rows[key] = row
+        self._failed_before.discard(key)
         base = self._rows.get((key[0], BASELINE))
         for at, each in self._rows.items():
             if at[0] == key[0] and base is not None:
                 spent, plain = each.backward_seconds, base.backward_seconds
                 added = None if spent is None or plain is None else spent - plain
                 self._rows[at] = replace(each, backward_added_seconds=added)
-        self._write(is_complete=False)
+        self._keep(is_complete=False)
         return self._rows[key]
+
+    def _keep(self, *, is_complete: bool) -> None:
+        """Write the rows. Where that fails the training goes on, and its rows are still told."""
+        try:
+            self._write(is_complete=is_complete)
+            self.problem = None
+        except WriteError as error:
+            if self.problem is None:
+                self._tell(f"{error}. The training goes on")
+            self.problem = error
 
     def _write(self, *, is_complete: bool) -> None:
         self.results |= {"complete": is_complete, "rows": [dict(vars(row)) for row in self.rows]}
-        if self._out is None:
-            return
-        try:
-            results.save(self.results, self._out)
-            self.problem = None
-        except WriteError as error:  # training goes on: its rows are still told
-            self.problem = error
+        if self._out is not None:
+            save(self.results, self._out)
 
 
-def run(
-    config: AblationConfig,
-    out: Path,
-    *,
-    command: str,
-    progress: Progress,
-    resume: bool = False,
-    tell_left: TellLeft = lambda done, total, seconds: None,
-) -> RowRecorder:
+def run(config: AblationConfig, out: Path, *, command: str, progress: Progress, **recording: Any) -> RowRecorder:
     """Train, as the rows are iterated over, under each policy in each comparison; ``out/results.json`` holds each row.
 
-    A row is yielded again after each repeat. Beside ``rows`` that file has ``machine``, ``config``, ``text`` and the
-    `command` that led to it. It is replaced as a whole each time, so an interrupted run leaves the rows until then,
-    with ``complete`` false.
+    A row is yielded again after each repeat. A policy that fails has an ``error`` in its row.
 
-    resume: go on with the rows of an earlier run of the same configuration in ``out``. Rows that failed are measured
-        again. Where there are no results yet, it starts from the beginning.
+    recording: further options of the ``RowRecorder``.
 
     Raises before anything is trained: `AblationError` for a text or a device that cannot be used, and for results that
-    are not to be resumed; ``ModelError`` for a model that there is not; ``WriteError`` for a full disk. A policy that
-    fails has an ``error`` in its row.
+    are not to be resumed; ``ModelError`` for a model that there is not; ``WriteError`` for a full disk.
     """
     device = resolve_device(config.device)
     source, text = load_text(config.text)
@@ -187,18 +182,12 @@ def run(
     for comparison in comparisons:
         model_source(comparison)
     check_writable(out, error=AblationError, is_folder=True)
-    found: dict[str, Any] = {
+    head = {
         "command": command,
-        "complete": False,
-        "machine": _machine(config, device) | {"recompute": results.package_version()},
+        "machine": _machine(config, device) | {"recompute": package_version()},
         "config": config.model_dump(mode="json"),
         "text": {"source": source, "nbytes": len(text)},
     }
-    earlier: list[AblationRow] = []
-    if resume and (out / results.NAME).exists():
-        before = results.load(out)
-        earlier = results.rows_to_resume(before, found, out / results.NAME)
-        found = {**before, "complete": False, "resumed": [*before.get("resumed", ()), found["machine"]["date"]]}
     # Comparisons that differ in the sequence length alone share a search.
     of_search = {(each.model, each.batch_size, each.dtype): each for each in reversed(comparisons) if search}
     asked = partial(_asked, text=text, device=device, progress=progress)
@@ -212,7 +201,7 @@ def run(
             yield from recorder.search(longest, names, comparison.facts)
 
     total = len(names) * (len(comparisons) * config.repeats + len(of_search))
-    return RowRecorder(found, out, earlier, work=train, total=total, tell_left=tell_left)
+    return RowRecorder(head, out, train, total, **recording)
 
 
 def _longest(
@@ -234,14 +223,13 @@ def _longest(
     return (None, failures[0]) if failures else (found, None)
 
 
-@contextmanager
-def _asked(comparison: Comparison, text: bytes, device: torch.device, progress: Progress) -> Iterator[Ask]:
+def _asked(
+    comparison: Comparison, text: bytes, device: torch.device, progress: Progress
+) -> AbstractContextManager[Ask]:
     if comparison.config.isolate:
-        with isolated(comparison, progress) as ask:
-            yield ask
-    else:
-        experiment, error = attempted(lambda: experiment_of(comparison, text, device, progress))
-        yield (lambda task, policy: (None, error)) if experiment is None else experiment.ask
+        return isolated(comparison, progress)
+    experiment, error = attempted(lambda: experiment_of(comparison, text, device, progress))
+    return nullcontext((lambda task, policy: (None, error)) if experiment is None else experiment.ask)
 
 
 @contextmanager
@@ -256,9 +244,7 @@ def isolated(comparison: Comparison, progress: Progress) -> Iterator[Ask]:
 
         def ask(task: str, policy: str) -> tuple[Any, str | None]:
             nonlocal tolerance
-            work = partial(
-                _answer, comparison, task, policy, folder / _BASELINE_FILE, tolerance, torch.get_num_threads()
-            )
+            work = partial(_answer, comparison, task, policy, folder, tolerance, torch.get_num_threads())
             try:
                 answer, error = run_apart(work, folder, progress, comparison.config.cell_timeout_seconds)
             except OSError as problem:  # the disk of temporary files is full, say: that is this row's error, too
@@ -270,34 +256,35 @@ def isolated(comparison: Comparison, progress: Progress) -> Iterator[Ask]:
         yield ask
 
 
+def _answer(
+    comparison: Comparison, task: str, policy: str, folder: Path, tolerance: Any, threads: int, progress: Progress
+) -> tuple[Any, str | None, Any]:
+    """What an ``Experiment`` answers, or an error; and the tolerance, once it has been sought."""
+    torch.set_num_threads(threads)
+    config, saved = comparison.config, folder / "baseline.pt"
+    device = resolve_device(config.device)
+    experiment, error = attempted(lambda: experiment_of(comparison, load_text(config.text)[1], device, progress))
+    if experiment is None:
+        return None, error, tolerance
+    experiment.known_tolerance = tolerance
+    experiment.baseline = Baseline(**torch.load(saved, mmap=True)) if saved.exists() else None
+    answer, error = experiment.ask(task, policy)
+    if (task, policy) == ("row", BASELINE) and experiment.baseline is not None:
+        torch.save(vars(experiment.baseline), saved)
+    return answer, error, experiment.known_tolerance
+
+
 def _machine(config: AblationConfig, device: torch.device) -> dict[str, Any]:
     """With processes of their own, trainings have the whole device: this process does not even look at it."""
     if not (config.isolate and device.type == "cuda"):
-        return dict(describe_machine(device))
+        return describe_machine(device)
+    work: Work = partial(_described, device)
     with tempfile.TemporaryDirectory(prefix=_PREFIX) as folder:
-        found, error = run_apart(partial(_describe, device), Path(folder), lambda *_: None, config.cell_timeout_seconds)
+        found, error = run_apart(work, Path(folder), lambda *_: None, config.cell_timeout_seconds)
     if found is None:
         raise AblationError(f"isolate: a process of its own cannot look at the device: {error}")
     return found
 
 
-def _describe(device: torch.device, progress: Progress) -> dict[str, Any]:
-    return dict(describe_machine(device))
-
-
-def _answer(
-    comparison: Comparison, task: str, policy: str, saved: Path, tolerance: Any, threads: int, progress: Progress
-) -> tuple[Any, str | None, Any]:
-    """What an ``Experiment`` answers, or an error; and the tolerance, once it has been sought."""
-    torch.set_num_threads(threads)
-    config = comparison.config
-    device = resolve_device(config.device)
-    experiment, error = attempted(lambda: experiment_of(comparison, load_text(config.text)[1], device, progress))
-    if experiment is None:
-        return None, error, tolerance
-    baseline = Baseline(**torch.load(saved, mmap=True)) if saved.exists() else None
-    experiment = replace(experiment, baseline=baseline, known_tolerance=tolerance)
-    answer, error = experiment.ask(task, policy)
-    if (task, policy) == ("row", BASELINE) and experiment.baseline is not None:
-        torch.save(vars(experiment.baseline), saved)
-    return answer, error, experiment.known_tolerance
+def _described(device: torch.device, progress: Progress) -> dict[str, Any]:
+    return describe_machine(device)

@@ -17,14 +17,12 @@ from torch.utils._pytree import tree_map_only
 from transformers import AutoConfig
 
 from recompute.ablation.ablation_config import Comparison, HuggingFaceFields, is_factory
-from recompute.ablation.results import place_of, varied
 from recompute.ablation.trials import Experiment, Progress, seeded
 from recompute.diagnostics.comparing_runs import wider_dtype
 from recompute.errors import AblationError, ModelError
 from recompute.estimation import factories
 from recompute.estimation.build_model import Source, build, refusals_named
 from recompute.estimation.check_paths import check_source
-from recompute.estimation.llama import ModelShape
 from recompute.files import user_path
 from recompute.policy.document import nearest
 
@@ -42,28 +40,29 @@ def experiment_of(comparison: Comparison, text: bytes, device: torch.device, pro
         "optimizer": partial(AdamW, lr=config.learning_rate, fused=True),
         "progress": progress,
         "wider": torch.float64 if comparison.dtype == "float32" else torch.float32,
-        "autocast": torch.bfloat16 if comparison.dtype == "autocast" else None,
-        "warmup": config.warmup,
-        "updates": config.step == "training",
-        "seed": config.seed,
-        "facts": comparison.facts,
-        "place": place_of(comparison.facts, varied(each.facts for each in config.comparisons())),
     }
     source = model_source(comparison)
     if length is None or batch_size is None:
-        return factory_experiment(source, None, config.steps, dtype, device, **common)
+        return factory_experiment(comparison, source, None, device, dtype=dtype, **common)
     sizes: dict[str, Any] = {"sequence_length": length, "batch_size": batch_size, "dtype": dtype, "seed": config.seed}
     model: Any
     model, shapes = build(source, device=torch.device("meta"), **sizes)
     fields = model.config.get_text_config()
     layers, hidden = getattr(fields, "num_hidden_layers", None), getattr(fields, "hidden_size", None)
-    has_tokens = "input_ids" in shapes
-    ids = windows(text, config.steps, batch_size, length, config.seed) if has_tokens else [None] * config.steps
+    ids = windows(text, config.steps, batch_size, length, config.seed)
+
+    def values(tensor: Tensor, step: int) -> Tensor:
+        """Token ids are the text's bytes, and numbers are random."""
+        if tensor.is_floating_point() or "input_ids" not in shapes:
+            return torch.rand(tensor.shape, dtype=tensor.dtype, device=device)
+        return ids[step].remainder(fields.vocab_size).to(device)
+
     with seeded(config.seed, device):
-        batches = [_batch_like(shapes, each, fields, device) for each in ids]
+        batches = [tree_map_only(Tensor, partial(values, step=step), dict(shapes)) for step in range(config.steps)]
     return Experiment(
+        comparison,
         make=lambda: build(source, device=device, **sizes)[0],
-        loss=_LOSSES[config.step],
+        loss=partial(_loss, config.step),
         batches=batches,
         device=device,
         token_elements=batch_size * length * layers * hidden if layers and hidden else None,
@@ -76,15 +75,15 @@ def model_source(comparison: Comparison) -> Any:
 
     Raises ``ModelError`` where there is no such factory, and where transformers knows no such model.
     """
-    source, where = comparison.source, f"models.{comparison.model}"
+    source: Any = comparison.source
+    where = f"models.{comparison.model}"
     if isinstance(source, HuggingFaceFields):
         return _configuration(source.model_dump(), where)
-    if isinstance(source, ModelShape):
-        return source
     if is_factory(source):
         return factories.load_factory(source)
     try:
-        check_source(source)
+        if isinstance(source, str):
+            check_source(source)
     except ModelError as error:
         raise ModelError(f"{where}: {error}; or a mapping with a model_type") from error
     return source
@@ -102,29 +101,13 @@ def _configuration(fields: dict[str, Any], where: str) -> Source:
     return found
 
 
-def _batch_like(shapes: Any, ids: Tensor | None, fields: Any, device: torch.device) -> dict[str, Tensor]:
-    """A batch of these keys and shapes: token ids are the text's bytes, and numbers are random."""
-
-    def values(tensor: Tensor) -> Tensor:
-        if tensor.is_floating_point() or ids is None:
-            return torch.rand(tensor.shape, dtype=tensor.dtype, device=device)
-        return ids.remainder(fields.vocab_size).to(device)
-
-    return tree_map_only(Tensor, values, dict(shapes))
-
-
-def _loss_of_training(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
-    return factories.loss_in(model(**batch), type(model).__name__)
-
-
-def _loss_of_layers(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
-    """A weighted sum of the decoder's output, which holds nothing for backward."""
+def _loss(step: str, model: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    """The model's own loss; of the layers, a weighted sum of the decoder's output, which holds nothing for backward."""
+    if step == "training":
+        return factories.loss_in(model(**batch), type(model).__name__)
     hidden = model.get_decoder()(input_ids=batch["input_ids"]).last_hidden_state
     weights = torch.linspace(-1, 1, hidden.shape[-1], dtype=hidden.dtype, device=hidden.device)
     return F.linear(hidden, weights[None]).mean()
-
-
-_LOSSES = {"training": _loss_of_training, "layers": _loss_of_layers}
 
 
 def load_text(path: Path | None) -> tuple[str, bytes]:
@@ -148,18 +131,17 @@ def windows(text: bytes, steps: int, batch_size: int, length: int, seed: int) ->
 
 
 def factory_experiment(
+    comparison: Comparison,
     factory: factories.Factory,
     batch: Any,
-    steps: int,
-    dtype: torch.dtype | None,
     device: torch.device,
     *,
-    seed: int,
+    dtype: torch.dtype | None = None,
     loss: Callable[[Any], Tensor] | None = None,
     **options: Any,
 ) -> Experiment:
     """What trains the models that a function of the caller's own makes. options: further ones of an ``Experiment``."""
-    name = getattr(factory, "__qualname__", type(factory).__name__)
+    name, seed = getattr(factory, "__qualname__", type(factory).__name__), comparison.config.seed
     factories.check_factory(factory, name)
 
     def made() -> tuple[nn.Module, Any]:
@@ -170,7 +152,8 @@ def factory_experiment(
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError(f"{name}: expected a model with parameters to train; {type(model).__name__} has none")
     weights = _fingerprint(model)
-    found = _batches(own, batch, steps, seed, device, name)
+    with seeded(seed, device):
+        found = _batches(own, batch, comparison.config.steps, name)
     batches = [factories.placed(each, dtype=dtype, device=device) for each in found]
 
     def again() -> nn.Module:
@@ -187,19 +170,17 @@ def factory_experiment(
         return factories.loss_in(output, name) if loss is None else loss(output)
 
     known = {"wider": wider_dtype(model), "description": factories.describe(model, batches[0])}
-    own_options = {"make": again, "loss": total, "batches": batches, "device": device, "seed": seed}
-    return Experiment(**{**known, **own_options, **options})
+    return Experiment(comparison, again, total, batches, device, **{**known, **options})
 
 
-def _batches(own: Any, batch: Any, steps: int, seed: int, device: torch.device, name: str) -> list[Any]:
+def _batches(own: Any, batch: Any, steps: int, name: str) -> list[Any]:
     """One batch for each step: the factory's own, the one given, or what the function given returns."""
     if own is not None and batch is not None:
         raise AblationError(f"{name} returns a batch, and one is passed, too: drop either")
     if own is None and batch is None:
         raise AblationError(f"expected a batch: pass one, or have {name} return (model, batch)")
     if callable(batch) and not isinstance(batch, (Tensor, Mapping)):
-        with seeded(seed, device):
-            return [factories.check_batch(batch(), "batch") for _ in range(steps)]
+        return [factories.check_batch(batch(), "batch") for _ in range(steps)]
     return [own if batch is None else factories.check_batch(batch, "batch")] * steps
 
 

@@ -7,21 +7,21 @@ from __future__ import annotations
 
 import gc
 import random
+import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from transformers import PreTrainedModel
+from torch.optim import AdamW, Optimizer
 
 from recompute import counters
-from recompute.ablation.longest_sequence import is_out_of_memory
-from recompute.ablation.peers import BASELINE, COMPILED, EXACT_PEERS, Match, is_peer, under
+from recompute.ablation.ablation_config import Comparison
+from recompute.ablation.peers import BASELINE, COMPILED, EXACT_PEERS, Match, decoder_of, is_peer, under
 from recompute.ablation.results import TIMED, AblationRow, Timings
 from recompute.attach.apply import AppliedPolicy, PolicyLike
 from recompute.diagnostics.comparing_runs import (
@@ -31,6 +31,7 @@ from recompute.diagnostics.comparing_runs import (
     relative_error,
     same_bits,
 )
+from recompute.engine.rng import RngState
 from recompute.estimation.factories import placed
 from recompute.policy.loading import load_policy
 from recompute.policy.meaning import meaning_of
@@ -41,9 +42,6 @@ Progress = Callable[[str, int, int], None]
 
 Ask = Callable[[str, str], tuple[Any, str | None]]
 """As ``Experiment.ask``, in this process or in one of its own."""
-
-Look = Callable[[nn.Module], Any]
-"""Called with a model that has gradients; returns what is to be known of them."""
 
 _PIECE = 1 << 26  # elements of a gradient that are compared at once
 _REGENERATING_STEPS = 3
@@ -56,16 +54,15 @@ class Baseline:
     """What the baseline's training gave, with which the others are compared."""
 
     losses: tuple[float, ...]
-    first_gradient: tuple[Tensor, ...]
-    """A flat copy of each parameter's gradient in the first step, on the host."""
-    last_gradient: tuple[Tensor, ...]
+    gradients: dict[int, tuple[Tensor, ...]]
+    """For the first step and the last, by number: a flat copy of each parameter's gradient, on the host."""
 
 
 class Training(NamedTuple):
-    """What a training gave. looks: what was seen of the gradients, in the first step and in the last."""
+    """What a training gave. looks: what was seen of the gradients in the first step and in the last, by number."""
 
     losses: tuple[float, ...]
-    looks: list[Any]
+    looks: dict[int, Any]
     timings: Timings
 
 
@@ -73,38 +70,29 @@ class Training(NamedTuple):
 class Experiment:
     """What the trainings under all policies have in common, and the baseline's training once it has run.
 
+    comparison: what is trained, at which sizes, and how.
     make: makes the model in training mode, on ``device``, with the same weights each time it is called.
     loss: computes a scalar from a model and a batch.
     batches: one for each step; tensors of floats in them have the model's dtype.
     wider: a dtype in which gradients are exact enough to judge the model's own by.
-    autocast: the dtype that forward runs in by ``torch.autocast``; None to leave it as it is.
-    warmup: how many of the first steps are not timed.
-    updates: whether the optimizer takes its step.
     policies: by names of their own. Other names are those of peers, presets or files. On a CPU the preset ``auto`` is
         what it is on a GPU, by the kernels' references in plain PyTorch.
     layers: globs over the paths of the modules that peers take for layers; None: by the names of their classes.
-    facts: the fields of a row that say what is trained, and at which sizes.
-    place: what follows the policy's name where progress is told.
     token_elements: tokens times layers times the hidden size of a step, for bytes by these.
     description: a line on the model and the batch.
     known_tolerance: the ``grad_tolerance`` once it has been sought.
     """
 
+    comparison: Comparison
     make: Callable[[], nn.Module]
     loss: Callable[[Any, Any], Tensor]
     batches: Sequence[Any]
-    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
     device: torch.device
-    progress: Progress
     wider: torch.dtype
-    autocast: torch.dtype | None = None
-    warmup: int = 0
-    updates: bool = True
-    seed: int = 0
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = lambda parameters: AdamW(parameters, lr=1e-3)
+    progress: Progress = lambda what, done, total: None
     policies: Mapping[str, PolicyLike] = field(default_factory=dict)
     layers: Match = None
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    place: str = ""
     token_elements: int | None = None
     description: str = ""
     baseline: Baseline | None = None
@@ -123,18 +111,18 @@ class Experiment:
         None if there is no room for that. It takes twice the memory, and more where attention has no kernel for it.
         """
         if self.known_tolerance is None:
-            found, error = attempted(self._grad_tolerance, only=is_out_of_memory)
-            self.known_tolerance = (None if error else found,)
+            error, failure = attempted(self._error_of_baseline, only=is_out_of_memory)
+            self.known_tolerance = (None if failure else 2 * error,)
         return self.known_tolerance[0]
 
-    def _grad_tolerance(self) -> float:
+    def _error_of_baseline(self) -> float:
         assert self.baseline is not None, "a tolerance is earned by the baseline's error"
         model = self.make()
         nn.Module.to(model, self.wider)
         batch = placed(self.batches[0], dtype=self.wider, device=self.device)
-        with Widened(self.wider), seeded(self.seed, self.device):
+        with Widened(self.wider), seeded(self.comparison.config.seed, self.device):
             self.loss(model, batch).backward()
-        return 2 * relative_error(*_in_pieces(self.baseline.first_gradient, _gradients(model)))
+        return relative_error(*_in_pieces(self.baseline.gradients[0], _gradients(model)))
 
     def ask(self, task: str, policy: str) -> tuple[Any, str | None]:
         """What "row", "timings" or "step_peak" returns for a policy or peer, or the error that it raises."""
@@ -142,12 +130,80 @@ class Experiment:
 
     def row(self, policy: str) -> AblationRow:
         """Train under a policy or peer, and compare with the baseline if that ran before."""
-        return _measure(self, policy)
+        exact, tolerance = self._promise(policy)
+        on_cuda, token_elements = self.device.type == "cuda", self.token_elements
+        with self.model_under(policy) as (model, optimizer, handle):
+            with deterministic(on_cuda):
+                trained = self.train(model, optimizer, policy, look=self._look(policy))
+            timed = self.train(model, optimizer, policy) if on_cuda else trained
+            with seeded(self.comparison.config.seed, self.device):
+                forward = partial(self.forward, model, self.batches[-1])
+                memory = counters.step_memory(forward, self.device, decoder_of(model))
+            static_bytes = _static_bytes(model, optimizer)
+            timings = timed.timings | self._regenerating(model, handle)
+        if policy == BASELINE:
+            self.baseline = Baseline(trained.losses, trained.looks)
+            trained = trained._replace(looks=dict.fromkeys(trained.looks, (True, 0.0)))
+        held = memory.activation_bytes_held
+        # Autocast's copies of the weights live until forward has ended, not until the decoder has.
+        after_decoder = None if self.comparison.dtype == "autocast" else memory.bytes_held_after_inner
+        return AblationRow(
+            policy,
+            **self.comparison.facts,
+            exact=exact,
+            activation_bytes_held=held,
+            logits_bytes_held=None if after_decoder is None else held - after_decoder,
+            peak_bytes=memory.peak_bytes,
+            **static_bytes,
+            bytes_per_token_layer_hidden=None if token_elements is None else held / token_elements,
+            losses=trained.losses,
+            **({} if self.baseline is None else _compared(trained, self.baseline, exact, tolerance)),
+        ).timed([timings])
+
+    def _promise(self, policy: str) -> tuple[bool, float | None]:
+        """Whether it promises the baseline's bits, and by how much its first gradient may differ; None: not known.
+
+        Kernels that stand in, and compilers, round in other ways.
+        """
+        if is_peer(policy):
+            exact, compresses = policy in EXACT_PEERS, False
+        else:
+            name = policy.removesuffix(COMPILED)
+            meanings = [meaning_of(rule) for rule in load_policy(self.policies.get(name, name)).rules]
+            exact = name == policy and all(meaning.is_exact for meaning in meanings)
+            compresses = any(meaning.compresses for meaning in meanings)
+        tolerance = 0.0 if exact else self.grad_tolerance if self.baseline else None
+        return exact, max(tolerance, COMPRESSION_TOLERANCE) if compresses and tolerance is not None else tolerance
+
+    def _look(self, policy: str) -> Look | None:
+        """How to look at gradients: copy the baseline's, compare the others with these."""
+        if policy == BASELINE:
+            return lambda step, model: tuple(each.to("cpu", copy=True) for each in _gradients(model))
+        if self.baseline is None:
+            return None
+        expected = self.baseline.gradients
+        return lambda step, model: _compare(_gradients(model), expected[step])
 
     def timings(self, policy: str) -> Timings:
         """Train under a policy or peer once more, for the time that it takes."""
         with self.model_under(policy) as (model, optimizer, handle):
-            return self.train(model, optimizer, policy).timings | _regenerating(self, model, handle)
+            return self.train(model, optimizer, policy).timings | self._regenerating(model, handle)
+
+    def _regenerating(self, model: nn.Module, handle: AppliedPolicy | None) -> Timings:
+        """The seconds of each of some steps that go to running again what the policy has dropped."""
+        if handle is None:
+            return {}
+        handle.time_regeneration()
+        seconds = []
+        with seeded(self.comparison.config.seed, self.device):
+            for batch in self.batches[-_REGENERATING_STEPS:]:
+                model.zero_grad()
+                before = handle.stats()
+                self.forward(model, batch).backward()
+                spent = (handle.stats() - before).regenerating_seconds
+                assert spent is not None, "it was asked for"
+                seconds.append(spent)
+        return {"regenerating": tuple(seconds)}
 
     def step_peak(self, policy: str) -> int:
         """The most bytes of tensors alive at once in a step, of what lives all through training, too.
@@ -155,7 +211,7 @@ class Experiment:
         The step is the second one, in which the optimizer has its states. On the CPU what the optimizer itself
         allocates for a moment does not count.
         """
-        one = replace(self, batches=self.batches[:1], warmup=0)
+        one = replace(self, batches=self.batches[:1])
         with self.model_under(policy) as (model, optimizer, _):
             one.train(model, optimizer, policy)
             counters.start_peak(self.device)
@@ -167,9 +223,8 @@ class Experiment:
 
     def forward(self, model: nn.Module, batch: Any) -> Tensor:
         """The loss, under autocast if that is asked for."""
-        if self.autocast is None:  # whatever the caller's own is
-            return self.loss(model, batch)
-        with torch.autocast(self.device.type, dtype=self.autocast):
+        is_cast = self.comparison.dtype == "autocast"  # if not, it is whatever the caller's own is
+        with torch.autocast(self.device.type, dtype=torch.bfloat16) if is_cast else nullcontext():
             return self.loss(model, batch)
 
     @contextmanager
@@ -179,12 +234,13 @@ class Experiment:
         with under(policy, model, self.policies, self.layers) as handle:
             yield model, self.optimizer(model.parameters()), handle
 
-    def train(self, model: nn.Module, optimizer: Optimizer, policy: str, looks: Sequence[Look] = ()) -> Training:
-        """looks: at the gradients of the first step, and of the last; none to look at no gradient."""
-        device, steps = self.device, len(self.batches)
+    def train(self, model: nn.Module, optimizer: Optimizer, policy: str, look: Look | None = None) -> Training:
+        """look: at the gradients of the first step, and of the last."""
+        config, device, steps = self.comparison.config, self.device, len(self.batches)
         seconds: dict[str, list[float]] = {name: [] for name in TIMED}
-        losses, seen = [], []
-        with seeded(self.seed, device):
+        losses: list[float] = []
+        looks: dict[int, Any] = {}
+        with seeded(config.seed, device):
             for step, batch in enumerate(self.batches):
                 optimizer.zero_grad()
                 with counters.clock(device) as clock:  # the device is idle now
@@ -194,27 +250,34 @@ class Experiment:
                     clock.mark("forward")
                     loss.backward()
                     clock.mark("backward")
-                    if self.updates:
+                    if config.step == "training":
                         optimizer.step()
                         clock.mark("optimizer")
                     seconds["step"].append(counters.wall_seconds(device) - start)
                 for name, spent in clock.seconds.items():
                     seconds[name].append(spent)
                 losses.append(loss.item())
-                seen += [look(model) for look, at in zip(looks, (0, steps - 1), strict=False) if at == step]
-                self.progress(f"{policy}{self.place}", step + 1, steps)
+                if look is not None and step in (0, steps - 1):
+                    looks[step] = look(step, model)
+                self.progress(f"{policy}{self.comparison.place}", step + 1, steps)
         if device.type != "cuda":
             del seconds["forward_cpu"]
-        warmup = min(self.warmup, steps - 1)
-        return Training(tuple(losses), seen, {name: tuple(each[warmup:]) for name, each in seconds.items() if each})
+        warmup = min(config.warmup, steps - 1)
+        return Training(tuple(losses), looks, {name: tuple(each[warmup:]) for name, each in seconds.items() if each})
 
 
-Result = TypeVar("Result")
+Look = Callable[[int, nn.Module], Any]
+"""Called with the number of a step and the model, which has gradients; returns what is to be known of them."""
 
 
-def attempted(
-    work: Callable[[], Result], only: Callable[[str], bool] = lambda error: True
-) -> tuple[Result | None, str | None]:
+def is_out_of_memory(error: str) -> bool:
+    """Whether a row's error says that there was no memory left."""
+    of_torch = ("OutOfMemoryError", "MemoryError", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory")
+    signs = (*of_torch, "out of memory", signal.SIGKILL.name)  # CUDA's, and the kernel's who ends what takes all
+    return any(sign in error for sign in signs)
+
+
+def attempted(work: Callable[[], Any], only: Callable[[str], bool] = lambda error: True) -> tuple[Any, str | None]:
     """What ``work`` returns, or the error that it raises. only: which errors are returned; the others are raised."""
     gc.collect()  # Hugging Face modules form reference cycles, and no model may outlive its row
     try:
@@ -231,57 +294,17 @@ def attempted(
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Seed the random numbers of torch, Python and NumPy inside; afterwards put back the states of before."""
-    python, arrays = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    if device.type == "cuda":
+        torch.cuda.init()  # so that its generators have states to put back
+    with RngState():
         torch.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed % 2**32)
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(arrays)
-
-
-def _measure(experiment: Experiment, policy: str) -> AblationRow:
-    device, baseline = experiment.device, experiment.baseline
-    exact, compresses = _promises(policy, experiment.policies)
-    tolerance = 0.0 if exact else experiment.grad_tolerance if baseline else None
-    if tolerance is not None and compresses:
-        tolerance = max(tolerance, COMPRESSION_TOLERANCE)
-    expected = () if baseline is None else (baseline.first_gradient, baseline.last_gradient)
-    looks: Any = [_copied] * 2 if policy == BASELINE else [partial(_compare, expected=each) for each in expected]
-    with experiment.model_under(policy) as (model, optimizer, handle):
-        with deterministic(device.type == "cuda"):
-            trained = experiment.train(model, optimizer, policy, looks)
-        timed = experiment.train(model, optimizer, policy) if device.type == "cuda" else trained
-        with seeded(experiment.seed, device):
-            forward = partial(experiment.forward, model, experiment.batches[-1])
-            memory = counters.step_memory(forward, device, _decoder_in(model))
-        static_bytes = _static_bytes(model, optimizer)
-        timings = timed.timings | _regenerating(experiment, model, handle)
-    if policy == BASELINE:
-        baseline = experiment.baseline = Baseline(trained.losses, *trained.looks)
-        trained = trained._replace(looks=[(True, 0.0)] * 2)
-    held, elements = memory.activation_bytes_held, experiment.token_elements
-    # Autocast's copies of the weights live until forward has ended, not until the decoder has.
-    after_decoder = None if experiment.autocast else memory.bytes_held_after_inner
-    return AblationRow(
-        policy,
-        **experiment.facts,
-        exact=exact,
-        activation_bytes_held=held,
-        logits_bytes_held=None if after_decoder is None else held - after_decoder,
-        peak_bytes=memory.peak_bytes,
-        **static_bytes,
-        bytes_per_token_layer_hidden=None if elements is None else held / elements,
-        losses=trained.losses,
-        **({} if baseline is None else _compared(trained, baseline, exact, tolerance)),
-    ).timed([timings])
+        yield
 
 
 def _compared(trained: Training, baseline: Baseline, exact: bool, tolerance: float | None) -> dict[str, Any]:
-    (first_matches, first_error), (last_matches, last_error) = trained.looks
+    (first_matches, first_error), (last_matches, last_error) = trained.looks[0], trained.looks[max(trained.looks)]
     within = None if tolerance is None else first_error <= tolerance
     return {
         "losses_match": trained.losses == baseline.losses,
@@ -291,12 +314,6 @@ def _compared(trained: Training, baseline: Baseline, exact: bool, tolerance: flo
         "grad_error_last": last_error,
         "grad_tolerance": tolerance,
     }
-
-
-def _decoder_in(model: nn.Module) -> nn.Module | None:
-    """What a model of transformers runs below its head; None for any other model, and for one without a head."""
-    decoder = model.get_decoder() if isinstance(model, PreTrainedModel) else None
-    return decoder if isinstance(decoder, nn.Module) and decoder is not model else None
 
 
 def _static_bytes(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -309,51 +326,16 @@ def _static_bytes(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     }
 
 
-def _regenerating(experiment: Experiment, model: nn.Module, handle: AppliedPolicy | None) -> Timings:
-    """The seconds of each of some steps that go to running again what the policy has dropped, by the name of that."""
-    if handle is None:
-        return {}
-    handle.time_regeneration()
-    seconds = []
-    with seeded(experiment.seed, experiment.device):
-        for batch in experiment.batches[-_REGENERATING_STEPS:]:
-            model.zero_grad()
-            before = handle.stats()
-            experiment.forward(model, batch).backward()
-            spent = (handle.stats() - before).regenerating_seconds
-            assert spent is not None, "it was asked for"
-            seconds.append(spent)
-    return {"regenerating": tuple(seconds)}
-
-
-def _promises(policy: str, policies: Mapping[str, PolicyLike]) -> tuple[bool, bool]:
-    """Whether it promises the baseline's bits, and whether it compresses.
-
-    Kernels that stand in, and compilers, round in other ways.
-    """
-    if policy not in policies and is_peer(policy):
-        return policy in EXACT_PEERS, False
-    name = policy.removesuffix(COMPILED)
-    meanings = [meaning_of(rule) for rule in load_policy(policies.get(name, name)).rules]
-    is_exact = name == policy and all(meaning.is_exact for meaning in meanings)
-    return is_exact, any(meaning.compresses for meaning in meanings)
-
-
 def _gradients(model: nn.Module) -> list[Tensor]:
     """Each parameter's gradient, flat; zeros where a policy left none."""
     return [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in model.parameters()]
 
 
-def _copied(model: nn.Module) -> tuple[Tensor, ...]:
-    """The gradients, on the host."""
-    return tuple(each.to("cpu", copy=True) for each in _gradients(model))
-
-
-def _compare(model: nn.Module, expected: Sequence[Tensor]) -> tuple[bool, float]:
-    """Whether all bits of the gradients are as expected, and the relative error."""
-    if all(map(same_bits, *_in_pieces(_gradients(model), expected))):
+def _compare(found: Sequence[Tensor], expected: Sequence[Tensor]) -> tuple[bool, float]:
+    """Whether all bits are as expected, and the relative error."""
+    if all(map(same_bits, *_in_pieces(found, expected))):
         return True, 0.0
-    return False, relative_error(*_in_pieces(_gradients(model), expected))
+    return False, relative_error(*_in_pieces(found, expected))
 
 
 def _in_pieces(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[Iterable[Tensor], Iterable[Tensor]]:

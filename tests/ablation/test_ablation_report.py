@@ -11,31 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ablation_testing import JUDGED, MIB, results, row, timed
 from matplotlib.text import Text
 
 from recompute.ablation import ablation_plots, ablation_report
 from recompute.units import humanize
-
-MIB = 2**20
-JUDGED = ("losses_match", "loss_error", "grads_match", "grad_error", "grad_error_last")
-
-
-def row(policy: str, held: int = 8 * MIB, peak: int = 10 * MIB, seconds: float = 0.1, **changes: Any) -> dict[str, Any]:
-    """As results had rows before times had parts. It matches bit for bit."""
-    measured = {"activation_bytes_held": held, "peak_bytes": peak, "step_seconds": seconds, "forward_cpu_seconds": None}
-    matches = dict(zip(JUDGED, (True, 0.0, True, 0.0, 0.0), strict=True)) | {"exact": True, "grad_tolerance": 0.0}
-    return {"policy": policy, "sequence_length": 64, **measured, **matches, "error": None, **changes}
-
-
-def timed(policy: str, seconds: float = 0.1, backward: float = 0.05, **changes: Any) -> dict[str, Any]:
-    """A row as it is written now, with all numbers."""
-    found = row(policy, seconds=seconds)
-    for name, value in (("step", seconds), ("forward", 0.03), ("backward", backward), ("optimizer", 0.01)):
-        found |= {f"{name}_seconds": value, f"{name}_seconds_quartiles": [value * 0.9, value * 1.1]}
-    facts = {"model": "m", "batch_size": 2, "dtype": "float32", "backward_added_seconds": backward - 0.05}
-    static = {"parameter_bytes": MIB, "gradient_bytes": MIB, "optimizer_bytes": 2 * MIB, "logits_bytes_held": 3 * MIB}
-    more = {"losses": [1.0], "timings": [{"step": [seconds]}], "longest_sequence": 4096}
-    return {**found, **facts, **static, **more, **changes}
 
 
 def failed(policy: str, error: str) -> dict[str, Any]:
@@ -48,20 +28,6 @@ ROUNDED = dict(zip(JUDGED, (False, 1.25e-7, True, 2.5e-7, 0.25), strict=True))
 KERNEL = row("kernel", exact=False, **ROUNDED, grad_tolerance=5e-7)
 BROKEN = failed("broken", "OutOfMemoryError: tried to allocate 80 GiB\nand more advice")
 TOLD = "broken, sequence 64: OutOfMemoryError: tried to allocate 80 GiB"
-
-
-def results(*rows: dict[str, Any], complete: bool = True, **config: Any) -> dict[str, Any]:
-    shape = {"hidden_size": 64, "intermediate_size": 172, "layers": 2, "heads": 4, "kv_heads": 2}
-    machine = {"cpu": "a CPU", "threads": 2, "gpu": None, "torch": "2.11.0", "transformers": "5.0.0"}
-    sizes = {"model": shape, "batch_size": 4, "sequence_lengths": [64], "dtype": "float32", "steps": 8}
-    return {
-        "complete": complete,
-        "command": "recompute ablate",
-        "config": {**sizes, **config},
-        "machine": {**machine, "python": "3.11.7", "date": "2026-01-02T03:04:05+00:00"},
-        "text": {"source": "a text", "nbytes": 1000},
-        "rows": list(rows),
-    }
 
 
 def tables_in(text: str) -> list[list[list[str]]]:
@@ -343,7 +309,7 @@ OLD = ("default-cpu", "llama-8b-h200", "llama-8b-compiled-h200", "llama-8b-offlo
 def test_results_of_earlier_versions_can_be_read(folder: str) -> None:
     found = json.loads((RESULTS / folder / "results.json").read_text(encoding="utf-8"))
     (_, *rows), *_ = tables_in(ablation_report.markdown(found))
-    for (policy, held, *_), row in zip(rows, found["rows"], strict=True):
-        assert policy == row["policy"]
-        assert held.split(" (")[0] == (humanize(row["activation_bytes_held"]) if row["error"] is None else "-")
+    for (policy, held, *_), each in zip(rows, found["rows"], strict=True):
+        assert policy == each["policy"]
+        assert held.split(" (")[0] == (humanize(each["activation_bytes_held"]) if each["error"] is None else "-")
     assert len(ablation_plots.memory_against_time(found["rows"]).axes[0].texts) == len(found["rows"])

@@ -12,9 +12,9 @@ from ablation_testing import LEAST, quiet, run
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recompute.ablation.longest_sequence import LongestSequence, is_out_of_memory
+from recompute.ablation.ablation_config import LongestSequence
 from recompute.ablation.subjects import experiment_of
-from recompute.ablation.trials import Experiment
+from recompute.ablation.trials import Experiment, is_out_of_memory
 from recompute.errors import AblationError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -62,10 +62,7 @@ def test_a_matrix_trains_llamas_hugging_face_models_and_factories_in_each_dtype(
         for dtype in ("float32", "autocast")
         for policy in ("none", "elementwise")
     ]
-    for row in rows:
-        assert row.error is None
-        assert row.losses_match, row
-        assert row.grads_match, row
+    assert all(row.error is None and row.losses_match and row.grads_match for row in rows), rows
     none, elementwise = (
         {(row.model, row.dtype): row for row in rows if row.policy == policy} for policy in ("none", "elementwise")
     )
@@ -75,15 +72,6 @@ def test_a_matrix_trains_llamas_hugging_face_models_and_factories_in_each_dtype(
         exact, rounded = (none[model, dtype].losses or () for dtype in ("float32", "autocast"))
         assert exact != rounded == pytest.approx(exact, rel=2e-2)
         assert none[model, "float32"].parameter_bytes == none[model, "autocast"].parameter_bytes
-
-
-def test_autocast_is_judged_by_float32(own: Path) -> None:
-    """The tolerance is earned by what bfloat16 products do to the baseline's gradient."""
-    config = configured(models={"tiny": TINY.model}, sequence_lengths=(16,), batch_sizes=(2,))
-    exact, rounded = (experiment_of(each, bytes(2048), torch.device("cpu"), quiet) for each in config.comparisons())
-    for experiment in (exact, rounded):
-        assert experiment.row("none").error is None
-    assert exact.grad_tolerance < 1e-5 < 1e-3 < rounded.grad_tolerance < 0.1
 
 
 def test_a_model_is_a_folder_or_a_config_json_too(own: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ablation_testing import LEAST, saved, started
+from ablation_testing import LEAST, results, row, saved, started, timed
 from typer.testing import CliRunner
 
 from recompute.ablation.results import compare
@@ -15,17 +15,6 @@ from recompute.cli import app
 from recompute.errors import AblationError
 
 RESULTS = Path(__file__).parents[2] / "examples" / "ablation" / "results"
-
-
-def row(policy: str, seconds: float = 0.1, **changes: Any) -> dict[str, Any]:
-    facts = {"policy": policy, "model": "m", "sequence_length": 64, "batch_size": 1, "dtype": "float32"}
-    times = {"step_seconds": seconds, "step_seconds_quartiles": [seconds - 0.01, seconds + 0.01]}
-    return {**facts, **times, "peak_bytes": 1000, "error": None, **changes}
-
-
-def results(*rows: dict[str, Any], **config: Any) -> dict[str, Any]:
-    machine = {"torch": "2.13", "gpu": None, "date": "2026-01-02"}
-    return {"config": {"models": {"m": "x:y"}, "steps": 3, **config}, "machine": machine, "text": {}, "rows": [*rows]}
 
 
 @pytest.fixture
@@ -49,44 +38,46 @@ def lines(text: str, policy: str) -> dict[str, list[str]]:
 @pytest.mark.parametrize(
     ("after", "number", "told"),
     [
-        (row("a", 0.2), "step", ["100.00 ms", "200.00 ms", "2.000x", "beyond the spread"]),
-        (row("a", 0.119), "step", ["100.00 ms", "119.00 ms", "1.190x", "within the spread"]),
-        (row("a", 0.081), "step", ["100.00 ms", "81.00 ms", "0.810x", "within the spread"]),
-        (row("a", 0.121), "step", ["100.00 ms", "121.00 ms", "1.210x", "beyond the spread"]),
-        (row("a", 0.079), "step", ["100.00 ms", "79.00 ms", "0.790x", "beyond the spread"]),
-        (row("a", 0.3, step_seconds_quartiles=None), "step", ["100.00 ms", "300.00 ms", "3.000x", "spread not known"]),
-        (row("a"), "step", ["100.00 ms", "100.00 ms", "1.000x", "the same"]),
-        (row("a", peak_bytes=1001), "peak_bytes", ["1,000", "1,001", "1.001x", "beyond the spread"]),
-        (row("a", error="Error: no room\nat all"), "error", ["none", "Error: no room", "different"]),
-        (row("a", grads_match=False), "grads_match", ["None", "False", "different"]),
+        (timed("a", 0.2), "step", ["100.00 ms", "200.00 ms", "2.000x", "beyond the spread"]),
+        (timed("a", 0.12), "step", ["100.00 ms", "120.00 ms", "1.200x", "within the spread"]),
+        (timed("a", 0.082), "step", ["100.00 ms", "82.00 ms", "0.820x", "within the spread"]),
+        (timed("a", 0.123), "step", ["100.00 ms", "123.00 ms", "1.230x", "beyond the spread"]),
+        (timed("a", 0.081), "step", ["100.00 ms", "81.00 ms", "0.810x", "beyond the spread"]),
+        (
+            timed("a", 0.3, step_seconds_quartiles=None),
+            "step",
+            ["100.00 ms", "300.00 ms", "3.000x", "spread not known"],
+        ),
+        (timed("a"), "step", ["100.00 ms", "100.00 ms", "1.000x", "the same"]),
+        (timed("a", longest_sequence=4097), "longest_sequence", ["4,096", "4,097", "1.000x", "beyond the spread"]),
+        (timed("a", error="Error: no room\nat all"), "error", ["none", "Error: no room", "different"]),
+        (timed("a", grads_match=None), "grads_match", ["True", "None", "different"]),
     ],
 )
 def test_each_number_has_its_ratio_and_whether_it_is_beyond_the_spread(
     compared: Any, after: dict[str, Any], number: str, told: list[str]
 ) -> None:
-    assert lines(compared(results(row("a")), results(after)), "a")[number] == told
+    assert lines(compared(results(timed("a")), results(after)), "a")[number] == told
 
 
 def test_rows_of_one_alone_and_what_was_run_otherwise_are_named(compared: Any) -> None:
-    before = results(row("none"), row("gone"))
-    after = results(row("none"), row("new", sequence_length=128), steps=5)
-    after["machine"] |= {"torch": "2.14", "date": "2027-01-01", "threads": 2}
+    before = results(timed("none"), timed("gone"))
+    after = results(timed("none"), timed("new", sequence_length=128), steps=5)
+    after["machine"] |= {"torch": "2.14", "date": "2027-01-01", "cores": 2}
     text = compared(before, after)
     assert "rows before alone:\n  gone, sequence 64\n" in text
     assert "rows after alone:\n  new, sequence 128\n" in text
-    assert "config: different\n  steps: 3 before, 5 after\n" in text
-    assert "machine: different\n  torch: '2.13' before, '2.14' after\n  threads: 'absent' before, 2 after\n" in text
+    assert "config: different\n  steps: 8 before, 5 after\n" in text
+    assert "machine: different\n  torch: '2.11.0' before, '2.14' after\n  cores: 'absent' before, 2 after\n" in text
     assert "text: the same" in text
     assert "2027" not in text
 
 
 def test_results_of_before_comparisons_had_names_are_compared(compared: Any) -> None:
     """Their rows say neither model nor batch size nor dtype: the configuration does."""
-    old = {key: row("none")[key] for key in ("policy", "sequence_length", "step_seconds", "error")}
-    config = {"model": {"layers": 2}, "batch_size": 1, "dtype": "float32"}
-    before = {**results(old), "config": config}
-    after = {**results(row("none", 0.2, model="llama")), "config": {**config, "models": {}}}
-    assert lines(compared(before, after), "none")["step"] == ["100.00 ms", "200.00 ms", "2.000x", "spread not known"]
+    after = timed("none", 0.2, model="llama", batch_size=4)
+    found = lines(compared(results(row("none")), results(after, models={})), "none")
+    assert found["step"] == ["100.00 ms", "200.00 ms", "2.000x", "spread not known"]
 
 
 def test_the_command_compares_the_results_of_this_repository(tmp_path: Path) -> None:

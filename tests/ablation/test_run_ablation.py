@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from ablation_testing import LEAST, TINY, by_policy, quiet, run, saved
+from ablation_testing import LEAST, TINY, by_policy, matching, quiet, run, saved
 from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -39,15 +39,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def rows(folder: Path) -> dict[str, AblationRow]:
-    return by_policy(run(folder, policies=(*EXACT[1:5], *ROUNDING), peers=EXACT[5:]))
+    return matching(run(folder, policies=(*EXACT[1:5], *ROUNDING), peers=EXACT[5:]))
 
 
 def test_results_hold_every_row_with_the_promised_keys(folder: Path, rows: dict[str, AblationRow]) -> None:
     results = saved(folder)
     assert [row["policy"] for row in results["rows"]] == [*EXACT[:5], *ROUNDING, *EXACT[5:]]
-    for row in results["rows"]:
-        assert row.keys() >= PROMISED
-        assert row["error"] is None
+    assert all(row.keys() >= PROMISED for row in results["rows"])
     assert results["complete"]
     assert results["command"] == "recompute ablate"
     assert results["machine"]["torch"] == torch.__version__
@@ -64,14 +62,10 @@ def test_exact_policies_train_bitwise_as_the_baseline_and_kernels_as_near_as_rou
         assert row.exact
         assert row.losses == rows["none"].losses
         assert row.losses_match
-        assert row.grads_match
         assert (row.loss_error, row.grad_error, row.grad_error_last, row.grad_tolerance) == (0, 0, 0, 0)
     for policy in ROUNDING:
         row = rows[policy]
         assert row.exact is False
-        assert row.grads_match
-        assert row.grad_error is not None
-        assert row.grad_tolerance is not None
         assert row.grad_error <= row.grad_tolerance < 100 * torch.finfo(torch.float32).eps
         assert (row.loss_error or 0) < 1e-5
 
@@ -89,7 +83,6 @@ def test_policies_hold_less_than_the_baseline(rows: dict[str, AblationRow]) -> N
 
 def test_numbers_are_consistent(rows: dict[str, AblationRow]) -> None:
     for row in rows.values():
-        assert row.losses is not None
         assert len(row.losses) == TINY.steps
         assert row.losses[0] == pytest.approx(math.log(256), rel=0.05)
         assert row.losses[1] < row.losses[0]
@@ -128,22 +121,20 @@ def test_a_wrong_or_a_lost_gradient_does_not_match(
     assert row.losses_match is not (change is freeze)
 
 
-@pytest.mark.slow
 def test_what_fails_is_told_in_its_row_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run_out_of_memory(model: nn.Module, policy: object) -> None:
-        raise torch.OutOfMemoryError("tried to allocate 80 GiB")
+        raise torch.OutOfMemoryError("tried to allocate 80 GiB\nand more")
 
     bad = tmp_path / "bad.yaml"
     bad.write_text("version: 1\nrules:\n  - actoin: keep\n", encoding="utf-8")
     monkeypatch.setattr(peers, "apply", run_out_of_memory)
-    rows = by_policy(run(tmp_path, policies=("missing", str(bad), "hook"), peers=("torch-checkpoint",)))
+    rows = by_policy(run(tmp_path, LEAST, policies=("missing", str(bad), "hook"), peers=("torch-checkpoint",)))
     assert [row["policy"] for row in saved(tmp_path)["rows"]] == list(rows)
-    assert (rows["missing"].error or "").startswith("PolicyError: no preset and no file is named 'missing'")
-    assert f"{bad}:3" in (rows[str(bad)].error or "")
-    assert rows["hook"].error == "OutOfMemoryError: tried to allocate 80 GiB"
+    assert rows["missing"].error.startswith("PolicyError: no preset and no file is named 'missing'")
+    assert f"{bad}:3" in rows[str(bad)].error
+    assert rows["hook"].error == "OutOfMemoryError: tried to allocate 80 GiB\nand more"
     assert rows["hook"].losses is None
-    assert rows["torch-checkpoint"].error is None
-    assert rows["torch-checkpoint"].grads_match
+    assert matching([rows["none"], rows["torch-checkpoint"]])
 
 
 @pytest.mark.slow
@@ -184,12 +175,6 @@ def test_an_interrupted_run_keeps_its_rows_and_none_of_an_old_one(
     assert results["complete"] is False
 
 
-def test_progress_names_each_step(tmp_path: Path) -> None:
-    seen: list[tuple[str, int, int]] = []
-    run(tmp_path, LEAST, sequence_lengths=(8, 16), progress=lambda *step: seen.append(step))
-    assert seen == [(f"none, sequence {length}", step, 2) for length in (8, 16) for step in (1, 2)]
-
-
 def test_the_baseline_runs_first_and_once_whatever_is_listed() -> None:
     config = TINY.model_copy(update={"policies": ("hook", "none", "hook"), "peers": ("torch-checkpoint",)})
     assert config.treatments() == ("none", "hook", "torch-checkpoint")
@@ -222,12 +207,16 @@ def test_bfloat16_model_keeps_its_rotary_table_in_float32() -> None:
     assert {buffer.dtype for buffer in model.buffers()} == {torch.float32}
 
 
-@pytest.mark.slow
-def test_in_bfloat16_the_tolerance_is_earned_from_bfloat16(tmp_path: Path) -> None:
-    _, row = run(tmp_path, policies=("kernel",), dtype="bfloat16")
-    assert row.error is None
-    assert row.grads_match
-    assert 1e-3 < (row.grad_tolerance or 0) < 0.1
+@pytest.mark.parametrize(
+    ("dtype", "least", "most"), [("float32", 1e-9, 1e-5), ("bfloat16", 1e-3, 0.1), ("autocast", 1e-3, 0.1)]
+)
+def test_the_tolerance_is_earned_by_what_the_dtype_does_to_the_baselines_gradient(
+    dtype: str, least: float, most: float
+) -> None:
+    experiment = made(subjects.load_text(None)[1], dtype=dtype)
+    row = matching([experiment.row("none"), experiment.row("kernel")])["kernel"]
+    assert row.grad_error <= row.grad_tolerance
+    assert least < row.grad_tolerance < most
 
 
 @pytest.mark.parametrize(
@@ -326,14 +315,10 @@ def test_example_configs_spell_out_the_defaults(file: str, builtin: AblationConf
 def test_a_step_of_the_layers_alone_trains_nothing_and_has_no_logits(
     tmp_path: Path, rows: dict[str, AblationRow]
 ) -> None:
-    alone = by_policy(run(tmp_path, step="layers", policies=("hook", "kernel"), peers=("torch-checkpoint",)))
+    alone = matching(run(tmp_path, step="layers", policies=("hook", "kernel"), peers=("torch-checkpoint",)))
     for policy, row in alone.items():
-        assert row.error is None
-        assert row.grads_match, policy
         assert (row.activation_bytes_held or 0) < (rows[policy].activation_bytes_held or 0)
-    losses = alone["none"].losses
-    assert losses is not None
-    assert abs(losses[0] - math.log(256)) > 0.5  # no cross-entropy
+    assert abs(alone["none"].losses[0] - math.log(256)) > 0.5  # no cross-entropy
     assert alone["hook"].losses_match
 
 
@@ -341,12 +326,10 @@ def test_a_step_of_the_layers_alone_trains_nothing_and_has_no_logits(
 def test_each_policy_also_runs_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = "aot_eager_decomp_partition"  # inductor's cut between forward and backward, without its code
     monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=backend))
-    found = by_policy(run(tmp_path, compile=True, policies=("full", "kernel"), peers=("torch-checkpoint",)))
+    found = matching(run(tmp_path, compile=True, policies=("full", "kernel"), peers=("torch-checkpoint",)))
     ways = [name + way for name in ("none", "full", "kernel") for way in ("", "+compile")]
     assert list(found) == [*ways, "torch-checkpoint"]
     for policy, row in found.items():
-        assert row.error is None
-        assert row.grads_match, policy
         assert row.exact is (policy in ("none", "full", "torch-checkpoint"))
     held = {policy: row.activation_bytes_held or 0 for policy, row in found.items()}
     for policy in ("full", "kernel"):
@@ -360,10 +343,7 @@ ON_CUDA = {"device": "cuda", "dtype": "bfloat16"}
 @pytest.mark.gpu
 def test_compiled_layers_stay_within_rounding_and_hold_less_under_a_checkpoint(tmp_path: Path) -> None:
     names = ("torch-selective", "torch-compile", "torch-compile-selective")
-    _, *rows = run(tmp_path, peers=names, **ON_CUDA)
-    for row in rows:
-        assert row.error is None
-        assert row.grads_match
+    _, *rows = matching(run(tmp_path, peers=names, **ON_CUDA)).values()
     *others, both = (row.activation_bytes_held or 0 for row in rows)
     assert both < min(others)
 
@@ -371,9 +351,7 @@ def test_compiled_layers_stay_within_rounding_and_hold_less_under_a_checkpoint(t
 @pytest.mark.gpu
 def test_on_cuda_exact_policies_match_bitwise_and_launching_is_timed(tmp_path: Path) -> None:
     policies = ("full", "hook", "kernel", "elementwise", "auto")
-    for row in run(tmp_path, policies=policies, peers=("torch-checkpoint",), **ON_CUDA):
-        assert row.error is None, row.policy
-        assert row.grads_match, row.policy
+    for row in matching(run(tmp_path, policies=policies, peers=("torch-checkpoint",), **ON_CUDA)).values():
         assert (row.forward_cpu_seconds or 0) > 0
         assert row.losses_match or row.policy in ROUNDING
 
@@ -381,9 +359,6 @@ def test_on_cuda_exact_policies_match_bitwise_and_launching_is_timed(tmp_path: P
 @pytest.mark.gpu
 def test_on_cuda_each_policy_also_runs_compiled(tmp_path: Path) -> None:
     policies = ("full", "elementwise", "kernel", "auto")
-    rows = by_policy(run(tmp_path, compile=True, policies=policies, **ON_CUDA))
-    for policy, row in rows.items():
-        assert row.error is None, policy
-        assert row.grads_match, policy
+    rows = matching(run(tmp_path, compile=True, policies=policies, **ON_CUDA))
     held = {policy: row.activation_bytes_held or 0 for policy, row in rows.items()}
     assert all(held[f"{policy}+compile"] < held["none+compile"] for policy in policies)
