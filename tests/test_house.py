@@ -225,13 +225,10 @@ def test_a_class_name_is_used_once() -> None:
     assert {name for name in classes if classes.count(name) > 1} == one_a_framework
 
 
-MOST_LINES = {"recompute": 35_900, "kernels": 6_000, "tests": 47_800}
+MOST_LINES = {"recompute": 37_800, "kernels": 6_060, "tests": 49_300}
 """What the house may have, in hundreds of lines as it is now. A change that needs more says what for."""
 LONG_FILES = {
-    "formulas",
     "frame",
-    "ops",
-    "save_plan",
 }
 LONG_FUNCTIONS = {
     "cross_entropy_rows._gradient_kernel",

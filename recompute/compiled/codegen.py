@@ -6,7 +6,6 @@ A variable is deleted right after the last call that reads it, so that memory is
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -24,13 +23,14 @@ from recompute.compiled.generated.generated_kernel import GeneratedKernel
 from recompute.compiled.generated.out_of_place import out_of_place
 from recompute.compiled.generated.row_sums import index_put_rows, keeps_bits, rows_added
 from recompute.compiled.generated.switch import Generates
+from recompute.compiled.held_inputs import HELPERS
 from recompute.compiled.recording import Buffer, Call, ObjectUse, Recording, Use, uses_in
 from recompute.compiled.statements import Statement, lines_of
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.ops import Kind, facts
 from recompute.engine.rng import RngState, WatchedDraws
 from recompute.engine.saved_tensors import seen_as
-from recompute.engine.tape.op_arguments import capture, copied, generators_of
+from recompute.engine.tape.op_arguments import capture, generators_of
 from recompute.kernels.launch import IMPLEMENTATIONS
 from recompute.kernels.launch_plan import PlannedCall
 
@@ -363,46 +363,11 @@ def _apart(tensor: Tensor, layout: Layout) -> Tensor:
     return whole.set_(tensor.untyped_storage(), layout.offset, layout.shape, layout.stride)
 
 
-Versioned = tuple[Tensor, int]
-"""A tensor, and its version when it was held."""
-
-# The memory of a parameter is held as autograd holds that of a view: its ``data`` may be replaced.
-_HOLDS = {
-    "saved": "None",
-    "itself": "(t{0}, t{0}._version)",
-    "memory": "versioned(t{0}.detach())",
-    "copy": "versioned(copied(t{0}))",
-}
-_FINDS = {
-    "itself": "t{0}, None",
-    "memory": "weak(t{0}), t{0}.detach()",
-    "weak": "weak(t{0}), None if is_sure else t{0}.detach()",
-}
-
-
-def held_of(held: Sequence[tuple[int, str, str]], others: Sequence[tuple[int, str]]) -> str:
-    """What forward's code gives of its inputs; held, others: as ``Program`` has them, with the variables of the former.
-
-    These are what autograd is to save, what is held, and what is only looked at.
-    """
-    saved = [name for _, how, name in held if how == "saved"]
-    kept = [_HOLDS[how].format(position) for position, how, _ in held]
-    seen = [f"({_FINDS[how]}, (t{{0}}._version, address(t{{0}})))".format(position) for position, how in others]
-    return f"[{', '.join(saved)}], [{', '.join(kept)}], [{', '.join(seen)}]"
-
-
-def _versioned(tensor: Tensor) -> Versioned:
-    return tensor, tensor._version
-
-
 _HELPERS: dict[str, Any] = {
     "seen_as": seen_as,
     "capture": capture,
     "RngState": RngState,
     "WatchedDraws": WatchedDraws,
     "apart": _apart,
-    "versioned": _versioned,
-    "copied": copied,
-    "weak": weakref.ref,
-    "address": torch._C.TensorBase.data_ptr,
+    **HELPERS,
 }

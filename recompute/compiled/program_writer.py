@@ -10,9 +10,10 @@ from typing import Any
 from torch import Tag
 
 from recompute.compiled.autocast_settings import CallSettings
-from recompute.compiled.codegen import Code, GeneratedCode, held_of
+from recompute.compiled.codegen import Code, GeneratedCode
 from recompute.compiled.function_calls import FunctionBackward, FunctionCall
 from recompute.compiled.generated.row_ops import ROW_OPS
+from recompute.compiled.held_inputs import held_of
 from recompute.compiled.program import ANY, DroppedOutputs, Program
 from recompute.compiled.recording import Call, NotCapturable, Recording, Use
 from recompute.engine.cut.layout import Layout
