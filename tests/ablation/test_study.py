@@ -24,6 +24,10 @@ SMALL = {
     "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
     "vocab_size": 256, "n_embd": 32, "n_layer": 1, "n_head": 2,
 }  # fmt: skip
+LARGE_BY_DEFAULT = {
+    "gpt2": ("n_embd", "n_layer", "n_head", "vocab_size"),
+    "falcon": ("hidden_size", "num_attention_heads", "vocab_size"),
+}
 
 
 def loaded(name: str) -> AblationConfig:
@@ -62,8 +66,7 @@ def small(source: ModelSource) -> ModelSource:
         return LEAST.model
     assert isinstance(source, HuggingFaceFields)
     fields = source.model_dump()
-    if fields["model_type"] == "gpt2":  # whose defaults are large
-        fields = {"n_embd": 0, "n_layer": 0, "n_head": 0, "vocab_size": 0} | fields
+    fields = dict.fromkeys(LARGE_BY_DEFAULT.get(fields["model_type"], ())) | fields
     return HuggingFaceFields(**{key: SMALL.get(key, value) for key, value in fields.items()})
 
 
