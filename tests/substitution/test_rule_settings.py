@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -60,6 +62,16 @@ def test_mlps_with_adapters_compute_the_same_in_tiles(dropout: float) -> None:
     assert found.relative_error < 1e-5
     with recompute.apply(model, rules(**LONG)) as handle:
         assert "an MLP with adapters, 32 tokens at a time" in handle.explain(wide=True)
+
+
+def test_a_model_with_adapters_dies_after_it_ran_in_tiles() -> None:
+    model, batch = adapted(), batch_of("llama", length=64, size=2)
+    with recompute.apply(model, rules(**TILES)):
+        model(**batch).loss.backward()
+    weights = [weakref.ref(each) for each in model.parameters()]
+    del model
+    gc.collect()
+    assert [each for each in weights if each() is not None] == []
 
 
 @pytest.mark.parametrize("make", [lambda: make("llama"), adapted], ids=["plain", "adapted"])
