@@ -106,7 +106,7 @@ def main() -> None:
     shape = LLAMA_8B if device.type == "cuda" else SMALL
     shape = shape | {"num_hidden_layers": options.layers or shape["num_hidden_layers"]}
     results: dict[str, Any] = {
-        "command": shlex.join(sys.argv),
+        "command": (f"torchrun --nproc-per-node {dist.get_world_size()} " if is_shared else "") + shlex.join(sys.argv),
         "machine": counters.describe_machine(device),
         "model": shape,
         "lora": options.lora,
