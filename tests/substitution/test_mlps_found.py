@@ -13,27 +13,13 @@ import pytest
 import tiny
 import torch
 import transformers
+from layer_testing import theirs
 from models import BATCH, GPT2_SHAPE, HIDDEN, INTERMEDIATE, LENGTH, SHAPE, held
 from tiers import by_default, one_in, slow
 from tiny import TinyMLP, TinyRMSNorm, assert_same, counted_ops, gradients, of_one_more, rule, rules
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
-from transformers.models.arcee.modeling_arcee import ArceeMLP
-from transformers.models.clip.modeling_clip import CLIPMLP
-from transformers.models.falcon.modeling_falcon import FalconLinear, FalconMLP
-from transformers.models.gemma.modeling_gemma import GemmaMLP
-from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
-from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXMLP
-from transformers.models.llama.modeling_llama import LlamaMLP
-from transformers.models.mistral.modeling_mistral import MistralMLP
-from transformers.models.nemotron.modeling_nemotron import NemotronMLP
-from transformers.models.phi.modeling_phi import PhiMLP
-from transformers.models.phi3.modeling_phi3 import Phi3MLP
-from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
-from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
-from transformers.models.starcoder2.modeling_starcoder2 import Starcoder2MLP
-from transformers.models.vit.modeling_vit import ViTMLP
 from transformers.pytorch_utils import Conv1D
 
 import recompute
@@ -43,6 +29,14 @@ from recompute.substitution.norm import find_norm
 
 TOKENS = BATCH * LENGTH
 PLAIN = {key: value for key, value in SHAPE.items() if key not in ("num_key_value_heads", "head_dim")}
+ArceeMLP, CLIPMLP, FalconMLP, FalconLinear, GPT2MLP, GPTNeoXMLP, NemotronMLP = theirs(
+    *("arcee.ArceeMLP", "clip.CLIPMLP", "falcon.FalconMLP", "falcon.FalconLinear", "gpt2.GPT2MLP"),
+    *("gpt_neox.GPTNeoXMLP", "nemotron.NemotronMLP"),
+)
+Phi3MLP, PhiMLP, Starcoder2MLP, ViTMLP, GemmaMLP = theirs(
+    *("phi3.Phi3MLP", "phi.PhiMLP", "starcoder2.Starcoder2MLP", "vit.ViTMLP", "gemma.GemmaMLP")
+)
+LLAMAS = theirs("llama.LlamaMLP", "mistral.MistralMLP", "qwen2.Qwen2MLP", "qwen3.Qwen3MLP")
 GATED, PACKED, W = ("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", None, "down_proj"), ("w1", "w3", "w2")
 Parts = tuple["str | None", "str | None", str]
 Forward = Callable[..., Any]
@@ -121,13 +115,8 @@ HAND_WRITTEN: dict[str, tuple[Forward, Parts, str]] = {
 }
 Known = tuple[Callable[[], nn.Module], Parts, str]
 FOUND: dict[str, Known] = {
-    **{
-        cls.__name__: (of(cls, activation), GATED, "silu" if activation == "silu" else "gelu_tanh")
-        for cls, activation in (
-            *((LlamaMLP, "silu"), (MistralMLP, "silu"), (Qwen2MLP, "silu"), (Qwen3MLP, "silu")),
-            (GemmaMLP, "gelu_pytorch_tanh"),
-        )
-    },
+    **{cls.__name__: (of(cls, "silu"), GATED, "silu") for cls in LLAMAS},
+    "Gemma": (of(GemmaMLP, "gelu_pytorch_tanh"), GATED, "gelu_tanh"),
     "Phi 3": (of(Phi3MLP, "silu"), PACKED, "silu"),
     "GPT-2": (gpt2, (None, "c_fc", "c_proj"), "gelu_tanh"),
     "GPT-NeoX": (of(GPTNeoXMLP), (None, "dense_h_to_4h", "dense_4h_to_h"), "gelu"),
@@ -142,7 +131,7 @@ FOUND: dict[str, Known] = {
     **{name: (functools.partial(Made, forward), *found) for name, (forward, *found) in HAND_WRITTEN.items()},
 }
 """How an MLP is built, the names of its gate, up and down, and its activation."""
-DEFAULT = ("LlamaMLP", "GemmaMLP", "Phi 3", "GPT-2", "Falcon", "CLIP", "Sequential", *HAND_WRITTEN)
+DEFAULT = ("LlamaMLP", "Gemma", "Phi 3", "GPT-2", "Falcon", "CLIP", "Sequential", *HAND_WRITTEN)
 """Usual Linears, one for gate and up, a Conv1D, a Linear of the model's own, and MLPs without a class of their own."""
 
 
