@@ -84,29 +84,11 @@ def run(kernel: Any, programs: int, *arguments: Any, **settings: Any) -> None:
         compiled, constants = known
         _note(kernel, programs, arguments, settings, compiled, constants)
         stream = torch._C._cuda_getCurrentRawStream(device.index)
-        compiled.run(
-            programs,
-            1,
-            1,
-            stream,
-            compiled.function,
-            compiled.packed_metadata,
-            None,
-            None,
-            None,
-            *arguments,
-            *constants,
-        )
+        binary = compiled.function, compiled.packed_metadata, None, None, None
+        compiled.run(programs, 1, 1, stream, *binary, *arguments, *constants)
 
 
-def _note(
-    kernel: Any,
-    programs: int,
-    arguments: tuple[Any, ...],
-    settings: dict[str, Any],
-    compiled: Any = None,
-    constants: tuple[Any, ...] = (),
-) -> None:
+def _note(kernel: Any, programs: int, arguments: Any, settings: Any, compiled: Any = None, constants: Any = ()) -> None:
     if noting.launches is not None:
         hooks = () if compiled is None else _hooks()
         noting.launches.append(Launch(kernel, programs, arguments, settings, compiled, constants, hooks))
