@@ -19,14 +19,6 @@ CohereLayerNorm, Cohere2LayerNorm, OlmoLayerNorm, NemotronLayerNorm1P, Gemma4RMS
     *("cohere.CohereLayerNorm", "cohere2.Cohere2LayerNorm", "olmo.OlmoLayerNorm", "nemotron.NemotronLayerNorm1P"),
     "gemma4.Gemma4RMSNorm",
 )
-LLAMAS = (
-    "llama.LlamaRMSNorm",
-    "mistral.MistralRMSNorm",
-    "qwen2.Qwen2RMSNorm",
-    "qwen3.Qwen3RMSNorm",
-    "phi3.Phi3RMSNorm",
-)
-GEMMAS = ("gemma.GemmaRMSNorm", "gemma2.Gemma2RMSNorm", "gemma3.Gemma3RMSNorm")
 CASTINGS = {
     "llama": ("llama.LlamaRMSNorm", "mistral.MistralRMSNorm", "qwen2.Qwen2RMSNorm", "qwen3.Qwen3RMSNorm"),
     "gemma": ("gemma.GemmaRMSNorm", "gemma2.Gemma2RMSNorm", "gemma3.Gemma3RMSNorm"),

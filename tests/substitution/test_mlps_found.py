@@ -45,7 +45,7 @@ Forward = Callable[..., Any]
 class Made(nn.Module):
     """An MLP with functions in forward, as Meta's Llama, torchtitan and many loops of one's own have it."""
 
-    def __init__(self, forward: Forward, **parts: nn.Module):
+    def __init__(self, forward: Forward):
         super().__init__()
         self.w1, self.w3 = (nn.Linear(HIDDEN, 24, bias=False) for _ in range(2))
         self.w2, self.w13 = nn.Linear(24, HIDDEN, bias=False), nn.Linear(HIDDEN, 48)

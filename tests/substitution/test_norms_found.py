@@ -7,26 +7,13 @@ import warnings
 from typing import Any
 
 import models
+import norm_tables
 import pytest
 import torch
 import transformers
 from layer_testing import outcome
 from models import BATCH, LENGTH, SHAPE, held
-from norm_tables import (
-    ASKED,
-    ASKING,
-    HIDDEN,
-    LAYER_NORMS,
-    LLAMA_LIKE,
-    MISSES,
-    NORMS,
-    RMS_NORMS,
-    llama,
-    made,
-    norm_of,
-    of_its_input,
-    root,
-)
+from norm_tables import HIDDEN, LAYER_NORMS, MISSES, NORMS, made, norm_of
 from tiers import by_default, one_in, slow
 from tiny import TinyDecoder, TinyDecoderLayer, TinyRMSNorm, assert_same, counted_ops, gradients, rule, rules, token_ids
 from torch import Tensor, nn
@@ -58,7 +45,7 @@ def tokens(dtype: torch.dtype = torch.float32, width: int = HIDDEN) -> Tensor:
     return torch.randn(TOKENS, width, generator=torch.Generator().manual_seed(0)).to(dtype)
 
 
-@pytest.mark.parametrize("known", by_default({**NORMS, **ASKED}, *list(NORMS)[::6], *ASKED))
+@pytest.mark.parametrize("known", by_default({**NORMS, **norm_tables.ASKED}, *list(NORMS)[::6], *norm_tables.ASKED))
 def test_a_norm_is_found_as_what_it_computes_and_is_as_it_was(known: tuple[nn.Module, Any]) -> None:
     module, expected = copy.deepcopy(known[0]).eval(), known[1]
     module.register_forward_hook(lambda *_: pytest.fail("it has been run"))
@@ -115,7 +102,7 @@ def test_its_kernel_errs_no_more_than_the_norm(known: tuple[nn.Module, Any], dty
 
 
 @pytest.mark.parametrize(("weight", "x"), PAIRS)
-@pytest.mark.parametrize(("cls", "casting"), RMS_NORMS)
+@pytest.mark.parametrize(("cls", "casting"), norm_tables.RMS_NORMS)
 def test_a_kernel_returns_the_dtype_that_the_norm_returns(
     cls: type[nn.Module], casting: str, weight: torch.dtype, x: torch.dtype
 ) -> None:
@@ -146,13 +133,13 @@ def test_what_is_nearly_a_norm_is_none(module: nn.Module, training: bool) -> Non
 @pytest.mark.parametrize(
     "forward",
     [
-        lambda self, x: llama(self, x),
-        lambda self, x: llama(self, x, lambda self, h: root(self, h)),
-        lambda self, x: self.weight * ((h := x.float()) * root(self, h)).to(x.dtype),
+        lambda self, x: norm_tables.llama(self, x),
+        lambda self, x: norm_tables.llama(self, x, lambda self, h: norm_tables.root(self, h)),
+        lambda self, x: self.weight * ((h := x.float()) * norm_tables.root(self, h)).to(x.dtype),
     ],
 )
 def test_what_the_misses_nearly_are_is_one(forward: Any) -> None:
-    assert find_norm(norm_of(forward)) == LLAMA_LIKE
+    assert find_norm(norm_of(forward)) == norm_tables.LLAMA_LIKE
 
 
 @pytest.mark.parametrize(("module", "traces"), [(nn.Linear(8, 8), 0), (nn.Hardswish(), 1)])
@@ -181,21 +168,21 @@ def test_where_input_and_weight_have_two_dtypes_a_norm_that_asks_runs_as_it_is(
     dtype: torch.dtype, x_dtype: torch.dtype
 ) -> None:
     """There it rounds elsewhere than any kernel does, and returns the dtype of its weight, or the wider one."""
-    plain = made(ASKING[0]).to(dtype)
-    module = stood_in(made(ASKING[0])).to(dtype)  # which is cast after the policy
+    plain = made(norm_tables.ASKING[0]).to(dtype)
+    module = stood_in(made(norm_tables.ASKING[0])).to(dtype)  # which is cast after the policy
     assert kernels_run(module, tokens(x_dtype)) == (dtype is x_dtype)
     assert_same([module(tokens(x_dtype))], [plain(tokens(x_dtype))])
 
 
 def test_where_what_is_normalized_is_rounded_to_the_inputs_dtype_the_weight_may_have_any() -> None:
-    module, found = ASKED["a weight of any dtype"]
+    module, found = norm_tables.ASKED["a weight of any dtype"]
     for dtype in DTYPES:
         assert torch.equal(found.compute(tokens(dtype), module.weight), module(tokens(dtype)))
 
 
 class T5Like(TinyRMSNorm):
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return of_its_input(self, hidden_states)
+        return norm_tables.of_its_input(self, hidden_states)
 
 
 class Wide(nn.Module):
