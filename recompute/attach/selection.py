@@ -67,7 +67,7 @@ def _runners(
             fallback = tape if meaning.kernels is Kernels.ON_CUDA else None
             kernel = _find_named_kernel(statistics, module, fallback, meaning)
             if kernel is not None and kernel.wants_tape:
-                kernel.fall_back_on(_instead_of_kernel(statistics, meaning))
+                kernel.fallback = _instead_of_kernel(statistics, meaning)
                 runner = TapeRunner(statistics, meaning, cache, kernel)
             else:
                 if kernel is not None:
@@ -95,10 +95,7 @@ def _find_named_kernel(
     """The kernels for a module that a rule itself names. If that is a Linear, it is a head."""
     if is_head(module):
         return KernelHeadRunner(statistics, fallback and PlainRunner(statistics, "it runs as it is"), meaning.hold)
-    kernel = find_kernel(statistics, module, fallback, in_tiles=meaning.tile is not None)
-    if kernel is not None:
-        kernel.configure(compresses=meaning.compresses, tile=meaning.tile)
-    return kernel
+    return find_kernel(statistics, module, fallback, meaning)
 
 
 def _instead_of_kernel(statistics: RegionStatistics, meaning: Meaning) -> PlainRunner | None:
@@ -117,10 +114,9 @@ def _kernels_inside(
         if child_path in governed or is_decorated(child):
             continue
         statistics = RegionStatistics(f"{child_path} ({type(child).__name__})")
-        fallback, in_tiles = _instead_of_kernel(statistics, meaning), meaning.tile is not None
-        kernel = find_kernel(statistics, child, fallback, written_out=written_out, in_tiles=in_tiles)
+        fallback = _instead_of_kernel(statistics, meaning)
+        kernel = find_kernel(statistics, child, fallback, meaning, written_out=written_out)
         if kernel is None:
             yield from _kernels_inside(child_path, child, meaning, governed)
         else:
-            kernel.configure(compresses=meaning.compresses, tile=meaning.tile)
             yield child_path, child, kernel
