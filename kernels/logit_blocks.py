@@ -23,6 +23,11 @@ WIDTH = 8448
 WIDTH_STEP = 256
 """The widths of narrower blocks are multiples of this, which is the width of a matrix product's tile."""
 
+SMALL = 1 << 21
+"""Elements of a product which is few tiles for an H200: 128 tiles of 128 · 128."""
+
+NARROW_DTYPES = (torch.bfloat16, torch.float16)
+
 
 class BlockPlan(NamedTuple):
     """How the logits are cut into blocks of columns, and where each block is held from forward to backward."""
@@ -102,7 +107,10 @@ class Head(NamedTuple):
 
     def plan(self, logits_bytes: int, hold: bool, trains_weight: bool) -> BlockPlan:
         (vocabulary, hidden), itemsize = self.weight.shape, self.hidden.dtype.itemsize
-        return plan_blocks(self.tokens, vocabulary, hidden, itemsize, logits_bytes, hold, trains_weight)
+        plan = plan_blocks(self.tokens, vocabulary, hidden, itemsize, logits_bytes, hold, trains_weight)
+        if plan.blocks > 1 or launch.is_on_cuda(self.hidden):
+            return plan
+        return plan._replace(stride=vocabulary)  # oneDNN's bfloat16 products (torch 2.14) read what is between rows
 
     def held(self, plan: BlockPlan) -> tuple[Tensor | None, Tensor | None]:
         """Memory for the logits that are held until backward: that of the weight's gradient, and more beside it."""
@@ -217,10 +225,22 @@ class Blocks:
             if dbias is not None:
                 torch.sum(tile, 0, out=dbias[columns])
             if dup is not None and thin is not None:
-                torch.mm(tile.t(), thin, out=dup[columns])
+                _write_product(dup[columns], tile.t(), thin)
             if dweight is not None:
-                torch.mm(tile.t(), hidden, out=dweight[columns])
+                _write_product(dweight[columns], tile.t(), hidden)
         return dhidden, dthin, dbias, dup
+
+
+def _write_product(out: Tensor, left: Tensor, right: Tensor) -> None:
+    """``out[:] = left @ right``, rounded once.
+
+    Where a product is small and its sums are long, cuBLAS sums in parts, and rounds each part to the product's dtype. A
+    gradient of all words is large, and not so: that of a block is to err no more. A small float32 product costs little.
+    """
+    if launch.is_on_cuda(out) and out.dtype in NARROW_DTYPES and out.numel() <= SMALL:
+        out.copy_(torch.mm(left, right, out_dtype=torch.float32))
+    else:
+        torch.mm(left, right, out=out)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

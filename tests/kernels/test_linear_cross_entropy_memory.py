@@ -193,6 +193,19 @@ def test_frozen_inputs_cost_no_matrix_product(
         assert torch.equal(tensor.grad, gradient) if train else tensor.grad is None
 
 
+@each_dtype
+@pytest.mark.parametrize("logits_bytes", [0, math.inf])
+def test_no_memory_is_read_that_nobody_has_written(logits_bytes: float, dtype: torch.dtype, device: str):
+    inputs, target = make_inputs(device, dtype, tokens=40)
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)  # which fills new memory with nan
+    try:
+        found = run(linear_cross_entropy, inputs, target, logits_bytes=logits_bytes)
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert all(each.isfinite().all() for each in found)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("logits_bytes", [None, math.inf])
 def test_nothing_waits_for_the_device(logits_bytes: float | None):
