@@ -100,9 +100,7 @@ def test_the_ways_compute_the_same(whole: Whole, benchmark_module: Callable[[str
                 assert list(errors) == list(measure.results)
                 for name, error in errors.items():
                     assert error <= 1.1 * found["eager"][name] + 1e-5, (op, measure.name, errors)
-            most = (
-                0.1 if op == "linear_total_variation" else 1e-2
-            )  # its gradient is of signs
+            most = 0.1 if op == "linear_total_variation" else 1e-2  # its gradient is of signs
             assert all(error < most for error in found["eager"].values()), (op, measure.name)
 
 
