@@ -41,7 +41,7 @@ from recompute.kernels.cross_entropy import (
     row_gradients,
     with_extras,
 )
-from recompute.kernels.cross_entropy_rows import conclude, differentiate, observe
+from recompute.kernels.cross_entropy_rows import differentiate, observe
 from recompute.kernels.linears import (
     autocast_dtype,
     cast,
@@ -59,7 +59,7 @@ from recompute.kernels.loss_settings import (
     checked_settings,
     wide_dtype,
 )
-from recompute.kernels.row_statistics import new_statistics
+from recompute.kernels.row_statistics import conclude, new_statistics
 from recompute.kernels.word_shards import any_dtensor, local_parts, over_ranks, sum_over_ranks, words_of
 
 if TYPE_CHECKING:

@@ -84,8 +84,6 @@ for form, words, entropy, extra in ((0, 1, None, None), (2, 1, F, F), (1, 64, F,
     fits(rows._statistics_kernel, [X, L, extra, F, F, extra, entropy, None, F, *[I] * 4, S, S, count], dict(constants))
     if words:
         fits(rows._gradient_kernel, [X, X, L, extra, extra, F, F, entropy, *[I] * 5, *[S] * 5, count], constants)
-        fits(rows._loss_kernel, [L, extra, extra, F, F, extra, entropy, None, F, F, F, F, None, None, entropy, L,
-                                 *[I] * 5, S, S, count], dict(rows.LOSS_SETTINGS))
 for kind in range(4):
     constants = {"KIND": kind, "STUDENT": 2, "TEACHER": 1, **rows.WIDE_SETTINGS}
     fits(divergence_rows._sums_kernel, [X, X, *[F] * 5, F if kind > 1 else None, I, I, I, *[S] * 5], dict(constants))
