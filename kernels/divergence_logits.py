@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -66,22 +67,13 @@ class BothHeads(NamedTuple):
 def divergence_by_rows(
     both: BothHeads, settings: DivergenceSettings, asked: list[Targets], numbers: Tensor, rows: int
 ) -> Tensor:
-    """The divergence, (M,), from whole rows of logits. Writes ``numbers``."""
-    hidden = [head.hidden.reshape(-1, head.hidden.shape[-1]) for head in both]
-    divergence = numbers.new_empty(both.student.tokens)
+    """The divergence, (M,), from whole rows of logits, which are held for these rows alone. Writes ``numbers``."""
+    hidden, found = [head.hidden.reshape(-1, head.hidden.shape[-1]) for head in both], []
     for start in range(0, both.student.tokens, rows):
-        span = slice(start, min(start + rows, both.student.tokens))
-        heads = [head._replace(hidden=each[span]) for head, each in zip(both, hidden, strict=True)]
-        plans = [head.plan(head.tokens * (len(head.weight) + 64) * numbers.itemsize, False, False) for head in heads]
-        tiles = [head.blocks(plan, None, None).make(0) for head, plan in zip(heads, plans, strict=True)]
-        statistics = [new_statistics(numbers, span.stop - span.start, 1, each.settings, 0) for each in asked]
-        for found, tile, targets in zip(statistics, tiles, asked, strict=True):
-            observe(found, 0, 0, tile, targets)
-        whole = Normalizers(*(each[0] for found in statistics for each in found[:2]))
-        add_up(tiles[0], tiles[1], whole, divergence[span], numbers[4, span], settings)
-        torch.stack(list(whole), out=numbers[:4, span])
-        del tiles
-    return divergence
+        span = slice(start, start + rows)
+        some = BothHeads(*(head._replace(hidden=each[span]) for head, each in zip(both, hidden, strict=True)))
+        found.append(divergence_by_blocks(some, settings, asked, numbers[:, span], (sys.maxsize, True, False))[0])
+    return torch.cat(found)
 
 
 def divergence_by_blocks(
