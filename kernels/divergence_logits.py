@@ -94,12 +94,12 @@ def divergence_by_blocks(
         if is_kl:
             within = Normalizers(*(each[block] for found in statistics for each in found[:2]))
             add_up(*logits, within, values.maxima[block], None, settings)
-    normalizers, divergence = conclude(statistics, values.maxima if is_kl else None, settings.kind)
-    torch.stack([*normalizers, divergence if is_kl else normalizers[0]], out=numbers)
-    if not is_kl:
-        whole = Normalizers(*numbers[:4])
+    normalizers, kl = conclude(statistics, values.maxima if is_kl else None, settings.kind)
+    if kl is None:
         for block in range(count):
-            add_up(ours.get(block), theirs.get(block), whole, values.maxima[block], values.sums[block], settings)
-        divergence = values.maxima.sum(0)
-        torch.sum(values.sums, 0, out=numbers[4])
+            add_up(ours.get(block), theirs.get(block), normalizers, values.maxima[block], values.sums[block], settings)
+        divergence, means = values.maxima.sum(0), values.sums.sum(0)
+    else:
+        divergence = means = kl
+    torch.stack([*normalizers, means], out=numbers)
     return divergence, dweight, kept, teacher_kept
