@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from kernel_testing import (
     make,
     same_bits,
 )
-from loss_testing import ON_CPU, H, M, V, make_inputs
+from loss_testing import ON_CPU, H, M, V, assert_every_two_meet, make_inputs
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -23,7 +22,6 @@ from recompute.kernels import linear_cross_entropy as linear_cross_entropy_modul
 from recompute.kernels.linear_cross_entropy import linear_cross_entropy
 from recompute.kernels.linear_log_probs import linear_log_probs
 
-# Every two values of two options meet in one row at least.
 OPTIONS = [
     # words, entropy, temperature, scale, softcap, bias, logits_bytes
     (None, False, 1.0, 1.0, None, False, None),
@@ -45,9 +43,7 @@ NAMES = ("words", "entropy", "temperature", "scale", "softcap", "bias", "logits_
 
 
 def test_every_two_options_meet():
-    for a, b in itertools.combinations(range(len(NAMES)), 2):
-        values = [{row[index] for row in OPTIONS} for index in (a, b)]
-        assert {(row[a], row[b]) for row in OPTIONS} == set(itertools.product(*values)), (NAMES[a], NAMES[b])
+    assert_every_two_meet(NAMES, OPTIONS)
 
 
 def words_of(words: int | None, device: str, tokens: int = M, vocabulary: int = V) -> Tensor:

@@ -167,15 +167,14 @@ def test_logits_that_a_function_reads_give_their_gradient() -> None:
     assert_as_plain(use, operands(bias=True), lazy=False)
 
 
-def head(shape: tuple[int, ...] = (2, 3), bias: bool = True) -> tuple[LazyLogits, Tensor]:
-    hidden, weight = make(*shape, HIDDEN), make(VOCABULARY, HIDDEN, seed=1)
-    offset = make(VOCABULARY, seed=2) if bias else None
-    return LazyLogits.of(hidden, weight, offset), F.linear(hidden, weight, offset)
-
-
 def operands(tokens: tuple[int, ...] = (2, 3), bias: bool = False, seed: int = 0) -> list[Tensor]:
     made = [make(*tokens, HIDDEN, seed=seed), make(VOCABULARY, HIDDEN, seed=seed + 1)]
     return [*made, make(VOCABULARY, seed=seed + 2)] if bias else made
+
+
+def head() -> tuple[LazyLogits, Tensor]:
+    given = operands(bias=True)
+    return LazyLogits.of(*given), F.linear(*given)
 
 
 def assert_as_plain(use: Callable[..., Tensor], *inputs: list[Tensor], lazy: bool = True, taught: bool = False) -> None:
