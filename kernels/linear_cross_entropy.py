@@ -50,7 +50,7 @@ from recompute.kernels.linears import (
     in_dtypes_of,
     without_autocast,
 )
-from recompute.kernels.logit_blocks import Head, logits_nbytes, may_hold
+from recompute.kernels.logit_blocks import Head, logits_nbytes, may_hold, run_backward
 from recompute.kernels.loss_settings import (
     LOSS_SCHEMA,
     LossSettings,
@@ -254,16 +254,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 return *found, None, None
             inputs = (*_narrowed(saved[:5], ctx.narrow), *saved[5:])
             arguments = (dloss, dentropy, *inputs, *settings, ctx.logits_bytes, *needed[:5])
-            if ctx.held is None or torch.compiler.is_compiling():
-                dhidden, dweight, *others = _backward_op(*arguments)
-            else:
-                (dweight, kept), ctx.held = ctx.held, None  # this backward writes over them, so a second one has none
-                if dweight is None and needed[1]:
-                    dweight = inputs[1].new_empty(inputs[1].shape)
-                dhidden, *others = _backward_held_op(dweight, kept, *arguments)
-                dweight = dweight if needed[1] else None
+            dhidden, *others = run_backward(ctx, _backward_op, _backward_held_op, inputs[1], arguments)
             del inputs, arguments
-            return dhidden, *in_dtypes_of(saved[1:5], (dweight, *others)), *(None,) * 6
+            return dhidden, *in_dtypes_of(saved[1:5], others), *(None,) * 6
 
 
 def _narrowed(head: Sequence[Tensor | None], narrow: torch.dtype | None) -> tuple[Any, ...]:

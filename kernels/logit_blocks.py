@@ -6,8 +6,8 @@ Blocks may be held in the memory of the weight's gradient, as ``linear_cross_ent
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -134,6 +134,23 @@ def may_hold(head: Head) -> bool:
     trains = torch.is_grad_enabled() and any(operand is not None and operand.requires_grad for operand in head)
     # Compiled code would have to copy the memory that backward writes over.
     return trains and not torch.compiler.is_compiling()
+
+
+def run_backward(
+    ctx: Any, op: Callable[..., Any], held_op: Callable[..., Any], weight: Tensor, arguments: Sequence[Any]
+) -> tuple[Tensor | None, ...]:
+    """The gradients that ``op(*arguments)`` returns: of hidden states, of ``weight``, and others.
+
+    ``held_op`` writes over what forward has left in ``ctx.held``, first the memory of the weight's gradient. So a
+    second backward has none of it.
+    """
+    if ctx.held is None or torch.compiler.is_compiling():
+        return op(*arguments)
+    (dweight, *kept), ctx.held = ctx.held, None
+    if dweight is None and ctx.needs_input_grad[1]:
+        dweight = weight.new_empty(weight.shape)
+    dhidden, *others = held_op(dweight, *kept, *arguments)
+    return dhidden, dweight if ctx.needs_input_grad[1] else None, *others
 
 
 class Blocks:
