@@ -16,9 +16,12 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import shlex
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from datetime import date
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -227,7 +230,8 @@ def main() -> None:
     use(log_probs=True)
     if given.out is not None:
         device = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu"
-        about = {"device": device, "torch": torch.__version__, "shape": list(given.shape), "dtype": "bfloat16"}
+        about = {"command": shlex.join(["python", *sys.argv]), "date": date.today().isoformat(), "device": device}
+        about |= {"torch": torch.__version__, "shape": list(given.shape), "dtype": "bfloat16"}
         given.out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n", encoding="utf-8")
 
 

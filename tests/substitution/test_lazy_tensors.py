@@ -239,18 +239,6 @@ def test_changes_in_place_reach_views_and_no_copies(change: Callable[[Tensor], A
         assert torch.equal(one, other)
 
 
-def test_a_division_that_rounds_is_no_cap() -> None:
-    logits, whole = head()
-    assert torch.equal(torch.div(logits, 0.5, rounding_mode="floor"), torch.div(whole, 0.5, rounding_mode="floor"))
-
-
-def test_shifted_logits_may_be_flattened_and_then_read() -> None:
-    logits, whole = head()
-    shifted = logits[..., :-1, :].contiguous().view(-1, VOCABULARY)
-    assert type(shifted) is LazyLogits
-    assert torch.equal(shifted.argmax(-1), whole[..., :-1, :].contiguous().view(-1, VOCABULARY).argmax(-1))
-
-
 SCALINGS: list[Callable[[Tensor], Tensor]] = [
     lambda logits: logits * 0.0625,
     lambda logits: 3 * logits,
@@ -279,7 +267,7 @@ SHAPINGS: list[Callable[[Tensor], Tensor]] = [
     lambda logits: logits[:, 1:].flatten(-3, 1),
     lambda logits: logits[..., :-1, :],
     lambda logits: logits[:, 1:],
-    lambda logits: logits[:, :-1, :].contiguous(),
+    lambda logits: logits[..., :-1, :].contiguous().view(-1, VOCABULARY),
     lambda logits: logits[1],
     lambda logits: logits[0, -1],
     lambda logits: logits.unsqueeze(1).squeeze(1),
@@ -334,6 +322,9 @@ def test_logits_may_be_shaped_and_capped_on_the_way(shaping: Callable[[Tensor], 
         lambda logits: logits + logits.new_zeros(2, 3, 1),
         lambda logits: torch.stack(logits.split([1, 1])),
         lambda logits: logits.split(2, -1)[0],
+        lambda logits: torch.div(logits, 0.5, rounding_mode="floor"),
+        lambda logits: F.cross_entropy(logits, torch.zeros(2, VOCABULARY, dtype=torch.long)),  # classes come second
+        lambda logits: F.cross_entropy(logits.view(-1, VOCABULARY) / -2.0, TARGET),
     ],
 )
 def test_anything_else_sees_the_logits(use: Callable[[Tensor], Tensor]) -> None:
@@ -804,20 +795,6 @@ def test_whoever_observes_is_told_of_each_loss_and_changes_none(loss: Callable[[
     transposed = torch.equal(target, TARGET.view(2, 3).T.flatten())
     assert torch.equal(argmax, (rows[:, 1:] if len(target) == 4 else rows.T if transposed else rows).reshape(-1))
     assert transposed or torch.equal(target, TARGET[: len(target)])
-
-
-@pytest.mark.parametrize(
-    "loss",
-    [
-        lambda logits: F.cross_entropy(
-            logits, torch.zeros(2, VOCABULARY, dtype=torch.long)
-        ),  # classes: the second dimension
-        lambda logits: F.cross_entropy(logits.view(-1, VOCABULARY) / -2.0, TARGET),
-    ],
-)
-def test_other_losses_see_the_logits(loss: Callable[[Tensor], Tensor]) -> None:
-    logits, whole = head()
-    assert torch.equal(loss(logits), loss(whole))
 
 
 def autocast(enabled: bool) -> torch.autocast:
