@@ -269,13 +269,13 @@ def _forward(*arguments: Any) -> tuple[Tensor | None, ...]:
     plan = head.plan(*memory)
     dweight, kept = head.held(plan)
     blocks = head.blocks(plan, dweight, kept)
-    targets = Targets.of(target, class_weights, head.hidden, blocks.vocabulary, flat)
-    statistics = new_statistics(blocks.hidden, head.tokens, plan.blocks, targets.settings, targets.per_row)
+    targets = Targets.of(target, class_weights, head.hidden, len(head.weight), flat)
+    statistics = new_statistics(head.hidden, head.tokens, plan.blocks, targets.settings, targets.per_row)
     for block in range(plan.blocks):
         first = targets.settings.first + blocks.columns(block).start
         observe(statistics, block, first, blocks.make(block), targets)
     if targets.settings.group:
-        statistics = over_ranks(statistics, targets, blocks.vocabulary)
+        statistics = over_ranks(statistics, targets, len(head.weight))
     losses = conclude(statistics, targets)
     return *reduced(losses, target.shape, head.hidden.shape[:-1], targets.settings.reduction), dweight, kept
 

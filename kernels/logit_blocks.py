@@ -119,9 +119,9 @@ class Head(NamedTuple):
         return dweight, self.hidden.new_empty(size) if plan.beside > 0 else None
 
     def blocks(self, plan: BlockPlan, dweight: Tensor | None, kept: Tensor | None) -> Blocks:
-        rows, *thin = (None if each is None else each.reshape(-1, each.shape[-1]) for each in (self.hidden, self.thin))
-        assert rows is not None
-        return Blocks(plan, rows, self.weight, self.bias, thin[0], self.up, dweight, kept)
+        thin = None if self.thin is None else self.thin.reshape(-1, self.thin.shape[-1])
+        rows = self._replace(hidden=self.hidden.reshape(-1, self.hidden.shape[-1]), thin=thin)
+        return Blocks(plan, rows, dweight, kept)
 
     def logits(self) -> Tensor:
         """All of them, in plain PyTorch."""
@@ -156,23 +156,13 @@ def run_backward(
 class Blocks:
     """The blocks of a plan's logits: where each is, and the matrix product that makes it."""
 
-    def __init__(
-        self,
-        plan: BlockPlan,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        thin: Tensor | None,
-        up: Tensor | None,
-        dweight: Tensor | None,
-        kept: Tensor | None,
-    ):
-        self.plan, self.hidden, self.weight, self.bias, self.thin, self.up = plan, hidden, weight, bias, thin, up
-        self.vocabulary = weight.shape[0]
-        self.size = hidden.shape[0] * plan.stride
+    def __init__(self, plan: BlockPlan, head: Head, dweight: Tensor | None, kept: Tensor | None):
+        """head: of tokens in one dimension."""
+        self.plan, self.head = plan, head
+        self.size = head.tokens * plan.stride
         self.dweight = None if dweight is None else dweight.view(-1)[: _aligned(dweight.numel())]
         self.kept = kept
-        self.spare = hidden.new_empty(self.size) if self.held < plan.blocks else None
+        self.spare = head.hidden.new_empty(self.size) if self.held < plan.blocks else None
 
     @property
     def held(self) -> int:
@@ -180,7 +170,7 @@ class Blocks:
 
     def columns(self, block: int) -> slice:
         first = block * self.plan.width
-        return slice(first, min(first + self.plan.width, self.vocabulary))
+        return slice(first, min(first + self.plan.width, len(self.head.weight)))
 
     def place(self, block: int) -> Tensor:
         """The memory of a block: (tokens, columns)."""
@@ -198,14 +188,13 @@ class Blocks:
 
     def make(self, block: int) -> Tensor:
         """The logits of a block, in its place."""
-        columns, logits = self.columns(block), self.place(block)
-        weight = self.weight[columns].t()
-        if self.bias is None:
-            torch.mm(self.hidden, weight, out=logits)
+        columns, logits, (hidden, weight, bias, thin, up) = self.columns(block), self.place(block), self.head
+        if bias is None:
+            torch.mm(hidden, weight[columns].t(), out=logits)
         else:
-            torch.addmm(self.bias[columns], self.hidden, weight, out=logits)
-        if self.thin is not None and self.up is not None:
-            torch.addmm(logits, self.thin, self.up[columns].t(), out=logits)
+            torch.addmm(bias[columns], hidden, weight[columns].t(), out=logits)
+        if thin is not None and up is not None:
+            torch.addmm(logits, thin, up[columns].t(), out=logits)
         return logits
 
     def get(self, block: int) -> Tensor:
@@ -226,7 +215,7 @@ class Blocks:
         differentiate: turns the logits of a block, of that number, into their gradient.
         dweight: the weight's gradient is written to it, and so over the logits that are held there.
         """
-        hidden, bias, thin, up = self.hidden, self.bias, self.thin, self.up
+        hidden, weight, bias, thin, up = self.head
         sum_dtype = wide_dtype(hidden) if self.plan.blocks > 1 else hidden.dtype
         dhidden = hidden.new_zeros(hidden.shape, dtype=sum_dtype) if needs_hidden else None
         dthin = thin.new_zeros(thin.shape, dtype=sum_dtype) if needs_thin and thin is not None else None
@@ -236,7 +225,7 @@ class Blocks:
             columns, tile = self.columns(block), self.get(block)
             differentiate(block, tile)
             if dhidden is not None:
-                _add_product(dhidden, tile, self.weight[columns])
+                _add_product(dhidden, tile, weight[columns])
             if dthin is not None and up is not None:
                 _add_product(dthin, tile, up[columns])
             if dbias is not None:
