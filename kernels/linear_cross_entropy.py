@@ -205,25 +205,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
     seen_by_dispatcher = True  # so that a tape around may run again what forward runs
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        thin: Tensor | None,
-        up: Tensor | None,
-        target: Tensor,
-        class_weights: Tensor | None,
-        settings: LossSettings,
-        narrow: torch.dtype | None,
-        logits_bytes: int,
-        hold: bool,
-    ) -> tuple[Tensor | None, ...]:
-        """narrow: the dtype to cast weight, bias and ``up`` to, in forward and again in backward."""
-        inputs = (*_narrowed((hidden, weight, bias, thin, up), narrow), target, class_weights)
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor | None, ...]:
+        """``Head``'s tensors; target, class weights, settings; the dtype to cast parameters to; logits_bytes; hold."""
+        operands, targets, (settings, narrow, logits_bytes, hold) = arguments[:5], arguments[5:7], arguments[7:]
         memory = logits_bytes, hold, ctx.needs_input_grad[1]
-        loss, normalizers, total, max_logit, argmax, entropy, *held = _forward_op(*inputs, *settings, *memory)
-        ctx.save_for_backward(hidden, weight, bias, thin, up, target, class_weights, normalizers, total)
+        outputs = _forward_op(*_narrowed(operands, narrow), *targets, *settings, *memory)
+        loss, normalizers, total, max_logit, argmax, entropy, *held = outputs
+        ctx.save_for_backward(*operands, *targets, normalizers, total)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(extra for extra in (max_logit, argmax) if extra is not None))
         ctx.settings, ctx.narrow, ctx.logits_bytes = settings, narrow, logits_bytes
