@@ -313,7 +313,8 @@ def divergence_case(name: str, kind: str, logits_bytes: float | None = 0, **opti
         logits = F.linear(x, weight, bias), F.linear(*teacher(x, weight))
         return eager_divergence(*(eager_scores(each, **options, **temperature) for each in logits), kind, 0.3)
 
-    return replace(loss_case(name), op=op, eager=eager, saved_float32=5)
+    saved = lambda M, H: M * H + V * H + V + 24 * (M + V)  # noqa: E731
+    return replace(loss_case(name), op=op, eager=eager, saved=saved, saved_float32=5)
 
 
 LOSSES = [
