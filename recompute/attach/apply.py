@@ -21,7 +21,7 @@ from recompute.compiled.unwrap import uncompiled
 from recompute.engine.checkpoint.module_state import RUNNER
 from recompute.engine.checkpoint.region import StateHook
 from recompute.engine.cut.save_plan import SavePlan
-from recompute.engine.host.host_memory import pool_in
+from recompute.engine.host.host_memory import POOL
 from recompute.engine.stopwatch import Stopwatch
 from recompute.policy.loading import load_policy
 from recompute.policy.meaning import Kernels, meaning_of
@@ -147,9 +147,8 @@ class _OnModel:
 
     def free_host_memory(self) -> None:
         """Free what was offloaded to, except what graphs still need."""
-        for rule in self.policy.rules:
-            if (offloading := meaning_of(rule).offloading) is not None:
-                pool_in(offloading.directory).free_unused()
+        if any(meaning_of(rule).offloading is not None for rule in self.policy.rules):
+            POOL.free_unused()
 
 
 _on: weakref.WeakKeyDictionary[nn.Module, _OnModel] = weakref.WeakKeyDictionary()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copyreg
 import functools
-import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -23,10 +22,9 @@ from recompute.compiled.captured_region import CaptureCache
 from recompute.compiled.runner import Runner
 from recompute.engine.checkpoint.module_state import RUNNER
 from recompute.engine.region_statistics import RegionStatistics
-from recompute.engine.thread_state import is_fake
-from recompute.errors import AlreadyAppliedError, PolicyError, UnsupportedError, warn
+from recompute.errors import AlreadyAppliedError, UnsupportedError, warn
 from recompute.policy.matching import assign
-from recompute.policy.meaning import Kernels, Meaning, meaning_of
+from recompute.policy.meaning import Kernels, meaning_of
 from recompute.policy.rules import Policy
 from recompute.substitution.formulas import is_decorated, looking_once
 from recompute.substitution.kernel_runner import kernel_of
@@ -58,7 +56,6 @@ def attachments_of(
     meanings = [meaning_of(rule) for rule in policy.rules]
     parts = {path for path, i in rules.items() if meanings[i].extends_inward and _rule_around(path, rules) == i}
     governed = rules.keys() - parts
-    _check_directories(policy.name, {index: meanings[index] for index in rules.values()})
     with looking_once():
         for path, index in rules.items():
             if path in parts:  # of the region of the module around it
@@ -79,22 +76,6 @@ def attachments_of(
         statistics = RegionStatistics(type(model).__name__) if inner is None else inner.statistics
         chosen[id(model)] = Attachment("", model, index_of_root, RootRunner(statistics, inner))
     return list(chosen.values())
-
-
-def _check_directories(name: str, meanings: Mapping[int, Meaning]) -> None:
-    """Raise ``PolicyError`` where a rule offloads to a directory that takes no files. Fake tensors go nowhere."""
-    for index, meaning in meanings.items():
-        directory = None if meaning.offloading is None or is_fake() else meaning.offloading.directory
-        if directory is None:
-            continue
-        try:
-            with tempfile.TemporaryFile(dir=directory):
-                pass
-        except OSError as error:
-            raise PolicyError(
-                f"policy {name}: rules[{index}].path: expected a directory that files can be written to; found "
-                f"{directory}: {error.strerror}. Make it, or name another"
-            ) from error
 
 
 def _rule_around(path: str, rules: Mapping[str, int]) -> int | None:

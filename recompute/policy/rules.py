@@ -28,7 +28,6 @@ from recompute.units import parse_size
 
 Action = Literal["keep", "recompute", "checkpoint", "offload", "compress"]
 Via = Literal["hook", "kernel", "auto"]
-To = Literal["host", "disk"]
 Repeatable = Literal["gemm", "convolution", "attention"]
 
 REPEATABLE: frozenset[str] = frozenset(get_args(Repeatable))
@@ -69,7 +68,7 @@ _BELONGS_TO = {
     "compress": ("recompute",),
     "tile": ("recompute",),
 }
-_OFFLOAD_KEYS = ("fraction", "min_bytes", "max_host_bytes", "to", "path")
+_OFFLOAD_KEYS = ("fraction", "min_bytes", "max_host_bytes")
 _VERSION = 1
 
 
@@ -251,10 +250,9 @@ class Rule(BaseModel):
     offload: whether what is held travels off the device, as under action "offload".
     fraction: of what may travel, the share of its bytes that does, the largest first; from above 0 to 1.
     min_bytes: storages of fewer bytes stay on the device: a size such as "1MiB", or bytes.
-    max_host_bytes: the most that this process may offload, a size; None is half of what is free where it goes, divided
-        by the processes of this machine. Beyond it forward raises ``HostMemoryError``.
-    to: "host", memory of the machine; or "disk", files without a name in the directory ``path``. These five need the
-        action "offload", or ``offload: true``.
+    max_host_bytes: the most that this process may offload, a size; None is half of what is free, divided by the
+        processes of this machine. Beyond it forward raises ``HostMemoryError``. These three need the action "offload",
+        or ``offload: true``.
 
     At least one of match, type and layers is needed, and no family may be in both rerun and keep. One string or
     number stands for a list of one. Raises ``PolicyError``.
@@ -279,8 +277,6 @@ class Rule(BaseModel):
     fraction: Annotated[float, PlainValidator(_fraction)] = 1.0
     min_bytes: Annotated[int, PlainValidator(_size), PlainSerializer(size_as_written)] = MIN_BYTES
     max_host_bytes: SizeOrNone = None
-    to: To = "host"
-    path: str | None = None
 
     if TYPE_CHECKING:
 
@@ -304,8 +300,6 @@ class Rule(BaseModel):
             fraction: float = 1.0,
             min_bytes: int | str = MIN_BYTES,
             max_host_bytes: int | str | None = None,
-            to: To = "host",
-            path: str | None = None,
         ) -> None: ...
 
     @field_validator("via", "rerun", "keep", "price", "hold", "capture", "compiled", "compress", "tile", "offload")
@@ -325,7 +319,7 @@ class Rule(BaseModel):
             raise ValueError(f"expected no {key!r} here: it belongs to action 'offload', or beside 'offload: true'")
         return value
 
-    @field_validator("hold", "tile", "path")
+    @field_validator("hold", "tile")
     @classmethod
     def _beside_others(cls, value: Any, info: ValidationInfo) -> Any:
         key, others = str(info.field_name), info.data
@@ -333,8 +327,6 @@ class Rule(BaseModel):
             raise ValueError("expected 'price' or 'hold', not both: each of them says how much runs again")
         if value is not None and key == "tile" and others.get("via") == "hook":
             raise ValueError("expected no 'tile' beside 'via: hook', by which a module runs as it is written")
-        if value is not None and key == "path" and others.get("to") != "disk":
-            raise ValueError("expected no 'path' beside 'to: host': it is the directory of 'to: disk'")
         return value
 
     @field_validator("keep")
@@ -349,8 +341,6 @@ class Rule(BaseModel):
     def _selects_something(self) -> Rule:
         if not self.match and not self.type and self.layers is None:
             raise ValueError("expected at least one of match, type and layers")
-        if self.to == "disk" and self.path is None:
-            raise ValueError("expected a 'path' beside 'to: disk': the directory whose files are to hold the tensors")
         return self
 
 

@@ -1,8 +1,7 @@
-"""Memory off the device, for what is offloaded: bounded, and used again from step to step.
+"""Host memory for what is offloaded: bounded, and used again from step to step.
 
-It is mapped and not allocated, so that each buffer has pages of its own. Pages of memory are pinned for CUDA, which
-copies pinned memory without waiting. Pages of a file are not pinned. The file has no name from the start, so the system
-takes its space back when the process ends, however that happens.
+It is mapped and not allocated, so that each buffer has pages of its own. They are pinned for CUDA, which copies pinned
+memory without waiting.
 
 Pinning takes long, and happens in the first step under offloading. It takes far less time for large pages that are
 private to the process and that all threads have written to before.
@@ -14,7 +13,6 @@ import contextlib
 import functools
 import mmap
 import os
-import tempfile
 import threading
 import weakref
 from pathlib import Path
@@ -67,16 +65,14 @@ class _Unused(NamedTuple):
 
 
 class HostPool:
-    """Buffers in memory, or in files of one directory.
+    """Buffers in host memory.
 
     A buffer serves for at least half of its bytes, so that batches of other lengths find buffers, too. Before a new one
     would make the pool larger than twice what was ever in use at one time, those that were unused for the longest time
     are freed. Lengths of which each is less than half of the next have buffers of their own, and all of these fit.
     """
 
-    def __init__(self, directory: str | None = None):
-        """directory: of the files; None: memory."""
-        self._directory = directory
+    def __init__(self) -> None:
         self._lock = threading.RLock()  # a buffer may come back from the garbage collector, inside of any call
         self._unused: list[_Unused] = []
         """Those that came back last are at the end. The garbage collector may append to it inside of any call."""
@@ -88,7 +84,7 @@ class HostPool:
     @functools.cached_property
     def default_limit(self) -> int:
         """As the function: once, as what is in the pool later is not free any more."""
-        return default_limit(self._directory)
+        return default_limit()
 
     def buffer(self, nbytes: int, limit: int | None, *, pin: bool, who: str) -> HostBuffer:
         """A buffer of ``nbytes``. Raises ``HostMemoryError`` if the pool would have more than ``limit`` bytes.
@@ -96,7 +92,6 @@ class HostPool:
         limit: None is the default one. pin: for copies from and to CUDA. who: asks, for the error.
         """
         limit = self.default_limit if limit is None else limit
-        pin = pin and self._directory is None
         with self._lock:
             self._free_oldest(limit)  # another rule was allowed more
             place = self._place_of_one_for(nbytes, pin, limit)
@@ -146,13 +141,12 @@ class HostPool:
         most_in_use = max(self._most_in_use, self._nbytes_in_use() + nbytes)
         self._free_oldest(min(limit, 2 * most_in_use) - nbytes)
         if self.nbytes + nbytes > limit:
-            where = "host memory" if self._directory is None else self._directory
             raise HostMemoryError(
-                f"in {who}: {humanize(nbytes)} more are to be offloaded to {where}, where {humanize(self.nbytes)} are "
-                f"in use of at most {humanize(limit)}. Set the rule's max_host_bytes higher, offload less of it "
+                f"in {who}: {humanize(nbytes)} more are to be offloaded to host memory, where {humanize(self.nbytes)} "
+                f"are in use of at most {humanize(limit)}. Set the rule's max_host_bytes higher, offload less of it "
                 "(fraction, min_bytes), or let fewer layers offload."
             )
-        mapped = self._map(nbytes)
+        mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory = torch.frombuffer(mapped, dtype=torch.uint8, count=nbytes)
         if pin:
             _pin(memory, mapped)
@@ -160,26 +154,9 @@ class HostPool:
         self._most_in_use = most_in_use
         return memory
 
-    def _map(self, nbytes: int) -> mmap.mmap:
-        if self._directory is None:
-            return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        try:
-            with tempfile.TemporaryFile(prefix="recompute-", dir=self._directory) as file:
-                os.posix_fallocate(file.fileno(), 0, nbytes)  # a full disk is found now, and not by a write
-                return mmap.mmap(file.fileno(), nbytes)
-        except OSError as error:
-            raise HostMemoryError(
-                f"{humanize(nbytes)} cannot be offloaded to {self._directory}: {error.strerror or error}. Name a "
-                "directory with more room in the rule's path, or offload less."
-            ) from error
 
-
-_pools: dict[str | None, HostPool] = {}
-
-
-def pool_in(directory: str | None) -> HostPool:
-    """The process's pool in memory, or in files of a directory."""
-    return _pools.setdefault(directory, HostPool(directory))
+POOL = HostPool()
+"""The process's buffers."""
 
 
 def _pin(memory: Tensor, mapped: mmap.mmap) -> None:
@@ -197,10 +174,9 @@ def _pin(memory: Tensor, mapped: mmap.mmap) -> None:
     weakref.finalize(mapped, runtime.cudaHostUnregister, address)
 
 
-def default_limit(directory: str | None) -> int:
+def default_limit() -> int:
     """The bytes that may be offloaded unless a rule says otherwise: a share of what is free, for each local process."""
-    free = free_host_nbytes() if directory is None else psutil.disk_usage(directory).free
-    return int(free * SHARE) // max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
+    return int(free_host_nbytes() * SHARE) // max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
 
 
 def free_host_nbytes() -> int:

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from recompute.engine.cut.layout import Layout
 from recompute.engine.dtensors import has_layout, local_of
-from recompute.engine.host.host_memory import HostBuffer, pool_in
+from recompute.engine.host.host_memory import POOL, HostBuffer
 from recompute.engine.modes import count_dispatch_modes, count_function_modes, has_foreign_modes
 from recompute.engine.recipe_book import open_book
 from recompute.engine.recipes import Recipe, RecipeGroup
@@ -254,7 +254,7 @@ class OffloadedStorage(Recipe):
         offloading = region.offloading
         self._buffer: HostBuffer | None = None
         if not isinstance(tensor, FakeTensor):
-            self._buffer = pool_in(offloading.directory).buffer(
+            self._buffer = POOL.buffer(
                 here.numel(), offloading.max_host_bytes, pin=here.is_cuda, who=region.statistics.name
             )
 
