@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pickle
 import random
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from types import BuiltinMethodType, MethodType, ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,17 +15,21 @@ from torch.utils._python_dispatch import _disable_current_modes
 from recompute.errors import RngError
 
 
-class RandomSource(ABC):
+class RandomSource:
     """Something random whose state can be read, compared and put back."""
 
-    def __init__(self, generator: Any):
+    def __init__(self, generator: Any, read: Callable[[], Any] | None = None, put: Callable[[Any], None] | None = None):
+        """read, put: get and set the state, which ``==`` can compare; a subclass may do both in its own way."""
         self.generator = generator
+        self._read, self._put = read, put
 
-    @abstractmethod
-    def state(self) -> Any: ...
+    def state(self) -> Any:
+        assert self._read is not None
+        return self._read()
 
-    @abstractmethod
-    def restore(self, state: Any) -> None: ...
+    def restore(self, state: Any) -> None:
+        assert self._put is not None
+        self._put(state)
 
     def same(self, a: Any, b: Any) -> bool:
         return bool(a == b)
@@ -70,20 +73,12 @@ class CudaSource(RandomSource):
         self.generator.set_offset(offset)
 
 
-class StateTracker(Protocol):
-    """Swaps the states of CUDA generators by name, as trainers with tensor parallelism do.
-
-    Any object whose class has these two methods counts as a tracker. The trackers of several libraries have them, so no
-    library needs an adapter, and a user's own tracker works too.
-    """
-
-    def get_states(self) -> dict[str, Any]: ...
-
-    def set_states(self, states: dict[str, Any]) -> None: ...
-
-
 class _TrackerSource(RandomSource):
-    """A ``StateTracker``."""
+    """A tracker: it swaps the states of CUDA generators by name, as trainers with tensor parallelism do.
+
+    Any object counts as one whose class has ``get_states() -> dict`` and ``set_states(dict)``, as those of several
+    libraries have. So no library needs an adapter, and a user's own tracker works too.
+    """
 
     def state(self) -> dict[str, Any]:
         return {
@@ -98,31 +93,6 @@ class _TrackerSource(RandomSource):
         return a.keys() == b.keys() and all(
             torch.equal(a[name], b[name]) if isinstance(a[name], torch.Tensor) else a[name] == b[name] for name in a
         )
-
-
-class _PythonSource(RandomSource):
-    """Python's ``random``, or a ``random.Random``."""
-
-    def state(self) -> Any:
-        return self.generator.getstate()
-
-    def restore(self, state: Any) -> None:
-        self.generator.setstate(state)
-
-
-class _NumpySource(RandomSource):
-    """A NumPy ``Generator`` or ``RandomState``. Its state is pickled: a copy, as == cannot compare arrays in it."""
-
-    def state(self) -> bytes:
-        own = self.generator
-        is_legacy = isinstance(own, np.random.RandomState)  # it makes two normal numbers, and holds the second back
-        return pickle.dumps(own.get_state(legacy=False) if is_legacy else own.bit_generator.state)
-
-    def restore(self, state: bytes) -> None:
-        if isinstance(self.generator, np.random.RandomState):
-            self.generator.set_state(pickle.loads(state))
-        else:
-            self.generator.bit_generator.state = pickle.loads(state)
 
 
 GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
@@ -143,9 +113,16 @@ def source_of(value: Any) -> RandomSource | None:
         return CudaSource(value) if value.device.type == "cuda" else CpuSource(value)
     value = getattr(value, "__self__", value) if isinstance(value, (MethodType, BuiltinMethodType)) else value
     if isinstance(value, random.Random):
-        return None if isinstance(value, random.SystemRandom) else _PythonSource(value)
-    if isinstance(value, (np.random.RandomState, np.random.Generator)):
-        return _NumpySource(value)
+        return None if isinstance(value, random.SystemRandom) else RandomSource(value, value.getstate, value.setstate)
+    # NumPy's states are pickled: a copy, as == cannot compare arrays in it.
+    if isinstance(value, np.random.RandomState):  # it makes two normal numbers, and holds the second back
+        legacy = value
+        return RandomSource(
+            value, lambda: pickle.dumps(legacy.get_state(legacy=False)), lambda s: legacy.set_state(pickle.loads(s))
+        )
+    if isinstance(value, np.random.Generator):
+        own = value.bit_generator
+        return RandomSource(value, lambda: pickle.dumps(own.state), lambda s: setattr(own, "state", pickle.loads(s)))
     kind = type(value)
     if callable(getattr(kind, "get_states", None)) and callable(getattr(kind, "set_states", None)):
         return _TrackerSource(value)
