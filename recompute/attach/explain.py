@@ -17,7 +17,7 @@ from recompute.attach.runners import region_in
 from recompute.compiled.captured_region import CapturedRegion
 from recompute.compiled.runner import Runner
 from recompute.engine.cut.saved_rows import SavedTensorRow, input_shape, saved_rows
-from recompute.engine.region_statistics import DroppedOutput, RegionStatistics
+from recompute.engine.region_statistics import DroppedOutput, RegionStatistics, Totals
 from recompute.engine.stopwatch import Stopwatch
 from recompute.policy.rules import Policy
 from recompute.units import humanize
@@ -45,33 +45,10 @@ class Attachment:
         return None if self._module is None else self._module()
 
 
-@dataclass(frozen=True)
-class Stats:
-    """Totals over the modules that a policy governs. ``later - earlier`` has those of the time between the two.
+@dataclass(kw_only=True)
+class Stats(Totals):
+    """Totals over the modules that a policy governs. ``later - earlier`` has those of the time between the two."""
 
-    What is held anyway counts nowhere: parameters, and the inputs of a checkpoint.
-    """
-
-    frames: int = 0
-    """Forward runs of modules under a rule that keeps, drops or has kernels compute something."""
-    eager_nbytes: int = 0
-    """Bytes that these runs would hold for backward without the policy. ``kept_nbytes`` is what they hold with it."""
-    dropped_tensors: int = 0
-    """Saved tensors that were dropped, each storage counted once."""
-    dropped_nbytes: int = 0
-    """Bytes of these. What kernels do not save in the first place is not among them."""
-    kept_nbytes: int = 0
-    """Bytes held for backward: saved tensors that are not dropped, what recipes read, and what kernels save."""
-    offloaded_tensors: int = 0
-    """Storages that were copied off the device."""
-    offloaded_nbytes: int = 0
-    """Bytes of these. They are among those kept, except for the inputs of a checkpoint."""
-    compressed_tensors: int = 0
-    """Tensors that are held as codes of 8 bits."""
-    compressed_nbytes: int = 0
-    """Bytes that these had."""
-    codes_nbytes: int = 0
-    """Bytes of their codes and scales. They are among those kept."""
     worst_code_error: float = 0.0
     """The largest error of a number that came back from codes since the policy was applied, relative to the largest
     number of its block of 128."""

@@ -26,34 +26,44 @@ class Regenerations:
     """Whether any of it came back for gradients that are differentiated in their turn."""
 
 
-@dataclass
-class RegionStatistics:
-    """The name of a region, for messages, and its totals since the policy was applied."""
+@dataclass(kw_only=True)
+class Totals:
+    """What a policy did to one region, or to several. What is held anyway counts nowhere: parameters, and the inputs of
+    a checkpoint.
+    """
 
-    name: str
     frames: int = 0
-    """Times it ran forward under the policy."""
-    dropped_tensors: int = 0
-    """Saved tensors dropped, each storage counted once a frame."""
-    dropped_nbytes: int = 0
-    kept_nbytes: int = 0
-    """Bytes that live only because its frames, or the kernels in its place, saved them for backward."""
+    """Forward runs of modules under a rule that keeps, drops or has kernels compute something."""
     eager_nbytes: int = 0
-    """Bytes that the same code holds for backward without the policy."""
-    regenerated: Regenerations = field(default_factory=Regenerations)
-    """What backward has run again. The tape by which a region is captured counts it for the region, too."""
+    """Bytes that these runs would hold for backward without the policy. ``kept_nbytes`` is what they hold with it."""
+    dropped_tensors: int = 0
+    """Saved tensors that were dropped, each storage counted once a run."""
+    dropped_nbytes: int = 0
+    """Bytes of these. What kernels do not save in the first place is not among them."""
+    kept_nbytes: int = 0
+    """Bytes held for backward: saved tensors that are not dropped, what recipes read, and what kernels save."""
     offloaded_tensors: int = 0
     """Storages that were copied off the device."""
     offloaded_nbytes: int = 0
-    """Bytes of these. They are among those kept, but for what is given to a checkpoint."""
+    """Bytes of these. They are among those kept, except for the inputs of a checkpoint."""
     compressed_tensors: int = 0
     """Tensors that are held as codes of 8 bits."""
     compressed_nbytes: int = 0
     """Bytes that these had."""
     codes_nbytes: int = 0
-    """Bytes of their codes and scales, which are among those kept."""
+    """Bytes of their codes and scales. They are among those kept."""
+
+
+@dataclass
+class RegionStatistics(Totals):
+    """The name of a region, for messages, and its totals since the policy was applied."""
+
+    name: str
+    regenerated: Regenerations = field(default_factory=Regenerations)
+    """What backward has run again. The tape by which a region is captured counts it for the region, too."""
     worst_code_error: Tensor | None = None
-    """The largest error of a number that was held so, relative to the largest one of its block. On its device."""
+    """The largest error of a number that was held as a code, relative to the largest one of its block. On its
+    device."""
     plan: SavePlan | None = None
     """What its last frame kept and dropped, and why."""
     dropped_outputs: list[DroppedOutput] = field(default_factory=list)
