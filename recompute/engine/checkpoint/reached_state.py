@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import repeat
+from itertools import repeat, starmap
 from types import MemberDescriptorType, MethodType, ModuleType
 from typing import Any, TypeVar
 
@@ -29,45 +29,41 @@ _MANY = 100
 """The contents of a longer list or dict, as a vocabulary, are not noted."""
 
 
-class _Attribute:
-    """An attribute of a class, one of an object that is in a slot, or what is in the cell of a closure."""
+Place = tuple[Any, Any]
+"""What holds a value, and its name there.
 
-    __slots__ = ("name", "owner")
+That is a dict and a key; a class, an object or the cell of a closure, and an attribute; or None and what is read as a
+whole: a ``threading.local``, in which a backward on another thread finds nothing, or the environment variables.
+"""
 
-    def __init__(self, owner: Any, name: str):
-        self.owner = owner
-        self.name = name
 
-    def get(self) -> Any:
-        if isinstance(self.owner, type):
-            return vars(self.owner).get(self.name, _MISSING)
-        try:
-            return getattr(self.owner, self.name)
-        except (AttributeError, ValueError):  # the latter of an empty cell
-            return _MISSING
+def _get(owner: Any, name: Any) -> Any:
+    if owner is None:
+        return environment() if name is os.environ else vars(name).copy()
+    if type(owner) is dict or isinstance(owner, type):
+        return (owner if type(owner) is dict else vars(owner)).get(name, _MISSING)
+    try:
+        return getattr(owner, name)
+    except (AttributeError, ValueError):  # the latter of an empty cell
+        return _MISSING
 
-    def put(self, value: Any) -> None:
-        if value is _MISSING:
-            delattr(self.owner, self.name)
+
+def _put(owner: Any, name: Any, value: Any) -> None:
+    if owner is None:
+        if name is os.environ:
+            _put_environment(value)
         else:
-            setattr(self.owner, self.name, value)
-
-
-class _ThreadLocal:
-    """All that this thread has in a ``threading.local``. Backward may run on another thread, where it is empty."""
-
-    __slots__ = ("_local",)
-
-    def __init__(self, local: threading.local):
-        self._local = local
-
-    def get(self) -> dict[str, Any]:
-        return vars(self._local).copy()
-
-    def put(self, value: dict[str, Any]) -> None:
-        own = vars(self._local)
-        own.clear()
-        own.update(value)
+            vars(name).clear()
+            vars(name).update(value)
+    elif type(owner) is dict:
+        if value is _MISSING:
+            owner.pop(name, None)
+        else:
+            owner[name] = value
+    elif value is _MISSING:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, value)
 
 
 def reads_environment(walk: Walk) -> bool:
@@ -79,42 +75,15 @@ def environment() -> dict[Any, Any]:
     return os.environ._data.copy()  # type: ignore[attr-defined]
 
 
-class _Environment:
-    """The environment variables."""
-
-    __slots__ = ()
-
-    def get(self) -> dict[Any, Any]:
-        return environment()
-
-    def put(self, value: dict[Any, Any]) -> None:
-        now = environment()
-        for key in now.keys() | value.keys():
-            if (then := value.get(key)) != now.get(key):
-                name = os.environ.decodekey(key)
-                if then is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = os.environ.decodevalue(then)
-
-
-class _Entry:
-    """An entry of a dict: a global, or an attribute."""
-
-    __slots__ = ("key", "space")
-
-    def __init__(self, space: dict[str, Any], key: str):
-        self.space = space
-        self.key = key
-
-    def get(self) -> Any:
-        return self.space.get(self.key, _MISSING)
-
-    def put(self, value: Any) -> None:
-        if value is _MISSING:
-            self.space.pop(self.key, None)
-        else:
-            self.space[self.key] = value
+def _put_environment(value: dict[Any, Any]) -> None:
+    now = environment()
+    for key in now.keys() | value.keys():
+        if (then := value.get(key)) != now.get(key):
+            name = os.environ.decodekey(key)
+            if then is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = os.environ.decodevalue(then)
 
 
 class Places:
@@ -133,13 +102,12 @@ class Places:
         inside = [value for value in found.values() if known.isdisjoint(map(id, value.modules()))]
         self.modules = [weakref.ref(value) for value in inside]
         """Those that names in the code lead to, beside the region's own."""
-        places: list[Any] = [_Attribute(cell, "cell_contents") for cell in walk.cells.values()]
-        if reads_environment(walk):
-            places.append(_Environment())
+        places: list[Place] = [(cell, "cell_contents") for cell in walk.cells.values()]
+        places += [(None, os.environ)] if reads_environment(walk) else []
         entries = dict(walk.globals)
         for value in {id(value): value for value in walk.values}.values():
             if isinstance(value, threading.local):
-                places.append(_ThreadLocal(value))
+                places.append((None, value))
             elif id(value) not in known and not is_foreign(value):
                 space = getattr(value, "__dict__", None)
                 if type(space) is dict:
@@ -152,9 +120,8 @@ class Places:
 
     def note(self, modules: Sequence[HeldModule], values: Sequence[Any]) -> None:
         """The state of the region's modules, and what is at the places, when they were found."""
-        self._kinds = [kind for _, kind, _, _ in modules]
-        self._counts = [len(attributes) for _, _, attributes, _ in modules]
-        self._names = [tuple(attributes.keys() - TORCHS_OWN) for _, _, attributes, _ in modules]
+        self._kinds = [(kind, len(attributes)) for _, kind, attributes, _ in modules]
+        self._names = [attributes.keys() - TORCHS_OWN for _, _, attributes, _ in modules]
         self._objects = [*map(_weakly, self._objects_at(values, modules))]
         pairs = zip(modules, self._names, strict=True)
         found = _tensors_in([attributes[name] for (_, _, attributes, _), names in pairs for name in names])
@@ -164,12 +131,10 @@ class Places:
 
     def values(self) -> list[Any]:
         """What is at the places now."""
-        values = [*map(dict.get, self._spaces, self._keys, repeat(_MISSING))]
-        values += [place.get() for place in self._others]
-        return values
+        return [*map(dict.get, self._spaces, self._keys, repeat(_MISSING)), *starmap(_get, self._others)]
 
-    def all(self) -> list[Any]:
-        return [*map(_Entry, self._spaces, self._keys), *self._others]
+    def all(self) -> list[Place]:
+        return [*zip(self._spaces, self._keys, strict=True), *self._others]
 
     def are_those_of(
         self, function: Callable[..., Any], modules: Sequence[HeldModule], given: Sequence[Any], values: Sequence[Any]
@@ -179,7 +144,7 @@ class Places:
         values: what is at the places now. Of modules only the classes have to be the same, and what they hold.
         """
         return (
-            [kind for _, kind, _, _ in modules] == self._kinds
+            [(kind, len(attributes)) for _, kind, attributes, _ in modules] == self._kinds
             and _are_same(self._code, _code_of(function, given))
             and _are_same(self._objects, self._objects_at(values, modules))
         )
@@ -187,8 +152,6 @@ class Places:
     def _objects_at(self, values: Sequence[Any], modules: Sequence[HeldModule]) -> list[Any]:
         """What code may be in, or more state: all at the places and in modules' attributes but numbers and tensors."""
         spaces = [attributes for _, _, attributes, _ in modules]
-        if [len(space) for space in spaces] != self._counts:
-            return [_MISSING]  # there are other attributes than when these were walked through
         pairs = zip(spaces, self._names, strict=True)
         attributes = [space.get(name, _MISSING) for space, names in pairs for name in names]
         found = [value for value in (*values, *attributes) if type(value) not in _ATOMIC]
@@ -261,10 +224,10 @@ def class_attributes_read(walk: Walk) -> list[tuple[type, str]]:
     """The attributes of classes that the code walked through may read, but for methods: the classes and the names."""
     unique = {id(value): value for value in walk.values}.values()
     places = [place for value in unique for place in _attributes_read(value, walk.names)]
-    return [*{(place.owner, place.name): None for place in places if isinstance(place.owner, type)}]
+    return [*{place: None for place in places if isinstance(place[0], type)}]
 
 
-def _attributes_read(value: Any, names: set[str]) -> Iterator[_Attribute]:
+def _attributes_read(value: Any, names: set[str]) -> Iterator[Place]:
     """What code that reads attributes called ``names`` finds of ``value`` in slots and in classes, but for methods."""
     if isinstance(value, (ModuleType, *PARTS)) or not hasattr(type(value), "__mro__"):
         return
@@ -274,9 +237,9 @@ def _attributes_read(value: Any, names: set[str]) -> Iterator[_Attribute]:
                 attribute = vars(base)[name]
                 if isinstance(attribute, MemberDescriptorType):
                     if not isinstance(value, type):
-                        yield _Attribute(value, name)
+                        yield value, name
                 elif not hasattr(attribute, "__get__"):
-                    yield _Attribute(base, name)
+                    yield base, name
 
 
 class ReachedState:
@@ -303,12 +266,12 @@ class ReachedState:
         try:
             for place, then, present in zip(places, self._values, now, strict=True):
                 if (value := _copied(then, copies)) is not present:
-                    place.put(value)
+                    _put(*place, value)
             yield
         finally:
             for place, present in zip(places, now, strict=True):
-                if place.get() is not present:
-                    place.put(present)
+                if _get(*place) is not present:
+                    _put(*place, present)
 
 
 def _copied(value: Any, copies: dict[int, Any]) -> Any:
