@@ -24,8 +24,8 @@ from torch import nn
 from recompute.engine.checkpoint.held_buffers import LearnedBuffers
 from recompute.engine.checkpoint.module_state import ModuleState
 from recompute.engine.checkpoint.reached_state import Places, ReachedState, alive
-from recompute.engine.cut.effects import is_effect_registered
 from recompute.engine.cut.ops import EFFECT, facts
+from recompute.engine.cut.reviewed_ops import is_effect_registered
 from recompute.engine.modes import SeesAllOps
 from recompute.engine.random_sources import is_random_source
 from recompute.engine.rng import RngState

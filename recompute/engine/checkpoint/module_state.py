@@ -17,8 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from recompute.engine.checkpoint.held_buffers import HeldBuffers, LearnedBuffers
 from recompute.engine.dtensors import has_layout
 from recompute.engine.parameter_memory import is_managed_elsewhere
-from recompute.engine.saved_tensors import describe, storage_of, version_of
-from recompute.engine.wrapper_tensors import inner_tensors
+from recompute.engine.saved_tensors import describe, inner_tensors, storage_of, version_of
 from recompute.errors import MutationError
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -153,16 +152,25 @@ TORCHS_OWN = frozenset(vars(nn.Module()))
 
 def _attributes_of(attributes: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     """A copy of a module's attributes, for a replay, and whether there are containers or tensors among them."""
+    has_parts = not PARTS.isdisjoint(map(type, map(attributes.get, attributes.keys() - TORCHS_OWN)))
+    return _copied(attributes, has_parts), has_parts
+
+
+def _copied(attributes: dict[str, Any], has_parts: bool) -> dict[str, Any]:
+    """A copy in which containers are copies too, so that code which adds to one does not change the copy."""
     copied = attributes.copy()
-    has_parts = not PARTS.isdisjoint(map(type, map(copied.get, copied.keys() - TORCHS_OWN)))
     # torch's own ``_parameters`` is a dict. A library may have put an object in its place that gathers weights, say. A
     # copy of that might gather them into a place of its own, so the object itself is used.
-    parameters = attributes["_parameters"]
+    parameters, modules = attributes["_parameters"], attributes["_modules"]
     copied["_parameters"] = parameters.copy() if type(parameters) in _DICTS else parameters
     copied["_buffers"] = attributes["_buffers"].copy()
-    modules = attributes["_modules"]
     copied["_modules"] = modules.copy() if modules and type(modules) is dict else modules
-    return _with_parts_copied(copied) if has_parts else copied, has_parts
+    if has_parts:
+        copies: dict[int, Any] = {}
+        for name, value in attributes.items():
+            if type(value) in PARTS and name not in TORCHS_OWN:
+                copied[name] = copy_of(value, copies)
+    return copied
 
 
 def _attributes_for_replay(
@@ -172,11 +180,8 @@ def _attributes_for_replay(
 
     are_plain: whether none of the parameters was a DTensor when the frame began.
     """
-    again = _with_parts_copied(attributes) if has_parts else attributes.copy()
+    again = _copied(attributes, has_parts)
     now, then = module._parameters, again["_parameters"]
-    again["_buffers"] = again["_buffers"].copy()
-    if type(then) in _DICTS:
-        again["_parameters"] = then.copy()
     if again["_modules"] and type(again["_modules"]) is dict:
         # Modules that forward itself has made are there, too: a run that made others would have other parameters.
         again["_modules"] = {**module._modules, **again["_modules"]}
@@ -185,16 +190,6 @@ def _attributes_for_replay(
     ):
         again["_parameters"] = now  # the library that gathers and frees them has them as they should be now
     return again
-
-
-def _with_parts_copied(attributes: dict[str, Any]) -> dict[str, Any]:
-    """A copy in which containers are copies too, so that code which adds to one does not change the copy."""
-    copied = attributes.copy()
-    copies: dict[int, Any] = {}
-    for name, value in attributes.items():
-        if type(value) in PARTS and name not in TORCHS_OWN:
-            copied[name] = copy_of(value, copies)
-    return copied
 
 
 def copy_of(part: Any, copies: dict[int, Any]) -> Any:

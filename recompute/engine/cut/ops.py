@@ -18,7 +18,7 @@ from torch import Tag, Tensor
 from torch._ops import OpOverload
 
 from recompute.engine.cut import reviewed_ops as reviewed
-from recompute.engine.cut.effects import is_effectful
+from recompute.engine.cut.reviewed_ops import is_effectful
 
 PINV = torch.ops.aten.linalg_pinv.atol_rtol_tensor
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from recompute.engine.cut.byte_limit import best_cut
+from recompute.engine.cut.best_cuts import best_cut
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.minimum_cut import Op, Value
 from recompute.engine.cut.op_policy import OpPolicy
