@@ -18,7 +18,6 @@ from recompute.attach.attachments import attach, attachments_of, deepcopy_withou
 from recompute.attach.check_effect import check_effect, has_effect
 from recompute.attach.explain import Attachment
 from recompute.attach.own_checkpointing import find_checkpointing, warn_of_checkpointing
-from recompute.attach.runners import OffloadRunner
 from recompute.attach.selection import runner_without_kernels
 from recompute.compiled.captured_region import CaptureCache
 from recompute.compiled.runner import Forward, Runner
@@ -166,8 +165,6 @@ def _decorate_function(function: Forward, policy: Policy, cache: CaptureCache) -
         return function
     statistics = RegionStatistics(name)
     runner = runner_without_kernels(statistics, None, meaning, cache)
-    if meaning.offloading is not None:
-        runner = OffloadRunner(statistics, meaning, runner)
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -184,7 +184,7 @@ class OffloadRunner(OuterRunner):
         assert meaning.offloading is not None
         self.statistics = statistics
         self.note = meaning.note
-        self.inner = None if isinstance(inner, PlainRunner) else inner
+        self.inner = inner
         self.offload_region = OffloadRegion(statistics, meaning.offloading)
         """The region that decides what leaves the device."""
 

@@ -39,71 +39,54 @@ def choose_runners(
     cache: what the modules under one policy share.
     """
     statistics = RegionStatistics(f"{path} ({type(module).__name__})" if path else type(module).__name__)
-    runners = _runners(path, module, statistics, meaning, governed, cache)
-    if meaning.offloading is None:
-        yield from runners
-        return
-    for inside, part, runner in runners:
-        yield inside, part, OffloadRunner(statistics, meaning, runner) if part is module else runner
-
-
-def _runners(
-    path: str,
-    module: nn.Module,
-    statistics: RegionStatistics,
-    meaning: Meaning,
-    governed: Collection[str],
-    cache: CaptureCache,
-) -> Iterator[tuple[str, nn.Module, Runner]]:
     if meaning.mechanism is not Mechanism.TAPE or meaning.kernels is Kernels.NEVER:
         yield path, module, runner_without_kernels(statistics, module, meaning, cache)
+        return
+    is_on_cuda = meaning.kernels is Kernels.ON_CUDA
+    kernel: KernelRunner | None
+    if is_head(module):
+        fallback = PlainRunner(statistics, "it runs as it is") if is_on_cuda else None
+        kernel = KernelHeadRunner(statistics, fallback, meaning.hold)
     else:
-        runner: Runner
-        if meaning.tapes_kernels and not is_head(module):
-            kernel = _find_named_kernel(statistics, module, _instead_of_kernel(statistics, meaning), meaning)
-            runner = TapeRunner(statistics, meaning, cache, kernel)
-        else:
-            tape = TapeRunner(statistics, meaning, cache)
-            fallback = tape if meaning.kernels is Kernels.ON_CUDA else None
-            kernel = _find_named_kernel(statistics, module, fallback, meaning)
-            if kernel is not None and kernel.wants_tape:
-                kernel.fall_back_on(_instead_of_kernel(statistics, meaning))
-                runner = TapeRunner(statistics, meaning, cache, kernel)
-            else:
-                if kernel is not None:
-                    kernel.compiled_region = compiled_region(op_policy(meaning), compresses=meaning.compresses)
-                runner = kernel or tape
-        yield path, module, runner
-        if kernel is None:
-            yield from _kernels_inside(path, module, meaning, governed)
+        kernel = _kernel_of(module, statistics, meaning)
+    if kernel is None or kernel.wants_tape or (meaning.tapes_kernels and not is_head(module)):
+        runner: Runner = TapeRunner(statistics, meaning, cache, kernel)
+    else:
+        if is_on_cuda and not is_head(module):
+            kernel.fall_back_on(TapeRunner(statistics, meaning, cache))
+        kernel.compiled_region = compiled_region(op_policy(meaning), compresses=meaning.compresses)
+        runner = kernel
+    yield path, module, offloaded(runner, meaning)
+    if kernel is None:
+        yield from _kernels_inside(path, module, meaning, governed)
 
 
 def runner_without_kernels(
     statistics: RegionStatistics, module: nn.Module | None, meaning: Meaning, cache: CaptureCache
 ) -> Runner:
-    """What runs a module, or a decorated function, under a rule, but for what offloads. module: None of a function."""
+    """What runs a module, or a decorated function, under a rule without kernels. module: None of a function."""
     if meaning.mechanism is Mechanism.CHECKPOINT:
-        return CheckpointRunner(statistics, module, meaning, cache)
+        return offloaded(CheckpointRunner(statistics, module, meaning, cache), meaning)
     if meaning.mechanism is Mechanism.TAPE:
-        return TapeRunner(statistics, meaning, cache)
-    return KeepRunner(statistics, meaning) if meaning.offloading is None else PlainRunner(statistics)
+        return offloaded(TapeRunner(statistics, meaning, cache), meaning)
+    return KeepRunner(statistics, meaning) if meaning.offloading is None else OffloadRunner(statistics, meaning, None)
 
 
-def _find_named_kernel(
-    statistics: RegionStatistics, module: nn.Module, fallback: Runner | None, meaning: Meaning
+def offloaded(runner: Runner, meaning: Meaning) -> Runner:
+    """``runner``; if the rule offloads, with what it holds taken off the device."""
+    return runner if meaning.offloading is None else OffloadRunner(runner.statistics, meaning, runner)
+
+
+def _kernel_of(
+    module: nn.Module, statistics: RegionStatistics, meaning: Meaning, *, written_out: bool = True
 ) -> KernelRunner | None:
-    """The kernels for a module that a rule itself names. If that is a Linear, it is a head."""
-    if is_head(module):
-        return KernelHeadRunner(statistics, fallback and PlainRunner(statistics, "it runs as it is"), meaning.hold)
-    kernel = find_kernel(statistics, module, fallback, in_tiles=meaning.tile is not None)
+    """The kernels for a module. Where the rule wants them on CUDA alone, it runs as it is elsewhere."""
+    fallback = PlainRunner(statistics) if meaning.kernels is Kernels.ON_CUDA else None
+    in_tiles = meaning.tile is not None
+    kernel = find_kernel(statistics, module, fallback, written_out=written_out, in_tiles=in_tiles)
     if kernel is not None:
         kernel.configure(compresses=meaning.compresses, tile=meaning.tile)
     return kernel
-
-
-def _instead_of_kernel(statistics: RegionStatistics, meaning: Meaning) -> PlainRunner | None:
-    """The runner for other devices than CUDA; None if the kernel runs there, too."""
-    return PlainRunner(statistics) if meaning.kernels is Kernels.ON_CUDA else None
 
 
 def _kernels_inside(
@@ -117,10 +100,7 @@ def _kernels_inside(
         if child_path in governed or is_decorated(child):
             continue
         statistics = RegionStatistics(f"{child_path} ({type(child).__name__})")
-        fallback, in_tiles = _instead_of_kernel(statistics, meaning), meaning.tile is not None
-        kernel = find_kernel(statistics, child, fallback, written_out=written_out, in_tiles=in_tiles)
-        if kernel is None:
+        if (kernel := _kernel_of(child, statistics, meaning, written_out=written_out)) is None:
             yield from _kernels_inside(child_path, child, meaning, governed)
         else:
-            kernel.configure(compresses=meaning.compresses, tile=meaning.tile)
             yield child_path, child, kernel
