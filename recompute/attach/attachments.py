@@ -102,8 +102,8 @@ def attach(attachments: list[Attachment]) -> None:
             module.__dict__[RUNNER] = attachment.runner
             if "forward" in vars(module):
                 module.__dict__["forward"] = wrap_forward(vars(module)["forward"], module, attachment.runner)
-            if _calls_a_runner(type(module)):
-                continue
+            if any("_recompute_base" in vars(base) for base in type(module).__mro__):
+                continue  # a policy, removed since, has left its class under one put over it, as ``fully_shard`` does
             try:
                 module.__class__ = _policed(type(module))
             except TypeError as error:
@@ -144,11 +144,6 @@ def detach_all(model: nn.Module) -> Callable[[], None]:
             module.__class__ = cls
 
     return put_back
-
-
-def _calls_a_runner(cls: type[nn.Module]) -> bool:
-    """Whether a policy has left its class under one that was put over it, as ``fully_shard`` does, and is removed."""
-    return any("_recompute_base" in vars(base) for base in cls.__mro__)
 
 
 def _is_bare_root(attachment: Attachment) -> bool:

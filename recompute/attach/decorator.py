@@ -143,12 +143,8 @@ def _attach_decorated(module: nn.Module, cls: type[nn.Module], policy: Policy, c
     vars(module)[RUNNER] = _Decorated(cls, runner, attachments)
 
 
-def _function_name(function: Callable[..., Any]) -> str:
-    return getattr(function, "__name__", type(function).__name__)
-
-
 def _decorate_function(function: Forward, policy: Policy, cache: CaptureCache) -> Forward:
-    name = _function_name(function)
+    name = getattr(function, "__name__", type(function).__name__)
     if any(is_kind(function) for is_kind in (isgeneratorfunction, iscoroutinefunction, isasyncgenfunction)):
         raise UnsupportedError(f"{name} is a generator or a coroutine: what it runs cannot be run again as one piece")
     entries = [ModuleEntry("", name, is_block=True)]

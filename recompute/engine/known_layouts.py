@@ -46,7 +46,8 @@ class KnownLayouts:
         """What ``run``, which runs ``op`` on these arguments in the mode, returns or has returned."""
         number = id(op)
         if number not in self._known:
-            self._known[number] = {} if _depends_on_layouts(op) else None
+            depends_on_layouts = op.namespace == "aten" and not any(tag in op.tags for tag in _NEVER)
+            self._known[number] = {} if depends_on_layouts else None
         known = self._known[number]
         if known is None:
             return run()
@@ -100,10 +101,6 @@ class KnownLayouts:
         torch._C._set_throw_on_mutable_data_ptr(fake)
         vars(fake).update(layout.attributes)
         return fake
-
-
-def _depends_on_layouts(op: Any) -> bool:
-    return op.namespace == "aten" and not any(tag in op.tags for tag in _NEVER)
 
 
 def _layouts(output: Any, tensors: list[FakeTensor], writes: bool) -> Any:

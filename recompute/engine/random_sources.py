@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pickle
 import random
-from collections.abc import Callable, Collection, Iterable
-from types import BuiltinMethodType, MethodType, ModuleType
+from collections.abc import Callable
+from types import BuiltinMethodType, MethodType
 from typing import Any
 
 import numpy as np
@@ -99,12 +99,6 @@ GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.G
 GLOBALS: tuple[Any, ...] = (random._inst, np.random.mtrand._rand)
 """What the functions of Python's ``random`` and of ``numpy.random`` draw from. To read both takes 50 us."""
 CPU = CpuSource(torch.default_generator)
-_GLOBAL_MODULES = ("random", "numpy.random")
-
-
-def draws_globally(names: Collection[str], values: Iterable[Any]) -> bool:
-    """Whether code may draw from ``GLOBALS``. names: those in it; values: what they lead to."""
-    return "random" in names or any(type(v) is ModuleType and v.__name__ in _GLOBAL_MODULES for v in values)
 
 
 def source_of(value: Any) -> RandomSource | None:

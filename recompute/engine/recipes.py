@@ -6,7 +6,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -346,14 +346,10 @@ class OpRecipe(Recipe):
     def _run(self) -> Sequence[Tensor]:
         args, kwargs = fetch(self._call.args), fetch(self._call.kwargs)
         if are_modes_hidden():
-            with self._undrawn(), shown_to_modes():  # let modes see it that count, say; their result is not used
+            # Let modes see it that count, say. Their result is not used, and generators are where they were afterwards.
+            with nullcontext() if is_fake() else RngState().replayed(), shown_to_modes():
                 self._run_on(list(args), dict(kwargs))
         return self._run_on(args, kwargs)
-
-    @staticmethod
-    def _undrawn() -> AbstractContextManager[None]:
-        """The span after which random generators are where they were."""
-        return nullcontext() if is_fake() else RngState().replayed()
 
     def _run_on(self, args: list[Any], kwargs: dict[str, Any]) -> Sequence[Tensor]:
         if self._call.writes is None:

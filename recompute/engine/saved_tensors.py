@@ -243,8 +243,10 @@ def is_inside_checkpoint() -> bool:
 def checked(tensor: Tensor, version: int, name: str) -> Tensor:
     """``tensor``, unless it has been modified in place since it was at ``version``."""
     if version_of(tensor) != version:
+        node = torch._C._current_autograd_node()
+        reader = "backward" if node is None else node.name()
         raise MutationError(
-            f"in {name}: a {describe(tensor)} that {_current_node()} needs has been modified in place since it was "
+            f"in {name}: a {describe(tensor)} that {reader} needs has been modified in place since it was "
             f"saved: it is at version {version_of(tensor)}, expected version {version}. Replace the in-place "
             "operation, or let it modify a clone."
         )
@@ -323,8 +325,3 @@ def nbytes_held(tensor: Tensor) -> int:
 
 def describe(tensor: Tensor) -> str:
     return f"tensor of shape {tuple(tensor.shape)} and dtype {tensor.dtype}"
-
-
-def _current_node() -> str:
-    node = torch._C._current_autograd_node()
-    return "backward" if node is None else node.name()

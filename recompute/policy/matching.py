@@ -172,8 +172,10 @@ def _why_unmatched(rule: Rule, modules: Sequence[ModuleEntry], assignment: Mappi
     selector = _Selector(rule)
     by_path = [module for module in modules if selector.has_path(module)]
     if not by_path:
-        candidates = _distinct_up_to_numbers(module.path for module in modules)
-        return f"match {_quoted(rule.match)} is the path of no module{_nearest(rule.match, candidates)}"
+        first: dict[str, str] = {}  # of paths that differ in numbers only, as those of layers do
+        for module in modules:
+            first.setdefault(re.sub(r"\d+", "0", module.path), module.path)
+        return f"match {_quoted(rule.match)} is the path of no module{_nearest(rule.match, first.values())}"
     if not any(map(selector.has_type, modules)):
         if rule.type == (BLOCK,):
             return (
@@ -210,14 +212,6 @@ def _why_unmatched(rule: Rule, modules: Sequence[ModuleEntry], assignment: Mappi
 def _quoted(names: Sequence[str]) -> str:
     shown = [repr(name) for name in names[:5]] + ["..."] * (len(names) > 5)
     return " or ".join(shown)
-
-
-def _distinct_up_to_numbers(paths: Iterable[str]) -> Iterable[str]:
-    """Of paths that differ in numbers only, as those of layers do, the first."""
-    first: dict[str, str] = {}
-    for path in paths:
-        first.setdefault(re.sub(r"\d+", "0", path), path)
-    return first.values()
 
 
 def _nearest(globs: Sequence[str], candidates: Iterable[str]) -> str:

@@ -98,11 +98,6 @@ class LearnedFacts:
         is_known = self.generators is not None and not is_effect_registered()
         return _NOTHING if rng is None or is_known else _OpWatcher(self, rng, name)
 
-    def note_generators(self, rng: RngState) -> None:
-        """A frame has ended. If it was the first, remember its generators."""
-        if self.generators is None:
-            self.generators = rng.extra()
-
 
 class _OpWatcher(SeesAllOps):
     """Sees the ops of a frame: nothing else tells which random generators they draw from, and which have effects."""

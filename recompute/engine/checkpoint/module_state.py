@@ -197,7 +197,8 @@ def copy_of(part: Any, copies: dict[int, Any]) -> Any:
     if (known := copies.get(id(part))) is not None:
         return known
     if type(part) is Tensor:
-        copies[id(part)] = alias = _without_graph(part)
+        # Without its graph. Else the graph of an auxiliary loss, say, would be held from step to step.
+        copies[id(part)] = alias = part.detach().requires_grad_(part.requires_grad)
         return alias
     copied = copies[id(part)] = part.copy()
     if not isinstance(part, set) and not PARTS.isdisjoint(map(type, part.values() if isinstance(part, dict) else part)):
@@ -205,11 +206,6 @@ def copy_of(part: Any, copies: dict[int, Any]) -> Any:
             if type(item) in PARTS:
                 copied[key] = copy_of(item, copies)
     return copied
-
-
-def _without_graph(tensor: Tensor) -> Tensor:
-    """The tensor without its graph. Else the graph of an auxiliary loss, say, would be held from step to step."""
-    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 _set = object.__setattr__  # the module's own would first look at what kind of value it is

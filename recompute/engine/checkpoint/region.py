@@ -63,6 +63,7 @@ StateHook = tuple[Callable[[], Any], Callable[[Any], AbstractContextManager[Any]
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 _strided = torch.strided
+_transforms = torch._C._functorch.peek_interpreter_stack
 
 
 class CheckpointRegion:
@@ -237,7 +238,8 @@ class CheckpointFrame(Scope, Recipe):
             parameter = None if key is None else parameters.get((key, tensor.storage_offset()))
             handle.keep(self._kept(tensor, handle.version, parameter, bool(changed or effect)))
         if self._rng is not None:
-            self._region.learned.note_generators(self._rng)
+            if self._region.learned.generators is None:  # this frame was the first
+                self._region.learned.generators = self._rng.extra()
             self._rng = self._rng.drawn()
         if changed is not None or effect:
             self._give_up(changed, sum(saved.values()))
@@ -320,7 +322,8 @@ class CheckpointFrame(Scope, Recipe):
 
     def _run(self, replay: Replay, names: AbstractContextManager[Any] = _NOTHING) -> None:
         with (
-            _without_transforms(),
+            # No transform of torch.func is at work: a batched backward still needs one plain forward.
+            _NOTHING if _transforms() is None else temporarily_clear_interpreter_stack(),
             self._state.replayed(self.statistics.name),
             self._reached.replayed(),
             # Put back all generators afterwards. One that forward left where it was may move now: torch.manual_seed(0).
@@ -340,13 +343,6 @@ class CheckpointFrame(Scope, Recipe):
                 except (ReplayComplete, RuntimeError):  # TorchScript makes a RuntimeError of it
                     if not replay.is_done:
                         raise
-
-
-def _without_transforms() -> AbstractContextManager[Any]:
-    """The span in which no transform of ``torch.func`` is at work: a batched backward still needs one plain forward."""
-    if torch._C._functorch.peek_interpreter_stack() is None:
-        return _NOTHING
-    return temporarily_clear_interpreter_stack()
 
 
 class _SubstituteValue(torch.autograd.Function):

@@ -309,10 +309,6 @@ def _condition(op: OpOverload, space: str, base: str) -> _Condition | None:
     return _CONDITIONS.get(base.removesuffix("_")) if space == "aten" else None
 
 
-def _indexes_by_number(argument: Callable[[str], Any]) -> bool:
-    return all(index is None or index.dtype not in (torch.bool, torch.uint8) for index in argument("indices"))
-
-
 def _scans_in_order(argument: Callable[[str], Any]) -> bool:
     tensor = argument("self")
     dtype = argument("dtype") or tensor.dtype
@@ -326,20 +322,17 @@ def _convolves_in_order(argument: Callable[[str], Any]) -> bool:
     return torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
 
 
-def _leaves_statistics(argument: Callable[[str], Any]) -> bool:
-    return not argument("training") or argument("running_mean") is None
-
-
-def _is_waited_for(argument: Callable[[str], Any]) -> bool:
-    return not argument("non_blocking")
-
-
+_MASKS = (torch.bool, torch.uint8)
 _CONDITIONS = {
-    "index": _Condition(_indexes_by_number, DATA_DEPENDENT),
+    "index": _Condition(lambda of: all(i is None or i.dtype not in _MASKS for i in of("indices")), DATA_DEPENDENT),
     **dict.fromkeys(reviewed.SCANS, _Condition(_scans_in_order, DIFFERS)),
     "convolution": _Condition(_convolves_in_order, DIFFERS),
-    **dict.fromkeys(reviewed.STATEFUL_NORMS, _Condition(_leaves_statistics, STATISTICS)),
-    **dict.fromkeys(("_to_copy", "copy"), _Condition(_is_waited_for, "a copy that is not waited for")),
+    **dict.fromkeys(
+        reviewed.STATEFUL_NORMS, _Condition(lambda of: not of("training") or of("running_mean") is None, STATISTICS)
+    ),
+    **dict.fromkeys(
+        ("_to_copy", "copy"), _Condition(lambda of: not of("non_blocking"), "a copy that is not waited for")
+    ),
 }
 
 FLOPS = 4e14
