@@ -66,6 +66,12 @@ def apply(
     Raises ``PolicyError`` for a bad policy, ``NoEffectError`` for one that governs nothing, ``AlreadyAppliedError``
     where a module is already under one, ``UnsupportedError`` where a module cannot be put under one. Warns with
     ``PolicyWarning`` of rules without effect, and of checkpointing that leaves the policy nothing to choose.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 8))
+    >>> with recompute.apply(model, {"rules": [{"match": "1", "action": "recompute"}]}) as handle:
+    ...     model(torch.ones(2, 8)).sum().backward()
+    >>> handle.stats().dropped_nbytes
+    64
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"recompute.apply takes a torch.nn.Module, got {type(model).__name__}")

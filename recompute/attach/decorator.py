@@ -63,6 +63,11 @@ def recompute(target: Any = None, *, policy: PolicyLike | None = None, state_hoo
     instances that have run. That of a module is what ``apply`` returns.
 
     Raises ``PolicyError``, ``NoEffectError``, ``AlreadyAppliedError`` and ``UnsupportedError`` as ``apply`` does.
+
+    >>> @recompute.recompute
+    ... def block(x):
+    ...     return x.exp().sin()
+    >>> block(torch.zeros(2, requires_grad=True)).sum().backward()
     """
     if target is None:
         return functools.partial(recompute, policy=policy, state_hooks=state_hooks)

@@ -30,6 +30,9 @@ def keep(tensor: Tensor, name: str | None = None) -> Tensor:
     returns ``tensor``. Outside of every region it does nothing.
 
     name: pin it only where the rule that governs the module lists this name in its ``keep``.
+
+    >>> recompute.keep(torch.ones(2), "router_logits")
+    tensor([1., 1.])
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"recompute.keep takes a tensor, got {type(tensor).__name__}")

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from recompute.engine.cut.layout import Layout
-from recompute.engine.dtensors import are_sharded, local_of
+from recompute.engine.dtensors import local_of
 from recompute.engine.modes import count_dispatch_modes, count_function_modes, has_foreign_modes, hidden_from_modes
 from recompute.engine.parameter_memory import may_hold_memory
+from recompute.engine.wrapper_tensors import inner_tensors
 from recompute.errors import MutationError
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -298,29 +298,6 @@ def storage_key(tensor: Tensor) -> StorageKey:
         if inner := inner_tensors(tensor):
             return tuple([storage_key(each) for each in inner])
     return tensor.untyped_storage()._cdata
-
-
-def inner_tensors(tensor: Tensor) -> list[Tensor]:
-    """The tensors that a wrapper holds, also in wrappers inside of it; none of any other tensor, nor of a DTensor.
-
-    Quantized weights are wrappers, say. A wrapper has no memory of its own, and ``detach`` makes another one around the
-    same tensors: two are the same if they hold the same.
-    """
-    kind: Any = type(tensor)
-    if kind is Tensor or kind is nn.Parameter or kind.__torch_dispatch__ is Tensor.__torch_dispatch__:
-        return []
-    if issubclass(kind, FakeTensor) or are_sharded((kind,)) or tensor.data_ptr():
-        return []
-    if hasattr(kind, "__tensor_flatten__"):
-        held: list[Any] = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]  # type: ignore[attr-defined]
-    else:
-        held = [value for value in vars(tensor).values() if isinstance(value, Tensor)]
-    return [inner for each in held for inner in inner_tensors(each) or (each,)]
-
-
-def nbytes_held(tensor: Tensor) -> int:
-    """The bytes of the storages of a tensor, or of those that it wraps."""
-    return sum(each.untyped_storage().nbytes() for each in inner_tensors(tensor) or (tensor,))
 
 
 def describe(tensor: Tensor) -> str:

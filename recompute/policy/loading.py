@@ -18,6 +18,9 @@ def load_policy(source: str | os.PathLike[str] | Mapping[str, object] | Policy) 
 
     Raises ``PolicyError``: with file, line and key for what is wrong in a file, and with the presets' names
     where ``source`` is neither a preset nor an existing file.
+
+    >>> recompute.load_policy("full").rules[0].action
+    'checkpoint'
     """
     if isinstance(source, Policy):
         return source

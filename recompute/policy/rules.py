@@ -256,6 +256,9 @@ class Rule(BaseModel):
 
     At least one of match, type and layers is needed, and no family may be in both rerun and keep. One string or
     number stands for a list of one. Raises ``PolicyError``.
+
+    >>> recompute.Rule(type="block", action="checkpoint", keep="attention").keep
+    ('attention',)
     """
 
     model_config = _STRICT
@@ -351,6 +354,9 @@ class Policy(BaseModel):
     rules: at least one, or the word "none" for no rules, since an empty list is a mistake more often than a wish.
 
     Equality is by value, and a policy is hashable. Raises ``PolicyError``.
+
+    >>> recompute.Policy(rules=[recompute.Rule(match="**.mlp", action="offload")]).rules[0].action
+    'offload'
     """
 
     model_config = _STRICT

@@ -23,7 +23,6 @@ from recompute.engine.saved_tensors import (
     KeptTensor,
     PackedByOuterHook,
     describe,
-    inner_tensors,
     laid_out,
     pack_through,
     storage_key,
@@ -31,6 +30,7 @@ from recompute.engine.saved_tensors import (
     version_of,
 )
 from recompute.engine.tape.exposed_memory import is_shared
+from recompute.engine.wrapper_tensors import inner_tensors
 from recompute.errors import MutationError
 
 

@@ -17,7 +17,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from recompute.engine.checkpoint.held_buffers import HeldBuffers, LearnedBuffers
 from recompute.engine.dtensors import has_layout
 from recompute.engine.parameter_memory import is_managed_elsewhere
-from recompute.engine.saved_tensors import describe, inner_tensors, storage_of, version_of
+from recompute.engine.saved_tensors import describe, storage_of, version_of
+from recompute.engine.wrapper_tensors import inner_tensors
 from recompute.errors import MutationError
 
 _NOTHING: AbstractContextManager[None] = nullcontext()

@@ -46,8 +46,6 @@ from recompute.engine.saved_tensors import (
     PackedTensor,
     ParameterReference,
     StorageKey,
-    inner_tensors,
-    nbytes_held,
     pack_through,
     storage_key,
     top_hooks,
@@ -56,6 +54,7 @@ from recompute.engine.saved_tensors import (
 from recompute.engine.scopes import Scope, let_transforms_in
 from recompute.engine.tape.recorder import TapeRegion
 from recompute.engine.thread_state import is_fake
+from recompute.engine.wrapper_tensors import inner_tensors, nbytes_held
 from recompute.errors import RegenerationError, warn
 
 StateHook = tuple[Callable[[], Any], Callable[[Any], AbstractContextManager[Any]]]
