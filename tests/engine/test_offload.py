@@ -348,7 +348,7 @@ def test_memory_is_released_by_reference_count() -> None:
         assert sum(isinstance(each, OffloadedStorage) for each in gc.get_objects()) == 2 * LAYERS
         del loss
         assert not any(isinstance(each, OffloadedStorage) for each in gc.get_objects())
-        assert not offload._copies._known
+        assert not offload._copies
     finally:
         gc.enable()
 
@@ -380,7 +380,7 @@ def test_more_than_the_rule_allows_is_refused_and_the_model_goes_on_without_it()
     handle.remove()
     plain = copy.deepcopy(model)
     assert_same(outcome(model, batch()), outcome(plain, batch()))
-    assert not offload._copies._known
+    assert not offload._copies
 
 
 def test_the_default_limit_is_a_share_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -520,7 +520,7 @@ def test_an_error_in_forward_leaves_nothing_behind() -> None:
     recompute.apply(model, rules("inside"))
     with pytest.raises(Boom):
         model(tokens())
-    assert not offload._copies._known
+    assert not offload._copies
     for each in (model, plain):
         each.inside.fails = False  # type: ignore[union-attr]
     x = tokens()

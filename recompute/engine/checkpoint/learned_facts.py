@@ -3,13 +3,6 @@
 Finding out what a region's code draws from and what it changes costs too much to be done in each frame. So the first
 frame is watched, and later frames rely on what it found. If something turns out otherwise they notice it, by versions
 and by comparing states, and learn anew.
-
-Other parts of the package learn in a first run, too. They do not use this class, for these reasons:
-
-- A tape needs nothing to be known before a frame begins. It follows the plan of a frame that began alike
-  (``TapeRegion.plan_cache``), compares each step with it, and deoptimizes at the first one that differs.
-- AOTAutograd traces a region twice and tells only the first time what autograd saves (``compiled.partitioner``). What
-  is learned there is found again by the ops that were traced, and belongs to no region.
 """
 
 from __future__ import annotations
@@ -28,6 +21,7 @@ from recompute.engine.cut.ops import EFFECT, facts
 from recompute.engine.cut.reviewed_ops import is_effect_registered
 from recompute.engine.modes import SeesAllOps
 from recompute.engine.random_sources import is_random_source
+from recompute.engine.reachable_objects import Walk
 from recompute.engine.rng import RngState
 from recompute.engine.tape.autocast import run_as_called
 from recompute.engine.tape.op_arguments import generators_of
@@ -60,32 +54,27 @@ class LearnedFacts:
         modules: those it runs. given: what it may call, run or draw from among its arguments.
         """
         roots = [*modules, *[value for value in given if isinstance(value, nn.Module)]]
-        places = self._places
-        state = ModuleState([*roots, *alive(places.modules)] if places and places.modules else roots, self.buffers)
-        values = None if places is None else places.values()
-        if places is None or values is None or not places.are_those_of(function, state.held, given, values):
-            places, values, state = self._walk(function, roots, given, state if places is None else None)
+        places = self._places or self._find(function, roots, given)
+        state, values = ModuleState([*roots, *alive(places.modules)], self.buffers), places.values()
+        if places is self._places and not places.are_those_of(function, state.held, given, values):
+            places = self._find(function, roots, given)
+            state, values = ModuleState([*roots, *alive(places.modules)], self.buffers), places.values()
+        if places is not self._places:
+            places.note(state.held, values)
+            self._places = places  # at last, as other threads may look at it
         reached = ReachedState(places, values)
         state.watch([*reached.tensors, *alive(places.tensors)] if places.tensors else reached.tensors)
         return state, reached
 
-    def _walk(
-        self, function: Callable[..., Any], roots: Sequence[nn.Module], given: Sequence[Any], state: ModuleState | None
-    ) -> tuple[Places, list[Any], ModuleState]:
-        """Find the places anew. state: that of ``roots``, if it is known."""
-        state = state or ModuleState(roots, self.buffers)
-        places = Places(function, state.modules(), given)
-        self.is_scripted = any(isinstance(value, torch.jit.ScriptModule) for value in places.reached)
-        self.found = [*{id(value): value for value in places.reached if is_random_source(value)}.values()]
+    def _find(self, function: Callable[..., Any], roots: Sequence[nn.Module], given: Sequence[Any]) -> Places:
+        """The places, found anew, and what else a walk through the code tells."""
+        own = [m for root in roots for m in root.modules() if not isinstance(m, torch.jit.ScriptModule)]
+        walk = Walk((function, *own, *given))
+        self.is_scripted = any(isinstance(value, torch.jit.ScriptModule) for value in walk.values)
+        self.found = [*{id(value): value for value in walk.values if is_random_source(value)}.values()]
         self.generators = None
-        self.buffers.may_change_unseen |= places.names_batch_norm
-        if places.modules:
-            state = ModuleState([*roots, *alive(places.modules)], self.buffers)
-        values = places.values()
-        places.note(state.held, values)
-        del places.reached
-        self._places = places  # at last, as other threads may look at it
-        return places, values, state
+        self.buffers.may_change_unseen |= any("batch_norm" in name or "instance_norm" in name for name in walk.names)
+        return Places(walk, function, own, given)
 
     def watching(self, rng: RngState | None, name: str) -> AbstractContextManager[Any]:
         """A context for a frame. In the first one it notes the generators of ops, and ops that have effects.

@@ -58,7 +58,9 @@ class ModuleState:
                     seen.add(child)
                     modules.append(child)
             if not isinstance(module, _ScriptModule):  # its attributes are not kept in Python
-                attributes, has_parts = _attributes_of(module.__dict__)
+                own = module.__dict__
+                has_parts = not PARTS.isdisjoint(map(type, map(own.get, own.keys() - TORCHS_OWN)))
+                attributes = _copied(own, has_parts)
                 self.held.append((module, type(module), attributes, has_parts))
                 if has_parts:
                     loose += [value for value in attributes.values() if type(value) is Tensor]
@@ -134,13 +136,12 @@ class ModuleState:
                     tensor.requires_grad_(requires_grad)
             present = [(module, type(module), module.__dict__) for module in self.modules()]
             stack.callback(_swap_attributes, present)
-            plain = self._are_plain
-            _swap_attributes(
-                [
-                    (module, kind, _attributes_for_replay(module, then, parts, plain))
-                    for module, kind, then, parts in self.held
-                ]
-            )
+            again = [(module, kind, _copied(then, has_parts)) for module, kind, then, has_parts in self.held]
+            for module, _, attributes in again:
+                are_plain = self._are_plain and _PLAIN.issuperset(map(type, module._parameters.values()))
+                if not are_plain or attributes["_modules"]:
+                    _take_present_parts(attributes, module, are_plain)
+            _swap_attributes(again)
             yield
 
 
@@ -151,14 +152,11 @@ TORCHS_OWN = frozenset(vars(nn.Module()))
 """The attributes that every module has: training flags, hooks, and the dicts of its parts."""
 
 
-def _attributes_of(attributes: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-    """A copy of a module's attributes, for a replay, and whether there are containers or tensors among them."""
-    has_parts = not PARTS.isdisjoint(map(type, map(attributes.get, attributes.keys() - TORCHS_OWN)))
-    return _copied(attributes, has_parts), has_parts
-
-
 def _copied(attributes: dict[str, Any], has_parts: bool) -> dict[str, Any]:
-    """A copy in which containers are copies too, so that code which adds to one does not change the copy."""
+    """A copy of a module's attributes, in which containers are copies too: code may add to one.
+
+    has_parts: whether there are containers or tensors among them.
+    """
     copied = attributes.copy()
     # torch's own ``_parameters`` is a dict. A library may have put an object in its place that gathers weights, say. A
     # copy of that might gather them into a place of its own, so the object itself is used.
@@ -174,23 +172,14 @@ def _copied(attributes: dict[str, Any], has_parts: bool) -> dict[str, Any]:
     return copied
 
 
-def _attributes_for_replay(
-    module: nn.Module, attributes: dict[str, Any], has_parts: bool, are_plain: bool
-) -> dict[str, Any]:
-    """Another copy of what ``_attributes_of`` gave. A replay may change it, and the next one finds the same again.
-
-    are_plain: whether none of the parameters was a DTensor when the frame began.
-    """
-    again = _copied(attributes, has_parts)
-    now, then = module._parameters, again["_parameters"]
+def _take_present_parts(again: dict[str, Any], module: nn.Module, are_plain: bool) -> None:
+    """Put what has to be there now into a copy of a module's attributes. are_plain: no parameter can be a DTensor."""
     if again["_modules"] and type(again["_modules"]) is dict:
         # Modules that forward itself has made are there, too: a run that made others would have other parameters.
         again["_modules"] = {**module._modules, **again["_modules"]}
-    if not (are_plain and _PLAIN.issuperset(map(type, now.values()))) and any(
-        has_layout(each) for each in (*now.values(), *then.values()) if each is not None
-    ):
+    now, then = module._parameters, again["_parameters"]
+    if not are_plain and any(has_layout(each) for each in (*now.values(), *then.values()) if each is not None):
         again["_parameters"] = now  # the library that gathers and frees them has them as they should be now
-    return again
 
 
 def copy_of(part: Any, copies: dict[int, Any]) -> Any:

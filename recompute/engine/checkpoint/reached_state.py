@@ -89,12 +89,12 @@ def _put_environment(value: dict[Any, Any]) -> None:
 class Places:
     """The places that a region's code reads, as one of its frames has found them."""
 
-    def __init__(self, function: Callable[..., Any], own: Sequence[nn.Module], given: Sequence[Any]):
-        """function: what the region runs. own: modules whose state is noted elsewhere. given: arguments to look at."""
-        walk = Walk((function, *own, *given))
-        self.reached = walk.values
+    def __init__(self, walk: Walk, function: Callable[..., Any], own: Sequence[nn.Module], given: Sequence[Any]):
+        """walk: through ``function``, which the region runs, and ``given``, arguments to look at.
+
+        own: modules whose state is noted elsewhere.
+        """
         self._defaults = [*map(weakref.ref, walk.defaults)]
-        self.names_batch_norm = any("batch_norm" in name or "instance_norm" in name for name in walk.names)
         self._code = [*map(_weakly, _code_of(function, given))]
         known = set(map(id, own))
         found = {id(value): value for value in walk.values if isinstance(value, nn.Module) and id(value) not in known}

@@ -164,15 +164,15 @@ class OffloadFrame(Scope):
             return None
         if storage._cdata in self._stays:
             return None
-        copy = _copies.find(storage, version_of(tensor))
-        if copy is None:
+        copy = _copies.get(storage._cdata)
+        if copy is None or copy.version != version_of(tensor):
             travels, nbytes = self._travels(storage.nbytes()), storage.nbytes()
             self._count(nbytes, travels=travels)
             if not travels:
                 self._stays[storage._cdata] = StorageWeakRef(storage)
                 return None
             copy = OffloadedStorage(tensor, self._region, self._statistics, self._group)
-            _copies.add(copy)
+            _copies[copy.source.cdata] = copy
             self._copies.append(weakref.ref(copy))
             if is_late:
                 self._late.append(weakref.ref(copy))
@@ -321,29 +321,11 @@ class OffloadedStorage(Recipe):
         self._forget()
 
 
-class _Copies:
-    """What has been offloaded and may be needed, by the storage that it was copied from (invariant 3)."""
+_copies: weakref.WeakValueDictionary[int, OffloadedStorage] = weakref.WeakValueDictionary()
+"""What has been offloaded and may be needed, by the storage that it was copied from.
 
-    def __init__(self) -> None:
-        self._known: dict[int, weakref.ref[OffloadedStorage]] = {}
-
-    def add(self, copy: OffloadedStorage) -> None:
-        key = copy.source.cdata
-
-        def forget(reference: weakref.ref[OffloadedStorage]) -> None:
-            if self._known.get(key) is reference:
-                del self._known[key]
-
-        self._known[key] = weakref.ref(copy, forget)
-
-    def find(self, storage: torch.UntypedStorage, version: int) -> OffloadedStorage | None:
-        """The copy of what a storage holds now."""
-        reference = self._known.get(storage._cdata)  # nobody else's address, as the copy holds a weak reference
-        copy = None if reference is None else reference()
-        return copy if copy is not None and copy.version == version else None
-
-
-_copies = _Copies()
+An address is nobody else's as long as it is here, because the copy holds a weak reference (invariant 3).
+"""
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
