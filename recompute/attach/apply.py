@@ -50,8 +50,8 @@ def apply(
 
     policy: a ``Policy``, a mapping, the path of a policy file, or the name of a preset. The default changes no bit of
         any gradient.
-    strict: whether to refuse a policy that governs no module of ``model`` at all. A policy in which no rule drops or
-        offloads anything (only ``keep``, or no rules) is never refused.
+    strict: whether to refuse a policy that governs no module of ``model`` at all. A policy without a rule that
+        drops or offloads anything (only ``keep``, or no rules) is never refused.
     replace: whether to take off what policies there are on ``model`` and on modules inside, as when a notebook's cell
         runs again. A decorator of a class stays, and is refused.
     replace_checkpointing: whether to turn off the model's own checkpointing, of transformers, diffusers, timm or
@@ -96,7 +96,7 @@ def put_on(
     decorated: bool = False,
     state_hooks: Sequence[StateHook] = (),
 ) -> AppliedPolicy:
-    """What ``apply`` does. decorated: whether the decorator does it, to which ``model`` is one block."""
+    """What ``apply`` does. decorated: whether the decorator does it: then ``model`` is one block."""
     model = uncompiled(model)
     cache = CaptureCache(checked_hooks(state_hooks))
     with ExitStack() as undo:

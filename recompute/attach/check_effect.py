@@ -55,7 +55,7 @@ def check_effect(
 
 
 def has_effect(policy: Policy) -> bool:
-    """Whether any rule is to drop or offload something. A policy in which none is does nothing on purpose."""
+    """Whether any rule is to drop or offload something. If none is, the policy does nothing on purpose."""
     return any(meaning_of(rule).has_effect for rule in policy.rules)
 
 

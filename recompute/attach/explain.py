@@ -234,7 +234,7 @@ def _pattern(attachment: Attachment) -> str:
 
 
 def _captures(attachments: Iterable[Attachment]) -> list[str]:
-    """For modules that are alike, how many run as captured code, in which generated kernels, and why others do not."""
+    """For modules that are alike, how many are captured, their generated kernels, and why others are not captured."""
     regions: dict[str, list[CapturedRegion]] = {}
     for attachment in attachments:
         if (region := region_in(attachment.runner)) is not None and region.was_tried:

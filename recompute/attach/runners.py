@@ -45,7 +45,7 @@ def _forward(module: nn.Module | None, forward: Forward, args: tuple, kwargs: di
 
 
 class RootRunner(OuterRunner):
-    """Opens the scope in which outputs may be dropped, around the model's forward, or around the runner of its rule."""
+    """Opens the scope that lets outputs be dropped, around the model's forward, or around the runner of its rule."""
 
     def __init__(self, statistics: RegionStatistics, inner: Runner | None = None):
         self.statistics = statistics
@@ -221,7 +221,7 @@ def _region(
 def region_in(runner: Runner | None) -> CapturedRegion | None:
     """The region of a runner, or of one inside of it, that may be captured; None if there is none.
 
-    Kernels and what runs off CUDA in their place may each have one: then it is that which was tried.
+    Kernels and what runs off CUDA in their place may each have one: then it is the one that was tried.
     """
     regions = []
     while runner is not None:

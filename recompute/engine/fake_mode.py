@@ -20,7 +20,7 @@ _GROUPED_MM, _CAST = torch.ops.aten._grouped_mm.default, torch.ops.aten._to_copy
 class FakeMode(FakeTensorMode):
     """Refuses to tell addresses, where torch's own mode says 0. A kernel launched there would cost the device.
 
-    It also knows the values on which shapes depend, and runs grouped matrix products in every dtype, as devices do.
+    It also knows the values that shapes depend on, and runs grouped matrix products in every dtype, as devices do.
     Torch's own mode refuses both; of the products those in float32 (2.11 to 2.14).
     """
 

@@ -46,7 +46,7 @@ class ValueSource(Protocol):
 
 
 class Handle(PackedTensor):
-    """What autograd holds in the place of a saved tensor: a value of its ``source``, by its number there.
+    """Autograd holds this in the place of a saved tensor: a value of its ``source``, by its number there.
 
     ``tensor``, at ``version``, is the saved tensor itself, until it is dropped or kept. ``kept`` holds it if it is
     kept. ``view`` is the layout through which the tensor saw the value, and the layout that sees all of it; None if
@@ -128,7 +128,7 @@ class RecipeGroup:
 
     They also share one callback at the end of a backward, which frees the values that nobody has taken.
 
-    numerics: torch's settings in that frame, under which its ops run again.
+    numerics: torch's settings in that frame. Its ops run again under them.
     """
 
     __slots__ = ("__weakref__", "_filled", "_is_alike", "_task", "lock", "numerics")

@@ -60,7 +60,7 @@ class RegionStatistics(Totals):
 
     name: str
     regenerated: Regenerations = field(default_factory=Regenerations)
-    """What backward has run again. The tape by which a region is captured counts it for the region, too."""
+    """What backward has run again. The tape that a region is captured by counts it for the region, too."""
     worst_code_error: Tensor | None = None
     """The largest error of a number that was held as a code, relative to the largest one of its block. On its
     device."""

@@ -1,4 +1,4 @@
-"""What autograd holds in the place of a saved tensor until backward wants it, and the hooks that put it there."""
+"""Autograd holds these objects in the place of saved tensors, and the hooks here put them there."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ParameterReference(PackedTensor):
     Of a DTensor it gives this rank's part.
 
     memory: of a view, the memory that the parameter has now. Autograd holds the memory of a view, so this is used even
-    if ``parameter.data`` is replaced later. None of the parameter itself, of which autograd holds only the object.
+    if ``parameter.data`` is replaced later. None of the parameter itself: autograd holds only the object.
     """
 
     __slots__ = ("layout", "memory", "name", "parameter", "version")
@@ -152,7 +152,7 @@ class PackedView(PackedTensor):
 
 
 def laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """``tensor`` with this stride. Hooks like save_on_cpu give back another, in which code may add up otherwise."""
+    """``tensor`` with this stride. Hooks like save_on_cpu give back another, and code may add up otherwise in that."""
     if tensor.stride() == stride or 0 in stride:
         return tensor
     return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

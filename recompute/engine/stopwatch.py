@@ -1,4 +1,4 @@
-"""How long backward takes to regenerate. On CUDA, events measure it, for which the CPU need not wait."""
+"""How long backward takes to regenerate. On CUDA, events measure it, and the CPU need not wait."""
 
 from __future__ import annotations
 

@@ -41,8 +41,8 @@ FAMILIES = (*get_args(Repeatable), "collective")
 PRICE = 1e10
 """By default, the bytes that may be held to save a second of running ops again.
 
-What a reduction over a hundred elements makes is kept, as norms' statistics are: few bytes, for which many would be
-read. An elementwise op or a thin GEMM brings back at least fifty times as many bytes a second as this."""
+What a reduction over a hundred elements makes is kept, as norms' statistics are: few bytes, and many would be
+read for them. An elementwise op or a thin GEMM brings back at least fifty times as many bytes a second as this."""
 
 MIN_BYTES = 1 << 20
 """Smaller storages are not worth a copy of their own to the host and back, as far as no rule says otherwise."""
@@ -236,8 +236,8 @@ class Rule(BaseModel):
         in bfloat16 whose elements are sums of H products is kept at prices above 4e14 / H; at lower ones the GEMM runs
         again, if the rule lets it.
     hold: in the place of a price, the most that ``recompute`` may hold of one forward of a module: a size such as
-        "400MiB", or bytes. Of what may run again, that runs again which gets there in about the least time. Where it
-        cannot get there, the fewest bytes are held. Of a head whose loss makes no logits as a whole: the memory for
+        "400MiB", or bytes. Of what may run again, it chooses what gets there in about the least time. Where nothing
+        gets there, the fewest bytes are held. Of a head whose loss makes no logits as a whole: the memory for
         those that it does make. The more of them it holds until backward, the fewer it makes again.
     capture: whether a module that has run the same way for some steps goes on as straight code, which takes less CPU
         time and changes no bit (see ``compiled.captured_region``).

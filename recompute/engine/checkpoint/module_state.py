@@ -1,4 +1,4 @@
-"""The state of modules, on which a frame's result depends besides its code and its arguments.
+"""The state of modules. A frame's result depends on it, besides its code and its arguments.
 
 It is captured when the frame begins, and put back while it runs again.
 """
@@ -153,7 +153,7 @@ TORCHS_OWN = frozenset(vars(nn.Module()))
 
 
 def _copied(attributes: dict[str, Any], has_parts: bool) -> dict[str, Any]:
-    """A copy of a module's attributes, in which containers are copies too: code may add to one.
+    """A copy of a module's attributes. Containers in it are copies too: code may add to one.
 
     has_parts: whether there are containers or tensors among them.
     """

@@ -33,7 +33,7 @@ Place = tuple[Any, Any]
 """What holds a value, and its name there.
 
 That is a dict and a key; a class, an object or the cell of a closure, and an attribute; or None and what is read as a
-whole: a ``threading.local``, in which a backward on another thread finds nothing, or the environment variables.
+whole: a ``threading.local``, where a backward on another thread finds nothing, or the environment variables.
 """
 
 

@@ -58,7 +58,7 @@ from recompute.engine.wrapper_tensors import inner_tensors, nbytes_held
 from recompute.errors import RegenerationError, warn
 
 StateHook = tuple[Callable[[], Any], Callable[[Any], AbstractContextManager[Any]]]
-"""For state that nothing here can see: what forward calls to note it, and the span in which that is in force again."""
+"""For state that nothing here can see: forward calls the first to note it; the second is a span with it in force."""
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 _strided = torch.strided
@@ -193,7 +193,7 @@ class CheckpointFrame(Scope, Recipe):
             self._inputs.hand_out(memory)
 
     def pinned(self, index: int, tensor: Tensor) -> Tensor:
-        """What was pinned as number ``index``, with the gradient of ``tensor``, in the place of which it stands."""
+        """The tensor that was pinned as number ``index``, in the place of ``tensor``, with the gradient of that."""
         if index >= len(self._pins) or self._pins[index].tensor.shape != tensor.shape:
             raise RegenerationError(
                 f"in {self.statistics.name}: forward passed {len(self._pins)} tensors to recompute.keep; run again, it "

@@ -44,8 +44,8 @@ def costs_of(values: Sequence[Value], ops: Sequence[Op], cut: Cut) -> CutCosts:
 def sweep(values: Sequence[Value], ops: Sequence[Op]) -> list[tuple[float, Cut]]:
     """The cuts that are the cheapest at some price, each with such a price, from the highest price to 0.
 
-    The tables are those of ``minimum_cut``, which finds each cut again at its price. A cut is left out if the interval
-    on which it is the cheapest is narrower than a millionth of its price. Raises ValueError where ``minimum_cut`` does.
+    The tables are those of ``minimum_cut``, which finds each cut again at its price. A cut is left out if it
+    is the cheapest on an interval narrower than a millionth of its price. Raises ValueError where ``minimum_cut`` does.
     """
     lines = _hull(_lines(values, ops))
     borders = [_border(*pair) for pair in pairwise(lines)]
@@ -72,7 +72,7 @@ def _lines(values: Sequence[Value], ops: Sequence[Op]) -> list[CutCosts]:
     shortest = min((op.seconds for op in ops if op.may_rerun and op.seconds > 0), default=None)
     if shortest is None:
         return [last]
-    most = (1 + sum(value.nbytes or 0 for value in values)) / shortest  # at which nothing that takes time runs again
+    most = (1 + sum(value.nbytes or 0 for value in values)) / shortest  # here nothing runs again that takes time
     found, pending = [costs_of(values, ops, minimum_cut(values, ops, most))], [last]
     while pending:
         left, right = found[-1], pending[-1]
@@ -104,7 +104,7 @@ _NARROW = 1 + Fraction(1, 10**6)
 
 
 def _between(low: float, high: float) -> float:
-    """About the geometric mean, rounded to the fewest digits with which it stays far from both ends."""
+    """About the geometric mean, rounded to the fewest digits that keep it far from both ends."""
     middle = math.sqrt(low * high)
     rounded = [float(f"{middle:.{digits}e}") for digits in range(1, 16)]
     return next((price for price in rounded if math.sqrt(low * middle) < price < math.sqrt(middle * high)), middle)

@@ -69,7 +69,7 @@ class HostPool:
 
     A buffer serves for at least half of its bytes, so that batches of other lengths find buffers, too. Before a new one
     would make the pool larger than twice what was ever in use at one time, those that were unused for the longest time
-    are freed. Lengths of which each is less than half of the next have buffers of their own, and all of these fit.
+    are freed. Lengths that are each less than half of the next have buffers of their own, and all of these fit.
     """
 
     def __init__(self) -> None:

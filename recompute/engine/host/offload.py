@@ -1,4 +1,4 @@
-"""Offloading: what a region would hold for backward leaves the device, and comes back ahead of use.
+"""Offloading: tensors that a region would hold for backward leave the device, and come back ahead of use.
 
 A scope around the region is asked, as every saved-tensor hook, for each tensor that autograd saves there, and by tapes
 and checkpoints inside for each that they keep. It copies the tensor's storage off the device, once. The device's memory
@@ -102,7 +102,7 @@ class OffloadFrame(Scope):
         """Of the copies as recipes: coming back is no regeneration."""
         self._before: weakref.ref[OffloadFrame] | None = None
         self._task = -1
-        """The backward in which its copies were last started."""
+        """The last backward that started its copies."""
 
     def end(self, result: Any) -> None:
         """The region has returned ``result``."""
@@ -349,7 +349,7 @@ _elements: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
 
 class _Streams:
-    """The streams of one device on which copies run, beside what it computes."""
+    """The streams of one device for copies, which run beside its computation."""
 
     def __init__(self, device: torch.device):
         self.out = torch.cuda.Stream(device)
