@@ -15,7 +15,7 @@ from torch import nn
 from recompute.compiled.captured_region import CaptureCache, CapturedRegion
 from recompute.compiled.generated.switch import Generates
 from recompute.compiled.runner import Forward, Runner
-from recompute.compiled.under_torch_compile import compiled_region, refuse_offloading
+from recompute.compiled.under_torch_compile import CompiledRegion, compiled_region, refuse_offloading
 from recompute.engine.checkpoint.module_state import RUNNER
 from recompute.engine.checkpoint.region import CheckpointRegion
 from recompute.engine.cut.op_policy import op_policy
@@ -31,17 +31,20 @@ from recompute.substitution.whole_heads import WholeHeads
 class OuterRunner(Runner):
     """A runner around another one, or around the module's own forward."""
 
-    inner: Runner | None
+    inner: Runner | None = None
+    compiled_region: CompiledRegion | None = None
+    """Applies the rule in compiled code; None where nothing does, or the inner runner."""
 
     def run_compiled(self, module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        return (_forward if self.inner is None else self.inner.run_compiled)(module, forward, args, kwargs)
+        if self.inner is not None:
+            forward, args, kwargs = self.inner.run, (module, forward, args, kwargs), {}
+        region = self.compiled_region
+        return forward(*args, **kwargs) if region is None else region.run(forward, args, kwargs)
 
     def run_plain(self, module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        return (_forward if self.inner is None else self.inner.run_plain)(module, forward, args, kwargs)
-
-
-def _forward(module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
-    return forward(*args, **kwargs)
+        if self.inner is None:
+            return forward(*args, **kwargs)
+        return self.inner.run_plain(module, forward, args, kwargs)
 
 
 class RootRunner(OuterRunner):
@@ -100,23 +103,20 @@ class PlainRunner(Runner):
     run_training = run_compiled = run_plain = run
 
 
-class KeepRunner(Runner):
+class KeepRunner(OuterRunner):
     """Keeps what autograd saves in the module, even inside of a region that drops."""
 
     def __init__(self, statistics: RegionStatistics, meaning: Meaning):
         self.statistics = statistics
         self.note = meaning.note
-        self._compiled_region = compiled_region(op_policy(meaning))
+        self.compiled_region = compiled_region(op_policy(meaning))
 
     def run_training(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         with KeepScope():
             return forward(*args, **kwargs)
 
-    def run_compiled(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        return self._compiled_region.run(forward, args, kwargs)
 
-
-class CheckpointRunner(Runner):
+class CheckpointRunner(OuterRunner):
     """Runs the whole forward of a module, or a decorated function, again from its inputs.
 
     A function is never captured.
@@ -125,7 +125,7 @@ class CheckpointRunner(Runner):
     def __init__(self, statistics: RegionStatistics, module: nn.Module | None, meaning: Meaning, cache: CaptureCache):
         self.statistics = statistics
         self.note = meaning.note
-        self._compiled_region = compiled_region(op_policy(meaning))
+        self.compiled_region = compiled_region(op_policy(meaning))
         self._checkpoint = CheckpointRegion(statistics, op_policy(meaning), state_hooks=cache.state_hooks)
         if module is not None:
             run = functools.partial(_again, self._checkpoint, weakref.ref(module))
@@ -135,9 +135,6 @@ class CheckpointRunner(Runner):
         if module is None:
             return self._checkpoint.run(forward, (), args, kwargs)
         return self.region.run(forward, args, kwargs)
-
-    def run_compiled(self, module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        return self._compiled_region.run(forward, args, kwargs)
 
 
 def _again(
@@ -160,18 +157,13 @@ class TapeRunner(OuterRunner):
         self.statistics = statistics
         self.inner = inner
         self.note = meaning.note if inner is None else f"{inner.note}; {meaning.note}"
-        self._compiled_region = compiled_region(op_policy(meaning), compresses=meaning.compresses)
+        self.compiled_region = compiled_region(op_policy(meaning), compresses=meaning.compresses)
         self.region = _region(statistics, meaning, cache)
 
     def run_training(self, module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
         if self.inner is None:
             return self.region.run(forward, args, kwargs)
         return self.region.run(self.inner.run, (module, forward, args, kwargs), {})
-
-    def run_compiled(self, module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        if self.inner is None:
-            return self._compiled_region.run(forward, args, kwargs)
-        return self._compiled_region.run(self.inner.run, (module, forward, args, kwargs), {})
 
 
 class OffloadRunner(OuterRunner):

@@ -52,16 +52,20 @@ class HostBuffer:
         """The last copies to it and from it: only after these may it be written to again."""
 
     def __del__(self) -> None:
-        self._pool.take_back(self._whole, self.busy, self._is_pinned)
+        with self._pool.lock:
+            self._pool.unused.append(_Unused(self._whole, self.busy, self._is_pinned))
 
 
 class _Unused(NamedTuple):
     """A buffer that nobody refers to."""
 
-    nbytes: int
     memory: Tensor
     busy: Events
     is_pinned: bool
+
+    @property
+    def nbytes(self) -> int:
+        return self.memory.numel()
 
 
 class HostPool:
@@ -73,8 +77,8 @@ class HostPool:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a buffer may come back from the garbage collector, inside of any call
-        self._unused: list[_Unused] = []
+        self.lock = threading.RLock()  # a buffer may come back from the garbage collector, inside of any call
+        self.unused: list[_Unused] = []
         """Those that came back last are at the end. The garbage collector may append to it inside of any call."""
         self._most_in_use = 0
         """Bytes of the buffers that were in use at one time, when a new one was made."""
@@ -92,22 +96,17 @@ class HostPool:
         limit: None is the default one. pin: for copies from and to CUDA. who: asks, for the error.
         """
         limit = self.default_limit if limit is None else limit
-        with self._lock:
+        with self.lock:
             self._free_oldest(limit)  # another rule was allowed more
             place = self._place_of_one_for(nbytes, pin, limit)
             if place is None:
                 return HostBuffer(self, self._new(nbytes, pin, limit, who), nbytes, (), pin)
-            unused = self._unused.pop(place)
+            unused = self.unused.pop(place)
         return HostBuffer(self, unused.memory, nbytes, unused.busy, pin)
-
-    def take_back(self, memory: Tensor, busy: Events, is_pinned: bool) -> None:
-        unused = _Unused(memory.numel(), memory, busy, is_pinned)
-        with self._lock:
-            self._unused.append(unused)
 
     def free_unused(self) -> None:
         """Give back to the system what is not in use."""
-        with self._lock:
+        with self.lock:
             self._free_oldest(0)
 
     def _place_of_one_for(self, nbytes: int, pin: bool, limit: int) -> int | None:
@@ -116,23 +115,23 @@ class HostPool:
         Those that are too large do not get more than half of the limit, so that the others find room below it.
         """
         best, most = None, 2 * nbytes
-        for place in reversed(range(len(self._unused))):
-            unused = self._unused[place]
+        for place in reversed(range(len(self.unused))):
+            unused = self.unused[place]
             if unused.is_pinned == pin and nbytes <= unused.nbytes <= most:
                 if unused.nbytes == nbytes:
                     return place
                 best, most = place, unused.nbytes - 1
-        if best is not None and self._nbytes_in_use() + self._unused[best].nbytes > limit // 2:
+        if best is not None and self._nbytes_in_use() + self.unused[best].nbytes > limit // 2:
             return None
         return best
 
     def _nbytes_in_use(self) -> int:
-        return self.nbytes - sum(unused.nbytes for unused in self._unused)
+        return self.nbytes - sum(unused.nbytes for unused in self.unused)
 
     def _free_oldest(self, most: int) -> None:
         """Free unused buffers until the pool has at most ``most`` bytes, or none is left to free."""
-        while self.nbytes > most and self._unused:
-            unused = self._unused.pop(0)
+        while self.nbytes > most and self.unused:
+            unused = self.unused.pop(0)
             for event in unused.busy:
                 event.synchronize()
             self.nbytes -= unused.nbytes
