@@ -8,7 +8,6 @@ import textwrap
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import partial
 
 from tabulate import tabulate
 from torch import nn
@@ -152,11 +151,11 @@ def explanation(
         )
     if captured := _captures(attachments):
         parts.append("\n".join(captured if wide else (_wrapped(line, width) for line in captured)))
-    show = _wide_tensors if wide else partial(_tensors, width=width)
     for group in groups:
         title = f"{group.pattern} ({group.type_name})"
         for count, statistics in _with_plans(group.counted):
-            parts.append(show(title if count == 1 else f"{title}, each of {count}", statistics))
+            each = title if count == 1 else f"{title}, each of {count}"
+            parts.append(_tensors(each, statistics, None if wide else width))
     return "\n\n".join(parts)
 
 
@@ -263,38 +262,32 @@ def _with_plans(counted: Sequence[RegionStatistics]) -> list[tuple[int, RegionSt
 _TENSOR_HEADERS = ("made by", "saved by", "shape", "dtype", "bytes", "fate")
 
 
-def _tensors(title: str, statistics: RegionStatistics, *, width: int) -> str:
-    """Each tensor that autograd saved or that recipes read, whether it is kept or dropped, and why; and the totals."""
-    rows = _tensor_rows(statistics)
-    cells = [_cells(row, humanize(row.nbytes)) for row in rows]
+def _tensors(title: str, statistics: RegionStatistics, width: int | None) -> str:
+    """Each tensor that autograd saved or that recipes read, whether it is kept or dropped, and why; and the totals.
+
+    width: the most columns; None for every byte, in lines as long as that takes.
+    """
+    plan = statistics.plan
+    rows = [] if plan is None else list(saved_rows(plan, compresses=statistics.compressed_tensors > 0))
+    why = "an output, which another module saved"
+    rows += [
+        SavedTensorRow(each.made_by, "(outside)", each.layout, each.nbytes, "dropped", why)
+        for each in statistics.dropped_outputs
+    ]
+    cells = []
+    for row in rows:
+        shape, dtype = "x".join(map(str, row.layout.shape)), str(row.layout.dtype).removeprefix("torch.")
+        nbytes = f"{row.nbytes:,}" if width is None else humanize(row.nbytes)
+        cells.append((row.made_by, row.saved_by, shape, dtype, nbytes, row.fate))
+    if width is None:
+        totals = _tensor_totals(rows, statistics, lambda nbytes: f"{nbytes:,} bytes")
+        lines = [(*of_row, row.reason) for of_row, row in zip(cells, rows, strict=True)]
+        return f"{title}: {totals}\n{tabulate(lines, (*_TENSOR_HEADERS, 'because'), disable_numparse=True)}"
     reasons = ["" if row.fate == "alive" else row.reason for row in rows]  # which says the same
     totals = _tensor_totals(rows, statistics, humanize)
     fits = len(title) + len(totals) + 2 <= width
     head = f"{title}: {totals}" if fits else f"{title}:\n{_wrapped('    ' + totals, width)}"
     return f"{head}\n{_fitted(_TENSOR_HEADERS, 'because', cells, reasons, width, giving_way=2)}"
-
-
-def _wide_tensors(title: str, statistics: RegionStatistics) -> str:
-    """The same with every byte, in lines as long as that takes."""
-    rows = _tensor_rows(statistics)
-    lines = [(*_cells(row, f"{row.nbytes:,}"), row.reason) for row in rows]
-    head = f"{title}: {_tensor_totals(rows, statistics, lambda nbytes: f'{nbytes:,} bytes')}"
-    return f"{head}\n{tabulate(lines, (*_TENSOR_HEADERS, 'because'), disable_numparse=True)}"
-
-
-def _tensor_rows(statistics: RegionStatistics) -> list[SavedTensorRow]:
-    plan = statistics.plan
-    rows = [] if plan is None else list(saved_rows(plan, compresses=statistics.compressed_tensors > 0))
-    why = "an output, which another module saved"
-    return rows + [
-        SavedTensorRow(each.made_by, "(outside)", each.layout, each.nbytes, "dropped", why)
-        for each in statistics.dropped_outputs
-    ]
-
-
-def _cells(row: SavedTensorRow, nbytes: str) -> tuple[str, ...]:
-    shape, dtype = "x".join(map(str, row.layout.shape)), str(row.layout.dtype).removeprefix("torch.")
-    return row.made_by, row.saved_by, shape, dtype, nbytes, row.fate
 
 
 def _tensor_totals(rows: Sequence[SavedTensorRow], statistics: RegionStatistics, show: Callable[[int], str]) -> str:

@@ -537,8 +537,8 @@ def slow_copies(monkeypatch: pytest.MonkeyPatch, cycles: Callable[[], int]) -> I
 
     def late(target: Tensor, source: Tensor, *, out_of_device: bool, after: Any) -> Any:
         device = source.device if out_of_device else target.device
-        streams = offload._streams.setdefault(device, offload._Streams(device))
-        with torch.cuda.stream(streams.out if out_of_device else streams.back):
+        out, back = offload._streams(device)
+        with torch.cuda.stream(out if out_of_device else back):
             torch.cuda._sleep(cycles())
         return original(target, source, out_of_device=out_of_device, after=after)
 

@@ -11,6 +11,7 @@ it, which are copied while this one computes.
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Collection
@@ -337,26 +338,19 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 def _shell_of(tensor: Tensor) -> Tensor:
     """What counts versions with ``tensor`` and has its shape, but not its memory (invariant 5)."""
     shell = tensor.detach()
-    key = tensor.device, tensor.dtype
-    element = _elements.get(key)
-    if element is None:
-        element = _elements[key] = torch.empty((), dtype=tensor.dtype, device=tensor.device)
-    shell.data = element.expand(tensor.shape)
+    shell.data = _element(tensor.device, tensor.dtype).expand(tensor.shape)
     return shell
 
 
-_elements: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+@functools.cache
+def _element(device: torch.device, dtype: torch.dtype) -> Tensor:
+    return torch.empty((), dtype=dtype, device=device)
 
 
-class _Streams:
-    """The streams of one device for copies, which run beside its computation."""
-
-    def __init__(self, device: torch.device):
-        self.out = torch.cuda.Stream(device)
-        self.back = torch.cuda.Stream(device)
-
-
-_streams: dict[torch.device, _Streams] = {}
+@functools.cache
+def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    """The streams for copies out of a device and back, beside what it computes."""
+    return torch.cuda.Stream(device), torch.cuda.Stream(device)
 
 
 def _copy(
@@ -370,8 +364,8 @@ def _copy(
     if device.type != "cuda":
         target.copy_(source)
         return None
-    streams = _streams.get(device) or _streams.setdefault(device, _Streams(device))
-    stream = streams.out if out_of_device else streams.back
+    out, back = _streams(device)
+    stream = out if out_of_device else back
     stream.wait_stream(torch.cuda.current_stream(device))  # which has made it, or may still use its memory
     for event in after:
         stream.wait_event(event)
