@@ -208,14 +208,9 @@ class Recipe(ABC):
                 self._fill_all()
             handle.is_ready = False
             saved = self._values[handle.number]
-            if not (self._is_shared and self._is_awaited(handle.number)):
+            if not (self._is_shared and any(each.is_ready and each.number == handle.number for each in self.dropped())):
                 del self._values[handle.number]
             return saved.get()
-
-    def _is_awaited(self, number: int) -> bool:
-        """Whether some handle of this value has yet to take it."""
-        handles = (ref() for ref in self.handles)
-        return any(handle is not None and handle.is_ready and handle.number == number for handle in handles)
 
     def _fill_all(self) -> None:
         """Run this after the recipes that it needs. It does not recurse: a chain may be longer than Python's stack."""

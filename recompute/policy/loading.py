@@ -54,11 +54,9 @@ def is_preset(policy: Policy) -> bool:
 def preset_path(name: str) -> Path:
     """The file of the preset ``name``, to read or to copy. Raises ``PolicyError`` if there is none."""
     presets = _presets()
-    if name not in presets:
-        raise PolicyError(
-            f"no preset is named {show(name)}{nearest(name, presets)}; the presets are {', '.join(presets)}"
-        )
-    return presets[name]
+    if name in presets:
+        return presets[name]
+    raise PolicyError(f"no preset is named {show(name)}{nearest(name, presets)}; the presets are {', '.join(presets)}")
 
 
 def _presets() -> dict[str, Path]:

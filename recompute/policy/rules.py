@@ -14,7 +14,6 @@ from pydantic import (
     ConfigDict,
     PlainSerializer,
     PlainValidator,
-    SerializerFunctionWrapHandler,
     ValidationInfo,
     WrapSerializer,
     field_validator,
@@ -164,16 +163,11 @@ def _rules_as_tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _rules_as_written(rules: Any, write: SerializerFunctionWrapHandler) -> Any:
-    return write(rules) if rules else NO_RULES
+_RULES_AS_WRITTEN = WrapSerializer(lambda rules, write: write(rules) if rules else NO_RULES)
 
 
 def _as_tuple(value: object) -> object:
     return tuple(value) if isinstance(value, (list, tuple)) else (value,)
-
-
-def _as_tuple_or_none(value: object) -> object:
-    return None if value is None else _as_tuple(value)
 
 
 def _as_written(values: Sequence[object] | None) -> Any:
@@ -203,7 +197,7 @@ ClassGlob = Annotated[str, PlainValidator(_class_glob)]
 Keepable = Annotated[str, PlainValidator(_keepable)]
 Layers = Annotated[
     tuple[Annotated[LayerSpan, PlainValidator(LayerSpan.parse)], ...] | None,
-    BeforeValidator(_as_tuple_or_none),
+    BeforeValidator(lambda value: None if value is None else _as_tuple(value)),
     AfterValidator(_not_empty),
     PlainSerializer(_as_written),
 ]
@@ -364,7 +358,11 @@ class Policy(BaseModel):
     version: Annotated[int, AfterValidator(_known_version)] = _VERSION
     name: str = "unnamed"
     description: str = ""
-    rules: Annotated[tuple[Rule, ...], BeforeValidator(_rules_as_tuple), WrapSerializer(_rules_as_written)]
+    rules: Annotated[
+        tuple[Rule, ...],
+        BeforeValidator(_rules_as_tuple),
+        _RULES_AS_WRITTEN,
+    ]
 
     if TYPE_CHECKING:
 

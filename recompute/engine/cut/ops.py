@@ -189,7 +189,9 @@ def _classify_writer(op: OpOverload, space: str, base: str, writes: tuple[int | 
         return OpFacts("", Kind.OPAQUE, writes=writes, reason=DRAWS_IN_PLACE)
     if space != "aten":
         return OpFacts("", Kind.OPAQUE, _family_by_name(base), writes, WRITES)
-    if writes == (0,) and base.endswith("_") and _is_pure(_namesake(op, pure), pure):
+    # The op that gives in new memory what ``op`` writes in place; ``op`` itself if none takes the same arguments.
+    namesake = getattr(getattr(torch.ops.aten, pure, None), op._overloadname, op)
+    if writes == (0,) and base.endswith("_") and _is_pure(namesake, pure):
         return OpFacts("", Kind.IN_PLACE, _family(pure), writes)
     return OpFacts("", Kind.OPAQUE, _family(pure), writes, DIFFERS if pure in reviewed.DIFFER else WRITES)
 
@@ -233,11 +235,6 @@ def _is_pure(op: OpOverload, base: str) -> bool:
     if base in reviewed.PURE or f"{base}.{op._overloadname}" in reviewed.PURE:
         return True
     return Tag.pointwise in op.tags and Tag.nondeterministic_seeded not in op.tags and _returns_tensors(op)
-
-
-def _namesake(op: OpOverload, base: str) -> OpOverload:
-    """The op that gives in new memory what ``op`` writes in place; ``op`` itself if none takes the same arguments."""
-    return getattr(getattr(torch.ops.aten, base, None), op._overloadname, op)
 
 
 def _is_view(op: OpOverload, space: str, base: str) -> bool:
