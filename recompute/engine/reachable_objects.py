@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._library.custom_ops import CustomOpDef, _maybe_get_opdef
 from torch._ops import OpOverload
 
-from recompute.engine.random_sources import GLOBALS, is_random_source
+from recompute.engine.rng import GLOBALS, is_random_source
 
 
 def base_of(module: nn.Module) -> type[nn.Module]:

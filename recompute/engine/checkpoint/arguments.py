@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import SUPPORTED_NODES
 
 from recompute.engine.bit_comparison import count_different
-from recompute.engine.random_sources import GENERATORS
+from recompute.engine.rng import GENERATORS
 from recompute.engine.saved_tensors import (
     Hooks,
     KeptTensor,

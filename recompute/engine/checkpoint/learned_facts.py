@@ -20,9 +20,8 @@ from recompute.engine.checkpoint.reached_state import Places, ReachedState, aliv
 from recompute.engine.cut.ops import EFFECT, facts
 from recompute.engine.cut.reviewed_ops import is_effect_registered
 from recompute.engine.modes import SeesAllOps
-from recompute.engine.random_sources import is_random_source
 from recompute.engine.reachable_objects import Walk
-from recompute.engine.rng import RngState
+from recompute.engine.rng import RngState, is_random_source
 from recompute.engine.tape.autocast import run_as_called
 from recompute.engine.tape.op_arguments import generators_of
 

@@ -36,10 +36,9 @@ from recompute.engine.modes import (
     hidden_from_any_modes,
 )
 from recompute.engine.numerics import autocast_again, autocast_in_force
-from recompute.engine.random_sources import is_random_source
 from recompute.engine.recipes import Handle, Recipe
 from recompute.engine.region_statistics import RegionStatistics
-from recompute.engine.rng import RngState
+from recompute.engine.rng import RngState, is_random_source
 from recompute.engine.saved_tensors import (
     KeptTensor,
     PackedDTensor,
