@@ -1,7 +1,9 @@
 """What a region's code reads beside its arguments and its modules: globals, closures, attributes, thread locals.
 
-A frame notes what is there when it begins, and puts it back while it runs again (invariant 11). The first frame finds
-the places. Later frames find them anew if they meet another function or object there than the first one did.
+A frame notes what is there when it begins, and puts it back while it runs again (invariant 11). Finding out
+what code reads, what it draws from and what it changes costs too much to be done in each frame. So the first frame is
+watched, and later frames rely on what it found. They learn anew if they meet another function or object there, or if
+versions and states turn out otherwise.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import repeat, starmap
 from types import MemberDescriptorType, MethodType, ModuleType
@@ -19,10 +21,17 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from recompute.engine.checkpoint.module_state import PARTS, TORCHS_OWN, HeldModule, copy_of
+from recompute.engine.checkpoint.module_state import PARTS, TORCHS_OWN, HeldModule, LearnedBuffers, ModuleState, copy_of
+from recompute.engine.cut.ops import EFFECT, facts
+from recompute.engine.cut.reviewed_ops import is_effect_registered
+from recompute.engine.modes import SeesAllOps
 from recompute.engine.reachable_objects import Walk, is_foreign
+from recompute.engine.rng import RngState, is_random_source
+from recompute.engine.tape.autocast import run_as_called
+from recompute.engine.tape.op_arguments import generators_of
 
 T = TypeVar("T")
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 _MISSING = object()
 _MANY = 100
@@ -277,3 +286,82 @@ class ReachedState:
 def _copied(value: Any, copies: dict[int, Any]) -> Any:
     kind = type(value)
     return copy_of(value, copies) if kind is Tensor or (kind in PARTS and len(value) <= _MANY) else value
+
+
+class LearnedFacts:
+    """What is known of a region after its first frame."""
+
+    __slots__ = ("_places", "buffers", "effect", "found", "generators", "is_scripted")
+
+    def __init__(self) -> None:
+        self.generators: list[Any] | None = None
+        """The random generators that it may draw from; None as long as no frame with these places has ended."""
+        self.found: list[Any] = []
+        """Those of them that names in its code lead to."""
+        self.is_scripted = False
+        """Whether it may run a ScriptModule."""
+        self.effect = ""
+        """An op with an effect that it has run, by its name; "" as long as none was seen."""
+        self.buffers = LearnedBuffers()
+        self._places: Places | None = None
+
+    def reach(
+        self, function: Callable[..., Any], modules: Sequence[nn.Module], given: Sequence[Any]
+    ) -> tuple[ModuleState, ReachedState]:
+        """What ``function(...)`` reads beside its arguments, as it is now: of modules, and at other places.
+
+        modules: those it runs. given: what it may call, run or draw from among its arguments.
+        """
+        roots = [*modules, *[value for value in given if isinstance(value, nn.Module)]]
+        places = self._places or self._find(function, roots, given)
+        state, values = ModuleState([*roots, *alive(places.modules)], self.buffers), places.values()
+        if places is self._places and not places.are_those_of(function, state.held, given, values):
+            places = self._find(function, roots, given)
+            state, values = ModuleState([*roots, *alive(places.modules)], self.buffers), places.values()
+        if places is not self._places:
+            places.note(state.held, values)
+            self._places = places  # at last, as other threads may look at it
+        reached = ReachedState(places, values)
+        state.watch([*reached.tensors, *alive(places.tensors)] if places.tensors else reached.tensors)
+        return state, reached
+
+    def _find(self, function: Callable[..., Any], roots: Sequence[nn.Module], given: Sequence[Any]) -> Places:
+        """The places, found anew, and what else a walk through the code tells."""
+        own = [m for root in roots for m in root.modules() if not isinstance(m, torch.jit.ScriptModule)]
+        walk = Walk((function, *own, *given))
+        self.is_scripted = any(isinstance(value, torch.jit.ScriptModule) for value in walk.values)
+        self.found = [*{id(value): value for value in walk.values if is_random_source(value)}.values()]
+        self.generators = None
+        self.buffers.may_change_unseen |= any("batch_norm" in name or "instance_norm" in name for name in walk.names)
+        return Places(walk, function, own, given)
+
+    def watching(self, rng: RngState | None, name: str) -> AbstractContextManager[Any]:
+        """A context for a frame. In the first one it notes the generators of ops, and ops that have effects.
+
+        Where such ops are registered it does so in every frame, as any frame may be the first one to run one.
+
+        rng: they are included in it. None where tensors have no values, and random numbers mean nothing.
+        name: the region's, for errors.
+        """
+        is_known = self.generators is not None and not is_effect_registered()
+        return _NOTHING if rng is None or is_known else _OpWatcher(self, rng, name)
+
+
+class _OpWatcher(SeesAllOps):
+    """Sees the ops of a frame: nothing else tells which random generators they draw from, and which have effects."""
+
+    def __init__(self, learned: LearnedFacts, rng: RngState, name: str):
+        super().__init__()
+        self._learned = learned
+        self._rng = rng
+        self._name = name
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        known = facts(function)
+        if known.reason == EFFECT:
+            self._learned.effect = known.name
+        for value in (*args, *kwargs.values(), *(generators_of(function) if known.is_foreign else ())):
+            if is_random_source(value):
+                self._rng.include(value)
+        return run_as_called(function, args, kwargs, self._name)

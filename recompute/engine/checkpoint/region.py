@@ -23,7 +23,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from recompute.engine.bit_comparison import count_different, is_verifying
 from recompute.engine.checkpoint.arguments import HeldArguments
-from recompute.engine.checkpoint.learned_facts import LearnedFacts
+from recompute.engine.checkpoint.reached_state import LearnedFacts
 from recompute.engine.checkpoint.replay import ExpectedTensor, OpNames, Replay, ReplayComplete
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.op_policy import OpPolicy
