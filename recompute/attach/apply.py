@@ -22,7 +22,7 @@ from recompute.engine.checkpoint.module_state import RUNNER
 from recompute.engine.checkpoint.region import StateHook
 from recompute.engine.cut.save_plan import SavePlan
 from recompute.engine.host.host_memory import POOL
-from recompute.engine.stopwatch import Stopwatch
+from recompute.engine.region_statistics import Stopwatch
 from recompute.policy.loading import load_policy
 from recompute.policy.meaning import Kernels, meaning_of
 from recompute.policy.rules import HEAD, Policy

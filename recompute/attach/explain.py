@@ -16,8 +16,7 @@ from recompute.attach.runners import region_in
 from recompute.compiled.captured_region import CapturedRegion
 from recompute.compiled.runner import Runner
 from recompute.engine.cut.saved_rows import SavedTensorRow, input_shape, saved_rows
-from recompute.engine.region_statistics import DroppedOutput, RegionStatistics, Totals
-from recompute.engine.stopwatch import Stopwatch
+from recompute.engine.region_statistics import DroppedOutput, RegionStatistics, Stopwatch, Totals
 from recompute.policy.rules import Policy
 from recompute.units import humanize
 

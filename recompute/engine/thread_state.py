@@ -9,8 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from recompute.engine.region_statistics import RegionStatistics
-from recompute.engine.stopwatch import Stopwatch
+from recompute.engine.region_statistics import RegionStatistics, Stopwatch
 
 EngineWork = Literal["compression", "offloading"]
 
