@@ -16,8 +16,7 @@ from torch.nn.parameter import is_lazy
 from recompute.attach.check_effect import check_effect, listed
 from recompute.attach.explain import Attachment
 from recompute.attach.module_entries import module_entries
-from recompute.attach.runners import RootRunner, unwrap_forward, wrap_forward
-from recompute.attach.selection import choose_runners
+from recompute.attach.runners import RootRunner, choose_runners, unwrap_forward, wrap_forward
 from recompute.compiled.captured_region import CaptureCache
 from recompute.compiled.runner import Runner
 from recompute.engine.checkpoint.module_state import RUNNER

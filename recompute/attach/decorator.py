@@ -18,7 +18,7 @@ from recompute.attach.attachments import attach, attachments_of, deepcopy_withou
 from recompute.attach.check_effect import check_effect, has_effect
 from recompute.attach.explain import Attachment
 from recompute.attach.own_checkpointing import find_checkpointing, warn_of_checkpointing
-from recompute.attach.selection import runner_without_kernels
+from recompute.attach.runners import runner_without_kernels
 from recompute.compiled.captured_region import CaptureCache
 from recompute.compiled.runner import Forward, Runner
 from recompute.compiled.under_torch_compile import refuse_first_run
