@@ -142,6 +142,10 @@ def quantize_blockwise(x: Tensor, block: int = BLOCK, format: str | None = None)
 
     Raises:
         KernelError: for other dtypes, blocks or formats, and for ``fp8`` on a GPU that cannot convert to it.
+
+    >>> codes, scales = quantize_blockwise(torch.ones(2, 128))
+    >>> dequantize_blockwise(codes, scales, torch.float32).unique()
+    tensor([1.])
     """
     _check_quantize(x, block, format)
     codes, scales, _ = quantize_op(x, block, format, False)

@@ -86,6 +86,9 @@ def cross_entropy(
         KernelError: for other dtypes, shapes or options, or tensors on several devices.
         IndexError: for a target that is neither a class nor ``ignore_index``, on the CPU. On CUDA an assertion on the
             device fails, as PyTorch's own does, which the next wait for the device reports.
+
+    >>> cross_entropy(torch.zeros(2, 4), torch.tensor([1, 3]))  # log(4)
+    tensor(1.3863)
     """
     launch.check("cross_entropy", logits=logits, class_weights=class_weights)
     if logits.dim() == 0 or logits.shape[-1] == 0:

@@ -67,6 +67,9 @@ def gated_mlp(
 
     Raises:
         KernelError: for other activations, shapes that do not fit, other or mixed dtypes, or several devices.
+
+    >>> gated_mlp(torch.ones(1, 2), torch.ones(3, 2), torch.ones(3, 2), torch.ones(2, 3))
+    tensor([[10.5696, 10.5696]])
     """
     parameters = (gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
     return run_mlp("gated_mlp", x, parameters, activation, compress, tile)

@@ -49,6 +49,9 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
 
     Raises:
         KernelError: for other dtypes or shapes, or tensors on several devices.
+
+    >>> layer_norm(torch.tensor([[1.0, 3.0]]), eps=0.0)
+    tensor([[-1.,  1.]])
     """
     check_norm("layer_norm", x, weight, bias)
     return norm(x, weight, bias, eps, LAYER_NORM)

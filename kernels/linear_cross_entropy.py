@@ -132,6 +132,9 @@ def linear_cross_entropy(
         KernelError: for other shapes, dtypes or options, mixed dtypes, or tensors on several devices.
         IndexError: for a target that is neither a class nor ``ignore_index``, on the CPU. On CUDA an assertion on the
             device fails, as PyTorch's own does, which the next wait for the device reports.
+
+    >>> linear_cross_entropy(torch.ones(2, 8), torch.zeros(4, 8), torch.tensor([1, 3]))  # log(4)
+    tensor(1.3863)
     """
     op = "linear_cross_entropy"
     if any_dtensor(hidden, weight, target, bias):

@@ -102,6 +102,9 @@ def linear_divergence(
 
     Raises:
         KernelError: for other shapes, dtypes or options, mixed dtypes, or tensors on several devices.
+
+    >>> linear_divergence(torch.ones(2, 8), torch.zeros(4, 8), torch.ones(2, 8), torch.zeros(4, 8))
+    tensor([0., 0.])
     """
     op = "linear_divergence"
     scores = {"student_scale": student_scale, "teacher_scale": teacher_scale}

@@ -63,6 +63,9 @@ def mlp(
 
     Raises:
         KernelError: for other activations, shapes that do not fit, other or mixed dtypes, or several devices.
+
+    >>> mlp(torch.ones(1, 2), torch.ones(3, 2), torch.ones(2, 3), "relu")
+    tensor([[6., 6.]])
     """
     parameters = (up_weight, None, down_weight, up_bias, None, down_bias)
     return run_mlp("mlp", x, parameters, activation, compress, tile)

@@ -45,6 +45,9 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, casting
 
     Raises:
         KernelError: for other dtypes, shapes or castings, or tensors on several devices.
+
+    >>> rms_norm(torch.tensor([[3.0, 4.0]]), eps=0.0)
+    tensor([[0.8485, 1.1314]])
     """
     _check("rms_norm", x, weight, casting)
     return norm(x, weight, None, eps, casting)

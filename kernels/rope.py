@@ -157,6 +157,10 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1)
 
     Raises:
         KernelError: for other dtypes or shapes, or tensors on several devices.
+
+    >>> q, angle = torch.ones(1, 1, 1, 2), torch.full((1, 1, 2), torch.pi / 2)  # a quarter of a turn
+    >>> rope(q, q, angle.cos(), angle.sin())[0].round()
+    tensor([[[[-1.,  1.]]]])
     """
     launch.check("rope", q=q, k=k, cos=cos, sin=sin)
     heads_dim = _checked_heads_dim(q, k, cos, sin, unsqueeze_dim)

@@ -27,6 +27,9 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
 
     Raises:
         KernelError: for other dtypes, two shapes, an odd number of packed columns, or tensors on several devices.
+
+    >>> swiglu(torch.ones(1, 2), torch.full((1, 2), 2.0))
+    tensor([[1.4621, 1.4621]])
     """
     return _apply("swiglu", gate, up, "silu")
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from recompute.attach.apply import apply
     from recompute.attach.decorator import recompute
     from recompute.diagnostics.verify import verify
-    from recompute.engine.keeping import keep
+    from recompute.engine.scopes import keep
     from recompute.estimation.estimate import estimate
     from recompute.planning.make_plan import plan
     from recompute.policy.loading import load_policy
@@ -40,7 +40,7 @@ _MODULES = {
     "ablate": "recompute.ablation.ablate",
     "apply": "recompute.attach.apply",
     "estimate": "recompute.estimation.estimate",
-    "keep": "recompute.engine.keeping",
+    "keep": "recompute.engine.scopes",
     "load_policy": "recompute.policy.loading",
     "plan": "recompute.planning.make_plan",
     "profile": "recompute.profiling.profile_model",

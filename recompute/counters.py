@@ -153,70 +153,42 @@ def memory_trace(device: torch.device) -> MemoryTrace:
     return _CudaTrace(device) if device.type == "cuda" else _CpuTrace()
 
 
-@dataclass
 class Clock(AbstractContextManager["Clock"]):
     """Seconds from mark to mark of a ``with`` block, by the name of the mark that ends each span.
 
     The first span begins with the block. The seconds are complete only after the block has ended. Marks have different
-    names, and setting one does not wait for the device: seconds are the device's, with the time that it was idle.
+    names. On CUDA they are events on the current stream, which the device records when it reaches them: setting one
+    does not wait for the device, and seconds are the device's, with the time that it was idle.
     """
 
-    seconds: dict[str, float] = field(default_factory=dict)
+    def __init__(self, device: torch.device) -> None:
+        self.seconds: dict[str, float] = {}
+        self._device = device
+        self._on_cuda = device.type == "cuda"
 
-    @abstractmethod
+    def __enter__(self) -> Clock:
+        if self._on_cuda:
+            torch.cuda.synchronize(self._device)
+        self._marks = [("", self._now())]
+        return self
+
     def mark(self, name: str) -> None:
         """End a span here."""
+        self._marks.append((name, self._now()))
 
-
-class _CudaClock(Clock):
-    """Sets events on the current stream, which the device records when it reaches them."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self._device = device
-        self._names: list[str] = []
-        self._events: list[torch.cuda.Event] = []
-
-    def __enter__(self) -> Clock:
-        torch.cuda.synchronize(self._device)
-        self._record()
-        return self
-
-    def mark(self, name: str) -> None:
-        self._names.append(name)
-        self._record()
-
-    def _record(self) -> None:
+    def _now(self) -> Any:
+        if not self._on_cuda:
+            return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
-        self._events.append(event)
+        return event
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         if kind is None:
-            torch.cuda.synchronize(self._device)
-            spans = zip(self._events, self._events[1:], strict=False)
-            self.seconds |= {
-                name: first.elapsed_time(last) / 1e3 for name, (first, last) in zip(self._names, spans, strict=True)
-            }
-
-
-class _CpuClock(Clock):
-    def __enter__(self) -> Clock:
-        self._last = time.perf_counter()
-        return self
-
-    def mark(self, name: str) -> None:
-        now = time.perf_counter()
-        self.seconds[name] = now - self._last
-        self._last = now
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
-def clock(device: torch.device) -> Clock:
-    """Time what `device` (a CUDA device or the CPU) does from mark to mark of a ``with`` block."""
-    return _CudaClock(device) if device.type == "cuda" else _CpuClock()
+            if self._on_cuda:
+                torch.cuda.synchronize(self._device)
+            for (_, first), (name, last) in itertools.pairwise(self._marks):
+                self.seconds[name] = first.elapsed_time(last) / 1e3 if self._on_cuda else last - first
 
 
 @dataclass(frozen=True)

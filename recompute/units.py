@@ -16,7 +16,11 @@ _EXPECTED = "expected a size such as '40GiB', '512MiB' or '40GB', a share of the
 
 
 def humanize(nbytes: int) -> str:
-    """`nbytes` in the largest binary unit that it fills: ``humanize(3 << 20) == "3.0 MiB"``."""
+    """`nbytes` in the largest binary unit that it fills.
+
+    >>> humanize(3 << 20)
+    '3.0 MiB'
+    """
     exponent = min((max(abs(nbytes), 1).bit_length() - 1) // 10, 4)
     return f"{nbytes / 1024**exponent:.{(0, 1, 1, 2, 2)[exponent]}f} {_UNITS[exponent]}"
 
@@ -26,6 +30,9 @@ def parse_budget(budget: str | float, capacity_nbytes: int | None = None) -> int
 
     Fractions of a byte are left out. Raises ``BudgetError`` for what is no positive number of bytes, and for a share
     of more than all, or of a device whose capacity is not known.
+
+    >>> parse_budget("40GiB"), parse_budget("80%", capacity_nbytes=1000)
+    (42949672960, 800)
     """
     nbytes = parse_size(budget, capacity_nbytes)
     if nbytes == 0:

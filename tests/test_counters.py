@@ -137,7 +137,7 @@ def test_wall_clock_is_monotonic_and_thread_clock_ignores_sleep() -> None:
 
 def test_a_clock_gives_each_span_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(counters, "time", SimpleNamespace(perf_counter=iter([2.0, 2.5, 2.75]).__next__))
-    with counters.clock(CPU) as clock:
+    with counters.Clock(CPU) as clock:
         clock.mark("slow")
         clock.mark("fast")
     assert list(clock.seconds.items()) == [("slow", 0.5), ("fast", 0.25)]
@@ -179,7 +179,7 @@ def test_wall_clock_waits_for_the_device() -> None:
 def test_spans_on_cuda_have_peaks_and_seconds_of_their_own() -> None:
     device = torch.device("cuda")
     kibibytes(1, device)
-    with counters.memory_trace(device) as trace, counters.clock(device) as clock:
+    with counters.memory_trace(device) as trace, counters.Clock(device) as clock:
         first = kibibytes(4, device)
         second = kibibytes(8, device)
         del first

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import recompute
-from recompute.engine import random_sources
+from recompute.engine import rng
 from recompute.errors import RngError
 
 WIDTH = 64
@@ -64,7 +64,7 @@ def test_what_a_captured_graph_refuses_names_the_module_and_what_to_do(
     model = blocks("cpu", noise=0.5)
     recompute.apply(model, rules(rule("Block", action)))
     model(torch.randn(4, WIDTH, requires_grad=True)).sum().backward()
-    monkeypatch.setattr(random_sources.CpuSource, "state", lambda _: random_sources.CudaSource(Generator()).state())
+    monkeypatch.setattr(rng.CpuSource, "state", lambda _: rng.CudaSource(Generator()).state())
     with pytest.raises(RngError, match=r'^0 \(Block\): .* CUDA graph .*`mode="reduce-overhead"`.* no dropout'):
         model(torch.randn(4, WIDTH, requires_grad=True))
 
@@ -83,7 +83,7 @@ def test_a_region_in_a_graph_runs_by_the_tape(monkeypatch: pytest.MonkeyPatch) -
         with monkeypatch.context() as patch:
             patch.setattr(torch.cuda, "is_initialized", lambda: True)
             patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-            patch.setattr(random_sources.CpuSource, "state", None)
+            patch.setattr(rng.CpuSource, "state", None)
             for _ in range(4):
                 assert not captured()
         assert any(captured() for _ in range(4))

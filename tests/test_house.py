@@ -569,7 +569,6 @@ def test_importing_does_nothing_else_nor_does_applying_a_policy_load_transformer
     """``kernels``, which is Hugging Face's name, is no module of ours. One process says it all: each takes seconds."""
     heavy = "matplotlib networkx transformers typer rich triton.language"
     heavy += " recompute.kernels.launch recompute.ablation.run_ablation recompute.ablation.ablate"
-    heavy += " recompute.integrations.deepspeed"
     run(
         "import kernels, importlib.util;"
         "assert kernels.__file__ is None;"

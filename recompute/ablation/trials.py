@@ -243,7 +243,7 @@ class Experiment:
         with seeded(config.seed, device):
             for step, batch in enumerate(self.batches):
                 optimizer.zero_grad()
-                with counters.clock(device) as clock:  # the device is idle now
+                with counters.Clock(device) as clock:  # the device is idle now
                     start, cpu_start = counters.host_seconds(), counters.thread_seconds()
                     loss = self.forward(model, batch)
                     seconds["forward_cpu"].append(counters.thread_seconds() - cpu_start)

@@ -21,8 +21,8 @@ from recompute.compiled.unwrap import uncompiled
 from recompute.engine.checkpoint.module_state import RUNNER
 from recompute.engine.checkpoint.region import StateHook
 from recompute.engine.cut.save_plan import SavePlan
-from recompute.engine.host.host_memory import pool_in
-from recompute.engine.stopwatch import Stopwatch
+from recompute.engine.host.host_memory import POOL
+from recompute.engine.region_statistics import Stopwatch
 from recompute.policy.loading import load_policy
 from recompute.policy.meaning import Kernels, meaning_of
 from recompute.policy.rules import HEAD, Policy
@@ -50,8 +50,8 @@ def apply(
 
     policy: a ``Policy``, a mapping, the path of a policy file, or the name of a preset. The default changes no bit of
         any gradient.
-    strict: whether to refuse a policy that governs no module of ``model`` at all. A policy in which no rule drops or
-        offloads anything (only ``keep``, or no rules) is never refused.
+    strict: whether to refuse a policy that governs no module of ``model`` at all. A policy without a rule that
+        drops or offloads anything (only ``keep``, or no rules) is never refused.
     replace: whether to take off what policies there are on ``model`` and on modules inside, as when a notebook's cell
         runs again. A decorator of a class stays, and is refused.
     replace_checkpointing: whether to turn off the model's own checkpointing, of transformers, diffusers, timm or
@@ -66,6 +66,12 @@ def apply(
     Raises ``PolicyError`` for a bad policy, ``NoEffectError`` for one that governs nothing, ``AlreadyAppliedError``
     where a module is already under one, ``UnsupportedError`` where a module cannot be put under one. Warns with
     ``PolicyWarning`` of rules without effect, and of checkpointing that leaves the policy nothing to choose.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 8))
+    >>> with recompute.apply(model, {"rules": [{"match": "1", "action": "recompute"}]}) as handle:
+    ...     model(torch.ones(2, 8)).sum().backward()
+    >>> handle.stats().dropped_nbytes
+    64
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"recompute.apply takes a torch.nn.Module, got {type(model).__name__}")
@@ -90,7 +96,7 @@ def put_on(
     decorated: bool = False,
     state_hooks: Sequence[StateHook] = (),
 ) -> AppliedPolicy:
-    """What ``apply`` does. decorated: whether the decorator does it, to which ``model`` is one block."""
+    """What ``apply`` does. decorated: whether the decorator does it: then ``model`` is one block."""
     model = uncompiled(model)
     cache = CaptureCache(checked_hooks(state_hooks))
     with ExitStack() as undo:
@@ -147,9 +153,8 @@ class _OnModel:
 
     def free_host_memory(self) -> None:
         """Free what was offloaded to, except what graphs still need."""
-        for rule in self.policy.rules:
-            if (offloading := meaning_of(rule).offloading) is not None:
-                pool_in(offloading.directory).free_unused()
+        if any(meaning_of(rule).offloading is not None for rule in self.policy.rules):
+            POOL.free_unused()
 
 
 _on: weakref.WeakKeyDictionary[nn.Module, _OnModel] = weakref.WeakKeyDictionary()

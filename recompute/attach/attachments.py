@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copyreg
 import functools
-import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -17,16 +16,14 @@ from torch.nn.parameter import is_lazy
 from recompute.attach.check_effect import check_effect, listed
 from recompute.attach.explain import Attachment
 from recompute.attach.module_entries import module_entries
-from recompute.attach.runners import RootRunner, unwrap_forward, wrap_forward
-from recompute.attach.selection import choose_runners
+from recompute.attach.runners import RootRunner, choose_runners, unwrap_forward, wrap_forward
 from recompute.compiled.captured_region import CaptureCache
 from recompute.compiled.runner import Runner
 from recompute.engine.checkpoint.module_state import RUNNER
 from recompute.engine.region_statistics import RegionStatistics
-from recompute.engine.thread_state import is_fake
-from recompute.errors import AlreadyAppliedError, PolicyError, UnsupportedError, warn
+from recompute.errors import AlreadyAppliedError, UnsupportedError, warn
 from recompute.policy.matching import assign
-from recompute.policy.meaning import Kernels, Meaning, meaning_of
+from recompute.policy.meaning import Kernels, meaning_of
 from recompute.policy.rules import Policy
 from recompute.substitution.formulas import is_decorated, looking_once
 from recompute.substitution.kernel_runner import kernel_of
@@ -58,7 +55,6 @@ def attachments_of(
     meanings = [meaning_of(rule) for rule in policy.rules]
     parts = {path for path, i in rules.items() if meanings[i].extends_inward and _rule_around(path, rules) == i}
     governed = rules.keys() - parts
-    _check_directories(policy.name, {index: meanings[index] for index in rules.values()})
     with looking_once():
         for path, index in rules.items():
             if path in parts:  # of the region of the module around it
@@ -79,22 +75,6 @@ def attachments_of(
         statistics = RegionStatistics(type(model).__name__) if inner is None else inner.statistics
         chosen[id(model)] = Attachment("", model, index_of_root, RootRunner(statistics, inner))
     return list(chosen.values())
-
-
-def _check_directories(name: str, meanings: Mapping[int, Meaning]) -> None:
-    """Raise ``PolicyError`` where a rule offloads to a directory that takes no files. Fake tensors go nowhere."""
-    for index, meaning in meanings.items():
-        directory = None if meaning.offloading is None or is_fake() else meaning.offloading.directory
-        if directory is None:
-            continue
-        try:
-            with tempfile.TemporaryFile(dir=directory):
-                pass
-        except OSError as error:
-            raise PolicyError(
-                f"policy {name}: rules[{index}].path: expected a directory that files can be written to; found "
-                f"{directory}: {error.strerror}. Make it, or name another"
-            ) from error
 
 
 def _rule_around(path: str, rules: Mapping[str, int]) -> int | None:
@@ -121,8 +101,8 @@ def attach(attachments: list[Attachment]) -> None:
             module.__dict__[RUNNER] = attachment.runner
             if "forward" in vars(module):
                 module.__dict__["forward"] = wrap_forward(vars(module)["forward"], module, attachment.runner)
-            if _calls_a_runner(type(module)):
-                continue
+            if any("_recompute_base" in vars(base) for base in type(module).__mro__):
+                continue  # a policy, removed since, has left its class under one put over it, as ``fully_shard`` does
             try:
                 module.__class__ = _policed(type(module))
             except TypeError as error:
@@ -163,11 +143,6 @@ def detach_all(model: nn.Module) -> Callable[[], None]:
             module.__class__ = cls
 
     return put_back
-
-
-def _calls_a_runner(cls: type[nn.Module]) -> bool:
-    """Whether a policy has left its class under one that was put over it, as ``fully_shard`` does, and is removed."""
-    return any("_recompute_base" in vars(base) for base in cls.__mro__)
 
 
 def _is_bare_root(attachment: Attachment) -> bool:

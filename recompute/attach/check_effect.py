@@ -55,7 +55,7 @@ def check_effect(
 
 
 def has_effect(policy: Policy) -> bool:
-    """Whether any rule is to drop or offload something. A policy in which none is does nothing on purpose."""
+    """Whether any rule is to drop or offload something. If none is, the policy does nothing on purpose."""
     return any(meaning_of(rule).has_effect for rule in policy.rules)
 
 
@@ -99,7 +99,9 @@ def _meant(word: str) -> str | None:
         if is_short_form or difflib.SequenceMatcher(None, word, family).ratio() >= _ALIKE:
             return family
     # Costly ops alone: the name of a cheap one, such as aten.angle, may well be meant as a tensor's name.
-    return f"aten.{word}" if is_op(f"aten.{word}") and _is_costly_op(f"aten.{word}") else None
+    packet = getattr(torch.ops.aten, word, None)
+    overloads = packet.overloads() if is_op(f"aten.{word}") and isinstance(packet, OpOverloadPacket) else ()
+    return f"aten.{word}" if any(facts(getattr(packet, each)).family for each in overloads) else None
 
 
 _ALIKE = 0.8  # "attenion", "gemms"; but not "attention_output", which is a good name for a tensor
@@ -118,12 +120,3 @@ def is_op(name: str) -> bool:
     names = [getattr(packet, overload).name() for overload in packet.overloads() if "out" not in overload]
     is_composite = torch._C._dispatch_has_kernel_for_dispatch_key
     return base in PURE or not all(is_composite(op, "CompositeImplicitAutograd") for op in names)
-
-
-def _is_costly_op(name: str) -> bool:
-    """Whether the op called ``name`` is of a costly family, such as GEMMs."""
-    space, _, base = name.partition(".")
-    packet = getattr(getattr(torch.ops, space), base, None)
-    if not isinstance(packet, OpOverloadPacket):
-        return False
-    return any(facts(getattr(packet, overload)).family is not None for overload in packet.overloads())

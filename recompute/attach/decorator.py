@@ -18,8 +18,7 @@ from recompute.attach.attachments import attach, attachments_of, deepcopy_withou
 from recompute.attach.check_effect import check_effect, has_effect
 from recompute.attach.explain import Attachment
 from recompute.attach.own_checkpointing import find_checkpointing, warn_of_checkpointing
-from recompute.attach.runners import OffloadRunner
-from recompute.attach.selection import runner_without_kernels
+from recompute.attach.runners import runner_without_kernels
 from recompute.compiled.captured_region import CaptureCache
 from recompute.compiled.runner import Forward, Runner
 from recompute.compiled.under_torch_compile import refuse_first_run
@@ -64,6 +63,11 @@ def recompute(target: Any = None, *, policy: PolicyLike | None = None, state_hoo
     instances that have run. That of a module is what ``apply`` returns.
 
     Raises ``PolicyError``, ``NoEffectError``, ``AlreadyAppliedError`` and ``UnsupportedError`` as ``apply`` does.
+
+    >>> @recompute.recompute
+    ... def block(x):
+    ...     return x.exp().sin()
+    >>> block(torch.zeros(2, requires_grad=True)).sum().backward()
     """
     if target is None:
         return functools.partial(recompute, policy=policy, state_hooks=state_hooks)
@@ -144,12 +148,8 @@ def _attach_decorated(module: nn.Module, cls: type[nn.Module], policy: Policy, c
     vars(module)[RUNNER] = _Decorated(cls, runner, attachments)
 
 
-def _function_name(function: Callable[..., Any]) -> str:
-    return getattr(function, "__name__", type(function).__name__)
-
-
 def _decorate_function(function: Forward, policy: Policy, cache: CaptureCache) -> Forward:
-    name = _function_name(function)
+    name = getattr(function, "__name__", type(function).__name__)
     if any(is_kind(function) for is_kind in (isgeneratorfunction, iscoroutinefunction, isasyncgenfunction)):
         raise UnsupportedError(f"{name} is a generator or a coroutine: what it runs cannot be run again as one piece")
     entries = [ModuleEntry("", name, is_block=True)]
@@ -166,8 +166,6 @@ def _decorate_function(function: Forward, policy: Policy, cache: CaptureCache) -
         return function
     statistics = RegionStatistics(name)
     runner = runner_without_kernels(statistics, None, meaning, cache)
-    if meaning.offloading is not None:
-        runner = OffloadRunner(statistics, meaning, runner)
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:

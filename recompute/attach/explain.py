@@ -8,7 +8,6 @@ import textwrap
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import partial
 
 from tabulate import tabulate
 from torch import nn
@@ -17,8 +16,7 @@ from recompute.attach.runners import region_in
 from recompute.compiled.captured_region import CapturedRegion
 from recompute.compiled.runner import Runner
 from recompute.engine.cut.saved_rows import SavedTensorRow, input_shape, saved_rows
-from recompute.engine.region_statistics import DroppedOutput, RegionStatistics
-from recompute.engine.stopwatch import Stopwatch
+from recompute.engine.region_statistics import DroppedOutput, RegionStatistics, Stopwatch, Totals
 from recompute.policy.rules import Policy
 from recompute.units import humanize
 
@@ -45,33 +43,10 @@ class Attachment:
         return None if self._module is None else self._module()
 
 
-@dataclass(frozen=True)
-class Stats:
-    """Totals over the modules that a policy governs. ``later - earlier`` has those of the time between the two.
+@dataclass(kw_only=True)
+class Stats(Totals):
+    """Totals over the modules that a policy governs. ``later - earlier`` has those of the time between the two."""
 
-    What is held anyway counts nowhere: parameters, and the inputs of a checkpoint.
-    """
-
-    frames: int = 0
-    """Forward runs of modules under a rule that keeps, drops or has kernels compute something."""
-    eager_nbytes: int = 0
-    """Bytes that these runs would hold for backward without the policy. ``kept_nbytes`` is what they hold with it."""
-    dropped_tensors: int = 0
-    """Saved tensors that were dropped, each storage counted once."""
-    dropped_nbytes: int = 0
-    """Bytes of these. What kernels do not save in the first place is not among them."""
-    kept_nbytes: int = 0
-    """Bytes held for backward: saved tensors that are not dropped, what recipes read, and what kernels save."""
-    offloaded_tensors: int = 0
-    """Storages that were copied off the device."""
-    offloaded_nbytes: int = 0
-    """Bytes of these. They are among those kept, except for the inputs of a checkpoint."""
-    compressed_tensors: int = 0
-    """Tensors that are held as codes of 8 bits."""
-    compressed_nbytes: int = 0
-    """Bytes that these had."""
-    codes_nbytes: int = 0
-    """Bytes of their codes and scales. They are among those kept."""
     worst_code_error: float = 0.0
     """The largest error of a number that came back from codes since the policy was applied, relative to the largest
     number of its block of 128."""
@@ -175,11 +150,11 @@ def explanation(
         )
     if captured := _captures(attachments):
         parts.append("\n".join(captured if wide else (_wrapped(line, width) for line in captured)))
-    show = _wide_tensors if wide else partial(_tensors, width=width)
     for group in groups:
         title = f"{group.pattern} ({group.type_name})"
         for count, statistics in _with_plans(group.counted):
-            parts.append(show(title if count == 1 else f"{title}, each of {count}", statistics))
+            each = title if count == 1 else f"{title}, each of {count}"
+            parts.append(_tensors(each, statistics, None if wide else width))
     return "\n\n".join(parts)
 
 
@@ -257,7 +232,7 @@ def _pattern(attachment: Attachment) -> str:
 
 
 def _captures(attachments: Iterable[Attachment]) -> list[str]:
-    """For modules that are alike, how many run as captured code, in which generated kernels, and why others do not."""
+    """For modules that are alike, how many are captured, their generated kernels, and why others are not captured."""
     regions: dict[str, list[CapturedRegion]] = {}
     for attachment in attachments:
         if (region := region_in(attachment.runner)) is not None and region.was_tried:
@@ -286,38 +261,32 @@ def _with_plans(counted: Sequence[RegionStatistics]) -> list[tuple[int, RegionSt
 _TENSOR_HEADERS = ("made by", "saved by", "shape", "dtype", "bytes", "fate")
 
 
-def _tensors(title: str, statistics: RegionStatistics, *, width: int) -> str:
-    """Each tensor that autograd saved or that recipes read, whether it is kept or dropped, and why; and the totals."""
-    rows = _tensor_rows(statistics)
-    cells = [_cells(row, humanize(row.nbytes)) for row in rows]
+def _tensors(title: str, statistics: RegionStatistics, width: int | None) -> str:
+    """Each tensor that autograd saved or that recipes read, whether it is kept or dropped, and why; and the totals.
+
+    width: the most columns; None for every byte, in lines as long as that takes.
+    """
+    plan = statistics.plan
+    rows = [] if plan is None else list(saved_rows(plan, compresses=statistics.compressed_tensors > 0))
+    why = "an output, which another module saved"
+    rows += [
+        SavedTensorRow(each.made_by, "(outside)", each.layout, each.nbytes, "dropped", why)
+        for each in statistics.dropped_outputs
+    ]
+    cells = []
+    for row in rows:
+        shape, dtype = "x".join(map(str, row.layout.shape)), str(row.layout.dtype).removeprefix("torch.")
+        nbytes = f"{row.nbytes:,}" if width is None else humanize(row.nbytes)
+        cells.append((row.made_by, row.saved_by, shape, dtype, nbytes, row.fate))
+    if width is None:
+        totals = _tensor_totals(rows, statistics, lambda nbytes: f"{nbytes:,} bytes")
+        lines = [(*of_row, row.reason) for of_row, row in zip(cells, rows, strict=True)]
+        return f"{title}: {totals}\n{tabulate(lines, (*_TENSOR_HEADERS, 'because'), disable_numparse=True)}"
     reasons = ["" if row.fate == "alive" else row.reason for row in rows]  # which says the same
     totals = _tensor_totals(rows, statistics, humanize)
     fits = len(title) + len(totals) + 2 <= width
     head = f"{title}: {totals}" if fits else f"{title}:\n{_wrapped('    ' + totals, width)}"
     return f"{head}\n{_fitted(_TENSOR_HEADERS, 'because', cells, reasons, width, giving_way=2)}"
-
-
-def _wide_tensors(title: str, statistics: RegionStatistics) -> str:
-    """The same with every byte, in lines as long as that takes."""
-    rows = _tensor_rows(statistics)
-    lines = [(*_cells(row, f"{row.nbytes:,}"), row.reason) for row in rows]
-    head = f"{title}: {_tensor_totals(rows, statistics, lambda nbytes: f'{nbytes:,} bytes')}"
-    return f"{head}\n{tabulate(lines, (*_TENSOR_HEADERS, 'because'), disable_numparse=True)}"
-
-
-def _tensor_rows(statistics: RegionStatistics) -> list[SavedTensorRow]:
-    plan = statistics.plan
-    rows = [] if plan is None else list(saved_rows(plan, compresses=statistics.compressed_tensors > 0))
-    why = "an output, which another module saved"
-    return rows + [
-        SavedTensorRow(each.made_by, "(outside)", each.layout, each.nbytes, "dropped", why)
-        for each in statistics.dropped_outputs
-    ]
-
-
-def _cells(row: SavedTensorRow, nbytes: str) -> tuple[str, ...]:
-    shape, dtype = "x".join(map(str, row.layout.shape)), str(row.layout.dtype).removeprefix("torch.")
-    return row.made_by, row.saved_by, shape, dtype, nbytes, row.fate
 
 
 def _tensor_totals(rows: Sequence[SavedTensorRow], statistics: RegionStatistics, show: Callable[[int], str]) -> str:

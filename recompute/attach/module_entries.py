@@ -95,7 +95,9 @@ def _heads(parent: nn.Module, blocks: Collection[str], size: tuple[int, int] | N
             yield child_path
             continue
         if adapted:
-            yield from _ways_up(child, child_path, size)
+            for name, part in child.named_modules(prefix=child_path):
+                if isinstance(part, nn.Linear) and size is not None and part.out_features == size[0]:
+                    yield name
             continue
         inside = [] if child_path in blocks else list(_heads(child, blocks, size, child_path))
         is_named = child_path.rpartition(".")[2] == "lm_head"
@@ -104,12 +106,6 @@ def _heads(parent: nn.Module, blocks: Collection[str], size: tuple[int, int] | N
 
 def _is_as_large(module: nn.Module, size: tuple[int, int] | None) -> bool:
     return isinstance(module, nn.Linear) and (module.out_features, module.in_features) == size
-
-
-def _ways_up(module: nn.Module, path: str, size: tuple[int, int] | None) -> Iterator[str]:
-    for name, part in module.named_modules(prefix=path):
-        if isinstance(part, nn.Linear) and size is not None and part.out_features == size[0]:
-            yield name
 
 
 def _size_of_words(model: nn.Module) -> tuple[int, int] | None:

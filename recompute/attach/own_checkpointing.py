@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -14,24 +14,23 @@ from recompute.errors import warn
 
 _FLAGS = ("gradient_checkpointing", "grad_checkpointing")
 """What is True of a module that checkpoints: of transformers and diffusers, and of timm."""
+_WRAPS = "checkpoint_fn"
+"""The attribute of torch's ``CheckpointWrapper`` that runs what it wraps."""
 
 
 class Checkpointing:
-    """A module that runs again as a whole in backward, or has parts of it do so, whatever a policy keeps.
+    """A module that runs again as a whole in backward, or has parts of it do so, whatever a policy keeps."""
 
-    what: the flag of the module that is on, or the class that does it.
-    """
-
-    def __init__(self, path: str, module: nn.Module, what: str, attribute: str, off: object):
-        self.path, self.what = path, what
-        self._module = weakref.ref(module)
-        self._attribute, self._off = attribute, off
+    def __init__(self, path: str, module: nn.Module, attribute: str, off: object):
+        """attribute: turns it on. off: its value that turns it off."""
+        self.path, self._module = path, weakref.ref(module)
+        self.attribute, self._off = attribute, off
 
     def turn_off(self) -> Callable[[], None]:
         """Returns a function that turns it on again."""
         module = self._module()
         assert module is not None, "found in a model that lives"
-        attribute, is_of_class = self._attribute, self._attribute not in vars(module)
+        attribute, is_of_class = self.attribute, self.attribute not in vars(module)
         before = getattr(module, attribute)
         module.__dict__[attribute] = self._off
 
@@ -49,19 +48,14 @@ class Checkpointing:
 
 def find_checkpointing(model: nn.Module) -> list[Checkpointing]:
     """All of the model's own checkpointing that is on now and that an attribute shows."""
-    return list(_found(model))
-
-
-def _found(model: nn.Module) -> Iterator[Checkpointing]:
     torchs = sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")  # nothing is one until then
+    found = []
     for path, module in model.named_modules():
         if torchs is not None and isinstance(module, torchs.CheckpointWrapper):
-            if module.checkpoint_fn is not _call:
-                yield Checkpointing(path, module, "CheckpointWrapper", "checkpoint_fn", _call)
-            continue
-        for flag in _FLAGS:
-            if getattr(module, flag, False) is True:
-                yield Checkpointing(path, module, flag, flag, False)
+            found += [Checkpointing(path, module, _WRAPS, _call)] if module.checkpoint_fn is not _call else []
+        else:
+            found += [Checkpointing(path, module, flag, False) for flag in _FLAGS if getattr(module, flag, 0) is True]
+    return found
 
 
 def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -75,7 +69,8 @@ def said_of(found: Sequence[Checkpointing], name: str) -> str:
     """
     paths: dict[str, list[str]] = {}
     for each in found:
-        paths.setdefault(each.what, []).append(each.path or "the model")
+        what = "CheckpointWrapper" if each.attribute == _WRAPS else each.attribute
+        paths.setdefault(what, []).append(each.path or "the model")
     where = "; ".join(f"{what} in {listed(of_what)}" for what, of_what in paths.items())
     return (
         f"{name} has its own checkpointing on ({where}): it runs these modules again as a whole, and leaves a policy "
@@ -85,11 +80,11 @@ def said_of(found: Sequence[Checkpointing], name: str) -> str:
 
 def how_to_turn_off(found: Sequence[Checkpointing]) -> str:
     """What to do about it: an imperative sentence without its end."""
-    return " and ".join(dict.fromkeys(_WAYS[each.what] for each in found))
+    return " and ".join(dict.fromkeys(_WAYS[each.attribute] for each in found))
 
 
 _WAYS = {
-    "CheckpointWrapper": "Take checkpoint_wrapper, or apply_activation_checkpointing, out",
+    _WRAPS: "Take checkpoint_wrapper, or apply_activation_checkpointing, out",
     "gradient_checkpointing": "Call model.gradient_checkpointing_disable() (diffusers: disable_gradient_checkpointing)",
     "grad_checkpointing": "Call model.set_grad_checkpointing(False)",
 }

@@ -1,21 +1,22 @@
-"""How a module or a function under a policy runs its forward, other than by kernels: one runner for each."""
+"""How a module or a function under a policy runs its forward: the runners other than kernels, and which one it gets."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext, suppress
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
 
 from recompute.compiled.captured_region import CaptureCache, CapturedRegion
-from recompute.compiled.generated.switch import Generates
+from recompute.compiled.generated.switch import Generates, is_generating
 from recompute.compiled.runner import Forward, Runner
-from recompute.compiled.under_torch_compile import compiled_region, refuse_offloading
+from recompute.compiled.under_torch_compile import CompiledRegion, compiled_region, refuse_offloading
 from recompute.engine.checkpoint.module_state import RUNNER
 from recompute.engine.checkpoint.region import CheckpointRegion
 from recompute.engine.cut.op_policy import op_policy
@@ -23,29 +24,36 @@ from recompute.engine.host.offload import OffloadRegion
 from recompute.engine.region_statistics import RegionStatistics
 from recompute.engine.scopes import KeepScope, RecipeScope
 from recompute.engine.tape.recorder import TapeRegion
-from recompute.policy.meaning import Kernels, Meaning
+from recompute.policy.meaning import Kernels, Meaning, Mechanism
 from recompute.substitution.codec import Blockwise8Bit
+from recompute.substitution.formulas import is_decorated
+from recompute.substitution.head import KernelHeadRunner, is_head
+from recompute.substitution.kernel_runner import KernelRunner
+from recompute.substitution.recognition import find_kernel
 from recompute.substitution.whole_heads import WholeHeads
 
 
 class OuterRunner(Runner):
     """A runner around another one, or around the module's own forward."""
 
-    inner: Runner | None
+    inner: Runner | None = None
+    compiled_region: CompiledRegion | None = None
+    """Applies the rule in compiled code; None where nothing does, or the inner runner."""
 
     def run_compiled(self, module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        return (_forward if self.inner is None else self.inner.run_compiled)(module, forward, args, kwargs)
+        if self.inner is not None:
+            forward, args, kwargs = self.inner.run, (module, forward, args, kwargs), {}
+        region = self.compiled_region
+        return forward(*args, **kwargs) if region is None else region.run(forward, args, kwargs)
 
     def run_plain(self, module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        return (_forward if self.inner is None else self.inner.run_plain)(module, forward, args, kwargs)
-
-
-def _forward(module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
-    return forward(*args, **kwargs)
+        if self.inner is None:
+            return forward(*args, **kwargs)
+        return self.inner.run_plain(module, forward, args, kwargs)
 
 
 class RootRunner(OuterRunner):
-    """Opens the scope in which outputs may be dropped, around the model's forward, or around the runner of its rule."""
+    """Opens the scope that lets outputs be dropped, around the model's forward, or around the runner of its rule."""
 
     def __init__(self, statistics: RegionStatistics, inner: Runner | None = None):
         self.statistics = statistics
@@ -100,23 +108,20 @@ class PlainRunner(Runner):
     run_training = run_compiled = run_plain = run
 
 
-class KeepRunner(Runner):
+class KeepRunner(OuterRunner):
     """Keeps what autograd saves in the module, even inside of a region that drops."""
 
     def __init__(self, statistics: RegionStatistics, meaning: Meaning):
         self.statistics = statistics
         self.note = meaning.note
-        self._compiled_region = compiled_region(op_policy(meaning))
+        self.compiled_region = compiled_region(op_policy(meaning))
 
     def run_training(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         with KeepScope():
             return forward(*args, **kwargs)
 
-    def run_compiled(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        return self._compiled_region.run(forward, args, kwargs)
 
-
-class CheckpointRunner(Runner):
+class CheckpointRunner(OuterRunner):
     """Runs the whole forward of a module, or a decorated function, again from its inputs.
 
     A function is never captured.
@@ -125,7 +130,7 @@ class CheckpointRunner(Runner):
     def __init__(self, statistics: RegionStatistics, module: nn.Module | None, meaning: Meaning, cache: CaptureCache):
         self.statistics = statistics
         self.note = meaning.note
-        self._compiled_region = compiled_region(op_policy(meaning))
+        self.compiled_region = compiled_region(op_policy(meaning))
         self._checkpoint = CheckpointRegion(statistics, op_policy(meaning), state_hooks=cache.state_hooks)
         if module is not None:
             run = functools.partial(_again, self._checkpoint, weakref.ref(module))
@@ -135,9 +140,6 @@ class CheckpointRunner(Runner):
         if module is None:
             return self._checkpoint.run(forward, (), args, kwargs)
         return self.region.run(forward, args, kwargs)
-
-    def run_compiled(self, module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        return self._compiled_region.run(forward, args, kwargs)
 
 
 def _again(
@@ -160,18 +162,13 @@ class TapeRunner(OuterRunner):
         self.statistics = statistics
         self.inner = inner
         self.note = meaning.note if inner is None else f"{inner.note}; {meaning.note}"
-        self._compiled_region = compiled_region(op_policy(meaning), compresses=meaning.compresses)
+        self.compiled_region = compiled_region(op_policy(meaning), compresses=meaning.compresses)
         self.region = _region(statistics, meaning, cache)
 
     def run_training(self, module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
         if self.inner is None:
             return self.region.run(forward, args, kwargs)
         return self.region.run(self.inner.run, (module, forward, args, kwargs), {})
-
-    def run_compiled(self, module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        if self.inner is None:
-            return self._compiled_region.run(forward, args, kwargs)
-        return self._compiled_region.run(self.inner.run, (module, forward, args, kwargs), {})
 
 
 class OffloadRunner(OuterRunner):
@@ -184,7 +181,7 @@ class OffloadRunner(OuterRunner):
         assert meaning.offloading is not None
         self.statistics = statistics
         self.note = meaning.note
-        self.inner = None if isinstance(inner, PlainRunner) else inner
+        self.inner = inner
         self.offload_region = OffloadRegion(statistics, meaning.offloading)
         """The region that decides what leaves the device."""
 
@@ -221,7 +218,7 @@ def _region(
 def region_in(runner: Runner | None) -> CapturedRegion | None:
     """The region of a runner, or of one inside of it, that may be captured; None if there is none.
 
-    Kernels and what runs off CUDA in their place may each have one: then it is that which was tried.
+    Kernels and what runs off CUDA in their place may each have one: then it is the one that was tried.
     """
     regions = []
     while runner is not None:
@@ -229,3 +226,78 @@ def region_in(runner: Runner | None) -> CapturedRegion | None:
             regions.append(region)
         runner = getattr(runner, "inner", None) or getattr(runner, "fallback", None)
     return next((region for region in regions if region.was_tried), regions[0] if regions else None)
+
+
+def choose_runners(
+    path: str, module: nn.Module, meaning: Meaning, governed: Collection[str], cache: CaptureCache
+) -> Iterator[tuple[str, nn.Module, Runner]]:
+    """The modules that a rule on ``module`` makes run in another way, with their paths and runners.
+
+    These are ``module`` itself and modules inside it. Kernels stand in for those inside that have no rule of their own.
+
+    meaning: that of the rule.
+    governed: the paths of all modules that have a rule.
+    cache: what the modules under one policy share.
+    """
+    statistics = RegionStatistics(f"{path} ({type(module).__name__})" if path else type(module).__name__)
+    if meaning.mechanism is not Mechanism.TAPE or meaning.kernels is Kernels.NEVER:
+        yield path, module, runner_without_kernels(statistics, module, meaning, cache)
+        return
+    is_on_cuda = meaning.kernels is Kernels.ON_CUDA
+    kernel: KernelRunner | None
+    if is_head(module):
+        fallback = PlainRunner(statistics, "it runs as it is") if is_on_cuda else None
+        kernel = KernelHeadRunner(statistics, fallback, meaning.hold)
+    else:
+        kernel = _kernel_of(module, statistics, meaning)
+    if kernel is None or kernel.wants_tape or (meaning.tapes_kernels and not is_head(module)):
+        runner: Runner = TapeRunner(statistics, meaning, cache, kernel)
+    else:
+        if is_on_cuda and not is_head(module):
+            kernel.fallback = TapeRunner(statistics, meaning, cache)
+        kernel.compiled_region = compiled_region(op_policy(meaning), compresses=meaning.compresses)
+        runner = kernel
+    yield path, module, offloaded(runner, meaning)
+    if kernel is None:
+        yield from _kernels_inside(path, module, meaning, governed)
+
+
+def runner_without_kernels(
+    statistics: RegionStatistics, module: nn.Module | None, meaning: Meaning, cache: CaptureCache
+) -> Runner:
+    """What runs a module, or a decorated function, under a rule without kernels. module: None of a function."""
+    if meaning.mechanism is Mechanism.CHECKPOINT:
+        return offloaded(CheckpointRunner(statistics, module, meaning, cache), meaning)
+    if meaning.mechanism is Mechanism.TAPE:
+        return offloaded(TapeRunner(statistics, meaning, cache), meaning)
+    return KeepRunner(statistics, meaning) if meaning.offloading is None else OffloadRunner(statistics, meaning, None)
+
+
+def offloaded(runner: Runner, meaning: Meaning) -> Runner:
+    """``runner``; if the rule offloads, with what it holds taken off the device."""
+    return runner if meaning.offloading is None else OffloadRunner(runner.statistics, meaning, runner)
+
+
+def _kernel_of(
+    module: nn.Module, statistics: RegionStatistics, meaning: Meaning, *, written_out: bool = True
+) -> KernelRunner | None:
+    """The kernels for a module. Where the rule wants them on CUDA alone, it runs as it is elsewhere."""
+    fallback = PlainRunner(statistics) if meaning.kernels is Kernels.ON_CUDA else None
+    return find_kernel(statistics, module, fallback, meaning, written_out=written_out)
+
+
+def _kernels_inside(
+    path: str, module: nn.Module, meaning: Meaning, governed: Collection[str]
+) -> Iterator[tuple[str, nn.Module, Runner]]:
+    # In captured code, generated kernels fuse what a norm or an MLP writes out in ops with more than these are.
+    generates = meaning.capture and meaning.compiled and is_generating(torch.device("cuda"))
+    written_out = meaning.kernels is Kernels.EVERYWHERE or not generates
+    for name, child in module.named_children():
+        child_path = f"{path}.{name}" if path else name
+        if child_path in governed or is_decorated(child):
+            continue
+        statistics = RegionStatistics(f"{child_path} ({type(child).__name__})")
+        if (kernel := _kernel_of(child, statistics, meaning, written_out=written_out)) is None:
+            yield from _kernels_inside(child_path, child, meaning, governed)
+        else:
+            yield child_path, child, kernel

@@ -23,6 +23,7 @@ from recompute.engine.cut.layout import Layout
 from recompute.engine.modes import count_dispatch_modes, count_function_modes, has_foreign_modes, hidden_from_modes
 from recompute.engine.recipe_book import open_book
 from recompute.engine.recipes import Handle, Recipe, RecipeGroup, is_plain_eager, nbytes_of
+from recompute.engine.region_statistics import Stopwatch
 from recompute.engine.rng import RngState
 from recompute.engine.saved_tensors import (
     KeptTensor,
@@ -33,7 +34,6 @@ from recompute.engine.saved_tensors import (
     pack_through,
     top_hooks,
 )
-from recompute.engine.stopwatch import Stopwatch
 from recompute.engine.thread_state import stopwatch_of
 
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph

@@ -67,9 +67,8 @@ from recompute.compiled.region_tapes import RecordingTape
 from recompute.engine.checkpoint.region import StateHook
 from recompute.engine.cut.plan_cache import PlanCache
 from recompute.engine.cut.save_plan import LARGEST_COPY, SavePlan
-from recompute.engine.random_sources import is_random_source
 from recompute.engine.reachable_objects import walk_references
-from recompute.engine.rng import RngState
+from recompute.engine.rng import RngState, is_random_source
 from recompute.engine.tape.recorder import TapeRegion
 
 MAX_HITS = 1

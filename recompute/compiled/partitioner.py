@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 
-from recompute.engine.cut.byte_limit import best_cut
+from recompute.engine.cut.best_cuts import best_cut
 from recompute.engine.cut.minimum_cut import Op, Value
 from recompute.engine.cut.op_costs import seconds
 from recompute.engine.cut.ops import Kind, OpFacts, size_hint

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from recompute.compiled.partitioner import RegionPartitioner, merge_with_region_before
 from recompute.engine.cut.op_policy import OpPolicy
 from recompute.engine.cut.ops import facts_of_call
-from recompute.engine.keeping import keep_op
+from recompute.engine.scopes import keep_op
 from recompute.engine.thread_state import is_tracing
 from recompute.errors import UnsupportedError
 from recompute.policy.meaning import Mechanism

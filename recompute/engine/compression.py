@@ -1,4 +1,4 @@
-"""Compression: what a region holds for backward as codes of 8 bits, which a codec makes and reads."""
+"""Compression: what a region holds for backward as codes of 8 bits. A codec makes and reads them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from recompute.engine.thread_state import packing_for_recipe, working
 
 
 class Codes(NamedTuple):
-    """A tensor in 8 bits, and how far what it gives back is from it."""
+    """A tensor in 8 bits, and the worst error of the decoded tensor."""
 
     codes: Tensor
     scales: Tensor
@@ -47,7 +47,7 @@ class CompressedTensor(Recipe):
     def __init__(
         self, tensor: Tensor, codec: Codec, statistics: RegionStatistics, outer: Hooks | None, group: RecipeGroup
     ):
-        """tensor: dense, and without a graph. outer: the saved-tensor hooks by which the codes are held."""
+        """tensor: dense, and without a graph. outer: the saved-tensor hooks that hold the codes."""
         super().__init__(RegionStatistics(statistics.name), "codes of 8 bits", group)  # this is no regeneration
         with working("compression"):
             encoded = codec.encode(tensor)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 
 def are_sharded(kinds: Iterable[type]) -> bool:
-    """Whether one of these classes has another tensor inside, on which ops are carried out."""
+    """Whether one of these classes has another tensor inside, and ops run on that."""
     ours = _kinds()
     return any(kind in ours for kind in kinds)
 
@@ -35,7 +35,7 @@ def local_of(tensor: Any) -> Tensor:
 
 
 def _kinds() -> tuple[Any, ...]:
-    """The classes of DTensors, and of the results of collectives for which nobody has waited yet."""
+    """The classes of DTensors, and of the results of collectives that nobody has waited for yet."""
     return (
         _class_in("torch.distributed.tensor", "DTensor"),
         _class_in("torch.distributed._functional_collectives", "AsyncCollectiveTensor"),

@@ -1,4 +1,4 @@
-"""Values of the few fake tensors on which a model's shapes depend: whole numbers, bools and what is made of them.
+"""Values of the few fake tensors that a model's shapes depend on: whole numbers, bools and what is made of them.
 
 They are calculated from those of an op's inputs, and only when a shape or a number is asked for. Where an op chooses by
 values of floats, as a router's ``topk`` does, the choices are taken in turn, so that all are chosen equally often.
@@ -110,7 +110,7 @@ class KnownValues:
             self._choose(op, args, kwargs, output)
         elif op in _LIFTS and tensors[0].dtype in _WHOLE:
             self.note(output, tensors[0].clone())
-        elif op is _aten.rand.default and output.numel() == 1:  # by which a model drops layers: it drops none
+        elif op is _aten.rand.default and output.numel() == 1:  # a model may drop layers by it: it drops none
             self.note(output, torch.ones(output.shape))
         elif not tensors:
             self._derive(op, args, kwargs, output)

@@ -40,14 +40,6 @@ def _unless_refused(get: Getter, put: Setter) -> tuple[Getter, Setter]:
     return getter, lambda value: None if value is None else put(value)
 
 
-def _determinism() -> tuple[bool, bool]:
-    return _C._get_deterministic_algorithms(), _C._get_deterministic_algorithms_warn_only()
-
-
-def _set_determinism(value: tuple[bool, bool]) -> None:
-    _C._set_deterministic_algorithms(value[0], warn_only=value[1])
-
-
 def _reduced(name: str) -> tuple[Getter, Setter]:
     put = getattr(_C, f"_set_cublas_allow_{name}_reduced_precision_reduction")
     return getattr(_C, f"_get_cublas_allow_{name}_reduced_precision_reduction"), lambda value: put(*value)
@@ -64,7 +56,10 @@ _SETTINGS: tuple[tuple[Getter, Setter], ...] = (
     (torch.get_default_dtype, _C._set_default_dtype),
     (torch.get_num_threads, torch.set_num_threads),
     (_flushes_denormals, torch.set_flush_denormal),
-    (_determinism, _set_determinism),
+    (
+        lambda: (_C._get_deterministic_algorithms(), _C._get_deterministic_algorithms_warn_only()),
+        lambda value: _C._set_deterministic_algorithms(value[0], warn_only=value[1]),
+    ),
     (_C._get_deterministic_fill_uninitialized_memory, _C._set_deterministic_fill_uninitialized_memory),
     (_C._get_mkldnn_enabled, _C._set_mkldnn_enabled),
     (_C._get_mkldnn_deterministic, _C._set_mkldnn_deterministic),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._library.custom_ops import CustomOpDef, _maybe_get_opdef
 from torch._ops import OpOverload
 
-from recompute.engine.random_sources import GLOBALS, draws_globally, is_random_source
+from recompute.engine.rng import GLOBALS, is_random_source
 
 
 def base_of(module: nn.Module) -> type[nn.Module]:
@@ -91,15 +91,19 @@ class Walk:
             self._walk_values(values, names)
             while not values:
                 if not self._functions:
-                    self.values += GLOBALS if draws_globally(self.names, self.values) else ()
+                    modules = {value.__name__ for value in self.values if type(value) is ModuleType}
+                    if "random" in self.names or not modules.isdisjoint(("random", "numpy.random")):
+                        self.values += GLOBALS
                     return
                 function, owner = self._functions.pop()
                 if (id(function), id(owner)) not in walked:
                     walked.add((id(function), id(owner)))
                     names = () if is_foreign(function) else tuple({*_names(function.__code__)})
                     values = [function.__globals__.get(name) for name in names]
-                    self.defaults += (value for value in _defaults_of(function) if isinstance(value, Tensor))
-                    values += [owner, *_given_at_definition(function)]
+                    defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+                    self.defaults += (value for value in defaults if isinstance(value, Tensor))
+                    cells = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
+                    values += [owner, *defaults, *cells]
                     self._note(function, names)
 
     def _note(self, function: FunctionType, names: tuple[str, ...]) -> None:
@@ -188,15 +192,6 @@ def _attributes_of(module: nn.Module) -> Iterator[Any]:
                 yield from value
             elif isinstance(value, dict):
                 yield from value.values()
-
-
-def _given_at_definition(function: FunctionType) -> list[Any]:
-    cells = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
-    return [*_defaults_of(function), *cells]
-
-
-def _defaults_of(function: FunctionType) -> list[Any]:
-    return [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
 
 
 def _names(code: CodeType) -> Iterator[str]:

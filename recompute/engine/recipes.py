@@ -6,7 +6,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -46,7 +46,7 @@ class ValueSource(Protocol):
 
 
 class Handle(PackedTensor):
-    """What autograd holds in the place of a saved tensor: a value of its ``source``, by its number there.
+    """Autograd holds this in the place of a saved tensor: a value of its ``source``, by its number there.
 
     ``tensor``, at ``version``, is the saved tensor itself, until it is dropped or kept. ``kept`` holds it if it is
     kept. ``view`` is the layout through which the tensor saw the value, and the layout that sees all of it; None if
@@ -128,7 +128,7 @@ class RecipeGroup:
 
     They also share one callback at the end of a backward, which frees the values that nobody has taken.
 
-    numerics: torch's settings in that frame, under which its ops run again.
+    numerics: torch's settings in that frame. Its ops run again under them.
     """
 
     __slots__ = ("__weakref__", "_filled", "_is_alike", "_task", "lock", "numerics")
@@ -208,14 +208,9 @@ class Recipe(ABC):
                 self._fill_all()
             handle.is_ready = False
             saved = self._values[handle.number]
-            if not (self._is_shared and self._is_awaited(handle.number)):
+            if not (self._is_shared and any(each.is_ready and each.number == handle.number for each in self.dropped())):
                 del self._values[handle.number]
             return saved.get()
-
-    def _is_awaited(self, number: int) -> bool:
-        """Whether some handle of this value has yet to take it."""
-        handles = (ref() for ref in self.handles)
-        return any(handle is not None and handle.is_ready and handle.number == number for handle in handles)
 
     def _fill_all(self) -> None:
         """Run this after the recipes that it needs. It does not recurse: a chain may be longer than Python's stack."""
@@ -346,14 +341,10 @@ class OpRecipe(Recipe):
     def _run(self) -> Sequence[Tensor]:
         args, kwargs = fetch(self._call.args), fetch(self._call.kwargs)
         if are_modes_hidden():
-            with self._undrawn(), shown_to_modes():  # let modes see it that count, say; their result is not used
+            # Let modes see it that count, say. Their result is not used, and generators are where they were afterwards.
+            with nullcontext() if is_fake() else RngState().replayed(), shown_to_modes():
                 self._run_on(list(args), dict(kwargs))
         return self._run_on(args, kwargs)
-
-    @staticmethod
-    def _undrawn() -> AbstractContextManager[None]:
-        """The span after which random generators are where they were."""
-        return nullcontext() if is_fake() else RngState().replayed()
 
     def _run_on(self, args: list[Any], kwargs: dict[str, Any]) -> Sequence[Tensor]:
         if self._call.writes is None:

@@ -2,14 +2,55 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.save_plan import SavePlan
-from recompute.engine.stopwatch import Stopwatch
+
+_MANY = 1024
+
+
+class Stopwatch:
+    """Times regeneration, from ``start()`` to ``stop()``: on the CPU, or on CUDA by events, without waiting."""
+
+    def __init__(self, device: torch.device):
+        self._on_cuda = device.type == "cuda"
+        self._seconds = 0.0
+        self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def start(self) -> Any:
+        return self._event() if self._on_cuda else time.perf_counter()
+
+    def stop(self, started: Any) -> None:
+        """started: what ``start()`` returned."""
+        if not self._on_cuda:
+            self._seconds += time.perf_counter() - started
+            return
+        self._spans.append((started, self._event()))
+        if len(self._spans) % _MANY == 0:
+            self._add_up([span for span in self._spans if span[1].query()])
+
+    def seconds(self) -> float:
+        """On CUDA this waits until what was timed has run."""
+        for _, end in self._spans:
+            end.synchronize()
+        self._add_up(list(self._spans))
+        return self._seconds
+
+    def _add_up(self, spans: list[tuple[torch.cuda.Event, torch.cuda.Event]]) -> None:
+        self._seconds += sum(start.elapsed_time(end) for start, end in spans) / 1e3
+        done = set(map(id, spans))
+        self._spans = [span for span in self._spans if id(span) not in done]
+
+    def _event(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
 
 @dataclass
@@ -26,34 +67,44 @@ class Regenerations:
     """Whether any of it came back for gradients that are differentiated in their turn."""
 
 
-@dataclass
-class RegionStatistics:
-    """The name of a region, for messages, and its totals since the policy was applied."""
+@dataclass(kw_only=True)
+class Totals:
+    """What a policy did to one region, or to several. What is held anyway counts nowhere: parameters, and the inputs of
+    a checkpoint.
+    """
 
-    name: str
     frames: int = 0
-    """Times it ran forward under the policy."""
-    dropped_tensors: int = 0
-    """Saved tensors dropped, each storage counted once a frame."""
-    dropped_nbytes: int = 0
-    kept_nbytes: int = 0
-    """Bytes that live only because its frames, or the kernels in its place, saved them for backward."""
+    """Forward runs of modules under a rule that keeps, drops or has kernels compute something."""
     eager_nbytes: int = 0
-    """Bytes that the same code holds for backward without the policy."""
-    regenerated: Regenerations = field(default_factory=Regenerations)
-    """What backward has run again. The tape by which a region is captured counts it for the region, too."""
+    """Bytes that these runs would hold for backward without the policy. ``kept_nbytes`` is what they hold with it."""
+    dropped_tensors: int = 0
+    """Saved tensors that were dropped, each storage counted once a run."""
+    dropped_nbytes: int = 0
+    """Bytes of these. What kernels do not save in the first place is not among them."""
+    kept_nbytes: int = 0
+    """Bytes held for backward: saved tensors that are not dropped, what recipes read, and what kernels save."""
     offloaded_tensors: int = 0
     """Storages that were copied off the device."""
     offloaded_nbytes: int = 0
-    """Bytes of these. They are among those kept, but for what is given to a checkpoint."""
+    """Bytes of these. They are among those kept, except for the inputs of a checkpoint."""
     compressed_tensors: int = 0
     """Tensors that are held as codes of 8 bits."""
     compressed_nbytes: int = 0
     """Bytes that these had."""
     codes_nbytes: int = 0
-    """Bytes of their codes and scales, which are among those kept."""
+    """Bytes of their codes and scales. They are among those kept."""
+
+
+@dataclass
+class RegionStatistics(Totals):
+    """The name of a region, for messages, and its totals since the policy was applied."""
+
+    name: str
+    regenerated: Regenerations = field(default_factory=Regenerations)
+    """What backward has run again. The tape that a region is captured by counts it for the region, too."""
     worst_code_error: Tensor | None = None
-    """The largest error of a number that was held so, relative to the largest one of its block. On its device."""
+    """The largest error of a number that was held as a code, relative to the largest one of its block. On its
+    device."""
     plan: SavePlan | None = None
     """What its last frame kept and dropped, and why."""
     dropped_outputs: list[DroppedOutput] = field(default_factory=list)

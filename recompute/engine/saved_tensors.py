@@ -1,4 +1,4 @@
-"""What autograd holds in the place of a saved tensor until backward wants it, and the hooks that put it there."""
+"""Autograd holds these objects in the place of saved tensors, and the hooks here put them there."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ParameterReference(PackedTensor):
     Of a DTensor it gives this rank's part.
 
     memory: of a view, the memory that the parameter has now. Autograd holds the memory of a view, so this is used even
-    if ``parameter.data`` is replaced later. None of the parameter itself, of which autograd holds only the object.
+    if ``parameter.data`` is replaced later. None of the parameter itself: autograd holds only the object.
     """
 
     __slots__ = ("layout", "memory", "name", "parameter", "version")
@@ -152,7 +152,7 @@ class PackedView(PackedTensor):
 
 
 def laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """``tensor`` with this stride. Hooks like save_on_cpu give back another, in which code may add up otherwise."""
+    """``tensor`` with this stride. Hooks like save_on_cpu give back another, and code may add up otherwise in that."""
     if tensor.stride() == stride or 0 in stride:
         return tensor
     return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
@@ -243,8 +243,10 @@ def is_inside_checkpoint() -> bool:
 def checked(tensor: Tensor, version: int, name: str) -> Tensor:
     """``tensor``, unless it has been modified in place since it was at ``version``."""
     if version_of(tensor) != version:
+        node = torch._C._current_autograd_node()
+        reader = "backward" if node is None else node.name()
         raise MutationError(
-            f"in {name}: a {describe(tensor)} that {_current_node()} needs has been modified in place since it was "
+            f"in {name}: a {describe(tensor)} that {reader} needs has been modified in place since it was "
             f"saved: it is at version {version_of(tensor)}, expected version {version}. Replace the in-place "
             "operation, or let it modify a clone."
         )
@@ -300,8 +302,3 @@ def storage_key(tensor: Tensor) -> StorageKey:
 
 def describe(tensor: Tensor) -> str:
     return f"tensor of shape {tuple(tensor.shape)} and dtype {tensor.dtype}"
-
-
-def _current_node() -> str:
-    node = torch._C._current_autograd_node()
-    return "backward" if node is None else node.name()

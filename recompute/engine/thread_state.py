@@ -9,8 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from recompute.engine.region_statistics import RegionStatistics
-from recompute.engine.stopwatch import Stopwatch
+from recompute.engine.region_statistics import RegionStatistics, Stopwatch
 
 EngineWork = Literal["compression", "offloading"]
 
@@ -22,7 +21,7 @@ class _ThreadState(threading.local):
         self.books: list[Any] = []
         """The ``RecipeBook`` of each scope that is open, the innermost last. None: nothing is recorded there."""
         self.statistics = RegionStatistics("an op outside of any region")
-        """The statistics of the region for which the recipes of ``recipe_book.record`` are counted."""
+        """The recipes of ``recipe_book.record`` are counted for this region."""
         self.active_frames: list[Any] = []
         """The tapes, checkpoint frames and replays that are running, the innermost last."""
         self.regenerating = 0
@@ -53,7 +52,7 @@ is_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as to
 
 @contextmanager
 def swapped(owner: Any, name: str, value: Any) -> Iterator[Any]:
-    """The span in which an attribute has another value, which this gives."""
+    """The span in which an attribute has another value. Gives that value."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -95,7 +94,7 @@ def packing_for_recipe() -> AbstractContextManager[Any]:
 def stopwatch_of(statistics: RegionStatistics) -> Stopwatch | None:
     """What is to time a regeneration that begins now. None if that was not asked for, or if it is a part of another.
 
-    None, too, while a CUDA graph is being captured, in which events measure no time.
+    None, too, while a CUDA graph is being captured: events measure no time there.
     """
     stopwatch = statistics.regenerated.stopwatch
     return None if stopwatch is None or local.regenerating or is_in_cuda_graph() else stopwatch

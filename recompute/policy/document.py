@@ -275,7 +275,8 @@ def _sentence(detail: ErrorDetails, expectation: str, model_class: type[BaseMode
     if detail["type"] == "missing":
         return "this key is required, and missing"
     if detail["type"] == "extra_forbidden":
-        keys = _known_keys(model_class, path[:-1])
+        models = [kind for kind in _types_at(model_class, path[:-1]) if _is_subclass(kind, BaseModel)]
+        keys = [name for model in models for name in model.model_fields]
         return f"unknown key{nearest(path[-1], keys)}; expected one of {', '.join(keys)}"
     is_word = detail["type"] in ("literal_error", "enum")
     suggestion = nearest(detail["input"], re.findall(r"'([^']*)'", detail["ctx"]["expected"])) if is_word else ""
@@ -312,11 +313,6 @@ def _node_at(root: Node, path: KeyPath, of_key: bool) -> Node:
 def _pairs(node: Node) -> list[tuple[Node, Node]]:
     pairs = node.value if isinstance(node, MappingNode) else ()
     return [(key, value) for key, value in pairs if isinstance(key, ScalarNode)]
-
-
-def _known_keys(model_class: type[BaseModel], path: KeyPath) -> list[str]:
-    models = [kind for kind in _types_at(model_class, path) if _is_subclass(kind, BaseModel)]
-    return [name for model in models for name in model.model_fields]
 
 
 def _types_at(kind: Any, path: KeyPath) -> Iterator[Any]:

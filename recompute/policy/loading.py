@@ -18,6 +18,9 @@ def load_policy(source: str | os.PathLike[str] | Mapping[str, object] | Policy) 
 
     Raises ``PolicyError``: with file, line and key for what is wrong in a file, and with the presets' names
     where ``source`` is neither a preset nor an existing file.
+
+    >>> recompute.load_policy("full").rules[0].action
+    'checkpoint'
     """
     if isinstance(source, Policy):
         return source
@@ -51,11 +54,9 @@ def is_preset(policy: Policy) -> bool:
 def preset_path(name: str) -> Path:
     """The file of the preset ``name``, to read or to copy. Raises ``PolicyError`` if there is none."""
     presets = _presets()
-    if name not in presets:
-        raise PolicyError(
-            f"no preset is named {show(name)}{nearest(name, presets)}; the presets are {', '.join(presets)}"
-        )
-    return presets[name]
+    if name in presets:
+        return presets[name]
+    raise PolicyError(f"no preset is named {show(name)}{nearest(name, presets)}; the presets are {', '.join(presets)}")
 
 
 def _presets() -> dict[str, Path]:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import difflib
-import heapq
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from recompute.policy.rules import BLOCK, HEAD, Policy, Rule
 
@@ -34,11 +31,10 @@ class ModuleEntry:
 
 def assign(policy: Policy, modules: Iterable[ModuleEntry]) -> dict[str, int]:
     """For each module that a rule matches, its path and the index of the first rule that does."""
-    candidates = _Candidates(policy)
+    selectors = [*enumerate(map(_Selector, policy.rules))]
     assignment = {}
     for module in modules:
-        for index in candidates.of(module):
-            selector = candidates.selectors[index]
+        for index, selector in selectors:
             if selector.has_type(module) and selector.has_layer(module) and selector.has_path(module):
                 assignment[module.path] = index
                 break
@@ -81,55 +77,12 @@ def layers_beyond(policy: Policy, modules: Sequence[ModuleEntry], assignment: Ma
     return messages
 
 
-class _Candidates:
-    """Finds for each module the few rules that share a word with its path or class, so that many rules cost little."""
-
-    def __init__(self, policy: Policy):
-        self.selectors = [_Selector(rule) for rule in policy.rules]
-        words = [[_words(glob) for glob in rule.match] for rule in policy.rules]
-        frequency = Counter(word for of_rule in words for of_glob in of_rule for word in of_glob)
-        self._by_part: dict[str, list[int]] = {}
-        self._by_type: dict[str, list[int]] = {}
-        self._others: list[int] = []
-        for index, (rule, of_rule) in enumerate(zip(policy.rules, words, strict=True)):
-            if of_rule and all(of_rule):
-                for part in {min(of_glob, key=frequency.__getitem__) for of_glob in of_rule}:  # the rarest tells most
-                    self._by_part.setdefault(part, []).append(index)
-            elif rule.type and not any(map(_is_wild, rule.type)):
-                for name in rule.type:
-                    self._by_type.setdefault(name, []).append(index)
-            else:
-                self._others.append(index)
-
-    def of(self, module: ModuleEntry) -> Iterable[int]:
-        """In order, the rules that may match ``module``."""
-        found = [self._by_part[part] for part in {*module.path.split(".")} if part in self._by_part]
-        found += [self._by_type[name] for name in {module.type, BLOCK, HEAD} if name in self._by_type]
-        return heapq.merge(*found, self._others) if found else self._others
-
-
-def _words(glob: str) -> list[str]:
-    """The parts of a path that all paths which ``glob`` matches have."""
-    return [part for part in glob.split(".") if not _is_wild(part)]
-
-
-def _is_wild(part: str) -> bool:
-    return "*" in part or "?" in part
-
-
 class _Selector:
     """A rule's three conditions, which can be asked one by one to tell which of them fails."""
 
     def __init__(self, rule: Rule) -> None:
-        self._rule = rule
-
-    @cached_property
-    def _path(self) -> re.Pattern[str] | None:
-        return _compile(self._rule.match)
-
-    @cached_property
-    def _class(self) -> re.Pattern[str] | None:
-        return _compile([glob for glob in self._rule.type if glob not in (BLOCK, HEAD)])
+        self._rule, self._path = rule, _compile(rule.match)
+        self._class = _compile([glob for glob in rule.type if glob not in (BLOCK, HEAD)])
 
     def has_path(self, module: ModuleEntry) -> bool:
         return not self._rule.match or _matches(self._path, module.path)
@@ -172,8 +125,10 @@ def _why_unmatched(rule: Rule, modules: Sequence[ModuleEntry], assignment: Mappi
     selector = _Selector(rule)
     by_path = [module for module in modules if selector.has_path(module)]
     if not by_path:
-        candidates = _distinct_up_to_numbers(module.path for module in modules)
-        return f"match {_quoted(rule.match)} is the path of no module{_nearest(rule.match, candidates)}"
+        first: dict[str, str] = {}  # of paths that differ in numbers only, as those of layers do
+        for module in modules:
+            first.setdefault(re.sub(r"\d+", "0", module.path), module.path)
+        return f"match {_quoted(rule.match)} is the path of no module{_nearest(rule.match, first.values())}"
     if not any(map(selector.has_type, modules)):
         if rule.type == (BLOCK,):
             return (
@@ -210,14 +165,6 @@ def _why_unmatched(rule: Rule, modules: Sequence[ModuleEntry], assignment: Mappi
 def _quoted(names: Sequence[str]) -> str:
     shown = [repr(name) for name in names[:5]] + ["..."] * (len(names) > 5)
     return " or ".join(shown)
-
-
-def _distinct_up_to_numbers(paths: Iterable[str]) -> Iterable[str]:
-    """Of paths that differ in numbers only, as those of layers do, the first."""
-    first: dict[str, str] = {}
-    for path in paths:
-        first.setdefault(re.sub(r"\d+", "0", path), path)
-    return first.values()
 
 
 def _nearest(globs: Sequence[str], candidates: Iterable[str]) -> str:

@@ -10,7 +10,6 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from recompute.files import user_path
 from recompute.policy.rules import MIN_BYTES, PRICE, REPEATABLE, Rule, Via
 from recompute.units import humanize
 
@@ -36,7 +35,7 @@ _KERNELS: dict[Via, Kernels] = {"hook": Kernels.NEVER, "auto": Kernels.ON_CUDA, 
 
 @dataclass(frozen=True)
 class Offloading:
-    """What of a region's held tensors travels off the device, and where to."""
+    """The part of a region's held tensors that travels to host memory and back."""
 
     fraction: float = 1.0
     """The share of their bytes: the largest travel."""
@@ -44,8 +43,6 @@ class Offloading:
     """Smaller storages stay."""
     max_host_bytes: int | None = None
     """The most that this process may offload; None: a share of what is free."""
-    directory: str | None = None
-    """Of the files that they go to; None: host memory."""
 
 
 def travelling(sizes: Sequence[int], fraction: float) -> frozenset[int]:
@@ -119,7 +116,9 @@ def meaning_of(rule: Rule) -> Meaning:
     keep = frozenset(rule.keep)
     if rule.action == "keep":
         return Meaning(Mechanism.KEEP, "everything is kept")
-    note, offloading = _note(rule), _offloading(rule) if rule.offload or rule.action == "offload" else None
+    note, offloading = _note(rule), None
+    if rule.offload or rule.action == "offload":
+        offloading = Offloading(rule.fraction, rule.min_bytes, rule.max_host_bytes)
     if rule.action == "offload":
         return Meaning(Mechanism.KEEP, note, offloading=offloading, extends_inward=True)
     if rule.action == "compress":
@@ -170,10 +169,5 @@ def _note(rule: Rule) -> str:
         parts.append("tensors whose readers tolerate rounding are held in 8 bits")
     if rule.offload or rule.action == "offload":
         share = "" if rule.fraction == 1 else f"{rule.fraction:.0%} of "
-        parts.append(f"{share}what is held comes back from {'the host' if rule.to == 'host' else rule.path}")
+        parts.append(f"{share}what is held comes back from the host")
     return "; ".join(parts)
-
-
-def _offloading(rule: Rule) -> Offloading:
-    directory = None if rule.path is None else str(user_path(rule.path))
-    return Offloading(rule.fraction, rule.min_bytes, rule.max_host_bytes, directory)

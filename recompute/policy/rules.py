@@ -14,7 +14,6 @@ from pydantic import (
     ConfigDict,
     PlainSerializer,
     PlainValidator,
-    SerializerFunctionWrapHandler,
     ValidationInfo,
     WrapSerializer,
     field_validator,
@@ -28,7 +27,6 @@ from recompute.units import parse_size
 
 Action = Literal["keep", "recompute", "checkpoint", "offload", "compress"]
 Via = Literal["hook", "kernel", "auto"]
-To = Literal["host", "disk"]
 Repeatable = Literal["gemm", "convolution", "attention"]
 
 REPEATABLE: frozenset[str] = frozenset(get_args(Repeatable))
@@ -42,8 +40,8 @@ FAMILIES = (*get_args(Repeatable), "collective")
 PRICE = 1e10
 """By default, the bytes that may be held to save a second of running ops again.
 
-What a reduction over a hundred elements makes is kept, as norms' statistics are: few bytes, for which many would be
-read. An elementwise op or a thin GEMM brings back at least fifty times as many bytes a second as this."""
+What a reduction over a hundred elements makes is kept, as norms' statistics are: few bytes, and many would be
+read for them. An elementwise op or a thin GEMM brings back at least fifty times as many bytes a second as this."""
 
 MIN_BYTES = 1 << 20
 """Smaller storages are not worth a copy of their own to the host and back, as far as no rule says otherwise."""
@@ -69,7 +67,7 @@ _BELONGS_TO = {
     "compress": ("recompute",),
     "tile": ("recompute",),
 }
-_OFFLOAD_KEYS = ("fraction", "min_bytes", "max_host_bytes", "to", "path")
+_OFFLOAD_KEYS = ("fraction", "min_bytes", "max_host_bytes")
 _VERSION = 1
 
 
@@ -165,16 +163,11 @@ def _rules_as_tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _rules_as_written(rules: Any, write: SerializerFunctionWrapHandler) -> Any:
-    return write(rules) if rules else NO_RULES
+_RULES_AS_WRITTEN = WrapSerializer(lambda rules, write: write(rules) if rules else NO_RULES)
 
 
 def _as_tuple(value: object) -> object:
     return tuple(value) if isinstance(value, (list, tuple)) else (value,)
-
-
-def _as_tuple_or_none(value: object) -> object:
-    return None if value is None else _as_tuple(value)
 
 
 def _as_written(values: Sequence[object] | None) -> Any:
@@ -204,7 +197,7 @@ ClassGlob = Annotated[str, PlainValidator(_class_glob)]
 Keepable = Annotated[str, PlainValidator(_keepable)]
 Layers = Annotated[
     tuple[Annotated[LayerSpan, PlainValidator(LayerSpan.parse)], ...] | None,
-    BeforeValidator(_as_tuple_or_none),
+    BeforeValidator(lambda value: None if value is None else _as_tuple(value)),
     AfterValidator(_not_empty),
     PlainSerializer(_as_written),
 ]
@@ -237,8 +230,8 @@ class Rule(BaseModel):
         in bfloat16 whose elements are sums of H products is kept at prices above 4e14 / H; at lower ones the GEMM runs
         again, if the rule lets it.
     hold: in the place of a price, the most that ``recompute`` may hold of one forward of a module: a size such as
-        "400MiB", or bytes. Of what may run again, that runs again which gets there in about the least time. Where it
-        cannot get there, the fewest bytes are held. Of a head whose loss makes no logits as a whole: the memory for
+        "400MiB", or bytes. Of what may run again, it chooses what gets there in about the least time. Where nothing
+        gets there, the fewest bytes are held. Of a head whose loss makes no logits as a whole: the memory for
         those that it does make. The more of them it holds until backward, the fewer it makes again.
     capture: whether a module that has run the same way for some steps goes on as straight code, which takes less CPU
         time and changes no bit (see ``compiled.captured_region``).
@@ -251,13 +244,15 @@ class Rule(BaseModel):
     offload: whether what is held travels off the device, as under action "offload".
     fraction: of what may travel, the share of its bytes that does, the largest first; from above 0 to 1.
     min_bytes: storages of fewer bytes stay on the device: a size such as "1MiB", or bytes.
-    max_host_bytes: the most that this process may offload, a size; None is half of what is free where it goes, divided
-        by the processes of this machine. Beyond it forward raises ``HostMemoryError``.
-    to: "host", memory of the machine; or "disk", files without a name in the directory ``path``. These five need the
-        action "offload", or ``offload: true``.
+    max_host_bytes: the most that this process may offload, a size; None is half of what is free, divided by the
+        processes of this machine. Beyond it forward raises ``HostMemoryError``. These three need the action "offload",
+        or ``offload: true``.
 
     At least one of match, type and layers is needed, and no family may be in both rerun and keep. One string or
     number stands for a list of one. Raises ``PolicyError``.
+
+    >>> recompute.Rule(type="block", action="checkpoint", keep="attention").keep
+    ('attention',)
     """
 
     model_config = _STRICT
@@ -279,8 +274,6 @@ class Rule(BaseModel):
     fraction: Annotated[float, PlainValidator(_fraction)] = 1.0
     min_bytes: Annotated[int, PlainValidator(_size), PlainSerializer(size_as_written)] = MIN_BYTES
     max_host_bytes: SizeOrNone = None
-    to: To = "host"
-    path: str | None = None
 
     if TYPE_CHECKING:
 
@@ -304,8 +297,6 @@ class Rule(BaseModel):
             fraction: float = 1.0,
             min_bytes: int | str = MIN_BYTES,
             max_host_bytes: int | str | None = None,
-            to: To = "host",
-            path: str | None = None,
         ) -> None: ...
 
     @field_validator("via", "rerun", "keep", "price", "hold", "capture", "compiled", "compress", "tile", "offload")
@@ -325,7 +316,7 @@ class Rule(BaseModel):
             raise ValueError(f"expected no {key!r} here: it belongs to action 'offload', or beside 'offload: true'")
         return value
 
-    @field_validator("hold", "tile", "path")
+    @field_validator("hold", "tile")
     @classmethod
     def _beside_others(cls, value: Any, info: ValidationInfo) -> Any:
         key, others = str(info.field_name), info.data
@@ -333,8 +324,6 @@ class Rule(BaseModel):
             raise ValueError("expected 'price' or 'hold', not both: each of them says how much runs again")
         if value is not None and key == "tile" and others.get("via") == "hook":
             raise ValueError("expected no 'tile' beside 'via: hook', by which a module runs as it is written")
-        if value is not None and key == "path" and others.get("to") != "disk":
-            raise ValueError("expected no 'path' beside 'to: host': it is the directory of 'to: disk'")
         return value
 
     @field_validator("keep")
@@ -349,8 +338,6 @@ class Rule(BaseModel):
     def _selects_something(self) -> Rule:
         if not self.match and not self.type and self.layers is None:
             raise ValueError("expected at least one of match, type and layers")
-        if self.to == "disk" and self.path is None:
-            raise ValueError("expected a 'path' beside 'to: disk': the directory whose files are to hold the tensors")
         return self
 
 
@@ -361,6 +348,9 @@ class Policy(BaseModel):
     rules: at least one, or the word "none" for no rules, since an empty list is a mistake more often than a wish.
 
     Equality is by value, and a policy is hashable. Raises ``PolicyError``.
+
+    >>> recompute.Policy(rules=[recompute.Rule(match="**.mlp", action="offload")]).rules[0].action
+    'offload'
     """
 
     model_config = _STRICT
@@ -368,7 +358,11 @@ class Policy(BaseModel):
     version: Annotated[int, AfterValidator(_known_version)] = _VERSION
     name: str = "unnamed"
     description: str = ""
-    rules: Annotated[tuple[Rule, ...], BeforeValidator(_rules_as_tuple), WrapSerializer(_rules_as_written)]
+    rules: Annotated[
+        tuple[Rule, ...],
+        BeforeValidator(_rules_as_tuple),
+        _RULES_AS_WRITTEN,
+    ]
 
     if TYPE_CHECKING:
 

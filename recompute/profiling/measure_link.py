@@ -25,7 +25,7 @@ def measure_link(device: torch.device) -> HostLink | None:
     """
     if device.type != "cuda":
         return None
-    limit = default_limit(None)
+    limit = default_limit()
     pool = HostPool()
     try:
         buffers = [pool.buffer(_NBYTES, limit, pin=True, who="recompute.profile") for _ in range(2)]

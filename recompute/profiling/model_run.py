@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from recompute.engine.checkpoint.arguments import map_leaves, snapshot
-from recompute.engine.checkpoint.held_buffers import LearnedBuffers
-from recompute.engine.checkpoint.module_state import ModuleState
+from recompute.engine.checkpoint.module_state import LearnedBuffers, ModuleState
 from recompute.engine.reachable_objects import find_generators
 from recompute.engine.rng import RngState
 from recompute.errors import ModelError, MutationError

@@ -192,7 +192,7 @@ class _RooflineClock(Clock):
     """Adds up the calculated seconds of the ops that a ``StorageTrace`` sees."""
 
     def __init__(self, figures: Gpu) -> None:
-        super().__init__()
+        super().__init__(torch.device("cpu"))
         self._figures = figures
         self._since_mark = 0.0
 

@@ -80,7 +80,7 @@ def trace_step(
     regions: by path; each runs once in forward, and none inside of another. They may be under any policy. What a
         checkpoint runs again in backward belongs to the backward of its region. None: the step is one part, which no
         hooks slow down.
-    memory, clock: count and time the step, such as ``memory_trace(device)`` and ``clock(device)``, not yet entered.
+    memory, clock: count and time the step, such as ``memory_trace(device)`` and ``Clock(device)``, not yet entered.
         Memory from before the step does not count, so there must be no gradients yet.
     earlier: runs first, such as microbatches before this one. What it returns lives until backward has ended. Its
         bytes, and those of gradients that it leaves, count in the step's peak, and in no part.

@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_cut import INTER, ROWS, H, K, Table, Tables, choices, decoder_layer, tables
 
-from recompute.engine.cut.byte_limit import best_cut, cuts_by_nbytes, nbytes_and_seconds
+from recompute.engine.cut.best_cuts import best_cut, costs_of, cuts_by_nbytes, sweep
 from recompute.engine.cut.minimum_cut import minimum_cut
-from recompute.engine.cut.price_sweep import sweep
 from recompute.errors import PolicyWarning
 
 
@@ -29,9 +28,9 @@ def two_alike() -> Table:
 def test_of_two_that_cost_the_same_a_limit_keeps_one() -> None:
     table = two_alike()
     values, ops = table.values, table.ops
-    assert [nbytes_and_seconds(values, ops, cut) for _, cut in sweep(values, ops)] == [(1300, 0.0), (100, 2.0)]
+    assert [costs_of(values, ops, cut)[1:] for _, cut in sweep(values, ops)] == [(1300, 0.0), (100, 2.0)]
     assert [(each.nbytes, each.seconds) for each in cuts_by_nbytes(values, ops)] == [(1300, 0), (700, 1), (100, 2)]
-    assert {most: nbytes_and_seconds(values, ops, best_cut(values, ops, 0.0, most))[0] for most in LIMITS} == LIMITS
+    assert {most: costs_of(values, ops, best_cut(values, ops, 0.0, most)).nbytes for most in LIMITS} == LIMITS
 
 
 def test_a_limit_that_cannot_be_met_is_told() -> None:
@@ -75,7 +74,7 @@ def test_a_decoder_layer_may_hold_gate_or_up_alone() -> None:
     def between(held: Iterable[int]) -> list[int]:
         return [nbytes for nbytes in held if without_three <= nbytes <= nothing_costly]
 
-    prices = [nbytes_and_seconds(table.values, table.ops, cut)[0] for _, cut in sweep(table.values, table.ops)]
+    prices = [costs_of(table.values, table.ops, cut).nbytes for _, cut in sweep(table.values, table.ops)]
     limits = [each.nbytes for each in cuts_by_nbytes(table.values, table.ops)]
     assert between(prices) == [nothing_costly, without_three]
     assert set(prices) <= set(limits)
@@ -95,7 +94,7 @@ def test_each_is_a_cut_and_what_holds_less_takes_longer(table: Tables) -> None:
     for each in found:
         alive = {index for index, value in enumerate(values) if value.alive and value.nbytes is not None}
         assert each.cut.kept - alive == possible[each.cut.rerun] - alive
-        assert (each.nbytes, each.seconds) == nbytes_and_seconds(values, ops, each.cut)
+        assert each == costs_of(values, ops, each.cut)
     for more, less in pairwise(found):
         assert more.nbytes > less.nbytes
         assert more.seconds < less.seconds
@@ -107,9 +106,9 @@ def test_a_limit_is_kept_where_it_can_be_and_no_price_does_better_within_it(tabl
     possible = list(choices(values, ops))
     if not possible:
         return
-    held, seconds = nbytes_and_seconds(values, ops, best_cut(values, ops, 0.0, most))
+    _, held, seconds = costs_of(values, ops, best_cut(values, ops, 0.0, most))
     least = min(sum(values[i].nbytes or 0 for i in kept if not values[i].alive) for _, kept in possible)
     assert held <= max(most, least)
     for _, cut in sweep(values, ops):
-        other_held, other_seconds = nbytes_and_seconds(values, ops, cut)
+        _, other_held, other_seconds = costs_of(values, ops, cut)
         assert other_held > max(most, held) or seconds <= other_seconds

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 import recompute
-from recompute.engine import random_sources, saved_tensors
+from recompute.engine import rng, saved_tensors
 from recompute.engine.thread_state import local
 
 RULES = {
@@ -99,7 +99,7 @@ def in_generators(faults: Faults) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         for name in ("state", "restore"):
-            patch.setattr(random_sources.CpuSource, name, passing(getattr(random_sources.CpuSource, name)))
+            patch.setattr(rng.CpuSource, name, passing(getattr(rng.CpuSource, name)))
         yield
 
 

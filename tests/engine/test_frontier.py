@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_cut import ATTENTION, INTER, ROWS, H, K, Table, Tables, choices, cost, decoder_layer, tables
 
+from recompute.engine.cut.best_cuts import sweep
 from recompute.engine.cut.minimum_cut import Cut, minimum_cut
-from recompute.engine.cut.price_sweep import sweep
 
 
 def nbytes_of(table: Tables, cut: Cut) -> int:

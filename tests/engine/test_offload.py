@@ -34,13 +34,12 @@ from engine_testing import (
 )
 from tiers import by_default, slow
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import recompute
 from recompute.engine.host import host_memory, offload
-from recompute.engine.host.host_memory import HostPool, default_limit, pool_in
+from recompute.engine.host.host_memory import POOL, HostPool, default_limit
 from recompute.engine.host.offload import OffloadedStorage
-from recompute.errors import HostMemoryError, MutationError, PolicyError, UnsupportedError
+from recompute.errors import HostMemoryError, MutationError, UnsupportedError
 
 WAYS: dict[str, dict[str, Any]] = {
     "offload": {"action": "offload"},
@@ -265,7 +264,7 @@ def test_small_storages_and_parameters_stay(copies: list[tuple[str, int]]) -> No
 
 
 def test_host_memory_is_used_again_from_step_to_step() -> None:
-    model, pool = Layers(), pool_in(None)
+    model, pool = Layers(), POOL
     pool.free_unused()
     before = pool.nbytes
     recompute.apply(model, rules())
@@ -282,9 +281,9 @@ def test_host_memory_is_used_again_from_step_to_step() -> None:
 
 def test_batches_of_any_length_share_host_memory_that_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model, pool, made = Layers(), HostPool(), []
-    plain, mapped = copy.deepcopy(model), pool._map
-    monkeypatch.setattr(offload, "pool_in", lambda directory: pool)
-    monkeypatch.setattr(pool, "_map", lambda nbytes: (made.append(nbytes), mapped(nbytes))[1])
+    plain, new = copy.deepcopy(model), pool._new
+    monkeypatch.setattr(offload, "POOL", pool)
+    monkeypatch.setattr(pool, "_new", lambda nbytes, *rest: (made.append(nbytes), new(nbytes, *rest))[1])
     recompute.apply(model, rules())
     for rows in range(20, 41):  # each longer than all before
         assert_same(outcome(model, batch(rows)), outcome(plain, batch(rows)))
@@ -326,7 +325,7 @@ def test_a_frame_that_saves_other_tensors_than_the_last_one_offloads_no_more_tha
 
 
 def test_a_policy_that_is_removed_gives_host_memory_back() -> None:
-    model, pool = Layers(), pool_in(None)
+    model, pool = Layers(), POOL
     pool.free_unused()
     before = pool.nbytes
     with recompute.apply(model, rules()):
@@ -349,29 +348,9 @@ def test_memory_is_released_by_reference_count() -> None:
         assert sum(isinstance(each, OffloadedStorage) for each in gc.get_objects()) == 2 * LAYERS
         del loss
         assert not any(isinstance(each, OffloadedStorage) for each in gc.get_objects())
-        assert not offload._copies._known
+        assert not offload._copies
     finally:
         gc.enable()
-
-
-@pytest.mark.parametrize(
-    ("place", "why"), [("gone", "No such file or directory"), ("file", "Not a directory"), ("there", "")]
-)
-def test_a_directory_that_takes_no_files_is_refused_when_a_policy_is_applied(
-    place: str, why: str, tmp_path: Path
-) -> None:
-    (tmp_path / "file").touch()
-    (tmp_path / "there").mkdir()
-    policy = rules(action="offload", to="disk", path=str(tmp_path / place))
-    if not why:
-        recompute.apply(Layers(), policy)
-        return
-    with pytest.raises(
-        PolicyError, match=rf"rules\[0\]\.path: expected a directory .* found .*{place}: {why}\. Make it"
-    ):
-        recompute.apply(Layers(), policy)
-    with FakeTensorMode():
-        recompute.apply(Layers(), policy)  # an estimate may be for another machine
 
 
 def test_stats_and_explain_say_what_left() -> None:
@@ -393,23 +372,23 @@ def test_stats_and_explain_say_what_left() -> None:
 
 def test_more_than_the_rule_allows_is_refused_and_the_model_goes_on_without_it() -> None:
     model = Layers()
-    pool_in(None).free_unused()
-    limit = pool_in(None).nbytes + 3 * ACTIVATION
+    POOL.free_unused()
+    limit = POOL.nbytes + 3 * ACTIVATION
     handle = recompute.apply(model, rules(action="offload", max_host_bytes=limit))
     with pytest.raises(HostMemoryError, match=r"in layers\.1 \(Sequential\): 2\.0 KiB more .* max_host_bytes higher"):
         model(batch())
     handle.remove()
     plain = copy.deepcopy(model)
     assert_same(outcome(model, batch()), outcome(plain, batch()))
-    assert not offload._copies._known
+    assert not offload._copies
 
 
 def test_the_default_limit_is_a_share_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "free_host_nbytes", lambda: 1000)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert default_limit(None) == 500
+    assert default_limit() == 500
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert default_limit(None) == 125
+    assert default_limit() == 125
 
 
 def test_what_another_rule_was_allowed_does_not_raise_the_limit() -> None:
@@ -541,35 +520,11 @@ def test_an_error_in_forward_leaves_nothing_behind() -> None:
     recompute.apply(model, rules("inside"))
     with pytest.raises(Boom):
         model(tokens())
-    assert not offload._copies._known
+    assert not offload._copies
     for each in (model, plain):
         each.inside.fails = False  # type: ignore[union-attr]
     x = tokens()
     assert_same(outcome(model, x), outcome(plain, x))
-
-
-# On disk
-
-
-def test_tensors_go_to_files_without_a_name_and_come_back(tmp_path: Path, copies: list[tuple[str, int]]) -> None:
-    assert_step_as_without(Stack(), rules(action="offload", to="disk", path=str(tmp_path)), tokens(), drops=False)
-    assert copies
-    assert list(tmp_path.iterdir()) == []
-    assert pool_in(str(tmp_path))._most_in_use > pool_in(str(tmp_path)).nbytes == 0  # as the policy is gone
-
-
-def test_a_directory_without_room_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = HostPool(str(tmp_path / "absent"))
-    with pytest.raises(HostMemoryError, match=r"1\.0 KiB cannot be offloaded to .*absent: No such file"):
-        pool.buffer(1024, 1 << 20, pin=False, who="a region")
-
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(host_memory.os, "posix_fallocate", full)
-    with pytest.raises(HostMemoryError, match="No space left on device"):
-        HostPool(str(tmp_path)).buffer(1024, 1 << 20, pin=False, who="a region")
-    assert list(tmp_path.iterdir()) == []
 
 
 # On a GPU
@@ -582,8 +537,8 @@ def slow_copies(monkeypatch: pytest.MonkeyPatch, cycles: Callable[[], int]) -> I
 
     def late(target: Tensor, source: Tensor, *, out_of_device: bool, after: Any) -> Any:
         device = source.device if out_of_device else target.device
-        streams = offload._streams.setdefault(device, offload._Streams(device))
-        with torch.cuda.stream(streams.out if out_of_device else streams.back):
+        out, back = offload._streams(device)
+        with torch.cuda.stream(out if out_of_device else back):
             torch.cuda._sleep(cycles())
         return original(target, source, out_of_device=out_of_device, after=after)
 

@@ -16,10 +16,9 @@ from engine_testing import CPU, Tracker, bits, holding, policed, tokens
 from torch import Tensor, nn
 
 from recompute.counters import memory_trace
-from recompute.engine import random_sources
-from recompute.engine.random_sources import is_random_source
+from recompute.engine import rng
 from recompute.engine.reachable_objects import find_generators
-from recompute.engine.rng import RngState
+from recompute.engine.rng import RngState, is_random_source
 
 
 def test_random_state_is_held_only_by_regions_that_draw() -> None:
@@ -92,8 +91,8 @@ def test_whatever_moves_a_default_generator_is_seen_and_undone(kind: str) -> Non
 def test_python_and_numpy_are_read_only_where_code_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """To read them takes 50 us, which a region that leaves them alone does not pay."""
     reads: list[Any] = []
-    for kind in (random_sources._PythonSource, random_sources._NumpySource):
-        monkeypatch.setattr(kind, "state", lambda self, read=kind.state: (reads.append(1), read(self))[1])
+    read = rng.RandomSource.state  # torch's own sources have another
+    monkeypatch.setattr(rng.RandomSource, "state", lambda self: (reads.append(1), read(self))[1])
     draws = rand_of_numpy, sample
     for forward, is_read in ((lambda self, x: x.exp().sin(), False), *((draw, True) for draw in draws)):
         model = policed(holding(forward))

@@ -288,7 +288,7 @@ class Linked(NamedTuple):
 
 @pytest.fixture(scope="module")
 def linked() -> Linked:
-    link = HostLink(out_bandwidth=1e30, back_bandwidth=1e30, host_nbytes=default_limit(None))
+    link = HostLink(out_bandwidth=1e30, back_bandwidth=1e30, host_nbytes=default_limit())
     model = tiny.decoder(layers=4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(profile_model, "measure_link", lambda device: link)

@@ -18,7 +18,7 @@ from recompute.policy.rules import Policy
 
 KEYS_OF_A_RULE = (
     "match, type, layers, action, via, rerun, keep, price, hold, capture, "
-    "compiled, compress, tile, offload, fraction, min_bytes, max_host_bytes, to, path"
+    "compiled, compress, tile, offload, fraction, min_bytes, max_host_bytes"
 )
 
 

@@ -138,7 +138,7 @@ def test_a_rule_that_says_only_what_it_needs_gets_the_defaults():
     assert repr(rule) == (
         "Rule(match=(), type=('*MLP',), layers=None, action='recompute', via='auto', rerun=(), keep=(), "
         "price=10000000000.0, hold=None, capture=True, compiled=True, compress=False, tile=None, offload=False, "
-        "fraction=1.0, min_bytes=1048576, max_host_bytes=None, to='host', path=None)"
+        "fraction=1.0, min_bytes=1048576, max_host_bytes=None)"
     )
 
 
@@ -255,7 +255,7 @@ REFUSED = [
     (
         {"mach": "**.mlp"},
         "mach: unknown key (did you mean 'match'?); expected one of match, type, layers, action, via, rerun, keep, "
-        "price, hold, capture, compiled, compress, tile, offload, fraction, min_bytes, max_host_bytes, to, path",
+        "price, hold, capture, compiled, compress, tile, offload, fraction, min_bytes, max_host_bytes",
     ),
     (
         {"action": "checkpont"},
@@ -319,7 +319,6 @@ REFUSED = [
     ),
     ({"action": "offload", "fraction": 0}, f"fraction: {SHARE}0"),
     ({"action": "offload", "fraction": 1.5}, f"fraction: {SHARE}1.5"),
-    ({"action": "offload", "to": "tape"}, "to: expected 'host' or 'disk'; found 'tape'"),
 ]
 """Of a rule that matches 'a' and keeps, with these values beside or in their place."""
 A_SELECTOR = (
@@ -348,12 +347,10 @@ REFUSED_AS = [
     *(
         ({"action": action, key: value}, f"{key}: {OF_OFFLOADING.format(key)}")
         for action in ("keep", "recompute", "checkpoint")
-        for key, value in {"fraction": 0.5, "min_bytes": 0, "max_host_bytes": 1, "to": "disk"}.items()
+        for key, value in {"fraction": 0.5, "min_bytes": 0, "max_host_bytes": 1}.items()
     ),
     ({"action": "offload", "min_bytes": "1 parsec"}, f"min_bytes: {SIZE}"),
     ({"action": "offload", "max_host_bytes": "50%"}, f"max_host_bytes: {SIZE}"),
-    ({"action": "offload", "path": "/scratch"}, "path: expected no 'path' beside 'to: host'"),
-    ({"action": "offload", "to": "disk"}, "expected a 'path' beside 'to: disk'"),
     ({"action": "offload", "via": "hook"}, "via: expected no 'via' beside action 'offload'"),
     ({"action": "offload", "offload": True}, "offload: expected no 'offload' beside action 'offload'"),
 ]

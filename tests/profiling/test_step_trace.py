@@ -69,7 +69,7 @@ def test_the_parts_sum_to_the_whole(name: str) -> None:
     spans = tiny_step(POLICIES[name], memory=memory)
     assert [part.path for part in spans.parts] == ["", "layers.0", "layers.1", "layers.2", ""]
     assert timeline(spans) == spans.peak_nbytes == memory.peak_nbytes > 0
-    seconds = tiny_step(POLICIES[name], clock=counters.clock(CPU))
+    seconds = tiny_step(POLICIES[name], clock=counters.Clock(CPU))
     assert all(part.forward_seconds > 0 and part.backward_seconds > 0 for part in seconds.parts)
     assert seconds.seconds > seconds.optimizer_seconds > 0
     assert (seconds.peak_nbytes, spans.seconds) == (0, 0)
@@ -81,7 +81,7 @@ def test_a_step_without_regions_is_one_part() -> None:
     )
     assert [part.path for part in spans.parts] == [""]
     assert timeline(spans) == spans.peak_nbytes == apart.peak_nbytes
-    seconds = tiny_step(POLICIES["mixed"], clock=counters.clock(CPU), whole=True)
+    seconds = tiny_step(POLICIES["mixed"], clock=counters.Clock(CPU), whole=True)
     (part,) = seconds.parts
     assert min(part.forward_seconds, part.backward_seconds, seconds.optimizer_seconds) > 0
 
@@ -182,6 +182,6 @@ def test_a_step_leaves_no_hook_and_no_gradient() -> None:
     before = tiny.snapshot(model)
     with dry_run(model, torch.ones(())) as run:
         for _ in range(2):
-            run.step({"layers.1": model.layers[1]}, clock=counters.clock(CPU))
+            run.step({"layers.1": model.layers[1]}, clock=counters.Clock(CPU))
         assert all(parameter.grad is None for parameter in model.parameters())
     assert tiny.snapshot(model) == before

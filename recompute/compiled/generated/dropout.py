@@ -17,7 +17,7 @@ from torch import Tensor
 from recompute.compiled.generated.pointwise_ops import FLOATS, arguments_of
 from recompute.compiled.recording import Call, Recording, Use
 from recompute.engine.cut.layout import Layout
-from recompute.engine.random_sources import CudaSource
+from recompute.engine.rng import CudaSource
 from recompute.engine.tape.op_arguments import is_dense
 from recompute.engine.thread_state import is_in_cuda_graph
 from recompute.errors import RngError

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import SUPPORTED_NODES
 
 from recompute.engine.bit_comparison import count_different
-from recompute.engine.random_sources import GENERATORS
+from recompute.engine.rng import GENERATORS
 from recompute.engine.saved_tensors import (
     Hooks,
     KeptTensor,
@@ -279,7 +279,7 @@ def _object_of(kind: Any, attributes: dict[str, Any]) -> Any:
 
 
 def _empty(kind: Any) -> Any:
-    """An object without attributes, on which no constructor has run; None if the class holds more than attributes."""
+    """An object without attributes, made by no constructor; None if the class holds more than attributes."""
     try:
         return object.__new__(kind)
     except TypeError:
@@ -301,7 +301,7 @@ def _is_opaque(value: Any) -> bool:
 
 @functools.lru_cache(4096)
 def _are_opaque(kind: Any) -> bool:
-    """Whether the state of objects of this class is in attributes, by which it can be compared and copied."""
+    """Whether the state of objects of this class is in attributes, so that it can be compared and copied."""
     if issubclass(kind, _IMMUTABLE) or any("__call__" in vars(base) for base in kind.__mro__):
         return False
     return bool(_slots_of(kind)) or kind.__dictoffset__ != 0

@@ -1,4 +1,4 @@
-"""The state of modules, on which a frame's result depends besides its code and its arguments.
+"""The state of modules. A frame's result depends on it, besides its code and its arguments.
 
 It is captured when the frame begins, and put back while it runs again.
 """
@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.batchnorm import _NormBase
 
-from recompute.engine.checkpoint.held_buffers import HeldBuffers, LearnedBuffers
 from recompute.engine.dtensors import has_layout
 from recompute.engine.parameter_memory import is_managed_elsewhere
 from recompute.engine.saved_tensors import describe, storage_of, version_of
@@ -58,7 +59,9 @@ class ModuleState:
                     seen.add(child)
                     modules.append(child)
             if not isinstance(module, _ScriptModule):  # its attributes are not kept in Python
-                attributes, has_parts = _attributes_of(module.__dict__)
+                own = module.__dict__
+                has_parts = not PARTS.isdisjoint(map(type, map(own.get, own.keys() - TORCHS_OWN)))
+                attributes = _copied(own, has_parts)
                 self.held.append((module, type(module), attributes, has_parts))
                 if has_parts:
                     loose += [value for value in attributes.values() if type(value) is Tensor]
@@ -134,13 +137,12 @@ class ModuleState:
                     tensor.requires_grad_(requires_grad)
             present = [(module, type(module), module.__dict__) for module in self.modules()]
             stack.callback(_swap_attributes, present)
-            plain = self._are_plain
-            _swap_attributes(
-                [
-                    (module, kind, _attributes_for_replay(module, then, parts, plain))
-                    for module, kind, then, parts in self.held
-                ]
-            )
+            again = [(module, kind, _copied(then, has_parts)) for module, kind, then, has_parts in self.held]
+            for module, _, attributes in again:
+                are_plain = self._are_plain and _PLAIN.issuperset(map(type, module._parameters.values()))
+                if not are_plain or attributes["_modules"]:
+                    _take_present_parts(attributes, module, are_plain)
+            _swap_attributes(again)
             yield
 
 
@@ -151,50 +153,34 @@ TORCHS_OWN = frozenset(vars(nn.Module()))
 """The attributes that every module has: training flags, hooks, and the dicts of its parts."""
 
 
-def _attributes_of(attributes: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-    """A copy of a module's attributes, for a replay, and whether there are containers or tensors among them."""
+def _copied(attributes: dict[str, Any], has_parts: bool) -> dict[str, Any]:
+    """A copy of a module's attributes. Containers in it are copies too: code may add to one.
+
+    has_parts: whether there are containers or tensors among them.
+    """
     copied = attributes.copy()
-    has_parts = not PARTS.isdisjoint(map(type, map(copied.get, copied.keys() - TORCHS_OWN)))
     # torch's own ``_parameters`` is a dict. A library may have put an object in its place that gathers weights, say. A
     # copy of that might gather them into a place of its own, so the object itself is used.
-    parameters = attributes["_parameters"]
+    parameters, modules = attributes["_parameters"], attributes["_modules"]
     copied["_parameters"] = parameters.copy() if type(parameters) in _DICTS else parameters
     copied["_buffers"] = attributes["_buffers"].copy()
-    modules = attributes["_modules"]
     copied["_modules"] = modules.copy() if modules and type(modules) is dict else modules
-    return _with_parts_copied(copied) if has_parts else copied, has_parts
+    if has_parts:
+        copies: dict[int, Any] = {}
+        for name, value in attributes.items():
+            if type(value) in PARTS and name not in TORCHS_OWN:
+                copied[name] = copy_of(value, copies)
+    return copied
 
 
-def _attributes_for_replay(
-    module: nn.Module, attributes: dict[str, Any], has_parts: bool, are_plain: bool
-) -> dict[str, Any]:
-    """Another copy of what ``_attributes_of`` gave. A replay may change it, and the next one finds the same again.
-
-    are_plain: whether none of the parameters was a DTensor when the frame began.
-    """
-    again = _with_parts_copied(attributes) if has_parts else attributes.copy()
-    now, then = module._parameters, again["_parameters"]
-    again["_buffers"] = again["_buffers"].copy()
-    if type(then) in _DICTS:
-        again["_parameters"] = then.copy()
+def _take_present_parts(again: dict[str, Any], module: nn.Module, are_plain: bool) -> None:
+    """Put what has to be there now into a copy of a module's attributes. are_plain: no parameter can be a DTensor."""
     if again["_modules"] and type(again["_modules"]) is dict:
         # Modules that forward itself has made are there, too: a run that made others would have other parameters.
         again["_modules"] = {**module._modules, **again["_modules"]}
-    if not (are_plain and _PLAIN.issuperset(map(type, now.values()))) and any(
-        has_layout(each) for each in (*now.values(), *then.values()) if each is not None
-    ):
+    now, then = module._parameters, again["_parameters"]
+    if not are_plain and any(has_layout(each) for each in (*now.values(), *then.values()) if each is not None):
         again["_parameters"] = now  # the library that gathers and frees them has them as they should be now
-    return again
-
-
-def _with_parts_copied(attributes: dict[str, Any]) -> dict[str, Any]:
-    """A copy in which containers are copies too, so that code which adds to one does not change the copy."""
-    copied = attributes.copy()
-    copies: dict[int, Any] = {}
-    for name, value in attributes.items():
-        if type(value) in PARTS and name not in TORCHS_OWN:
-            copied[name] = copy_of(value, copies)
-    return copied
 
 
 def copy_of(part: Any, copies: dict[int, Any]) -> Any:
@@ -202,7 +188,8 @@ def copy_of(part: Any, copies: dict[int, Any]) -> Any:
     if (known := copies.get(id(part))) is not None:
         return known
     if type(part) is Tensor:
-        copies[id(part)] = alias = _without_graph(part)
+        # Without its graph. Else the graph of an auxiliary loss, say, would be held from step to step.
+        copies[id(part)] = alias = part.detach().requires_grad_(part.requires_grad)
         return alias
     copied = copies[id(part)] = part.copy()
     if not isinstance(part, set) and not PARTS.isdisjoint(map(type, part.values() if isinstance(part, dict) else part)):
@@ -210,11 +197,6 @@ def copy_of(part: Any, copies: dict[int, Any]) -> Any:
             if type(item) in PARTS:
                 copied[key] = copy_of(item, copies)
     return copied
-
-
-def _without_graph(tensor: Tensor) -> Tensor:
-    """The tensor without its graph. Else the graph of an auxiliary loss, say, would be held from step to step."""
-    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 _set = object.__setattr__  # the module's own would first look at what kind of value it is
@@ -230,3 +212,136 @@ def _swap_attributes(states: Iterable[tuple[nn.Module, type, dict[str, Any]]]) -
         if type(module) is not kind:
             module.__class__ = kind
         _set(module, "__dict__", attributes)
+
+
+_SMALL = 1 << 16
+"""In bytes: copying a buffer of this size takes no longer than launching a kernel."""
+
+
+class _Copy(NamedTuple):
+    buffer: Tensor
+    value: Tensor
+    version: int
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether the buffer has been changed in place since, as far as its version tells."""
+        return version_of(self.buffer) != self.version
+
+
+class LearnedBuffers:
+    """What a region's frames have found out about its buffers, which are numbered, for later frames."""
+
+    __slots__ = ("changing", "copies", "may_change_unseen")
+
+    def __init__(self) -> None:
+        self.may_change_unseen = False
+        """Whether its code names a batch norm, whose kernels write to statistics without a new version."""
+        self.changing: dict[tuple[bool, ...], frozenset[int]] = {}
+        """The buffers that a frame has changed, by the modules' training flags: training may change others."""
+        self.copies: dict[int, _Copy] = {}
+        """Copies of the small buffers that no frame has changed. All frames share them until somebody does."""
+
+
+class HeldBuffers:
+    """Buffers are of three kinds:
+
+    - Those that forward itself changes in place, such as batch-norm statistics. They are copied before each frame. The
+      first frame with the same training flags finds out which these are. It compares values and not only versions,
+      because kernels write to some buffers without a new version. Those of a batch norm count as changed anyway: it
+      may write the same value at first.
+    - Small ones that forward does not change. All frames share one copy of them, as long as nobody changes them.
+    - Large ones that forward does not change. They are not copied; the replay is refused if somebody changes them.
+    """
+
+    __slots__ = ("_changing", "_copies", "_flags", "_is_first", "_learned", "all")
+
+    def __init__(self, buffers: list[Tensor], modules: Sequence[nn.Module], learned: LearnedBuffers):
+        self.all = buffers
+        self._learned = learned
+        self._flags = tuple([module.training for module in modules])
+        known = learned.changing.get(self._flags)
+        self._is_first = known is None
+        self._changing = frozenset(range(len(buffers))) if known is None else known
+        self._copies: dict[int, _Copy] = {}
+        for index, buffer in enumerate(buffers):
+            if index in self._changing:
+                self._copies[index] = _copy_of_buffer(buffer)
+            elif _is_small(buffer):
+                shared = learned.copies.get(index)
+                if shared is None or shared.buffer is not buffer or shared.has_moved:
+                    shared = learned.copies[index] = _copy_of_buffer(buffer)
+                self._copies[index] = shared
+
+    def uncopied(self) -> list[Tensor]:
+        """Those whose versions have to be checked: in the first frame, as long as it runs, all of them."""
+        return [each for index, each in enumerate(self.all) if self._is_first or index not in self._copies]
+
+    def settle(self, modules: Sequence[nn.Module]) -> bool:
+        """The frame has ended: note which buffers it has changed. Returns whether others are ``uncopied`` now."""
+        learned, was_first, before = self._learned, self._is_first, self._changing
+        unseen = set(self._copies) if learned.may_change_unseen else set()
+        if was_first:
+            before = frozenset()
+            norms = [module for module in modules if isinstance(module, _NormBase) and module.training]
+            statistics = {id(buffer) for norm in norms for buffer in norm._buffers.values()}
+            unseen = {index for index in unseen if _is_small(self.all[index])}
+            unseen.update(index for index, buffer in enumerate(self.all) if id(buffer) in statistics)
+        elif not unseen and not any(copy.has_moved for copy in self._copies.values()):
+            return False
+        self._changing = before.union(
+            index
+            for index, copy in self._copies.items()
+            if index not in before and (index in unseen or copy.has_moved or _differ(copy.value, copy.buffer))
+        )
+        self._is_first = False
+        self._copies = {i: c for i, c in self._copies.items() if i in self._changing or _is_small(c.buffer)}
+        for index, copy in self._copies.items():
+            if index in self._changing:
+                learned.copies.pop(index, None)
+            else:
+                learned.copies[index] = copy
+        learned.changing[self._flags] = self._changing
+        return was_first
+
+    def unlearn(self) -> None:
+        """The frame changed something that earlier ones with these flags did not: let the next one learn anew."""
+        self._learned.changing.pop(self._flags, None)
+
+    @contextmanager
+    def replayed(self) -> Iterator[None]:
+        """The span in which the buffers are as they were when the frame began. Afterwards they are as they are now."""
+        copies = [copy for index, copy in self._copies.items() if index in self._changing or copy.has_moved]
+        buffers = [copy.buffer for copy in copies]
+        if not buffers:
+            yield
+            return
+        with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
+            present = [buffer.detach().clone() for buffer in buffers]
+            _assign(buffers, [copy.value for copy in copies])
+            try:
+                yield
+            finally:
+                _assign(buffers, present)
+
+
+def _copy_of_buffer(buffer: Tensor) -> _Copy:
+    return _Copy(buffer, buffer.detach().clone(), version_of(buffer))
+
+
+def _is_small(buffer: Tensor) -> bool:
+    return buffer.layout is torch.strided and buffer.nbytes <= _SMALL
+
+
+def _differ(before: Tensor, now: Tensor) -> bool:
+    if before.is_meta or isinstance(before, FakeTensor):
+        return False
+    if before.layout is not torch.strided:
+        before, now = before.to_dense(), now.to_dense()
+    return not torch.equal(before, now)
+
+
+def _assign(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    with torch.no_grad():
+        for buffer, value in zip(buffers, values, strict=True):
+            buffer.copy_(value)

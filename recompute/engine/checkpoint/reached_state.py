@@ -1,7 +1,9 @@
 """What a region's code reads beside its arguments and its modules: globals, closures, attributes, thread locals.
 
-A frame notes what is there when it begins, and puts it back while it runs again (invariant 11). The first frame finds
-the places. Later frames find them anew if they meet another function or object there than the first one did.
+A frame notes what is there when it begins, and puts it back while it runs again (invariant 11). Finding out
+what code reads, what it draws from and what it changes costs too much to be done in each frame. So the first frame is
+watched, and later frames rely on what it found. They learn anew if they meet another function or object there, or if
+versions and states turn out otherwise.
 """
 
 from __future__ import annotations
@@ -10,64 +12,67 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from itertools import repeat
+from itertools import repeat, starmap
 from types import MemberDescriptorType, MethodType, ModuleType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from recompute.engine.checkpoint.module_state import PARTS, TORCHS_OWN, HeldModule, copy_of
+from recompute.engine.checkpoint.module_state import PARTS, TORCHS_OWN, HeldModule, LearnedBuffers, ModuleState, copy_of
+from recompute.engine.cut.ops import EFFECT, facts
+from recompute.engine.cut.reviewed_ops import is_effect_registered
+from recompute.engine.modes import SeesAllOps
 from recompute.engine.reachable_objects import Walk, is_foreign
+from recompute.engine.rng import RngState, is_random_source
+from recompute.engine.tape.autocast import run_as_called
+from recompute.engine.tape.op_arguments import generators_of
 
 T = TypeVar("T")
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 _MISSING = object()
 _MANY = 100
 """The contents of a longer list or dict, as a vocabulary, are not noted."""
 
 
-class _Attribute:
-    """An attribute of a class, one of an object that is in a slot, or what is in the cell of a closure."""
+Place = tuple[Any, Any]
+"""What holds a value, and its name there.
 
-    __slots__ = ("name", "owner")
+That is a dict and a key; a class, an object or the cell of a closure, and an attribute; or None and what is read as a
+whole: a ``threading.local``, where a backward on another thread finds nothing, or the environment variables.
+"""
 
-    def __init__(self, owner: Any, name: str):
-        self.owner = owner
-        self.name = name
 
-    def get(self) -> Any:
-        if isinstance(self.owner, type):
-            return vars(self.owner).get(self.name, _MISSING)
-        try:
-            return getattr(self.owner, self.name)
-        except (AttributeError, ValueError):  # the latter of an empty cell
-            return _MISSING
+def _get(owner: Any, name: Any) -> Any:
+    if owner is None:
+        return environment() if name is os.environ else vars(name).copy()
+    if type(owner) is dict or isinstance(owner, type):
+        return (owner if type(owner) is dict else vars(owner)).get(name, _MISSING)
+    try:
+        return getattr(owner, name)
+    except (AttributeError, ValueError):  # the latter of an empty cell
+        return _MISSING
 
-    def put(self, value: Any) -> None:
-        if value is _MISSING:
-            delattr(self.owner, self.name)
+
+def _put(owner: Any, name: Any, value: Any) -> None:
+    if owner is None:
+        if name is os.environ:
+            _put_environment(value)
         else:
-            setattr(self.owner, self.name, value)
-
-
-class _ThreadLocal:
-    """All that this thread has in a ``threading.local``. Backward may run on another thread, where it is empty."""
-
-    __slots__ = ("_local",)
-
-    def __init__(self, local: threading.local):
-        self._local = local
-
-    def get(self) -> dict[str, Any]:
-        return vars(self._local).copy()
-
-    def put(self, value: dict[str, Any]) -> None:
-        own = vars(self._local)
-        own.clear()
-        own.update(value)
+            vars(name).clear()
+            vars(name).update(value)
+    elif type(owner) is dict:
+        if value is _MISSING:
+            owner.pop(name, None)
+        else:
+            owner[name] = value
+    elif value is _MISSING:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, value)
 
 
 def reads_environment(walk: Walk) -> bool:
@@ -79,53 +84,26 @@ def environment() -> dict[Any, Any]:
     return os.environ._data.copy()  # type: ignore[attr-defined]
 
 
-class _Environment:
-    """The environment variables."""
-
-    __slots__ = ()
-
-    def get(self) -> dict[Any, Any]:
-        return environment()
-
-    def put(self, value: dict[Any, Any]) -> None:
-        now = environment()
-        for key in now.keys() | value.keys():
-            if (then := value.get(key)) != now.get(key):
-                name = os.environ.decodekey(key)
-                if then is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = os.environ.decodevalue(then)
-
-
-class _Entry:
-    """An entry of a dict: a global, or an attribute."""
-
-    __slots__ = ("key", "space")
-
-    def __init__(self, space: dict[str, Any], key: str):
-        self.space = space
-        self.key = key
-
-    def get(self) -> Any:
-        return self.space.get(self.key, _MISSING)
-
-    def put(self, value: Any) -> None:
-        if value is _MISSING:
-            self.space.pop(self.key, None)
-        else:
-            self.space[self.key] = value
+def _put_environment(value: dict[Any, Any]) -> None:
+    now = environment()
+    for key in now.keys() | value.keys():
+        if (then := value.get(key)) != now.get(key):
+            name = os.environ.decodekey(key)
+            if then is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = os.environ.decodevalue(then)
 
 
 class Places:
     """The places that a region's code reads, as one of its frames has found them."""
 
-    def __init__(self, function: Callable[..., Any], own: Sequence[nn.Module], given: Sequence[Any]):
-        """function: what the region runs. own: modules whose state is noted elsewhere. given: arguments to look at."""
-        walk = Walk((function, *own, *given))
-        self.reached = walk.values
+    def __init__(self, walk: Walk, function: Callable[..., Any], own: Sequence[nn.Module], given: Sequence[Any]):
+        """walk: through ``function``, which the region runs, and ``given``, arguments to look at.
+
+        own: modules whose state is noted elsewhere.
+        """
         self._defaults = [*map(weakref.ref, walk.defaults)]
-        self.names_batch_norm = any("batch_norm" in name or "instance_norm" in name for name in walk.names)
         self._code = [*map(_weakly, _code_of(function, given))]
         known = set(map(id, own))
         found = {id(value): value for value in walk.values if isinstance(value, nn.Module) and id(value) not in known}
@@ -133,13 +111,12 @@ class Places:
         inside = [value for value in found.values() if known.isdisjoint(map(id, value.modules()))]
         self.modules = [weakref.ref(value) for value in inside]
         """Those that names in the code lead to, beside the region's own."""
-        places: list[Any] = [_Attribute(cell, "cell_contents") for cell in walk.cells.values()]
-        if reads_environment(walk):
-            places.append(_Environment())
+        places: list[Place] = [(cell, "cell_contents") for cell in walk.cells.values()]
+        places += [(None, os.environ)] if reads_environment(walk) else []
         entries = dict(walk.globals)
         for value in {id(value): value for value in walk.values}.values():
             if isinstance(value, threading.local):
-                places.append(_ThreadLocal(value))
+                places.append((None, value))
             elif id(value) not in known and not is_foreign(value):
                 space = getattr(value, "__dict__", None)
                 if type(space) is dict:
@@ -152,9 +129,8 @@ class Places:
 
     def note(self, modules: Sequence[HeldModule], values: Sequence[Any]) -> None:
         """The state of the region's modules, and what is at the places, when they were found."""
-        self._kinds = [kind for _, kind, _, _ in modules]
-        self._counts = [len(attributes) for _, _, attributes, _ in modules]
-        self._names = [tuple(attributes.keys() - TORCHS_OWN) for _, _, attributes, _ in modules]
+        self._kinds = [(kind, len(attributes)) for _, kind, attributes, _ in modules]
+        self._names = [attributes.keys() - TORCHS_OWN for _, _, attributes, _ in modules]
         self._objects = [*map(_weakly, self._objects_at(values, modules))]
         pairs = zip(modules, self._names, strict=True)
         found = _tensors_in([attributes[name] for (_, _, attributes, _), names in pairs for name in names])
@@ -164,12 +140,10 @@ class Places:
 
     def values(self) -> list[Any]:
         """What is at the places now."""
-        values = [*map(dict.get, self._spaces, self._keys, repeat(_MISSING))]
-        values += [place.get() for place in self._others]
-        return values
+        return [*map(dict.get, self._spaces, self._keys, repeat(_MISSING)), *starmap(_get, self._others)]
 
-    def all(self) -> list[Any]:
-        return [*map(_Entry, self._spaces, self._keys), *self._others]
+    def all(self) -> list[Place]:
+        return [*zip(self._spaces, self._keys, strict=True), *self._others]
 
     def are_those_of(
         self, function: Callable[..., Any], modules: Sequence[HeldModule], given: Sequence[Any], values: Sequence[Any]
@@ -179,7 +153,7 @@ class Places:
         values: what is at the places now. Of modules only the classes have to be the same, and what they hold.
         """
         return (
-            [kind for _, kind, _, _ in modules] == self._kinds
+            [(kind, len(attributes)) for _, kind, attributes, _ in modules] == self._kinds
             and _are_same(self._code, _code_of(function, given))
             and _are_same(self._objects, self._objects_at(values, modules))
         )
@@ -187,8 +161,6 @@ class Places:
     def _objects_at(self, values: Sequence[Any], modules: Sequence[HeldModule]) -> list[Any]:
         """What code may be in, or more state: all at the places and in modules' attributes but numbers and tensors."""
         spaces = [attributes for _, _, attributes, _ in modules]
-        if [len(space) for space in spaces] != self._counts:
-            return [_MISSING]  # there are other attributes than when these were walked through
         pairs = zip(spaces, self._names, strict=True)
         attributes = [space.get(name, _MISSING) for space, names in pairs for name in names]
         found = [value for value in (*values, *attributes) if type(value) not in _ATOMIC]
@@ -261,10 +233,10 @@ def class_attributes_read(walk: Walk) -> list[tuple[type, str]]:
     """The attributes of classes that the code walked through may read, but for methods: the classes and the names."""
     unique = {id(value): value for value in walk.values}.values()
     places = [place for value in unique for place in _attributes_read(value, walk.names)]
-    return [*{(place.owner, place.name): None for place in places if isinstance(place.owner, type)}]
+    return [*{place: None for place in places if isinstance(place[0], type)}]
 
 
-def _attributes_read(value: Any, names: set[str]) -> Iterator[_Attribute]:
+def _attributes_read(value: Any, names: set[str]) -> Iterator[Place]:
     """What code that reads attributes called ``names`` finds of ``value`` in slots and in classes, but for methods."""
     if isinstance(value, (ModuleType, *PARTS)) or not hasattr(type(value), "__mro__"):
         return
@@ -274,9 +246,9 @@ def _attributes_read(value: Any, names: set[str]) -> Iterator[_Attribute]:
                 attribute = vars(base)[name]
                 if isinstance(attribute, MemberDescriptorType):
                     if not isinstance(value, type):
-                        yield _Attribute(value, name)
+                        yield value, name
                 elif not hasattr(attribute, "__get__"):
-                    yield _Attribute(base, name)
+                    yield base, name
 
 
 class ReachedState:
@@ -303,14 +275,93 @@ class ReachedState:
         try:
             for place, then, present in zip(places, self._values, now, strict=True):
                 if (value := _copied(then, copies)) is not present:
-                    place.put(value)
+                    _put(*place, value)
             yield
         finally:
             for place, present in zip(places, now, strict=True):
-                if place.get() is not present:
-                    place.put(present)
+                if _get(*place) is not present:
+                    _put(*place, present)
 
 
 def _copied(value: Any, copies: dict[int, Any]) -> Any:
     kind = type(value)
     return copy_of(value, copies) if kind is Tensor or (kind in PARTS and len(value) <= _MANY) else value
+
+
+class LearnedFacts:
+    """What is known of a region after its first frame."""
+
+    __slots__ = ("_places", "buffers", "effect", "found", "generators", "is_scripted")
+
+    def __init__(self) -> None:
+        self.generators: list[Any] | None = None
+        """The random generators that it may draw from; None as long as no frame with these places has ended."""
+        self.found: list[Any] = []
+        """Those of them that names in its code lead to."""
+        self.is_scripted = False
+        """Whether it may run a ScriptModule."""
+        self.effect = ""
+        """An op with an effect that it has run, by its name; "" as long as none was seen."""
+        self.buffers = LearnedBuffers()
+        self._places: Places | None = None
+
+    def reach(
+        self, function: Callable[..., Any], modules: Sequence[nn.Module], given: Sequence[Any]
+    ) -> tuple[ModuleState, ReachedState]:
+        """What ``function(...)`` reads beside its arguments, as it is now: of modules, and at other places.
+
+        modules: those it runs. given: what it may call, run or draw from among its arguments.
+        """
+        roots = [*modules, *[value for value in given if isinstance(value, nn.Module)]]
+        places = self._places or self._find(function, roots, given)
+        state, values = ModuleState([*roots, *alive(places.modules)], self.buffers), places.values()
+        if places is self._places and not places.are_those_of(function, state.held, given, values):
+            places = self._find(function, roots, given)
+            state, values = ModuleState([*roots, *alive(places.modules)], self.buffers), places.values()
+        if places is not self._places:
+            places.note(state.held, values)
+            self._places = places  # at last, as other threads may look at it
+        reached = ReachedState(places, values)
+        state.watch([*reached.tensors, *alive(places.tensors)] if places.tensors else reached.tensors)
+        return state, reached
+
+    def _find(self, function: Callable[..., Any], roots: Sequence[nn.Module], given: Sequence[Any]) -> Places:
+        """The places, found anew, and what else a walk through the code tells."""
+        own = [m for root in roots for m in root.modules() if not isinstance(m, torch.jit.ScriptModule)]
+        walk = Walk((function, *own, *given))
+        self.is_scripted = any(isinstance(value, torch.jit.ScriptModule) for value in walk.values)
+        self.found = [*{id(value): value for value in walk.values if is_random_source(value)}.values()]
+        self.generators = None
+        self.buffers.may_change_unseen |= any("batch_norm" in name or "instance_norm" in name for name in walk.names)
+        return Places(walk, function, own, given)
+
+    def watching(self, rng: RngState | None, name: str) -> AbstractContextManager[Any]:
+        """A context for a frame. In the first one it notes the generators of ops, and ops that have effects.
+
+        Where such ops are registered it does so in every frame, as any frame may be the first one to run one.
+
+        rng: they are included in it. None where tensors have no values, and random numbers mean nothing.
+        name: the region's, for errors.
+        """
+        is_known = self.generators is not None and not is_effect_registered()
+        return _NOTHING if rng is None or is_known else _OpWatcher(self, rng, name)
+
+
+class _OpWatcher(SeesAllOps):
+    """Sees the ops of a frame: nothing else tells which random generators they draw from, and which have effects."""
+
+    def __init__(self, learned: LearnedFacts, rng: RngState, name: str):
+        super().__init__()
+        self._learned = learned
+        self._rng = rng
+        self._name = name
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        known = facts(function)
+        if known.reason == EFFECT:
+            self._learned.effect = known.name
+        for value in (*args, *kwargs.values(), *(generators_of(function) if known.is_foreign else ())):
+            if is_random_source(value):
+                self._rng.include(value)
+        return run_as_called(function, args, kwargs, self._name)

@@ -23,7 +23,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from recompute.engine.bit_comparison import count_different, is_verifying
 from recompute.engine.checkpoint.arguments import HeldArguments
-from recompute.engine.checkpoint.learned_facts import LearnedFacts
+from recompute.engine.checkpoint.reached_state import LearnedFacts
 from recompute.engine.checkpoint.replay import ExpectedTensor, OpNames, Replay, ReplayComplete
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.op_policy import OpPolicy
@@ -36,10 +36,9 @@ from recompute.engine.modes import (
     hidden_from_any_modes,
 )
 from recompute.engine.numerics import autocast_again, autocast_in_force
-from recompute.engine.random_sources import is_random_source
 from recompute.engine.recipes import Handle, Recipe
 from recompute.engine.region_statistics import RegionStatistics
-from recompute.engine.rng import RngState
+from recompute.engine.rng import RngState, is_random_source
 from recompute.engine.saved_tensors import (
     KeptTensor,
     PackedDTensor,
@@ -58,10 +57,11 @@ from recompute.engine.wrapper_tensors import inner_tensors, nbytes_held
 from recompute.errors import RegenerationError, warn
 
 StateHook = tuple[Callable[[], Any], Callable[[Any], AbstractContextManager[Any]]]
-"""For state that nothing here can see: what forward calls to note it, and the span in which that is in force again."""
+"""For state that nothing here can see: forward calls the first to note it; the second is a span with it in force."""
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 _strided = torch.strided
+_transforms = torch._C._functorch.peek_interpreter_stack
 
 
 class CheckpointRegion:
@@ -192,7 +192,7 @@ class CheckpointFrame(Scope, Recipe):
             self._inputs.hand_out(memory)
 
     def pinned(self, index: int, tensor: Tensor) -> Tensor:
-        """What was pinned as number ``index``, with the gradient of ``tensor``, in the place of which it stands."""
+        """The tensor that was pinned as number ``index``, in the place of ``tensor``, with the gradient of that."""
         if index >= len(self._pins) or self._pins[index].tensor.shape != tensor.shape:
             raise RegenerationError(
                 f"in {self.statistics.name}: forward passed {len(self._pins)} tensors to recompute.keep; run again, it "
@@ -236,7 +236,8 @@ class CheckpointFrame(Scope, Recipe):
             parameter = None if key is None else parameters.get((key, tensor.storage_offset()))
             handle.keep(self._kept(tensor, handle.version, parameter, bool(changed or effect)))
         if self._rng is not None:
-            self._region.learned.note_generators(self._rng)
+            if self._region.learned.generators is None:  # this frame was the first
+                self._region.learned.generators = self._rng.extra()
             self._rng = self._rng.drawn()
         if changed is not None or effect:
             self._give_up(changed, sum(saved.values()))
@@ -319,7 +320,8 @@ class CheckpointFrame(Scope, Recipe):
 
     def _run(self, replay: Replay, names: AbstractContextManager[Any] = _NOTHING) -> None:
         with (
-            _without_transforms(),
+            # No transform of torch.func is at work: a batched backward still needs one plain forward.
+            _NOTHING if _transforms() is None else temporarily_clear_interpreter_stack(),
             self._state.replayed(self.statistics.name),
             self._reached.replayed(),
             # Put back all generators afterwards. One that forward left where it was may move now: torch.manual_seed(0).
@@ -339,13 +341,6 @@ class CheckpointFrame(Scope, Recipe):
                 except (ReplayComplete, RuntimeError):  # TorchScript makes a RuntimeError of it
                     if not replay.is_done:
                         raise
-
-
-def _without_transforms() -> AbstractContextManager[Any]:
-    """The span in which no transform of ``torch.func`` is at work: a batched backward still needs one plain forward."""
-    if torch._C._functorch.peek_interpreter_stack() is None:
-        return _NOTHING
-    return temporarily_clear_interpreter_stack()
 
 
 class _SubstituteValue(torch.autograd.Function):

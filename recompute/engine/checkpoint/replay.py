@@ -36,7 +36,7 @@ class Replay(Scope):
     name: of the region, for messages.
     pinned: takes n and what the n-th call of ``recompute.keep`` is given now; returns what it was given in the frame.
     expected: the tensor that belongs in each slot; None where it may be any.
-    living: by slot, the parameter or input with which the tensor there shares its storage.
+    living: by slot, the parameter or input that the tensor there shares its storage with.
     """
 
     is_checkpoint = is_frame = True

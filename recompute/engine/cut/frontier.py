@@ -5,8 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import NamedTuple
 
-from recompute.engine.cut.byte_limit import cuts_by_nbytes, nbytes_and_seconds
-from recompute.engine.cut.price_sweep import sweep
+from recompute.engine.cut.best_cuts import costs_of, cuts_by_nbytes, sweep
 from recompute.engine.cut.save_plan import SavePlan, tables
 
 
@@ -37,7 +36,8 @@ def frontier(plan: SavePlan) -> tuple[Point, ...]:
     So have the plan made by a rule whose ``rerun`` lists all families in question. Its ``price`` does not matter.
     """
     values, ops = tables(plan)
-    return tuple(Point(price, *nbytes_and_seconds(values, ops, cut)) for price, cut in sweep(values, ops))
+    points = [(price, costs_of(values, ops, cut)) for price, cut in sweep(values, ops)]
+    return tuple(Point(price, costs.nbytes, float(costs.seconds)) for price, costs in points)
 
 
 def finer_frontier(plan: SavePlan) -> tuple[LimitPoint, ...]:
@@ -49,7 +49,7 @@ def finer_frontier(plan: SavePlan) -> tuple[LimitPoint, ...]:
     cuts = cuts_by_nbytes(*tables(plan))
     least_gap = _TELLING * cuts[0].nbytes
     return tuple(
-        LimitPoint(_between(cut.nbytes, more.nbytes), cut.nbytes, cut.seconds)
+        LimitPoint(_between(cut.nbytes, more.nbytes), cut.nbytes, float(cut.seconds))
         for more, cut in pairwise(cuts)
         if more.nbytes - cut.nbytes >= least_gap
     )

@@ -53,7 +53,7 @@ def are_apart(one: Layout, other: Layout) -> bool:
     for dim, stride in enumerate(first.stride):
         distance = int(second.offset) - int(first.offset)
         others = [(s, n) for i, (s, n) in enumerate(zip(first.stride, sizes, strict=True)) if i != dim and n > 1]
-        period = min([s for s, _ in others if s > stride], default=None)  # in which the slices lie side by side
+        period = min([s for s, _ in others if s > stride], default=None)  # the slices lie side by side in it
         is_slice = stride > 0 and distance % stride == 0 and distance >= stride * first.shape[dim]
         fits = period is None or period >= distance + stride * second.shape[dim]
         is_regular = all(s <= stride or s % (period or 1) == 0 for s, _ in others)

@@ -18,7 +18,7 @@ from torch import Tag, Tensor
 from torch._ops import OpOverload
 
 from recompute.engine.cut import reviewed_ops as reviewed
-from recompute.engine.cut.effects import is_effectful
+from recompute.engine.cut.reviewed_ops import is_effectful
 
 PINV = torch.ops.aten.linalg_pinv.atol_rtol_tensor
 
@@ -189,7 +189,9 @@ def _classify_writer(op: OpOverload, space: str, base: str, writes: tuple[int | 
         return OpFacts("", Kind.OPAQUE, writes=writes, reason=DRAWS_IN_PLACE)
     if space != "aten":
         return OpFacts("", Kind.OPAQUE, _family_by_name(base), writes, WRITES)
-    if writes == (0,) and base.endswith("_") and _is_pure(_namesake(op, pure), pure):
+    # The op that gives in new memory what ``op`` writes in place; ``op`` itself if none takes the same arguments.
+    namesake = getattr(getattr(torch.ops.aten, pure, None), op._overloadname, op)
+    if writes == (0,) and base.endswith("_") and _is_pure(namesake, pure):
         return OpFacts("", Kind.IN_PLACE, _family(pure), writes)
     return OpFacts("", Kind.OPAQUE, _family(pure), writes, DIFFERS if pure in reviewed.DIFFER else WRITES)
 
@@ -233,11 +235,6 @@ def _is_pure(op: OpOverload, base: str) -> bool:
     if base in reviewed.PURE or f"{base}.{op._overloadname}" in reviewed.PURE:
         return True
     return Tag.pointwise in op.tags and Tag.nondeterministic_seeded not in op.tags and _returns_tensors(op)
-
-
-def _namesake(op: OpOverload, base: str) -> OpOverload:
-    """The op that gives in new memory what ``op`` writes in place; ``op`` itself if none takes the same arguments."""
-    return getattr(getattr(torch.ops.aten, base, None), op._overloadname, op)
 
 
 def _is_view(op: OpOverload, space: str, base: str) -> bool:
@@ -309,10 +306,6 @@ def _condition(op: OpOverload, space: str, base: str) -> _Condition | None:
     return _CONDITIONS.get(base.removesuffix("_")) if space == "aten" else None
 
 
-def _indexes_by_number(argument: Callable[[str], Any]) -> bool:
-    return all(index is None or index.dtype not in (torch.bool, torch.uint8) for index in argument("indices"))
-
-
 def _scans_in_order(argument: Callable[[str], Any]) -> bool:
     tensor = argument("self")
     dtype = argument("dtype") or tensor.dtype
@@ -326,20 +319,17 @@ def _convolves_in_order(argument: Callable[[str], Any]) -> bool:
     return torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
 
 
-def _leaves_statistics(argument: Callable[[str], Any]) -> bool:
-    return not argument("training") or argument("running_mean") is None
-
-
-def _is_waited_for(argument: Callable[[str], Any]) -> bool:
-    return not argument("non_blocking")
-
-
+_MASKS = (torch.bool, torch.uint8)
 _CONDITIONS = {
-    "index": _Condition(_indexes_by_number, DATA_DEPENDENT),
+    "index": _Condition(lambda of: all(i is None or i.dtype not in _MASKS for i in of("indices")), DATA_DEPENDENT),
     **dict.fromkeys(reviewed.SCANS, _Condition(_scans_in_order, DIFFERS)),
     "convolution": _Condition(_convolves_in_order, DIFFERS),
-    **dict.fromkeys(reviewed.STATEFUL_NORMS, _Condition(_leaves_statistics, STATISTICS)),
-    **dict.fromkeys(("_to_copy", "copy"), _Condition(_is_waited_for, "a copy that is not waited for")),
+    **dict.fromkeys(
+        reviewed.STATEFUL_NORMS, _Condition(lambda of: not of("training") or of("running_mean") is None, STATISTICS)
+    ),
+    **dict.fromkeys(
+        ("_to_copy", "copy"), _Condition(lambda of: not of("non_blocking"), "a copy that is not waited for")
+    ),
 }
 
 FLOPS = 4e14

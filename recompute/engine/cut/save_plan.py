@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from recompute.engine.cut.byte_limit import best_cut
+from recompute.engine.cut.best_cuts import best_cut
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.minimum_cut import Op, Value
 from recompute.engine.cut.op_policy import OpPolicy
@@ -22,7 +22,7 @@ class ValueRef(NamedTuple):
 
 
 class ValueFacts(NamedTuple):
-    """What is known of a value: what a storage holds from one write to the next.
+    """The facts of a value. A value is the content of a storage from one write to the next.
 
     ``step`` made it, as its output ``slot``. If ``step`` is None, it was there before. If ``slot`` is None, running the
     step again does not give it back.

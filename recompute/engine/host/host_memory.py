@@ -1,8 +1,7 @@
-"""Memory off the device, for what is offloaded: bounded, and used again from step to step.
+"""Host memory for what is offloaded: bounded, and used again from step to step.
 
-It is mapped and not allocated, so that each buffer has pages of its own. Pages of memory are pinned for CUDA, which
-copies pinned memory without waiting. Pages of a file are not pinned. The file has no name from the start, so the system
-takes its space back when the process ends, however that happens.
+It is mapped and not allocated, so that each buffer has pages of its own. They are pinned for CUDA, which copies pinned
+memory without waiting.
 
 Pinning takes long, and happens in the first step under offloading. It takes far less time for large pages that are
 private to the process and that all threads have written to before.
@@ -14,7 +13,6 @@ import contextlib
 import functools
 import mmap
 import os
-import tempfile
 import threading
 import weakref
 from pathlib import Path
@@ -54,31 +52,33 @@ class HostBuffer:
         """The last copies to it and from it: only after these may it be written to again."""
 
     def __del__(self) -> None:
-        self._pool.take_back(self._whole, self.busy, self._is_pinned)
+        with self._pool.lock:
+            self._pool.unused.append(_Unused(self._whole, self.busy, self._is_pinned))
 
 
 class _Unused(NamedTuple):
     """A buffer that nobody refers to."""
 
-    nbytes: int
     memory: Tensor
     busy: Events
     is_pinned: bool
 
+    @property
+    def nbytes(self) -> int:
+        return self.memory.numel()
+
 
 class HostPool:
-    """Buffers in memory, or in files of one directory.
+    """Buffers in host memory.
 
     A buffer serves for at least half of its bytes, so that batches of other lengths find buffers, too. Before a new one
     would make the pool larger than twice what was ever in use at one time, those that were unused for the longest time
-    are freed. Lengths of which each is less than half of the next have buffers of their own, and all of these fit.
+    are freed. Lengths that are each less than half of the next have buffers of their own, and all of these fit.
     """
 
-    def __init__(self, directory: str | None = None):
-        """directory: of the files; None: memory."""
-        self._directory = directory
-        self._lock = threading.RLock()  # a buffer may come back from the garbage collector, inside of any call
-        self._unused: list[_Unused] = []
+    def __init__(self) -> None:
+        self.lock = threading.RLock()  # a buffer may come back from the garbage collector, inside of any call
+        self.unused: list[_Unused] = []
         """Those that came back last are at the end. The garbage collector may append to it inside of any call."""
         self._most_in_use = 0
         """Bytes of the buffers that were in use at one time, when a new one was made."""
@@ -88,7 +88,7 @@ class HostPool:
     @functools.cached_property
     def default_limit(self) -> int:
         """As the function: once, as what is in the pool later is not free any more."""
-        return default_limit(self._directory)
+        return default_limit()
 
     def buffer(self, nbytes: int, limit: int | None, *, pin: bool, who: str) -> HostBuffer:
         """A buffer of ``nbytes``. Raises ``HostMemoryError`` if the pool would have more than ``limit`` bytes.
@@ -96,23 +96,17 @@ class HostPool:
         limit: None is the default one. pin: for copies from and to CUDA. who: asks, for the error.
         """
         limit = self.default_limit if limit is None else limit
-        pin = pin and self._directory is None
-        with self._lock:
+        with self.lock:
             self._free_oldest(limit)  # another rule was allowed more
             place = self._place_of_one_for(nbytes, pin, limit)
             if place is None:
                 return HostBuffer(self, self._new(nbytes, pin, limit, who), nbytes, (), pin)
-            unused = self._unused.pop(place)
+            unused = self.unused.pop(place)
         return HostBuffer(self, unused.memory, nbytes, unused.busy, pin)
-
-    def take_back(self, memory: Tensor, busy: Events, is_pinned: bool) -> None:
-        unused = _Unused(memory.numel(), memory, busy, is_pinned)
-        with self._lock:
-            self._unused.append(unused)
 
     def free_unused(self) -> None:
         """Give back to the system what is not in use."""
-        with self._lock:
+        with self.lock:
             self._free_oldest(0)
 
     def _place_of_one_for(self, nbytes: int, pin: bool, limit: int) -> int | None:
@@ -121,23 +115,23 @@ class HostPool:
         Those that are too large do not get more than half of the limit, so that the others find room below it.
         """
         best, most = None, 2 * nbytes
-        for place in reversed(range(len(self._unused))):
-            unused = self._unused[place]
+        for place in reversed(range(len(self.unused))):
+            unused = self.unused[place]
             if unused.is_pinned == pin and nbytes <= unused.nbytes <= most:
                 if unused.nbytes == nbytes:
                     return place
                 best, most = place, unused.nbytes - 1
-        if best is not None and self._nbytes_in_use() + self._unused[best].nbytes > limit // 2:
+        if best is not None and self._nbytes_in_use() + self.unused[best].nbytes > limit // 2:
             return None
         return best
 
     def _nbytes_in_use(self) -> int:
-        return self.nbytes - sum(unused.nbytes for unused in self._unused)
+        return self.nbytes - sum(unused.nbytes for unused in self.unused)
 
     def _free_oldest(self, most: int) -> None:
         """Free unused buffers until the pool has at most ``most`` bytes, or none is left to free."""
-        while self.nbytes > most and self._unused:
-            unused = self._unused.pop(0)
+        while self.nbytes > most and self.unused:
+            unused = self.unused.pop(0)
             for event in unused.busy:
                 event.synchronize()
             self.nbytes -= unused.nbytes
@@ -146,13 +140,12 @@ class HostPool:
         most_in_use = max(self._most_in_use, self._nbytes_in_use() + nbytes)
         self._free_oldest(min(limit, 2 * most_in_use) - nbytes)
         if self.nbytes + nbytes > limit:
-            where = "host memory" if self._directory is None else self._directory
             raise HostMemoryError(
-                f"in {who}: {humanize(nbytes)} more are to be offloaded to {where}, where {humanize(self.nbytes)} are "
-                f"in use of at most {humanize(limit)}. Set the rule's max_host_bytes higher, offload less of it "
+                f"in {who}: {humanize(nbytes)} more are to be offloaded to host memory, where {humanize(self.nbytes)} "
+                f"are in use of at most {humanize(limit)}. Set the rule's max_host_bytes higher, offload less of it "
                 "(fraction, min_bytes), or let fewer layers offload."
             )
-        mapped = self._map(nbytes)
+        mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory = torch.frombuffer(mapped, dtype=torch.uint8, count=nbytes)
         if pin:
             _pin(memory, mapped)
@@ -160,26 +153,9 @@ class HostPool:
         self._most_in_use = most_in_use
         return memory
 
-    def _map(self, nbytes: int) -> mmap.mmap:
-        if self._directory is None:
-            return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        try:
-            with tempfile.TemporaryFile(prefix="recompute-", dir=self._directory) as file:
-                os.posix_fallocate(file.fileno(), 0, nbytes)  # a full disk is found now, and not by a write
-                return mmap.mmap(file.fileno(), nbytes)
-        except OSError as error:
-            raise HostMemoryError(
-                f"{humanize(nbytes)} cannot be offloaded to {self._directory}: {error.strerror or error}. Name a "
-                "directory with more room in the rule's path, or offload less."
-            ) from error
 
-
-_pools: dict[str | None, HostPool] = {}
-
-
-def pool_in(directory: str | None) -> HostPool:
-    """The process's pool in memory, or in files of a directory."""
-    return _pools.setdefault(directory, HostPool(directory))
+POOL = HostPool()
+"""The process's buffers."""
 
 
 def _pin(memory: Tensor, mapped: mmap.mmap) -> None:
@@ -197,10 +173,9 @@ def _pin(memory: Tensor, mapped: mmap.mmap) -> None:
     weakref.finalize(mapped, runtime.cudaHostUnregister, address)
 
 
-def default_limit(directory: str | None) -> int:
+def default_limit() -> int:
     """The bytes that may be offloaded unless a rule says otherwise: a share of what is free, for each local process."""
-    free = free_host_nbytes() if directory is None else psutil.disk_usage(directory).free
-    return int(free * SHARE) // max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
+    return int(free_host_nbytes() * SHARE) // max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
 
 
 def free_host_nbytes() -> int:

@@ -1,4 +1,4 @@
-"""Offloading: what a region would hold for backward leaves the device, and comes back ahead of use.
+"""Offloading: tensors that a region would hold for backward leave the device, and come back ahead of use.
 
 A scope around the region is asked, as every saved-tensor hook, for each tensor that autograd saves there, and by tapes
 and checkpoints inside for each that they keep. It copies the tensor's storage off the device, once. The device's memory
@@ -11,6 +11,7 @@ it, which are copied while this one computes.
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Collection
@@ -24,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from recompute.engine.cut.layout import Layout
 from recompute.engine.dtensors import has_layout, local_of
-from recompute.engine.host.host_memory import HostBuffer, pool_in
+from recompute.engine.host.host_memory import POOL, HostBuffer
 from recompute.engine.modes import count_dispatch_modes, count_function_modes, has_foreign_modes
 from recompute.engine.recipe_book import open_book
 from recompute.engine.recipes import Recipe, RecipeGroup
@@ -102,7 +103,7 @@ class OffloadFrame(Scope):
         """Of the copies as recipes: coming back is no regeneration."""
         self._before: weakref.ref[OffloadFrame] | None = None
         self._task = -1
-        """The backward in which its copies were last started."""
+        """The last backward that started its copies."""
 
     def end(self, result: Any) -> None:
         """The region has returned ``result``."""
@@ -164,15 +165,15 @@ class OffloadFrame(Scope):
             return None
         if storage._cdata in self._stays:
             return None
-        copy = _copies.find(storage, version_of(tensor))
-        if copy is None:
+        copy = _copies.get(storage._cdata)
+        if copy is None or copy.version != version_of(tensor):
             travels, nbytes = self._travels(storage.nbytes()), storage.nbytes()
             self._count(nbytes, travels=travels)
             if not travels:
                 self._stays[storage._cdata] = StorageWeakRef(storage)
                 return None
             copy = OffloadedStorage(tensor, self._region, self._statistics, self._group)
-            _copies.add(copy)
+            _copies[copy.source.cdata] = copy
             self._copies.append(weakref.ref(copy))
             if is_late:
                 self._late.append(weakref.ref(copy))
@@ -254,7 +255,7 @@ class OffloadedStorage(Recipe):
         offloading = region.offloading
         self._buffer: HostBuffer | None = None
         if not isinstance(tensor, FakeTensor):
-            self._buffer = pool_in(offloading.directory).buffer(
+            self._buffer = POOL.buffer(
                 here.numel(), offloading.max_host_bytes, pin=here.is_cuda, who=region.statistics.name
             )
 
@@ -321,29 +322,11 @@ class OffloadedStorage(Recipe):
         self._forget()
 
 
-class _Copies:
-    """What has been offloaded and may be needed, by the storage that it was copied from (invariant 3)."""
+_copies: weakref.WeakValueDictionary[int, OffloadedStorage] = weakref.WeakValueDictionary()
+"""What has been offloaded and may be needed, by the storage that it was copied from.
 
-    def __init__(self) -> None:
-        self._known: dict[int, weakref.ref[OffloadedStorage]] = {}
-
-    def add(self, copy: OffloadedStorage) -> None:
-        key = copy.source.cdata
-
-        def forget(reference: weakref.ref[OffloadedStorage]) -> None:
-            if self._known.get(key) is reference:
-                del self._known[key]
-
-        self._known[key] = weakref.ref(copy, forget)
-
-    def find(self, storage: torch.UntypedStorage, version: int) -> OffloadedStorage | None:
-        """The copy of what a storage holds now."""
-        reference = self._known.get(storage._cdata)  # nobody else's address, as the copy holds a weak reference
-        copy = None if reference is None else reference()
-        return copy if copy is not None and copy.version == version else None
-
-
-_copies = _Copies()
+An address is nobody else's as long as it is here, because the copy holds a weak reference (invariant 3).
+"""
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
@@ -355,26 +338,19 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 def _shell_of(tensor: Tensor) -> Tensor:
     """What counts versions with ``tensor`` and has its shape, but not its memory (invariant 5)."""
     shell = tensor.detach()
-    key = tensor.device, tensor.dtype
-    element = _elements.get(key)
-    if element is None:
-        element = _elements[key] = torch.empty((), dtype=tensor.dtype, device=tensor.device)
-    shell.data = element.expand(tensor.shape)
+    shell.data = _element(tensor.device, tensor.dtype).expand(tensor.shape)
     return shell
 
 
-_elements: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+@functools.cache
+def _element(device: torch.device, dtype: torch.dtype) -> Tensor:
+    return torch.empty((), dtype=dtype, device=device)
 
 
-class _Streams:
-    """The streams of one device on which copies run, beside what it computes."""
-
-    def __init__(self, device: torch.device):
-        self.out = torch.cuda.Stream(device)
-        self.back = torch.cuda.Stream(device)
-
-
-_streams: dict[torch.device, _Streams] = {}
+@functools.cache
+def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    """The streams for copies out of a device and back, beside what it computes."""
+    return torch.cuda.Stream(device), torch.cuda.Stream(device)
 
 
 def _copy(
@@ -388,8 +364,8 @@ def _copy(
     if device.type != "cuda":
         target.copy_(source)
         return None
-    streams = _streams.get(device) or _streams.setdefault(device, _Streams(device))
-    stream = streams.out if out_of_device else streams.back
+    out, back = _streams(device)
+    stream = out if out_of_device else back
     stream.wait_stream(torch.cuda.current_stream(device))  # which has made it, or may still use its memory
     for event in after:
         stream.wait_event(event)

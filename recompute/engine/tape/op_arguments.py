@@ -16,9 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from recompute.engine.cut.layout import Layout, is_dense
 from recompute.engine.cut.ops import tensors_in
-from recompute.engine.random_sources import GLOBALS
 from recompute.engine.reachable_objects import find_generators
-from recompute.engine.rng import RngState
+from recompute.engine.rng import GLOBALS, RngState
 from recompute.engine.thread_state import is_fake, is_in_cuda_graph
 
 PLAIN = frozenset((Tensor, nn.Parameter, FakeTensor))
