@@ -5,28 +5,15 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
 import torch
 from tiers import by_default, slow
-from tiny import (
-    HIDDEN,
-    TOKENS,
-    TinyDecoder,
-    TinyMLP,
-    assert_same,
-    counted_ops,
-    decoder,
-    gradients,
-    rule,
-    rules,
-    token_ids,
-    train,
-)
-from torch import Tensor, nn
+from tiny import HIDDEN, TOKENS, TinyMLP, assert_same, counted_ops, decoder, gradients, rule, rules, token_ids, train
+from torch import nn
 from torch.nn import functional as F
 
 import recompute
@@ -37,13 +24,13 @@ EXACT = ["none", "full", "alternate", *TAPES]  # where there is no CUDA auto has
 POLICIES = [*EXACT, "kernel"]
 
 
-def mlp_policy(via: str) -> dict[str, Any]:
+def mlp_policy(via):
     return rules(rule("TinyMLP", "recompute", via=via))
 
 
 @pytest.mark.parametrize("preset", EXACT)
 @pytest.mark.parametrize("options", [*slow({}, {"bias": True}), {"dropout": 0.3}], ids=str)
-def test_trains_bit_for_bit_as_without(preset: str, options: dict[str, Any]) -> None:
+def test_trains_bit_for_bit_as_without(preset, options):
     model = decoder(**options)
     recompute.apply(model, preset)
     assert_same(train(model, steps=3), train(decoder(**options), steps=3))
@@ -52,8 +39,8 @@ def test_trains_bit_for_bit_as_without(preset: str, options: dict[str, Any]) -> 
 class Calls:
     """A forward pre-hook and a forward hook on a module, and backward hooks, that count."""
 
-    def __init__(self, model: nn.Module, names: list[str]):
-        self.seen: dict[tuple[str, str], int] = {}
+    def __init__(self, model, names):
+        self.seen = {}
         for name in names:
             module = model.get_submodule(name)
             module.register_forward_pre_hook(self._counter(name, "pre"), with_kwargs=True)
@@ -61,8 +48,8 @@ class Calls:
             module.register_full_backward_pre_hook(self._counter(name, "backward pre"))
             module.register_full_backward_hook(self._counter(name, "backward"))
 
-    def _counter(self, name: str, kind: str) -> Callable[..., None]:
-        def count(*_: Any) -> None:
+    def _counter(self, name, kind):
+        def count(*_):
             self.seen[name, kind] = self.seen.get((name, kind), 0) + 1
 
         return count
@@ -87,7 +74,7 @@ HOOKED["elementwise"] = HOOKED["auto"] = HOOKED["kernel"] = HOOKED["hook"]
 
 @pytest.mark.parametrize("attached", [*slow("before"), "after"])
 @pytest.mark.parametrize("preset", by_default(list(HOOKED), "full", "hook", "kernel"))
-def test_hooks_of_the_user_run_once_a_forward_and_not_again(preset: str, attached: str) -> None:
+def test_hooks_of_the_user_run_once_a_forward_and_not_again(preset, attached):
     model, plain = decoder(), decoder()
     expected = Calls(plain, HOOKED[preset])
     if attached == "before":
@@ -109,7 +96,7 @@ def test_hooks_of_the_user_run_once_a_forward_and_not_again(preset: str, attache
 )
 @pytest.mark.parametrize("name", ["layers.1.mlp.gate_proj", *slow("layers.0.input_layernorm", "norm", "layers.1")])
 @pytest.mark.parametrize("preset", by_default(POLICIES, "full", "elementwise", "kernel"))
-def test_hooks_that_change_an_output_are_heeded(preset: str, name: str, hook: Callable[..., Any]) -> None:
+def test_hooks_that_change_an_output_are_heeded(preset, name, hook):
     model, plain = decoder(), decoder()
     for each in (model, plain):
         each.get_submodule(name).register_forward_hook(hook)
@@ -121,7 +108,7 @@ def test_hooks_that_change_an_output_are_heeded(preset: str, name: str, hook: Ca
 
 
 @pytest.mark.parametrize("via", ["hook", "kernel"])
-def test_hooks_on_an_activation_are_heeded(via: str) -> None:
+def test_hooks_on_an_activation_are_heeded(via):
     mlp, plain = TinyMLP(), TinyMLP()
     plain.load_state_dict(mlp.state_dict())
     recompute.apply(mlp, mlp_policy(via))
@@ -132,10 +119,10 @@ def test_hooks_on_an_activation_are_heeded(via: str) -> None:
 
 
 @pytest.mark.parametrize("via", ["hook", "kernel"])
-def test_global_hooks_see_every_projection(via: str) -> None:
+def test_global_hooks_see_every_projection(via):
     mlp = TinyMLP()
     recompute.apply(mlp, mlp_policy(via))
-    seen: list[str] = []
+    seen = []
     handle = nn.modules.module.register_module_forward_hook(lambda m, *_: seen.append(type(m).__name__))
     try:
         mlp(torch.randn(2, HIDDEN))
@@ -147,21 +134,21 @@ def test_global_hooks_see_every_projection(via: str) -> None:
 class Adapter(nn.Module):
     """A low-rank adapter around a Linear."""
 
-    def __init__(self, base: nn.Linear):
+    def __init__(self, base):
         super().__init__()
         self.base = base
         self.down = nn.Linear(base.in_features, 2, bias=False)
         self.up = nn.Linear(2, base.out_features, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.base(x) + self.up(self.down(x))
 
 
 @pytest.mark.parametrize("projection", ["gate_proj", *slow("up_proj", "down_proj")])
 @pytest.mark.parametrize("when", [*slow("before"), "after"])
 @pytest.mark.parametrize("preset", by_default(POLICIES, "full", "elementwise", "kernel"))
-def test_adapters_are_respected(preset: str, when: str, projection: str) -> None:
-    def adapt(model: TinyDecoder) -> None:
+def test_adapters_are_respected(preset, when, projection):
+    def adapt(model):
         torch.manual_seed(3)
         for layer in model.layers:
             setattr(layer.mlp, projection, Adapter(getattr(layer.mlp, projection)))
@@ -190,7 +177,7 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("via", ["hook", "kernel"])
 @pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("when", [*slow("before"), "after"])
-def test_another_activation_is_respected(when: str, name: str, via: str) -> None:
+def test_another_activation_is_respected(when, name, via):
     mlp, plain = TinyMLP(), TinyMLP()
     plain.load_state_dict(mlp.state_dict())
     plain.act_fn = ACTIVATIONS[name]()
@@ -209,7 +196,7 @@ def test_another_activation_is_respected(when: str, name: str, via: str) -> None
 
 
 @pytest.mark.parametrize("projection", ["gate_proj", *slow("up_proj"), "down_proj"])
-def test_a_bias_that_comes_later_is_respected(projection: str) -> None:
+def test_a_bias_that_comes_later_is_respected(projection):
     mlp = TinyMLP()
     recompute.apply(mlp, mlp_policy("kernel"))
     linear = getattr(mlp, projection)
@@ -222,13 +209,13 @@ def test_a_bias_that_comes_later_is_respected(projection: str) -> None:
 class BranchesOnTraining(nn.Module):
     """Draws only in training, by a branch that a trace in ``eval()`` mode does not see."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = x.tanh()
         return F.dropout(x, 0.5).sigmoid() if self.training else x.sigmoid()
 
 
 class LightGating(TinyMLP):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         hidden = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
         return self.down_proj(F.dropout(hidden, 0.5) if self.training else hidden)
 
@@ -236,7 +223,7 @@ class LightGating(TinyMLP):
 @pytest.mark.parametrize("via", ["hook", "kernel", "auto"])
 @pytest.mark.parametrize("action", ["checkpoint", "recompute"])
 @pytest.mark.parametrize("cls", [BranchesOnTraining, LightGating])
-def test_a_policy_applied_in_eval_mode_knows_nothing_of_training(cls: type[nn.Module], action: str, via: str) -> None:
+def test_a_policy_applied_in_eval_mode_knows_nothing_of_training(cls, action, via):
     torch.manual_seed(0)
     module = cls().eval()  # from_pretrained returns models like this
     plain = copy.deepcopy(module).train()
@@ -249,7 +236,7 @@ def test_a_policy_applied_in_eval_mode_knows_nothing_of_training(cls: type[nn.Mo
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model):
     model.eval()
     yield
     model.train()
@@ -263,7 +250,7 @@ MODES: dict[str, Callable[[nn.Module], AbstractContextManager[Any]]] = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_kernels_stand_in_in_every_mode(mode: str) -> None:
+def test_kernels_stand_in_in_every_mode(mode):
     model = decoder()
     trained = decoder()
     recompute.apply(trained, "kernel")
@@ -277,7 +264,7 @@ def test_kernels_stand_in_in_every_mode(mode: str) -> None:
     assert handle.stats().dropped_nbytes == 0
 
 
-def test_parts_in_eval_mode_are_left_alone() -> None:
+def test_parts_in_eval_mode_are_left_alone():
     model, plain = decoder(dropout=0.3), decoder(dropout=0.3)
     handle = recompute.apply(model, "full")
     for each in (model, plain):
@@ -287,7 +274,7 @@ def test_parts_in_eval_mode_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize("preset", by_default(POLICIES, "full", "elementwise", "kernel"))
-def test_a_module_used_twice_in_one_forward(preset: str) -> None:
+def test_a_module_used_twice_in_one_forward(preset):
     model, plain = decoder(), decoder()
     for each in (model, plain):
         each.layers.append(each.layers[0])
@@ -300,7 +287,7 @@ def test_a_module_used_twice_in_one_forward(preset: str) -> None:
 
 
 @pytest.mark.parametrize("preset", by_default(POLICIES, "full", "elementwise", "kernel"))
-def test_arguments_by_name(preset: str) -> None:
+def test_arguments_by_name(preset):
     model, plain = decoder(), decoder()
     recompute.apply(model, preset)
     with MODES["no_grad"](model):
@@ -313,12 +300,12 @@ def test_arguments_by_name(preset: str) -> None:
 
 
 @pytest.mark.parametrize("preset", TAPES)
-def test_a_tape_runs_no_python_again(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tape_runs_no_python_again(preset, monkeypatch):
     model, plain = decoder(dropout=0.3), decoder(dropout=0.3)
-    runs: Counter[str] = Counter()
+    runs = Counter()
     for cls in {type(module) for module in model.modules()}:
 
-        def counting(self: nn.Module, *args: Any, forward: Any = cls.forward, **kwargs: Any) -> Any:
+        def counting(self, *args, forward=cls.forward, **kwargs):
             runs[type(self).__name__] += 1
             return forward(self, *args, **kwargs)
 
@@ -336,15 +323,15 @@ def test_a_tape_runs_no_python_again(preset: str, monkeypatch: pytest.MonkeyPatc
 class Core(nn.Module):
     """Attention's core: no parameters, and still two matrix products."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(self, q, k, v):
         return (q @ k.transpose(-1, -2)).softmax(-1) @ v
 
 
 class Attention(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.qkv = nn.Linear(HIDDEN, 3 * HIDDEN)
         self.core = Core()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.core(*self.qkv(x).chunk(3, -1))

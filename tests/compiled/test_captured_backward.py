@@ -1,7 +1,5 @@
 """Backward of captured regions, in all the ways in which autograd is asked for it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +7,7 @@ import engine_testing
 import pytest
 import torch
 import torch.nn.functional as F
-from bodies.runs import RUNS, Run
+from bodies.runs import RUNS
 from capture_testing import (
     NODE,
     ROWS,
@@ -18,7 +16,6 @@ from capture_testing import (
     Around,
     Block,
     Norm,
-    Step,
     Twins,
     body,
     captured_twins,
@@ -36,20 +33,20 @@ from recompute.errors import PolicyWarning, UnsupportedError
 
 
 @pytest.fixture(scope="module")
-def x() -> Tensor:
+def x():
     torch.manual_seed(1)
     return tokens()
 
 
 @pytest.fixture
-def twins(x: Tensor) -> Twins:
+def twins(x):
     return captured_twins(Block(), x)
 
 
 Backward = Callable[[nn.Module, Tensor], list[Any]]
 
 
-def on(x: Tensor, backward: Backward) -> Step:
+def on(x, backward):
     return lambda module: backward(module, fresh(x))
 
 
@@ -58,7 +55,7 @@ CAPTURED = {name: each for name, each in RUNS.items() if each.captured}
 LAYERS = {"rules": [{"match": "layers.*", "action": "recompute", "via": "hook"}]}
 
 
-def running(run: Run, x: Tensor) -> Step:
+def running(run, x):
     return lambda module: (torch.manual_seed(3), leaves(run.run(module, fresh(x))))[1]
 
 
@@ -76,7 +73,7 @@ def running(run: Run, x: Tensor) -> Step:
         "update_in_a_hook",
     ),
 )
-def test_a_run_of_captured_layers_is_that_of_plain_pytorch(run: Run) -> None:
+def test_a_run_of_captured_layers_is_that_of_plain_pytorch(run):
     x = stack_input()
     twins = Twins(run.make(), LAYERS).settle(train(x))
     runs = [twins.runs_code(running(run, x)) for _ in range(2)]
@@ -85,19 +82,19 @@ def test_a_run_of_captured_layers_is_that_of_plain_pytorch(run: Run) -> None:
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 @pytest.mark.parametrize("run", by_default(CAPTURED, "several_times", "of_parts", "with_hooks"))
-def test_so_is_one_that_is_captured_meanwhile(run: Run) -> None:
+def test_so_is_one_that_is_captured_meanwhile(run):
     x = stack_input()
     twins = Twins(run.make(), LAYERS)
     for _ in range(STEPS_TO_SETTLE):
         twins.step(running(run, x))
 
 
-def stack_input() -> Tensor:
+def stack_input():
     torch.manual_seed(1)
     return engine_testing.tokens()
 
 
-def test_the_output_comes_from_the_node_and_a_second_backward_is_refused(twins: Twins, x: Tensor) -> None:
+def test_the_output_comes_from_the_node_and_a_second_backward_is_refused(twins, x):
     y = twins.under.inside(x)
     assert y.grad_fn.name() == NODE
     y.sum().backward()
@@ -109,15 +106,13 @@ def test_the_output_comes_from_the_node_and_a_second_backward_is_refused(twins: 
         loss_of(y).backward()
 
 
-def of_a_gradient(m: nn.Module, x: Tensor) -> list[Any]:
+def of_a_gradient(m, x):
     (gradient,) = grad(loss_of(m(x)), x, create_graph=True)
     gradient.pow(2).sum().backward()
     return [gradient.detach(), x.grad]
 
 
-def test_a_gradient_that_is_differentiated_is_right_and_the_region_goes_back_to_the_tape(
-    twins: Twins, x: Tensor
-) -> None:
+def test_a_gradient_that_is_differentiated_is_right_and_the_region_goes_back_to_the_tape(twins, x):
     found, plain = fresh(x), fresh(x)
     with pytest.warns(PolicyWarning, match=r"last bits.*capture: false"):
         first, second = of_a_gradient(twins.under, found)
@@ -133,7 +128,7 @@ def test_a_gradient_that_is_differentiated_is_right_and_the_region_goes_back_to_
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("action", ["recompute", "checkpoint"])
-def test_a_gradient_penalty_from_the_first_step_on_is_exact_in_every_step(x: Tensor, action: str) -> None:
+def test_a_gradient_penalty_from_the_first_step_on_is_exact_in_every_step(x, action):
     """As in a WGAN, whose other backwards are those of any training: nothing is captured in between."""
     options = {"via": "hook"} if action == "recompute" else {}
     rules = {"rules": [{"match": "inside", "action": action, **options}]}
@@ -145,7 +140,7 @@ def test_a_gradient_penalty_from_the_first_step_on_is_exact_in_every_step(x: Ten
     assert "differentiated" in twins.handle.explain(wide=True)
 
 
-def test_a_chain_of_regions_is_differentiated_twice(x: Tensor) -> None:
+def test_a_chain_of_regions_is_differentiated_twice(x):
     """The input of the second region is an output of the first, which has been dropped."""
     blocks = nn.Sequential(Norm(), Norm(), nn.Linear(SIZE, SIZE))
     twins = Twins(Around(blocks), rule(["inside.0", "inside.1"])).settle(train(x))
@@ -156,12 +151,12 @@ def test_a_chain_of_regions_is_differentiated_twice(x: Tensor) -> None:
     torch.testing.assert_close(found[1], expected[1])
 
 
-def of_a_sum(m: nn.Module, x: Tensor) -> list[Any]:
+def of_a_sum(m, x):
     m.inside(x).sum().backward()  # whose gradient is one number, expanded
     return [x.grad]
 
 
-def test_a_region_whose_backward_often_differs_goes_back_to_the_tape(twins: Twins, x: Tensor) -> None:
+def test_a_region_whose_backward_often_differs_goes_back_to_the_tape(twins, x):
     for step in range(40):
         twins.step(on(x, of_a_sum) if step % 2 else train(x))
     assert not twins.is_captured
@@ -172,22 +167,22 @@ def test_a_region_whose_backward_often_differs_goes_back_to_the_tape(twins: Twin
 class Timed(nn.Module):
     """A block that is given a tensor which backward does not read, if the block is frozen."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm, self.time = nn.LayerNorm(SIZE), nn.Linear(SIZE, SIZE)
 
-    def forward(self, x: Tensor, time: Tensor) -> Tensor:
+    def forward(self, x, time):
         return x + F.gelu(self.norm(x) + self.time(time.sigmoid()))
 
 
 class Complex(nn.Module):
     """A block whose backward sees its gradient as another dtype."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear = nn.Linear(SIZE, SIZE)
 
-    def forward(self, x: Tensor, time: Tensor) -> Tensor:
+    def forward(self, x, time):
         pairs = F.gelu(self.linear(x)).unflatten(-1, (-1, 2))
         return torch.view_as_real(torch.view_as_complex(pairs).tanh()).flatten(1)
 
@@ -195,12 +190,12 @@ class Complex(nn.Module):
 class Skip(nn.Module):
     """As the middle of a UNet: the gradient of the last call is a slice, and those of the calls before it are not."""
 
-    def __init__(self, blocks: list[nn.Module], calls: int, dim: int) -> None:
+    def __init__(self, blocks, calls, dim):
         super().__init__()
         self.blocks, self.calls, self.dim = nn.ModuleList(blocks), calls, dim
         self.time = nn.Linear(SIZE, SIZE)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         time, skip, found = self.time(x.detach()), x * 2, x
         for call in range(self.calls):
             found = self.blocks[call % len(self.blocks)](found, time)
@@ -211,9 +206,7 @@ class Skip(nn.Module):
 @pytest.mark.parametrize("action", ["recompute", *slow("checkpoint")])
 @pytest.mark.parametrize("is_frozen", [False, True])
 @pytest.mark.parametrize(("block", "count", "dim"), [(Timed, 2, 1), (Timed, 1, 1), (Complex, 2, 0)])
-def test_each_region_runs_code_for_the_gradients_that_it_gets(
-    x: Tensor, block: type[nn.Module], count: int, dim: int, is_frozen: bool, action: str
-) -> None:
+def test_each_region_runs_code_for_the_gradients_that_it_gets(x, block, count, dim, is_frozen, action):
     """Code that was made of another region alike may be for other gradients, and never makes backward fail."""
     model = Skip([block() for _ in range(count)], 2, dim)
     model.blocks.requires_grad_(not is_frozen)
@@ -227,7 +220,7 @@ def test_each_region_runs_code_for_the_gradients_that_it_gets(
     assert twins.runs_code(train(x)) == (0 if is_called_twice else count)
 
 
-def test_forward_does_not_run_again_on_what_has_changed_since(x: Tensor) -> None:
+def test_forward_does_not_run_again_on_what_has_changed_since(x):
     """Plain PyTorch would not mind: it does not read the bias in backward."""
     twins = captured_twins(Block(), x)
     y = twins.under.inside(x)
@@ -237,16 +230,16 @@ def test_forward_does_not_run_again_on_what_has_changed_since(x: Tensor) -> None
         y.sum().backward()
 
 
-def outputs(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+def outputs(self, x):
     return self.a(x) * self.b(x), self.b(torch.tanh(x)) + self.a(x)
 
 
 @pytest.mark.parametrize("wanted", [[0], [1], [1, 0], [0, 1]])
-def test_gradients_of_some_outputs_in_any_order(x: Tensor, wanted: list[int]) -> None:
+def test_gradients_of_some_outputs_in_any_order(x, wanted):
     parts = {"a": nn.Linear(SIZE, SIZE), "b": nn.Linear(SIZE, SIZE)}
     twins = Twins(Around(body(outputs, **parts))).settle(train(x))
 
-    def backward(m: nn.Module, x: Tensor) -> list[Any]:
+    def backward(m, x):
         z = x * 2
         before, found, after = z.exp(), m(z), z.cos()
         (loss_of(found[wanted[0]]) + loss_of(before) / 7 + loss_of(after)).backward(retain_graph=True)
@@ -258,16 +251,16 @@ def test_gradients_of_some_outputs_in_any_order(x: Tensor, wanted: list[int]) ->
         assert twins.runs_code(on(x, backward)) == 1
 
 
-def apart(self: Any, x: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+def apart(self, x, z):
     return F.gelu(self.a(x)), F.gelu(self.b(z))
 
 
-def test_a_state_that_the_last_call_hands_to_nobody(x: Tensor) -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
+def test_a_state_that_the_last_call_hands_to_nobody(x):
+    def forward(self, x):
         self.state = torch.tanh(self.linear(x) + self.state)
         return self.state * 2
 
-    def step(module: nn.Module) -> list[Any]:
+    def step(module):
         module.inside.state = torch.zeros(SIZE)
         given = fresh(x)
         loss_of([module(given) for _ in range(3)]).backward()
@@ -284,11 +277,11 @@ def test_a_state_that_the_last_call_hands_to_nobody(x: Tensor) -> None:
 class Streams(nn.Module):
     """Gives two streams, as the blocks of Flux do: each depends on the other one only where they are mixed."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.second, self.mixer = (nn.Linear(SIZE, SIZE) for _ in range(3))
 
-    def forward(self, x: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x, z):
         mixed = F.gelu(self.mixer(x + z))
         return x + F.gelu(self.first(mixed)), z + F.gelu(self.second(mixed))
 
@@ -296,11 +289,11 @@ class Streams(nn.Module):
 class OfStreams(nn.Module):
     """Blocks in a row. Nobody reads the second stream that the last one gives."""
 
-    def __init__(self, blocks: int, calls: int) -> None:
+    def __init__(self, blocks, calls):
         super().__init__()
         self.blocks, self.calls = nn.ModuleList(Streams() for _ in range(blocks)), calls
 
-    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+    def forward(self, x, z):
         for call in range(self.calls):
             x, z = self.blocks[call % len(self.blocks)](x, z)
         return x
@@ -313,12 +306,10 @@ class OfStreams(nn.Module):
         (1, 0, "its outputs depend on different inputs, and it runs several times in a step"),
     ],
 )
-def test_blocks_of_several_streams_are_captured_where_all_streams_are_read(
-    x: Tensor, blocks: int, captured: int, reason: str
-) -> None:
+def test_blocks_of_several_streams_are_captured_where_all_streams_are_read(x, blocks, captured, reason):
     """Where one is not, a hook of a weight that no gradient reaches must not be called, nor the weight get zeros."""
     twins = Twins(OfStreams(blocks, 4), rule("blocks.*"))
-    called: list[int] = []
+    called = []
     twins.under.blocks[-1].second.weight.register_hook(lambda gradient: called.append(1))
     for seed in range(2 * STEPS_TO_SETTLE):
         twins.step(train(x, tokens(), seed=seed))
@@ -330,39 +321,39 @@ def test_blocks_of_several_streams_are_captured_where_all_streams_are_read(
 class Slices(nn.Module):
     """Reads and gives two slices of one tensor, as the blocks of Flux do that have one stream."""
 
-    def __init__(self, first: int = SIZE // 2, second: int = SIZE // 2) -> None:
+    def __init__(self, first=SIZE // 2, second=SIZE // 2):
         super().__init__()
         self.linear, self.first, self.second = nn.Linear(SIZE, SIZE), first, second
 
-    def forward(self, x: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x, z):
         both = F.gelu(self.linear(torch.cat([x.sin(), z.cos()], 1)))
         return both[:, : self.first], both[:, self.second :]
 
 
 class OfSlices(nn.Module):
-    def __init__(self, count: int) -> None:
+    def __init__(self, count):
         super().__init__()
         self.blocks = nn.ModuleList(Slices() for _ in range(count))
 
-    def forward(self, x: Tensor) -> Tensor:
-        parts: tuple[Tensor, ...] = (x * 2).split(SIZE // 2, 1)
+    def forward(self, x):
+        parts = (x * 2).split(SIZE // 2, 1)
         for block in self.blocks:
             parts = block(*parts)
         return torch.cat(parts, 1)
 
 
-def test_regions_are_captured_whose_inputs_outputs_and_gradients_share_memory(x: Tensor) -> None:
+def test_regions_are_captured_whose_inputs_outputs_and_gradients_share_memory(x):
     twins = Twins(OfSlices(3), rule("blocks.*")).settle(train(x))
 
-    def of_other_memory(offset: int) -> Step:
-        def step(m: nn.Module, x: Tensor) -> list[Any]:
+    def of_other_memory(offset):
+        def step(m, x):
             wide = torch.cat([x, x], 1) * 2
             loss_of(m.blocks[0](wide[:, : SIZE // 2], wide[:, offset : offset + SIZE // 2])).backward()
             return [x.grad]
 
         return on(x, step)
 
-    def apart(m: nn.Module, x: Tensor) -> list[Any]:
+    def apart(m, x):
         loss_of(m.blocks[0](*[part.clone() for part in (x * 2).split(SIZE // 2, 1)])).backward()
         return [x.grad]
 
@@ -373,7 +364,7 @@ def test_regions_are_captured_whose_inputs_outputs_and_gradients_share_memory(x:
 
 
 @pytest.mark.parametrize("position", [0, 1])
-def test_a_write_to_one_of_two_inputs_that_share_memory_is_noticed(x: Tensor, position: int) -> None:
+def test_a_write_to_one_of_two_inputs_that_share_memory_is_noticed(x, position):
     twins = Twins(OfSlices(2), rule("blocks.*")).settle(train(x))
     for model in (twins.plain, twins.under):
         parts = model.blocks[0](*(x * 2).split(SIZE // 2, 1))
@@ -384,23 +375,23 @@ def test_a_write_to_one_of_two_inputs_that_share_memory_is_noticed(x: Tensor, po
             loss.backward()
 
 
-def test_a_region_whose_outputs_overlap_is_not_captured(x: Tensor) -> None:
+def test_a_region_whose_outputs_overlap_is_not_captured(x):
     twins = Twins(Around(Slices(SIZE // 2 + 1)), rule())
     twins.settle(train(tokens(ROWS, SIZE // 2), tokens(ROWS, SIZE // 2)), captured=False)
     assert "two of its outputs overlap in memory" in twins.why_not
 
 
-def two_towers(x: Tensor) -> Twins:
+def two_towers(x):
     parts = {"a": nn.Linear(SIZE, SIZE), "b": nn.Linear(SIZE, SIZE)}
     return Twins(Around(body(apart, **parts))).settle(train(x, tokens(grad=False)))
 
 
-def of_one_tower(m: nn.Module, x: Tensor) -> list[Any]:
+def of_one_tower(m, x):
     loss_of(m(x * 3, x.detach())[0]).backward()
     return [x.grad]
 
 
-def test_weights_of_an_output_without_gradient_get_none(x: Tensor) -> None:
+def test_weights_of_an_output_without_gradient_get_none(x):
     twins = two_towers(x)
     for _ in range(3):
         found = twins.step(on(x, of_one_tower))
@@ -408,7 +399,7 @@ def test_weights_of_an_output_without_gradient_get_none(x: Tensor) -> None:
 
 
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_hooks_of_weights_of_an_output_without_gradient_are_not_called(x: Tensor, register: str) -> None:
+def test_hooks_of_weights_of_an_output_without_gradient_are_not_called(x, register):
     """A node has all its inputs behind it, also those that the output in use does not depend on."""
     twins = two_towers(x)
     getattr(twins.under.inside.b.weight, register)(lambda _: pytest.fail("the hook is called"))
@@ -416,7 +407,7 @@ def test_hooks_of_weights_of_an_output_without_gradient_are_not_called(x: Tensor
         of_one_tower(twins.under, fresh(x))
 
 
-def test_hooks_upstream_of_an_output_without_gradient_are_not_called(x: Tensor) -> None:
+def test_hooks_upstream_of_an_output_without_gradient_are_not_called(x):
     parts = {"a": nn.Linear(SIZE, SIZE), "b": nn.Linear(SIZE, SIZE)}
     twins = Twins(Around(body(apart, **parts))).settle(train(x, tokens()))
     z = fresh(x) * 2
@@ -425,14 +416,14 @@ def test_hooks_upstream_of_an_output_without_gradient_are_not_called(x: Tensor) 
         loss_of(twins.under(x * 3, z)[0]).backward()
 
 
-def test_a_weight_that_regions_share(x: Tensor) -> None:
+def test_a_weight_that_regions_share(x):
     class CaptureCache(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.inside = nn.ModuleList(nn.Sequential(nn.Linear(SIZE, SIZE), nn.GELU()) for _ in range(2))
             self.inside[1][0].weight = self.inside[0][0].weight
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             weight = self.inside[0][0].weight
             y = F.linear(self.inside[0](F.linear(x, weight)) * 2, weight)
             return F.linear(self.inside[1](y) + y, weight)
@@ -440,8 +431,8 @@ def test_a_weight_that_regions_share(x: Tensor) -> None:
     Twins(CaptureCache(), rule("inside.*")).settle(train(x))
 
 
-def test_an_error_in_forward_leaves_all_in_order(x: Tensor) -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
+def test_an_error_in_forward_leaves_all_in_order(x):
+    def forward(self, x):
         y = F.gelu(self.lin(x))
         if self.fails:
             raise ValueError("as asked")
@@ -455,20 +446,20 @@ def test_an_error_in_forward_leaves_all_in_order(x: Tensor) -> None:
     assert twins.runs_code(train(x)) == 1
 
 
-def test_a_consumer_of_a_dropped_output_may_go_backward_after_the_region(x: Tensor) -> None:
+def test_a_consumer_of_a_dropped_output_may_go_backward_after_the_region(x):
     class Heads(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.inside, self.a, self.b = Norm(), nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
 
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        def forward(self, x):
             y = self.inside(x)
             return self.a(y), self.b(y.detach())
 
     twins = Twins(Heads()).settle(train(x))
     for order in ((0, 1), (1, 0)):
 
-        def backward(m: nn.Module, x: Tensor, order: tuple[int, int] = order) -> list[Any]:
+        def backward(m, x, order=order):
             found = m(x)
             for index in order:
                 loss_of(found[index]).backward()

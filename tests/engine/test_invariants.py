@@ -12,14 +12,10 @@
 11. What forward read: test_surrounding_state.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -46,7 +42,7 @@ from engine_testing import (
 )
 from tiers import by_default, slow
 from tiny import counted_ops
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import recompute
@@ -62,11 +58,9 @@ ROW_NBYTES = TOKENS * HIDDEN * FLOAT_NBYTES
 
 @every_policy_of_a_stack
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "autocast"])
-def test_1_outputs_and_all_gradients_are_those_of_the_plain_model_bit_for_bit(
-    rules: dict[str, Any], precision: str
-) -> None:
+def test_1_outputs_and_all_gradients_are_those_of_the_plain_model_bit_for_bit(rules, precision):
     model, x = Stack(), tokens()
-    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    around = nullcontext
     if precision == "bfloat16":
         model, x = model.bfloat16(), tokens(dtype=torch.bfloat16)
     elif precision == "autocast":
@@ -80,10 +74,10 @@ def test_1_outputs_and_all_gradients_are_those_of_the_plain_model_bit_for_bit(
 
 
 @every_policy
-def test_2_backward_writes_into_no_tensor_that_it_did_not_make(rules: dict[str, Any]) -> None:
+def test_2_backward_writes_into_no_tensor_that_it_did_not_make(rules):
     model, x = Stack(), tokens()
     recompute.apply(model, rules)
-    hidden: list[Tensor] = []
+    hidden = []
     for module in model.modules():
         module.register_forward_hook(lambda module, args, result: hidden.extend([*args, result]))
     loss = loss_of(model(x))
@@ -99,16 +93,16 @@ def test_2_backward_writes_into_no_tensor_that_it_did_not_make(rules: dict[str, 
 # 3. A storage is known by its StorageImpl, held weakly
 
 
-def test_3_a_storage_at_the_address_of_a_dead_one_does_not_get_its_recipe() -> None:
+def test_3_a_storage_at_the_address_of_a_dead_one_does_not_get_its_recipe():
     class Recycler(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.norm, self.linear = RMSNorm(), nn.Linear(HIDDEN, HIDDEN)
             self.norm.requires_grad_(False)
-            self.addresses: set[int] = set()
+            self.addresses = set()
             self.reused = 0
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             total = x.new_zeros(())
             for index in range(40):
                 self.addresses.add(self.norm(x).data_ptr())
@@ -126,10 +120,10 @@ def test_3_a_storage_at_the_address_of_a_dead_one_does_not_get_its_recipe() -> N
     assert bits(found[0]) == bits(expected[0])
 
 
-def test_3_knowing_a_storage_keeps_it_not_alive() -> None:
-    alive: list[bool] = []
+def test_3_knowing_a_storage_keeps_it_not_alive():
+    alive = []
 
-    def forward(self: Any, x: Tensor) -> Tensor:
+    def forward(self, x):
         y = self.norm(x)
         reference = weak(y)
         del y
@@ -145,7 +139,7 @@ def test_3_knowing_a_storage_keeps_it_not_alive() -> None:
 # 5. Versions are checked
 
 
-def test_5_an_input_mutated_after_the_region_is_refused_by_its_name() -> None:
+def test_5_an_input_mutated_after_the_region_is_refused_by_its_name():
     model, x = policed(holding(lambda self, x: x.exp().sin())), tokens()
     given = x * 1.0
     result = model(given)
@@ -156,7 +150,7 @@ def test_5_an_input_mutated_after_the_region_is_refused_by_its_name() -> None:
 
 
 @pytest.mark.parametrize("updated", ["weight", "bias"])
-def test_5_a_parameter_updated_before_backward_is_refused_by_its_name(updated: str) -> None:
+def test_5_a_parameter_updated_before_backward_is_refused_by_its_name(updated):
     model = policed(holding(lambda self, x: self.linear(x).sin(), linear=nn.Linear(HIDDEN, HIDDEN)))
     loss = loss_of(model(tokens()))
     optimizer = torch.optim.SGD([getattr(model.inside.linear, updated)], lr=0.1)
@@ -166,7 +160,7 @@ def test_5_a_parameter_updated_before_backward_is_refused_by_its_name(updated: s
         loss.backward()
 
 
-def test_5_a_parameter_that_autograd_saved_outside_of_regions_is_checked_too() -> None:
+def test_5_a_parameter_that_autograd_saved_outside_of_regions_is_checked_too():
     model = Projections()
     recompute.apply(model, policy(("norm", "recompute")))
     loss = loss_of(model(tokens()))
@@ -182,8 +176,8 @@ def test_5_a_parameter_that_autograd_saved_outside_of_regions_is_checked_too() -
 # 7. What lives anyway is neither copied nor counted
 
 
-def test_7_dropped_bytes_are_those_of_the_intermediates_and_nothing_else() -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
+def test_7_dropped_bytes_are_those_of_the_intermediates_and_nothing_else():
+    def forward(self, x):
         return ((x * self.scale).exp() * self.table).sin()  # saves x, scale; exp; table; the product
 
     model = holding(forward, scale=nn.Parameter(torch.rand(HIDDEN)))
@@ -196,10 +190,10 @@ def test_7_dropped_bytes_are_those_of_the_intermediates_and_nothing_else() -> No
     assert stats.kept_nbytes == 0
 
 
-def test_7_a_norm_saved_by_three_linears_is_not_held_after_forward() -> None:
+def test_7_a_norm_saved_by_three_linears_is_not_held_after_forward():
     model, x = Projections(), tokens()
 
-    def held(model: nn.Module) -> int:
+    def held(model):
         with memory_trace(torch.device("cpu")) as trace:
             result = model(x)
             trace.mark("after forward")
@@ -220,10 +214,10 @@ def test_7_a_norm_saved_by_three_linears_is_not_held_after_forward() -> None:
 @every_policy_of_a_stack
 @pytest.mark.parametrize("backwards", [0, *slow(1), 2])
 @pytest.mark.parametrize("retain_last", [False, True])
-def test_8_the_graph_dies_without_garbage_collection(rules: dict[str, Any], backwards: int, retain_last: bool) -> None:
+def test_8_the_graph_dies_without_garbage_collection(rules, backwards, retain_last):
     model, x = Stack(), tokens()
     recompute.apply(model, rules)
-    activations: list[Any] = []
+    activations = []
     for module in model.modules():
         module.register_forward_hook(lambda module, args, result: activations.append(weak(result)))
     with no_garbage_collection() as engine_objects:
@@ -242,14 +236,14 @@ def test_8_the_graph_dies_without_garbage_collection(rules: dict[str, Any], back
 
 
 @every_policy
-def test_9_the_users_own_saved_tensor_hooks_hold_all_that_is_held(rules: dict[str, Any]) -> None:
-    def hooks() -> AbstractContextManager[Any]:
+def test_9_the_users_own_saved_tensor_hooks_hold_all_that_is_held(rules):
+    def hooks():
         return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.clone(), lambda tensor: tensor)
 
     model, x = Stack(p=0.0), tokens()
     assert_as_plain(model, rules, x, around=hooks)
     recompute.apply(model, rules)
-    activations: list[Any] = []
+    activations = []
     for module in model.modules():
         module.register_forward_hook(lambda module, args, result: activations.append(weak(result)))
     with hooks():
@@ -259,14 +253,14 @@ def test_9_the_users_own_saved_tensor_hooks_hold_all_that_is_held(rules: dict[st
 
 
 @pytest.mark.parametrize("rules", by_default(POLICIES, "both"))
-def test_9_several_threads_train_one_model_at_once(rules: dict[str, Any]) -> None:
+def test_9_several_threads_train_one_model_at_once(rules):
     model, x = Stack(count=2, p=0.0), tokens(grad=False)
     wanted = list(model.parameters())
     expected = [bits(grad) for grad in torch.autograd.grad(loss_of(model(x)), wanted)]
     recompute.apply(model, rules)
-    found: list[list[Any]] = []
+    found = []
 
-    def train() -> None:
+    def train():
         for _ in range(3):
             found.append([bits(grad) for grad in torch.autograd.grad(loss_of(model(x)), wanted)])
 
@@ -278,27 +272,27 @@ def test_9_several_threads_train_one_model_at_once(rules: dict[str, Any]) -> Non
     assert found == [expected] * 9
 
 
-def test_9_scopes_of_threads_that_overlap_do_not_see_each_other() -> None:
+def test_9_scopes_of_threads_that_overlap_do_not_see_each_other():
     """One thread is in the middle of a region when another opens its scope, and leaves before that one goes on."""
     first_is_inside, second_is_in, first_is_out = (threading.Event() for _ in range(3))
 
     class Waiting(RMSNorm):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             if threading.current_thread() is first and not first_is_out.is_set():
                 first_is_inside.set()
                 assert second_is_in.wait(100)
             return super().forward(x)
 
-    def wait_for_first(module: nn.Module, args: Any) -> None:
+    def wait_for_first(module, args):
         if threading.current_thread() is second:
             second_is_in.set()
             assert first_is_out.wait(100)
 
-    def run_first() -> None:
+    def run_first():
         model(x)
         first_is_out.set()
 
-    def run_second() -> None:
+    def run_second():
         assert first_is_inside.wait(100)
         results.append(model(x))
 
@@ -306,7 +300,7 @@ def test_9_scopes_of_threads_that_overlap_do_not_see_each_other() -> None:
     model.norm = Waiting()
     model.norm.register_forward_pre_hook(wait_for_first)
     handle = recompute.apply(model, policy(("norm", "recompute")))
-    results: list[Tensor] = []
+    results = []
     first, second = threading.Thread(target=run_first), threading.Thread(target=run_second)
     for thread in (first, second):
         thread.start()
@@ -320,10 +314,10 @@ def test_9_scopes_of_threads_that_overlap_do_not_see_each_other() -> None:
 
 
 @every_policy
-def test_10_forward_runs_no_op_that_it_would_not_run_without_the_policy(rules: dict[str, Any]) -> None:
+def test_10_forward_runs_no_op_that_it_would_not_run_without_the_policy(rules):
     model, x = Stack(), tokens()
 
-    def forward() -> dict[str, int]:
+    def forward():
         with counted_ops() as counts:
             model(x)
         return {name: count for name, count in counts.items() if name not in ("aten.detach", "aten.alias")}
@@ -333,16 +327,16 @@ def test_10_forward_runs_no_op_that_it_would_not_run_without_the_policy(rules: d
     assert forward() == expected
 
 
-def test_10_a_region_costs_a_bounded_number_of_calls_and_a_saved_tensor_a_few() -> None:
-    def chain(length: int) -> Callable[..., Tensor]:
-        def forward(self: Any, x: Tensor) -> Tensor:
+def test_10_a_region_costs_a_bounded_number_of_calls_and_a_saved_tensor_a_few():
+    def chain(length):
+        def forward(self, x):
             for _ in range(length):
                 x = x.exp()
             return x
 
         return forward
 
-    def extra(length: int) -> int:
+    def extra(length):
         model, x = holding(chain(length)), tokens()
         model(x)
         plain = calls(lambda: model(x))
@@ -356,13 +350,13 @@ def test_10_a_region_costs_a_bounded_number_of_calls_and_a_saved_tensor_a_few() 
 
 
 @pytest.mark.parametrize("is_step", [False, True], ids=["forward", "step"])
-def test_10_a_saved_tensor_costs_no_more_calls_than_under_torchs_checkpoint(is_step: bool) -> None:
-    def chain(self: Any, x: Tensor) -> Tensor:
+def test_10_a_saved_tensor_costs_no_more_calls_than_under_torchs_checkpoint(is_step):
+    def chain(self, x):
         for _ in range(self.length):
             x = x.sin()
         return x
 
-    def of_a_tensor(attach: Callable[[nn.Module], Callable[..., Tensor]]) -> float:
+    def of_a_tensor(attach):
         counts = []
         for length in (10, 110):
             run, x = attach(holding(chain, length=length)), tokens()
@@ -371,19 +365,19 @@ def test_10_a_saved_tensor_costs_no_more_calls_than_under_torchs_checkpoint(is_s
             counts.append(calls(function))
         return (counts[1] - counts[0]) / 100
 
-    def under_policy(model: nn.Module) -> nn.Module:
+    def under_policy(model):
         policed(model)
         return model
 
-    def under_torchs(model: nn.Module) -> Callable[..., Tensor]:
+    def under_torchs(model):
         return lambda x: checkpoint(model, x, use_reentrant=False)
 
     ours, torchs = of_a_tensor(under_policy), of_a_tensor(under_torchs)
     assert ours <= torchs + 1  # torch 2.11's checkpoint makes one fewer than later ones
 
 
-def test_10_a_module_inside_of_a_checkpoint_costs_a_bounded_number_of_calls() -> None:
-    def of_a_step(count: int) -> int:
+def test_10_a_module_inside_of_a_checkpoint_costs_a_bounded_number_of_calls():
+    def of_a_step(count):
         model, x = Holder(nn.Sequential(*(nn.Identity() for _ in range(count)), nn.Tanh())), tokens()
         plain = calls(lambda: model(x).sum().backward())
         policed(model)
@@ -395,7 +389,7 @@ def test_10_a_module_inside_of_a_checkpoint_costs_a_bounded_number_of_calls() ->
 
 
 @pytest.mark.parametrize("rules", by_default(POLICIES, "both"))
-def test_10_a_region_that_is_never_captured_costs_what_its_second_run_did_in_the_end(rules: dict[str, Any]) -> None:
+def test_10_a_region_that_is_never_captured_costs_what_its_second_run_did_in_the_end(rules):
     model, x = Stack(count=1), tokens()
     recompute.apply(model, rules)
     model(x)

@@ -9,14 +9,13 @@ import gc
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from bodies import BODIES
-from bodies.runs import RUNS, Run
+from bodies.runs import RUNS
 from corpus import FEW_STEPS, assert_as_plain, assert_function_as_plain
 from engine_testing import (
     VIEWS,
@@ -54,24 +53,24 @@ LAYERS = 3
 WIDTH = 16
 
 
-def rules(match: str = "layers.*", **way: Any) -> dict[str, Any]:
+def rules(match="layers.*", **way):
     return {"rules": [{"match": match, "min_bytes": 0, **(way or WAYS["offload"])}]}
 
 
 class Layers(nn.Module):
     """Each holds two activations: its input, which the Linear saves, and what the tanh gives."""
 
-    def __init__(self, count: int = LAYERS):
+    def __init__(self, count=LAYERS):
         super().__init__()
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(count))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for layer in self.layers:
             x = layer(x * 1.0)
         return x
 
 
-def batch(rows: int = 32) -> Tensor:
+def batch(rows=32):
     return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(0), requires_grad=True)
 
 
@@ -79,12 +78,12 @@ ACTIVATION = 32 * WIDTH * 4
 
 
 @pytest.fixture
-def copies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+def copies(monkeypatch):
     """Every copy that is started: which way, and its bytes."""
-    found: list[tuple[str, int]] = []
+    found = []
     original = offload._copy
 
-    def spy(target: Tensor, source: Tensor, *, out_of_device: bool, after: Any) -> Any:
+    def spy(target, source, *, out_of_device, after):
         found.append(("out" if out_of_device else "back", source.nbytes))
         return original(target, source, out_of_device=out_of_device, after=after)
 
@@ -102,20 +101,20 @@ BODIES_TO_OFFLOAD = [name for name, body in BODIES.items() if not body.ways and 
 
 @every_way
 @pytest.mark.parametrize("name", [*SOME, *slow(*BODIES_TO_OFFLOAD)])
-def test_a_body_does_what_it_does_in_plain_pytorch(name: str, way: dict[str, Any]) -> None:
+def test_a_body_does_what_it_does_in_plain_pytorch(name, way):
     """Also noise that an op draws into what autograd has saved, which torch's own ``save_on_cpu`` copies too soon."""
     assert_as_plain(BODIES[name]._replace(drops=False), {"min_bytes": 0, **way}, FEW_STEPS)
 
 
 @every_way
 @pytest.mark.parametrize("run", by_default({name: RUNS[name] for name in EXACT}, "several_times", "of_several_shapes"))
-def test_a_run_of_a_stack_is_bitwise_that_of_plain_pytorch(run: Run, way: dict[str, Any]) -> None:
+def test_a_run_of_a_stack_is_bitwise_that_of_plain_pytorch(run, way):
     x = tokens()
     assert_as_without(run.make(), rules(**way), lambda model: run.run(model, x.detach().requires_grad_()), drops=False)
 
 
 @every_way
-def test_captured_code_offloads_what_it_keeps(way: dict[str, Any], copies: list[tuple[str, int]]) -> None:
+def test_captured_code_offloads_what_it_keeps(way, copies):
     """Steps after the seventh run as straight code, where the rule captures."""
     model, x = Layers(), batch()
     plain = copy.deepcopy(model)
@@ -137,19 +136,17 @@ SEEN_OTHERWISE: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("kind", SEEN_OTHERWISE)
 @pytest.mark.parametrize("way", [WAYS["offload"], WAYS["recompute"]], ids=["offload", "recompute"])
-def test_a_storage_is_copied_once_and_its_views_come_back_as_they_were(
-    kind: str, way: dict[str, Any], copies: list[tuple[str, int]]
-) -> None:
-    seen: list[Any] = []
+def test_a_storage_is_copied_once_and_its_views_come_back_as_they_were(kind, way, copies):
+    seen = []
 
     class Look(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
+        def forward(ctx, x):
             ctx.save_for_backward(x, SEEN_OTHERWISE[kind](x.detach()))
             return x.clone()
 
         @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        def backward(ctx, gradient):
             whole, view = ctx.saved_tensors
             seen.append((bits(view), view.stride(), view.storage_offset()))
             assert view.untyped_storage()._cdata == whole.untyped_storage()._cdata
@@ -165,7 +162,7 @@ def test_a_storage_is_copied_once_and_its_views_come_back_as_they_were(
 
 
 @pytest.mark.parametrize("way", [WAYS["offload"], WAYS["recompute"], WAYS["checkpoint"]], ids=str)
-def test_what_a_decorated_function_holds_is_offloaded(way: dict[str, Any], copies: list[tuple[str, int]]) -> None:
+def test_what_a_decorated_function_holds_is_offloaded(way, copies):
     assert_function_as_plain(BODIES["change: a costly result after its use"], {"min_bytes": 0, **way})
     assert copies
 
@@ -173,7 +170,7 @@ def test_what_a_decorated_function_holds_is_offloaded(way: dict[str, Any], copie
 # Memory
 
 
-def test_after_forward_only_the_last_region_is_on_the_device() -> None:
+def test_after_forward_only_the_last_region_is_on_the_device():
     """Backward needs that at once. Everything else has left, and nothing comes back before backward."""
     model, storages = Layers(), []
     for layer in model.layers:
@@ -186,10 +183,10 @@ def test_after_forward_only_the_last_region_is_on_the_device() -> None:
     assert all(storage.expired() for storage in storages)
 
 
-def test_backward_brings_a_region_back_and_starts_the_one_before_it() -> None:
+def test_backward_brings_a_region_back_and_starts_the_one_before_it():
     model = Layers(5)
     recompute.apply(model, rules())
-    on_device: list[list[int]] = []
+    on_device = []
     for layer in model.layers:
         layer[1].register_full_backward_pre_hook(lambda module, gradient: on_device.append(_came_back(frames)))
     loss = model(batch()).sum()
@@ -199,17 +196,17 @@ def test_backward_brings_a_region_back_and_starts_the_one_before_it() -> None:
     assert on_device == [[3], [3, 2], [2, 1], [1, 0], [0]]
 
 
-def test_what_no_backward_comes_for_leaves_again_at_its_end() -> None:
+def test_what_no_backward_comes_for_leaves_again_at_its_end():
     model = Layers()
     recompute.apply(model, rules())
     loss = model(batch()).sum()
     frames = _frames_of(loss)
-    torch.autograd.grad(loss, [model.layers[2][0].weight], retain_graph=True)  # type: ignore[union-attr, index]
+    torch.autograd.grad(loss, [model.layers[2][0].weight], retain_graph=True)
     assert _came_back(frames) == []
     loss.backward()
 
 
-def _frames_of(loss: Tensor) -> list[Any]:
+def _frames_of(loss):
     frames, frame = [], offload._forward.last
     while frame is not None and (known := frame()) is not None:
         frames.append(known)
@@ -217,15 +214,15 @@ def _frames_of(loss: Tensor) -> list[Any]:
     return frames[::-1]
 
 
-def _came_back(frames: list[Any]) -> list[int]:
+def _came_back(frames):
     """The frames of which something is on its way back, or there and not yet used."""
     copies = [[known for reference in frame._copies if (known := reference()) is not None] for frame in frames]
     found = [any(known._came_back is not None for known in each) for each in copies]
     return [index for index in reversed(range(len(frames))) if found[index]]
 
 
-def test_a_share_of_the_bytes_travels_and_the_largest_go_first(copies: list[tuple[str, int]]) -> None:
-    def forward(self: nn.Module, x: Tensor) -> Tensor:
+def test_a_share_of_the_bytes_travels_and_the_largest_go_first(copies):
+    def forward(self, x):
         small = x[:4].exp()
         return (x.exp().sin().sum() + x.cos().exp().sum()) * small.sin().sum()
 
@@ -241,10 +238,10 @@ def test_a_share_of_the_bytes_travels_and_the_largest_go_first(copies: list[tupl
     assert sum(sizes) <= half
 
 
-def _saved_by(model: nn.Module, x: Tensor) -> list[int]:
-    storages: dict[int, int] = {}
+def _saved_by(model, x):
+    storages = {}
 
-    def pack(tensor: Tensor) -> Tensor:
+    def pack(tensor):
         storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
@@ -253,7 +250,7 @@ def _saved_by(model: nn.Module, x: Tensor) -> list[int]:
     return list(storages.values())
 
 
-def test_small_storages_and_parameters_stay(copies: list[tuple[str, int]]) -> None:
+def test_small_storages_and_parameters_stay(copies):
     model = Layers()
     recompute.apply(model, rules(action="offload", min_bytes=ACTIVATION + 1))
     model(batch()).sum().backward()
@@ -264,7 +261,7 @@ def test_small_storages_and_parameters_stay(copies: list[tuple[str, int]]) -> No
     assert {nbytes for _, nbytes in copies} == {ACTIVATION}  # no weight, which is smaller
 
 
-def test_host_memory_is_used_again_from_step_to_step() -> None:
+def test_host_memory_is_used_again_from_step_to_step():
     model, pool = Layers(), pool_in(None)
     pool.free_unused()
     before = pool.nbytes
@@ -280,7 +277,7 @@ def test_host_memory_is_used_again_from_step_to_step() -> None:
     assert pool.nbytes == before
 
 
-def test_batches_of_any_length_share_host_memory_that_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_of_any_length_share_host_memory_that_is_made_once(monkeypatch):
     model, pool, made = Layers(), HostPool(), []
     plain, mapped = copy.deepcopy(model), pool._map
     monkeypatch.setattr(offload, "pool_in", lambda directory: pool)
@@ -298,7 +295,7 @@ def test_batches_of_any_length_share_host_memory_that_is_made_once(monkeypatch: 
     assert pool.nbytes <= 2 * longest
 
 
-def test_a_share_of_what_is_held_leaves_the_device_whatever_the_length_of_the_batch() -> None:
+def test_a_share_of_what_is_held_leaves_the_device_whatever_the_length_of_the_batch():
     model = Layers()
     plain = copy.deepcopy(model)
     handle = recompute.apply(model, rules(**WAYS["offload"], fraction=0.5))
@@ -309,9 +306,9 @@ def test_a_share_of_what_is_held_leaves_the_device_whatever_the_length_of_the_ba
         assert found.offloaded_nbytes == LAYERS * rows * WIDTH * 4  # of two alike in each layer, one
 
 
-def test_a_frame_that_saves_other_tensors_than_the_last_one_offloads_no_more_than_its_share() -> None:
+def test_a_frame_that_saves_other_tensors_than_the_last_one_offloads_no_more_than_its_share():
     class Sometimes(nn.Module):
-        def forward(self, x: Tensor, times: int) -> Tensor:
+        def forward(self, x, times):
             for _ in range(times):
                 x = (x * x).exp()
             return torch.cat([x, x], -1).tanh()
@@ -325,7 +322,7 @@ def test_a_frame_that_saves_other_tensors_than_the_last_one_offloads_no_more_tha
         assert 0 < found.offloaded_nbytes <= found.kept_nbytes / 2
 
 
-def test_a_policy_that_is_removed_gives_host_memory_back() -> None:
+def test_a_policy_that_is_removed_gives_host_memory_back():
     model, pool = Layers(), pool_in(None)
     pool.free_unused()
     before = pool.nbytes
@@ -338,7 +335,7 @@ def test_a_policy_that_is_removed_gives_host_memory_back() -> None:
     loss.backward()
 
 
-def test_memory_is_released_by_reference_count() -> None:
+def test_memory_is_released_by_reference_count():
     model = Layers()
     recompute.apply(model, rules())
     model(batch()).sum().backward()
@@ -357,9 +354,7 @@ def test_memory_is_released_by_reference_count() -> None:
 @pytest.mark.parametrize(
     ("place", "why"), [("gone", "No such file or directory"), ("file", "Not a directory"), ("there", "")]
 )
-def test_a_directory_that_takes_no_files_is_refused_when_a_policy_is_applied(
-    place: str, why: str, tmp_path: Path
-) -> None:
+def test_a_directory_that_takes_no_files_is_refused_when_a_policy_is_applied(place, why, tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "there").mkdir()
     policy = rules(action="offload", to="disk", path=str(tmp_path / place))
@@ -374,7 +369,7 @@ def test_a_directory_that_takes_no_files_is_refused_when_a_policy_is_applied(
         recompute.apply(Layers(), policy)  # an estimate may be for another machine
 
 
-def test_stats_and_explain_say_what_left() -> None:
+def test_stats_and_explain_say_what_left():
     model = Layers()
     with recompute.apply(model, rules()) as handle:
         model(batch()).sum().backward()
@@ -391,7 +386,7 @@ def test_stats_and_explain_say_what_left() -> None:
 # Refusals, and where it does nothing
 
 
-def test_more_than_the_rule_allows_is_refused_and_the_model_goes_on_without_it() -> None:
+def test_more_than_the_rule_allows_is_refused_and_the_model_goes_on_without_it():
     model = Layers()
     pool_in(None).free_unused()
     limit = pool_in(None).nbytes + 3 * ACTIVATION
@@ -404,7 +399,7 @@ def test_more_than_the_rule_allows_is_refused_and_the_model_goes_on_without_it()
     assert not offload._copies._known
 
 
-def test_the_default_limit_is_a_share_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_limit_is_a_share_of_what_is_free(monkeypatch):
     monkeypatch.setattr(host_memory, "free_host_nbytes", lambda: 1000)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     assert default_limit(None) == 500
@@ -412,7 +407,7 @@ def test_the_default_limit_is_a_share_of_what_is_free(monkeypatch: pytest.Monkey
     assert default_limit(None) == 125
 
 
-def test_what_another_rule_was_allowed_does_not_raise_the_limit() -> None:
+def test_what_another_rule_was_allowed_does_not_raise_the_limit():
     pool = HostPool()
     held = [pool.buffer(1000, 4000, pin=False, who="a region") for _ in range(4)]
     held.clear()
@@ -422,7 +417,7 @@ def test_what_another_rule_was_allowed_does_not_raise_the_limit() -> None:
         pool.buffer(1000, 1000, pin=False, who="a region")
 
 
-def test_the_smallest_unused_buffer_serves_that_is_not_twice_too_large() -> None:
+def test_the_smallest_unused_buffer_serves_that_is_not_twice_too_large():
     pool = HostPool()
     held = [pool.buffer(nbytes, 100_000, pin=False, who="a region") for nbytes in (1000, 700, 900)]
     held.clear()
@@ -432,7 +427,7 @@ def test_the_smallest_unused_buffer_serves_that_is_not_twice_too_large() -> None
     assert pool.buffer(700, 100_000, pin=False, who="a region").memory.nbytes == 700
 
 
-def test_larger_buffers_take_no_room_from_what_a_rule_allows() -> None:
+def test_larger_buffers_take_no_room_from_what_a_rule_allows():
     """Where they would, they are freed, and each tensor gets a buffer of its size."""
     pool = HostPool()
     held = [pool.buffer(1000, 4000, pin=False, who="a region") for _ in range(4)]
@@ -442,15 +437,15 @@ def test_larger_buffers_take_no_room_from_what_a_rule_allows() -> None:
     assert pool.nbytes <= 4000
 
 
-def test_a_buffer_is_freed_only_when_the_copies_from_and_to_it_are_done() -> None:
+def test_a_buffer_is_freed_only_when_the_copies_from_and_to_it_are_done():
     pool, waited = HostPool(), []
 
     class Event:
-        def synchronize(self) -> None:
+        def synchronize(self):
             waited.append(pool.nbytes)
 
     for nbytes in (1000, 400):
-        pool.buffer(nbytes, None, pin=False, who="a region").busy = (Event(),) * 2  # type: ignore[assignment]
+        pool.buffer(nbytes, None, pin=False, who="a region").busy = (Event(),) * 2
     held = [pool.buffer(nbytes, None, pin=False, who="a region") for nbytes in (1000, 150)]
     assert waited == []
     held.append(pool.buffer(3000, None, pin=False, who="a region"))
@@ -462,7 +457,7 @@ def test_a_buffer_is_freed_only_when_the_copies_from_and_to_it_are_done() -> Non
     assert pool.nbytes == 0
 
 
-def test_what_a_pool_has_taken_does_not_lower_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_pool_has_taken_does_not_lower_its_limit(monkeypatch):
     free = iter([4000, 1000])
     monkeypatch.setattr(host_memory, "free_host_nbytes", lambda: next(free))
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
@@ -473,7 +468,7 @@ def test_what_a_pool_has_taken_does_not_lower_its_limit(monkeypatch: pytest.Monk
     assert len(held) == 2
 
 
-def test_a_container_has_what_its_group_leaves_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_container_has_what_its_group_leaves_it(tmp_path, monkeypatch):
     limit, used = tmp_path / "max", tmp_path / "current"
     limit.write_text("5000\n")
     used.write_text("2000\n")
@@ -483,8 +478,8 @@ def test_a_container_has_what_its_group_leaves_it(tmp_path: Path, monkeypatch: p
     assert host_memory.free_host_nbytes() > 5000
 
 
-def test_a_tensor_that_changes_after_it_was_saved_is_refused() -> None:
-    def forward(self: nn.Module, x: Tensor) -> Tensor:
+def test_a_tensor_that_changes_after_it_was_saved_is_refused():
+    def forward(self, x):
         hidden = x * 1.0
         result = hidden.exp().sum() + hidden.sin().sum()
         hidden.add_(1.0)
@@ -501,7 +496,7 @@ def test_a_tensor_that_changes_after_it_was_saved_is_refused() -> None:
 
 
 @pytest.mark.parametrize("action", ["checkpoint", "recompute"])
-def test_inside_of_a_region_that_drops_that_regions_rule_decides(action: str, copies: list[tuple[str, int]]) -> None:
+def test_inside_of_a_region_that_drops_that_regions_rule_decides(action, copies):
     outer = {"match": "inside", "action": action, **({"via": "hook"} if action == "recompute" else {})}
     model = holding(lambda self, x: self.layers(x), layers=nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
     policy = {"rules": [outer, *rules("inside.layers.*")["rules"]]}
@@ -509,41 +504,41 @@ def test_inside_of_a_region_that_drops_that_regions_rule_decides(action: str, co
     assert copies == []
 
 
-def test_hooks_of_others_around_it_get_everything(copies: list[tuple[str, int]]) -> None:
+def test_hooks_of_others_around_it_get_everything(copies):
     assert_step_as_without(Stack(), rules(), tokens(), drops=False, around=torch.autograd.graph.save_on_cpu)
     assert copies == []
 
 
-def test_keep_inside_stays_on_the_device(copies: list[tuple[str, int]]) -> None:
+def test_keep_inside_stays_on_the_device(copies):
     model = Layers()
     recompute.apply(model, {"rules": [{"match": "layers.*.*", "action": "keep"}, rules()["rules"][0]]})
     model(batch()).sum().backward()
     assert copies == []
 
 
-def test_compiled_code_is_refused_by_name() -> None:
+def test_compiled_code_is_refused_by_name():
     model = Layers()
     recompute.apply(model, rules())
     with pytest.raises(UnsupportedError, match="a rule that offloads governs a module in compiled code"):
         torch.compile(model, backend="aot_eager")(batch())
 
 
-def test_an_error_in_forward_leaves_nothing_behind() -> None:
-    def forward(self: nn.Module, x: Tensor) -> Tensor:
+def test_an_error_in_forward_leaves_nothing_behind():
+    def forward(self, x):
         hidden = (x * 1.0).exp()
-        if self.fails:  # type: ignore[attr-defined]
+        if self.fails:
             raise Boom
         return hidden.sin()
 
     model = holding(forward)
-    model.inside.fails = True  # type: ignore[assignment]
+    model.inside.fails = True
     plain = copy.deepcopy(model)
     recompute.apply(model, rules("inside"))
     with pytest.raises(Boom):
         model(tokens())
     assert not offload._copies._known
     for each in (model, plain):
-        each.inside.fails = False  # type: ignore[union-attr]
+        each.inside.fails = False
     x = tokens()
     assert_same(outcome(model, x), outcome(plain, x))
 
@@ -551,19 +546,19 @@ def test_an_error_in_forward_leaves_nothing_behind() -> None:
 # On disk
 
 
-def test_tensors_go_to_files_without_a_name_and_come_back(tmp_path: Path, copies: list[tuple[str, int]]) -> None:
+def test_tensors_go_to_files_without_a_name_and_come_back(tmp_path, copies):
     assert_step_as_without(Stack(), rules(action="offload", to="disk", path=str(tmp_path)), tokens(), drops=False)
     assert copies
     assert list(tmp_path.iterdir()) == []
     assert pool_in(str(tmp_path))._most_in_use > pool_in(str(tmp_path)).nbytes == 0  # as the policy is gone
 
 
-def test_a_directory_without_room_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_without_room_is_refused(tmp_path, monkeypatch):
     pool = HostPool(str(tmp_path / "absent"))
     with pytest.raises(HostMemoryError, match=r"1\.0 KiB cannot be offloaded to .*absent: No such file"):
         pool.buffer(1024, 1 << 20, pin=False, who="a region")
 
-    def full(*_: Any) -> None:
+    def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(host_memory.os, "posix_fallocate", full)
@@ -576,11 +571,11 @@ def test_a_directory_without_room_is_refused(tmp_path: Path, monkeypatch: pytest
 
 
 @contextlib.contextmanager
-def slow_copies(monkeypatch: pytest.MonkeyPatch, cycles: Callable[[], int]) -> Iterator[None]:
+def slow_copies(monkeypatch, cycles):
     """Copies that start late, so that what does not wait for them reads what is not there yet."""
     original = offload._copy
 
-    def late(target: Tensor, source: Tensor, *, out_of_device: bool, after: Any) -> Any:
+    def late(target, source, *, out_of_device, after):
         device = source.device if out_of_device else target.device
         streams = offload._streams.setdefault(device, offload._Streams(device))
         with torch.cuda.stream(streams.out if out_of_device else streams.back):
@@ -594,7 +589,7 @@ def slow_copies(monkeypatch: pytest.MonkeyPatch, cycles: Callable[[], int]) -> I
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", [WAYS["offload"], WAYS["recompute"], WAYS["checkpoint"]], ids=str)
-def test_streams_that_lag_behind_change_no_bit(way: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_that_lag_behind_change_no_bit(way, monkeypatch):
     device = torch.device("cuda")
     model = Layers(6).to(device)
     plain = copy.deepcopy(model)
@@ -602,7 +597,7 @@ def test_streams_that_lag_behind_change_no_bit(way: dict[str, Any], monkeypatch:
     delays = torch.Generator().manual_seed(0)
     draw = functools.partial(torch.randint, 0, 2_000_000, (), generator=delays)
 
-    def step(model: nn.Module) -> list[Any]:
+    def step(model):
         model.zero_grad()
         x.grad = None
         loss_of(model(x)).backward()
@@ -616,11 +611,11 @@ def test_streams_that_lag_behind_change_no_bit(way: dict[str, Any], monkeypatch:
 
 
 @pytest.mark.gpu
-def test_the_device_holds_less_by_what_stats_say() -> None:
+def test_the_device_holds_less_by_what_stats_say():
     device = torch.device("cuda")
     model, x = Layers(8).to(device), torch.randn(1 << 16, WIDTH, device=device, requires_grad=True)
 
-    def held() -> int:
+    def held():
         model(x)
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
@@ -640,7 +635,7 @@ def test_the_device_holds_less_by_what_stats_say() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_process_that_was_forked_takes_no_pinned_page_away() -> None:
+def test_a_process_that_was_forked_takes_no_pinned_page_away():
     ones = torch.ones(1 << 22, dtype=torch.uint8, device="cuda")
     memory = HostPool().buffer(ones.numel(), None, pin=True, who="a test").memory
     assert memory.is_pinned()
@@ -659,7 +654,7 @@ def test_a_process_that_was_forked_takes_no_pinned_page_away() -> None:
 
 
 @pytest.mark.gpu
-def test_a_graph_capture_is_refused() -> None:
+def test_a_graph_capture_is_refused():
     model = Layers().cuda()
     x = batch().detach().cuda().requires_grad_()
     recompute.apply(model, rules())

@@ -1,7 +1,5 @@
 """Parameters whose memory a library gives them for each use: they are held by the object that they are."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import types
@@ -10,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_testing import HIDDEN, bits, holding, policy, tokens
-from torch import Tensor, nn
+from torch import nn
 
 import recompute
 from recompute.engine.parameter_memory import is_managed_elsewhere, may_hold_memory
@@ -19,12 +17,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
-def deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+def deepspeed(monkeypatch):
     """As if the library had been imported."""
     monkeypatch.setitem(sys.modules, "deepspeed", types.ModuleType("deepspeed"))
 
 
-def _gradient(action: str, *, is_partitioned: bool) -> tuple[Tensor, Tensor]:
+def _gradient(action, *, is_partitioned):
     """The gradient of the input where the weight gets other memory after forward, and the plain one."""
     model = holding(lambda self, x: torch.exp(x @ self.linear.weight.t()), linear=nn.Linear(HIDDEN, HIDDEN))
     weight, x = model.inside.linear.weight, tokens()
@@ -41,17 +39,17 @@ def _gradient(action: str, *, is_partitioned: bool) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("action", ["recompute", "checkpoint"])
-def test_backward_reads_a_managed_parameter_where_its_memory_is_then(deepspeed: None, action: str) -> None:
+def test_backward_reads_a_managed_parameter_where_its_memory_is_then(deepspeed, action):
     found, expected = _gradient(action, is_partitioned=True)
     assert bits(found) == bits(expected)
 
 
-def test_backward_reads_any_other_parameter_where_its_memory_was(deepspeed: None) -> None:
+def test_backward_reads_any_other_parameter_where_its_memory_was(deepspeed):
     found, expected = _gradient("recompute", is_partitioned=False)
     assert bits(found) != bits(expected), "as in plain PyTorch, which holds the memory of a view"
 
 
-def test_only_parameters_of_the_library_are_managed(deepspeed: None) -> None:
+def test_only_parameters_of_the_library_are_managed(deepspeed):
     plain, partitioned = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     partitioned.ds_id = 0
     assert not is_managed_elsewhere(plain)
@@ -61,7 +59,7 @@ def test_only_parameters_of_the_library_are_managed(deepspeed: None) -> None:
 
 
 @pytest.mark.slow
-def test_an_adapter_is_loaded_as_soon_as_its_library_is_and_no_earlier() -> None:
+def test_an_adapter_is_loaded_as_soon_as_its_library_is_and_no_earlier():
     script = (
         "import sys, types, torch; from torch import nn;"
         "from recompute.engine.parameter_memory import is_managed_elsewhere;"

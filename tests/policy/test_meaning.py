@@ -22,11 +22,7 @@ TABLE: list[tuple[dict[str, Any], Meaning]] = [
     (
         {"action": "checkpoint", "keep": ["attention", "router"], "capture": False},
         Meaning(
-            Mechanism.TAPE,
-            "all ops run again; attention, router kept",
-            REPEATABLE,
-            ATTENTION | {"router"},
-            price=0.0,
+            Mechanism.TAPE, "all ops run again; attention, router kept", REPEATABLE, ATTENTION | {"router"}, price=0.0
         ),
     ),
     (

@@ -122,10 +122,7 @@ REFUSED = [
         "6:1: name: duplicate key; it is first given on line 1\n"
         "p.yaml:5:3: rules[0].match: duplicate key; it is first given on line 3",
     ),
-    (
-        "rules: none\n---\nrules: none\n",
-        "3:1: expected one policy a file; found a second document, which starts here",
-    ),
+    ("rules: none\n---\nrules: none\n", "3:1: expected one policy a file; found a second document, which starts here"),
     ("rules: none\n1: 2\n", "2:1: 1: expected a string as key; found 1"),
     ("rules: none\nname: '\x07'\n", "2: not valid YAML: the control character '\\x07' has to be escaped"),
     *((text, " expected a policy; found an empty file") for text in ("", "\n\n", "# only a comment\n")),
@@ -180,8 +177,7 @@ def test_several_mistakes_are_reported_one_a_line_in_the_order_of_the_file():
 
 def test_anchors_merge_keys_and_dates_are_read_as_people_mean_them():
     policy = parse_document(
-        Policy,
-        "name: 2024-02-30\nrules:\n- &mlp {match: '**.mlp', action: recompute}\n- {<<: *mlp, layers: 0-3}\n",
+        Policy, "name: 2024-02-30\nrules:\n- &mlp {match: '**.mlp', action: recompute}\n- {<<: *mlp, layers: 0-3}\n"
     )
     assert policy.name == "2024-02-30"
     assert policy.rules[1].match == policy.rules[0].match

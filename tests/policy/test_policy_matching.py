@@ -182,9 +182,7 @@ def test_a_rule_that_comes_too_late_is_told_which_came_before():
 
 def test_each_rule_that_governs_nothing_gets_one_message():
     messages = complaints(
-        Rule(match="nowhere", action="keep"),
-        Rule(type="*MLP", action="keep"),
-        Rule(type="Gone", action="keep"),
+        Rule(match="nowhere", action="keep"), Rule(type="*MLP", action="keep"), Rule(type="Gone", action="keep")
     )
     assert [message.split()[0] for message in messages] == ["rules[0]", "rules[2]"]
 

@@ -23,15 +23,7 @@ SIZES = {
     "head_dim": 8,
     "vocab_size": 64,
 }
-NORMS_PER_LAYER = {
-    "Llama": 2,
-    "Mistral": 2,
-    "Qwen2": 2,
-    "Qwen3": 4,
-    "Gemma": 2,
-    "Gemma2": 4,
-    "Gemma3": 6,
-}
+NORMS_PER_LAYER = {"Llama": 2, "Mistral": 2, "Qwen2": 2, "Qwen3": 4, "Gemma": 2, "Gemma2": 4, "Gemma3": 6}
 FORMS = [(family, form) for family in NORMS_PER_LAYER for form in ("ForCausalLM", "Model")]
 BERT_SIZES = {
     key: SIZES[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -99,8 +91,7 @@ def build_gemma3_with_vision() -> nn.Module:
         "patch_size": 14,
     }
     config = transformers.Gemma3Config(
-        text_config=transformers.Gemma3TextConfig(**SIZES),
-        vision_config=transformers.SiglipVisionConfig(**vision),
+        text_config=transformers.Gemma3TextConfig(**SIZES), vision_config=transformers.SiglipVisionConfig(**vision)
     )
     with torch.device("meta"):
         return transformers.Gemma3ForConditionalGeneration(config)
