@@ -8,6 +8,7 @@ import functools
 import gc
 import hashlib
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -442,6 +443,50 @@ class ExpWith(torch.autograd.Function):
         result, seen = ctx.saved_tensors
         ctx.look(seen)
         return grad * result, None, None
+
+
+def function_of(
+    forward: Callable[..., Any], backward: Callable[..., Any], saves: Callable[..., Any] = lambda result, *given: given
+) -> Any:
+    """A custom Function of ``forward(*given)``, which saves what it was given, or ``saves(result, *given)``.
+
+    ``backward`` gets the gradient and what was saved.
+    """
+
+    class Made(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *given: Any) -> Any:
+            result = forward(*given)
+            ctx.save_for_backward(*saves(result, *given))
+            return result
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            return backward(*gradients, *ctx.saved_tensors)
+
+    return Made
+
+
+def twins_of(model: nn.Module) -> tuple[nn.Module, nn.Module]:
+    """``model``, and a copy of it that stays as it is."""
+    return model, copy.deepcopy(model)
+
+
+def watched(model: nn.Module) -> list[StorageWeakRef]:
+    """Gets what tells of each output of ``model`` and its parts, as they run, whether it has been freed."""
+    references: list[StorageWeakRef] = []
+    for module in model.modules():
+        module.register_forward_hook(lambda module, args, result: references.append(weak(result)))
+    return references
+
+
+def in_threads(*functions: Callable[[], Any]) -> None:
+    """Runs each in a thread of its own, all at once."""
+    threads = [threading.Thread(target=function) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 class Boom(Exception):

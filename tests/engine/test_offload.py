@@ -10,6 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -25,10 +26,13 @@ from engine_testing import (
     assert_same,
     assert_step_as_without,
     bits,
+    function_of,
     holding,
     loss_of,
+    no_garbage_collection,
     outcome,
     tokens,
+    twins_of,
     weak,
 )
 from tiers import by_default, slow
@@ -74,6 +78,11 @@ def batch(rows=32):
     return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(0), requires_grad=True)
 
 
+def governed(model=None, match="layers.*", **way):
+    model = model or Layers()
+    return model, recompute.apply(model, rules(match, **way))
+
+
 ACTIVATION = 32 * WIDTH * 4
 
 
@@ -89,9 +98,6 @@ def copies(monkeypatch):
 
     monkeypatch.setattr(offload, "_copy", spy)
     return found
-
-
-# Exact
 
 
 EXACT = ["several_times", "of_parts", "of_several_shapes", "gradient_penalty", "while_streams_move"]
@@ -137,24 +143,15 @@ SEEN_OTHERWISE: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("kind", SEEN_OTHERWISE)
 @pytest.mark.parametrize("way", [WAYS["offload"], WAYS["recompute"]], ids=["offload", "recompute"])
 def test_a_storage_is_copied_once_and_its_views_come_back_as_they_were(kind, way, copies):
-    seen = []
+    seen, x = [], tokens()
 
-    class Look(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x, SEEN_OTHERWISE[kind](x.detach()))
-            return x.clone()
+    def backward(gradient, whole, view):
+        seen.append((bits(view), view.stride(), view.storage_offset()))
+        assert view.untyped_storage()._cdata == whole.untyped_storage()._cdata
+        return gradient * whole
 
-        @staticmethod
-        def backward(ctx, gradient):
-            whole, view = ctx.saved_tensors
-            seen.append((bits(view), view.stride(), view.storage_offset()))
-            assert view.untyped_storage()._cdata == whole.untyped_storage()._cdata
-            return gradient * whole
-
-    model = holding(lambda self, x: Look.apply(x * 2))
-    x = tokens()
-    recompute.apply(model, rules("inside", **way))
+    look = function_of(lambda x: x.clone(), backward, saves=lambda _, x: (x, SEEN_OTHERWISE[kind](x.detach())))
+    model, _ = governed(holding(lambda self, x: look.apply(x * 2)), "inside", **way)
     model(x).sum().backward()
     view = SEEN_OTHERWISE[kind](x.detach() * 2)
     assert seen == [(bits(view), view.stride(), view.storage_offset())]
@@ -165,9 +162,6 @@ def test_a_storage_is_copied_once_and_its_views_come_back_as_they_were(kind, way
 def test_what_a_decorated_function_holds_is_offloaded(way, copies):
     assert_function_as_plain(BODIES["change: a costly result after its use"], {"min_bytes": 0, **way})
     assert copies
-
-
-# Memory
 
 
 def test_after_forward_only_the_last_region_is_on_the_device():
@@ -184,9 +178,7 @@ def test_after_forward_only_the_last_region_is_on_the_device():
 
 
 def test_backward_brings_a_region_back_and_starts_the_one_before_it():
-    model = Layers(5)
-    recompute.apply(model, rules())
-    on_device = []
+    on_device, (model, _) = [], governed(Layers(5))
     for layer in model.layers:
         layer[1].register_full_backward_pre_hook(lambda module, gradient: on_device.append(_came_back(frames)))
     loss = model(batch()).sum()
@@ -197,8 +189,7 @@ def test_backward_brings_a_region_back_and_starts_the_one_before_it():
 
 
 def test_what_no_backward_comes_for_leaves_again_at_its_end():
-    model = Layers()
-    recompute.apply(model, rules())
+    model, _ = governed()
     loss = model(batch()).sum()
     frames = _frames_of(loss)
     torch.autograd.grad(loss, [model.layers[2][0].weight], retain_graph=True)
@@ -226,37 +217,26 @@ def test_a_share_of_the_bytes_travels_and_the_largest_go_first(copies):
         small = x[:4].exp()
         return (x.exp().sin().sum() + x.cos().exp().sum()) * small.sin().sum()
 
-    model = holding(forward)
-    recompute.apply(model, rules("inside", action="offload", fraction=0.5))
-    x = batch()
+    model, _ = governed(holding(forward), "inside", action="offload", fraction=0.5)
+    x, saved = batch(), {}
     model(x).backward()
     first = len(copies)
     model(x).backward()
     sizes = [nbytes for which, nbytes in copies[first:] if which == "out"]
-    half = 0.5 * sum(_saved_by(holding(forward), x))
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: saved.update({t.data_ptr(): t.untyped_storage().nbytes()}) or t, lambda t: t
+    ):
+        holding(forward)(x)
+    half = 0.5 * sum(saved.values())
     assert sizes.count(ACTIVATION) == half // ACTIVATION > 0
     assert sum(sizes) <= half
 
 
-def _saved_by(model, x):
-    storages = {}
-
-    def pack(tensor):
-        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model(x)
-    return list(storages.values())
-
-
 def test_small_storages_and_parameters_stay(copies):
-    model = Layers()
-    recompute.apply(model, rules(action="offload", min_bytes=ACTIVATION + 1))
+    model, _ = governed(action="offload", min_bytes=ACTIVATION + 1)
     model(batch()).sum().backward()
     assert copies == []
-    model = Layers()
-    recompute.apply(model, rules())
+    model, _ = governed()
     model(batch()).sum().backward()
     assert {nbytes for _, nbytes in copies} == {ACTIVATION}  # no weight, which is smaller
 
@@ -296,8 +276,7 @@ def test_batches_of_any_length_share_host_memory_that_is_made_once(monkeypatch):
 
 
 def test_a_share_of_what_is_held_leaves_the_device_whatever_the_length_of_the_batch():
-    model = Layers()
-    plain = copy.deepcopy(model)
+    model, plain = twins_of(Layers())
     handle = recompute.apply(model, rules(**WAYS["offload"], fraction=0.5))
     for rows in (32, 32, 20, 40, 8, 8, 33):
         before = handle.stats()
@@ -307,17 +286,15 @@ def test_a_share_of_what_is_held_leaves_the_device_whatever_the_length_of_the_ba
 
 
 def test_a_frame_that_saves_other_tensors_than_the_last_one_offloads_no_more_than_its_share():
-    class Sometimes(nn.Module):
-        def forward(self, x, times):
-            for _ in range(times):
-                x = (x * x).exp()
-            return torch.cat([x, x], -1).tanh()
+    def forward(self, x, times):
+        for _ in range(times):
+            x = (x * x).exp()
+        return torch.cat([x, x], -1).tanh()
 
-    model = nn.ModuleDict({"inside": Sometimes()})
-    handle = recompute.apply(model, rules("inside", **WAYS["offload"], fraction=0.5))
+    model, handle = governed(holding(forward), "inside", **WAYS["offload"], fraction=0.5)
     for times in (1, 4, 2, 5):
         before = handle.stats()
-        model["inside"](batch(), times).sum().backward()
+        model(batch(), times).sum().backward()
         found = handle.stats() - before
         assert 0 < found.offloaded_nbytes <= found.kept_nbytes / 2
 
@@ -336,19 +313,14 @@ def test_a_policy_that_is_removed_gives_host_memory_back():
 
 
 def test_memory_is_released_by_reference_count():
-    model = Layers()
-    recompute.apply(model, rules())
+    model, _ = governed()
     model(batch()).sum().backward()
-    gc.collect()
-    gc.disable()
-    try:
+    with no_garbage_collection():
         loss = model(batch()).sum()
         assert sum(isinstance(each, OffloadedStorage) for each in gc.get_objects()) == 2 * LAYERS
         del loss
         assert not any(isinstance(each, OffloadedStorage) for each in gc.get_objects())
         assert not offload._copies._known
-    finally:
-        gc.enable()
 
 
 @pytest.mark.parametrize(
@@ -358,15 +330,11 @@ def test_a_directory_that_takes_no_files_is_refused_when_a_policy_is_applied(pla
     (tmp_path / "file").touch()
     (tmp_path / "there").mkdir()
     policy = rules(action="offload", to="disk", path=str(tmp_path / place))
-    if not why:
-        recompute.apply(Layers(), policy)
-        return
-    with pytest.raises(
-        PolicyError, match=rf"rules\[0\]\.path: expected a directory .* found .*{place}: {why}\. Make it"
-    ):
-        recompute.apply(Layers(), policy)
-    with FakeTensorMode():
+    with FakeTensorMode() if why else nullcontext():
         recompute.apply(Layers(), policy)  # an estimate may be for another machine
+    refusal = rf"rules\[0\]\.path: expected a directory .* found .*{place}: {why}\. Make it"
+    with pytest.raises(PolicyError, match=refusal) if why else nullcontext():
+        recompute.apply(Layers(), policy)
 
 
 def test_stats_and_explain_say_what_left():
@@ -383,18 +351,14 @@ def test_stats_and_explain_say_what_left():
     assert f"{stats.offloaded_nbytes:,}" in explained
 
 
-# Refusals, and where it does nothing
-
-
 def test_more_than_the_rule_allows_is_refused_and_the_model_goes_on_without_it():
-    model = Layers()
+    model, plain = twins_of(Layers())
     pool_in(None).free_unused()
     limit = pool_in(None).nbytes + 3 * ACTIVATION
     handle = recompute.apply(model, rules(action="offload", max_host_bytes=limit))
     with pytest.raises(HostMemoryError, match=r"in layers\.1 \(Sequential\): 2\.0 KiB more .* max_host_bytes higher"):
         model(batch())
     handle.remove()
-    plain = copy.deepcopy(model)
     assert_same(outcome(model, batch()), outcome(plain, batch()))
     assert not offload._copies._known
 
@@ -407,32 +371,32 @@ def test_the_default_limit_is_a_share_of_what_is_free(monkeypatch):
     assert default_limit(None) == 125
 
 
+def buffers(pool, limit, *sizes):
+    return [pool.buffer(nbytes, limit, pin=False, who="a region") for nbytes in sizes]
+
+
 def test_what_another_rule_was_allowed_does_not_raise_the_limit():
     pool = HostPool()
-    held = [pool.buffer(1000, 4000, pin=False, who="a region") for _ in range(4)]
-    held.clear()
-    first = pool.buffer(1000, 1000, pin=False, who="a region")
+    buffers(pool, 4000, *[1000] * 4)
+    (first,) = buffers(pool, 1000, 1000)
     assert pool.nbytes == first.memory.nbytes == 1000
     with pytest.raises(HostMemoryError, match="1000 B are in use of at most 1000 B"):
-        pool.buffer(1000, 1000, pin=False, who="a region")
+        buffers(pool, 1000, 1000)
 
 
 def test_the_smallest_unused_buffer_serves_that_is_not_twice_too_large():
     pool = HostPool()
-    held = [pool.buffer(nbytes, 100_000, pin=False, who="a region") for nbytes in (1000, 700, 900)]
-    held.clear()
-    held = [pool.buffer(nbytes, 100_000, pin=False, who="a region") for nbytes in (600, 300)]
+    buffers(pool, 100_000, 1000, 700, 900)
+    held = buffers(pool, 100_000, 600, 300)
     assert [(buffer._whole.nbytes, buffer.memory.nbytes) for buffer in held] == [(700, 600), (300, 300)]
     held.clear()
-    assert pool.buffer(700, 100_000, pin=False, who="a region").memory.nbytes == 700
+    assert buffers(pool, 100_000, 700)[0].memory.nbytes == 700
 
 
-def test_larger_buffers_take_no_room_from_what_a_rule_allows():
-    """Where they would, they are freed, and each tensor gets a buffer of its size."""
+def test_larger_buffers_that_would_take_room_from_what_a_rule_allows_are_freed():
     pool = HostPool()
-    held = [pool.buffer(1000, 4000, pin=False, who="a region") for _ in range(4)]
-    held.clear()
-    held = [pool.buffer(500, 4000, pin=False, who="a region") for _ in range(6)]
+    buffers(pool, 4000, *[1000] * 4)
+    held = buffers(pool, 4000, *[500] * 6)
     assert [buffer._whole.nbytes for buffer in held] == [1000, 1000, 500, 500, 500, 500]
     assert pool.nbytes <= 4000
 
@@ -445,10 +409,10 @@ def test_a_buffer_is_freed_only_when_the_copies_from_and_to_it_are_done():
             waited.append(pool.nbytes)
 
     for nbytes in (1000, 400):
-        pool.buffer(nbytes, None, pin=False, who="a region").busy = (Event(),) * 2
-    held = [pool.buffer(nbytes, None, pin=False, who="a region") for nbytes in (1000, 150)]
+        buffers(pool, None, nbytes)[0].busy = (Event(),) * 2
+    held = buffers(pool, None, 1000, 150)
     assert waited == []
-    held.append(pool.buffer(3000, None, pin=False, who="a region"))
+    held += buffers(pool, None, 3000)
     assert waited == []
     assert held[0].busy
     held.clear()
@@ -462,9 +426,9 @@ def test_what_a_pool_has_taken_does_not_lower_its_limit(monkeypatch):
     monkeypatch.setattr(host_memory, "free_host_nbytes", lambda: next(free))
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     pool = HostPool()
-    held = [pool.buffer(1000, None, pin=False, who="a region") for _ in range(2)]
+    held = buffers(pool, None, 1000, 1000)
     with pytest.raises(HostMemoryError, match=r"1000 B more .* where 2\.0 KiB are in use of at most 2\.0 KiB"):
-        pool.buffer(1000, None, pin=False, who="a region")
+        buffers(pool, None, 1000)
     assert len(held) == 2
 
 
@@ -486,13 +450,11 @@ def test_a_tensor_that_changes_after_it_was_saved_is_refused():
         return result
 
     model = holding(forward)
-    loss = model(tokens())
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
+        model(tokens()).backward()
     recompute.apply(model, rules("inside"))
-    loss = model(tokens())
     with pytest.raises(MutationError, match=r"in inside .* has been modified in place"):
-        loss.backward()
+        model(tokens()).backward()
 
 
 @pytest.mark.parametrize("action", ["checkpoint", "recompute"])
@@ -517,33 +479,27 @@ def test_keep_inside_stays_on_the_device(copies):
 
 
 def test_compiled_code_is_refused_by_name():
-    model = Layers()
-    recompute.apply(model, rules())
+    model, _ = governed()
     with pytest.raises(UnsupportedError, match="a rule that offloads governs a module in compiled code"):
         torch.compile(model, backend="aot_eager")(batch())
 
 
 def test_an_error_in_forward_leaves_nothing_behind():
+    fails = [Boom()]
+
     def forward(self, x):
         hidden = (x * 1.0).exp()
-        if self.fails:
-            raise Boom
+        if fails:
+            raise fails.pop()
         return hidden.sin()
 
-    model = holding(forward)
-    model.inside.fails = True
-    plain = copy.deepcopy(model)
+    model, plain = twins_of(holding(forward))
     recompute.apply(model, rules("inside"))
-    with pytest.raises(Boom):
-        model(tokens())
-    assert not offload._copies._known
-    for each in (model, plain):
-        each.inside.fails = False
     x = tokens()
+    with pytest.raises(Boom):
+        model(x)
+    assert not offload._copies._known
     assert_same(outcome(model, x), outcome(plain, x))
-
-
-# On disk
 
 
 def test_tensors_go_to_files_without_a_name_and_come_back(tmp_path, copies):
@@ -554,20 +510,16 @@ def test_tensors_go_to_files_without_a_name_and_come_back(tmp_path, copies):
 
 
 def test_a_directory_without_room_is_refused(tmp_path, monkeypatch):
-    pool = HostPool(str(tmp_path / "absent"))
     with pytest.raises(HostMemoryError, match=r"1\.0 KiB cannot be offloaded to .*absent: No such file"):
-        pool.buffer(1024, 1 << 20, pin=False, who="a region")
+        buffers(HostPool(str(tmp_path / "absent")), 1 << 20, 1024)
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(host_memory.os, "posix_fallocate", full)
     with pytest.raises(HostMemoryError, match="No space left on device"):
-        HostPool(str(tmp_path)).buffer(1024, 1 << 20, pin=False, who="a region")
+        buffers(HostPool(str(tmp_path)), 1 << 20, 1024)
     assert list(tmp_path.iterdir()) == []
-
-
-# On a GPU
 
 
 @contextlib.contextmanager
@@ -590,10 +542,8 @@ def slow_copies(monkeypatch, cycles):
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", [WAYS["offload"], WAYS["recompute"], WAYS["checkpoint"]], ids=str)
 def test_streams_that_lag_behind_change_no_bit(way, monkeypatch):
-    device = torch.device("cuda")
-    model = Layers(6).to(device)
-    plain = copy.deepcopy(model)
-    x = torch.randn(4096, WIDTH, device=device, requires_grad=True)
+    model, plain = twins_of(Layers(6).cuda())
+    x = torch.randn(4096, WIDTH, device="cuda", requires_grad=True)
     delays = torch.Generator().manual_seed(0)
     draw = functools.partial(torch.randint, 0, 2_000_000, (), generator=delays)
 
@@ -612,8 +562,7 @@ def test_streams_that_lag_behind_change_no_bit(way, monkeypatch):
 
 @pytest.mark.gpu
 def test_the_device_holds_less_by_what_stats_say():
-    device = torch.device("cuda")
-    model, x = Layers(8).to(device), torch.randn(1 << 16, WIDTH, device=device, requires_grad=True)
+    model, x = Layers(8).cuda(), torch.randn(1 << 16, WIDTH, device="cuda", requires_grad=True)
 
     def held():
         model(x)
@@ -655,9 +604,7 @@ def test_a_process_that_was_forked_takes_no_pinned_page_away():
 
 @pytest.mark.gpu
 def test_a_graph_capture_is_refused():
-    model = Layers().cuda()
-    x = batch().detach().cuda().requires_grad_()
-    recompute.apply(model, rules())
+    x, (model, _) = batch().detach().cuda().requires_grad_(), governed(Layers().cuda())
     model(x).sum().backward()
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(UnsupportedError, match="a CUDA graph is being captured"), torch.cuda.graph(graph):
