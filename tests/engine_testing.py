@@ -336,6 +336,16 @@ def engine_objects() -> Counter[str]:
 
 
 @contextmanager
+def set_by(put: Callable[[Any], Any], value: Any, before: Any) -> Iterator[None]:
+    """The span of a setting, ``value``."""
+    put(value)
+    try:
+        yield
+    finally:
+        put(before)
+
+
+@contextmanager
 def no_garbage_collection() -> Iterator[Callable[[], Counter[str]]]:
     """What dies here dies by reference count, and ``gc.collect()`` tells how many objects have not.
 

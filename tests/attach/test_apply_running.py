@@ -12,7 +12,20 @@ from typing import Any
 import pytest
 import torch
 from tiers import by_default, slow
-from tiny import HIDDEN, TOKENS, TinyMLP, assert_same, counted_ops, decoder, gradients, rule, rules, token_ids, train
+from tiny import (
+    HIDDEN,
+    TOKENS,
+    TinyMLP,
+    assert_as_under,
+    assert_same,
+    counted_ops,
+    decoder,
+    gradients,
+    rule,
+    rules,
+    token_ids,
+    train,
+)
 from torch import nn
 from torch.nn import functional as F
 
@@ -55,19 +68,10 @@ class Calls:
         return count
 
 
+LINEARS = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "self_attn.q_proj")
 HOOKED = {
     "full": ["", "layers.0", "layers.1", "norm"],
-    "hook": [
-        "",
-        "layers.0",
-        "layers.0.input_layernorm",
-        "layers.0.mlp",
-        "layers.0.mlp.gate_proj",
-        "layers.0.mlp.up_proj",
-        "layers.0.mlp.down_proj",
-        "layers.0.self_attn.q_proj",
-        "norm",
-    ],
+    "hook": ["", "layers.0", "norm", *(f"layers.0.{name}" for name in ("input_layernorm", "mlp", *LINEARS))],
 }
 HOOKED["elementwise"] = HOOKED["auto"] = HOOKED["kernel"] = HOOKED["hook"]
 
@@ -89,22 +93,56 @@ def test_hooks_of_the_user_run_once_a_forward_and_not_again(preset, attached):
         assert_same(found, without)
 
 
-@pytest.mark.parametrize(
-    "hook",
-    [lambda _, __, output: output * 1.5, lambda _, __, output: output.mul_(1.5)],
-    ids=["another tensor", "in place"],
-)
-@pytest.mark.parametrize("name", ["layers.1.mlp.gate_proj", *slow("layers.0.input_layernorm", "norm", "layers.1")])
+class Adapter(nn.Module):
+    """A low-rank adapter around a Linear."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, 2, bias=False)
+        self.up = nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+def adapted(projection):
+    def change(model):
+        torch.manual_seed(3)
+        for layer in model.layers:
+            setattr(layer.mlp, projection, Adapter(getattr(layer.mlp, projection)))
+
+    return change
+
+
+HOOKS = {"another tensor": lambda _, __, output: output * 1.5, "in place": lambda _, __, output: output.mul_(1.5)}
+CHANGES = {
+    **{
+        f"a hook on {name}: {what}": lambda model, name=name, hook=hook: model.get_submodule(
+            name
+        ).register_forward_hook(hook)
+        for name in ("layers.1.mlp.gate_proj", "layers.0.input_layernorm", "norm", "layers.1")
+        for what, hook in HOOKS.items()
+    },
+    **{f"adapters around {name}": adapted(name) for name in ("gate_proj", "up_proj", "down_proj")},
+    "a layer thrice": lambda model: model.layers.extend([model.layers[0]] * 2),
+}
+BY_DEFAULT = ("a hook on layers.1.mlp.gate_proj: another tensor", "a hook on layers.1.mlp.gate_proj: in place")
+
+
+@pytest.mark.parametrize("is_late", [*slow(False), True], ids=["before", "after"])
+@pytest.mark.parametrize("change", by_default(CHANGES, *BY_DEFAULT, "adapters around gate_proj", "a layer thrice"))
 @pytest.mark.parametrize("preset", by_default(POLICIES, "full", "elementwise", "kernel"))
-def test_hooks_that_change_an_output_are_heeded(preset, name, hook):
+def test_a_model_that_is_changed_before_or_after_it_gets_a_policy_trains_as_without(preset, change, is_late):
     model, plain = decoder(), decoder()
-    for each in (model, plain):
-        each.get_submodule(name).register_forward_hook(hook)
-    recompute.apply(model, preset)
-    found, expected = train(model, steps=1), train(plain, steps=1)
-    if preset != "kernel":
-        assert_same(found, expected)
-    torch.testing.assert_close(found, expected)
+    change(plain)
+    if not is_late:
+        change(model)
+    handle = recompute.apply(model, preset)
+    if is_late:
+        change(model)
+    assert_as_under(preset, train(model), train(plain))
+    handle.remove()
 
 
 @pytest.mark.parametrize("via", ["hook", "kernel"])
@@ -129,42 +167,6 @@ def test_global_hooks_see_every_projection(via):
     finally:
         handle.remove()
     assert sorted(seen) == ["Linear", "Linear", "Linear", "SiLU", "TinyMLP"]
-
-
-class Adapter(nn.Module):
-    """A low-rank adapter around a Linear."""
-
-    def __init__(self, base):
-        super().__init__()
-        self.base = base
-        self.down = nn.Linear(base.in_features, 2, bias=False)
-        self.up = nn.Linear(2, base.out_features, bias=False)
-
-    def forward(self, x):
-        return self.base(x) + self.up(self.down(x))
-
-
-@pytest.mark.parametrize("projection", ["gate_proj", *slow("up_proj", "down_proj")])
-@pytest.mark.parametrize("when", [*slow("before"), "after"])
-@pytest.mark.parametrize("preset", by_default(POLICIES, "full", "elementwise", "kernel"))
-def test_adapters_are_respected(preset, when, projection):
-    def adapt(model):
-        torch.manual_seed(3)
-        for layer in model.layers:
-            setattr(layer.mlp, projection, Adapter(getattr(layer.mlp, projection)))
-
-    model, plain = decoder(), decoder()
-    adapt(plain)
-    if when == "before":
-        adapt(model)
-    handle = recompute.apply(model, preset)
-    if when == "after":
-        adapt(model)
-    found, expected = train(model), train(plain)
-    if preset != "kernel":
-        assert_same(found, expected)
-    torch.testing.assert_close(found, expected)
-    handle.remove()
 
 
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
@@ -271,19 +273,6 @@ def test_parts_in_eval_mode_are_left_alone():
         each.layers[0].eval()
     assert_same(train(model), train(plain))
     assert handle.stats().frames == 2
-
-
-@pytest.mark.parametrize("preset", by_default(POLICIES, "full", "elementwise", "kernel"))
-def test_a_module_used_twice_in_one_forward(preset):
-    model, plain = decoder(), decoder()
-    for each in (model, plain):
-        each.layers.append(each.layers[0])
-        each.layers.append(each.layers[0])
-    recompute.apply(model, preset)
-    found, expected = train(model), train(plain)
-    if preset != "kernel":
-        assert_same(found, expected)
-    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("preset", by_default(POLICIES, "full", "elementwise", "kernel"))

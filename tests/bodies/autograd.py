@@ -38,20 +38,9 @@ def parts():
 # Spans and gradients
 
 
-@torch.no_grad()
-def scale(self, x):
-    return self.norm(x).abs().amax(-1, keepdim=True)
-
-
 def slope(x):
     leaf = x.detach().requires_grad_()
     return torch.autograd.grad(leaf.sin().exp().sum(), leaf)[0]
-
-
-@torch.no_grad()
-def slope_without_grad(self, x):
-    with torch.enable_grad():
-        return slope(self.norm(x))
 
 
 def inner_gradient(self, x):
@@ -82,10 +71,6 @@ def under_hooks(self, x):
 def under_a_checkpoint(self, x):
     y = checkpoint(lambda x: F.dropout(self.norm(x), 0.5).exp(), x * 2, use_reentrant=False)
     return F.dropout(y, 0.5).sin()
-
-
-def in_a_checkpoint(self, x):
-    return checkpoint(lambda z: F.gelu(self.linear(z)), x, use_reentrant=False)
 
 
 def hooked(self, x):
@@ -122,10 +107,6 @@ def mixed(self, x):
     return y, y.detach(), z, (y > 1).float(), z * self.norm.weight
 
 
-def start_ran(module):
-    RAN.clear()
-
-
 def of(forward, captured=None, **options):
     return Body(forward, parts, captured=captured, **options)
 
@@ -148,42 +129,38 @@ class Doubled(Function):
         return gradient * 2
 
 
-def functional_gradient(self, x):
-    return torch.func.grad(lambda y: self.norm(y).sin().sum())(x)
-
-
-def vmapped(self, x):
-    return torch.func.vmap(lambda row: self.norm(row).sin())(x.exp())
-
-
-def vmapped_dropout(self, x):
-    return torch.func.vmap(lambda row: F.dropout(row, 0.5), randomness="different")(x).exp()
-
-
 def vmapped_with_an_array(self, x):
     return torch.func.vmap(lambda row: self.norm(row) * torch.as_tensor(np.ones(HIDDEN, np.float32)))(x.exp()).sin()
 
 
 GRADIENTS: dict[str, Body] = {
-    "no_grad": of(lambda self, x: x.exp() * scale(self, x)),
+    "no_grad": of(lambda self, x: x.exp() * torch.no_grad()(lambda: self.norm(x).abs().amax(-1, keepdim=True))()),
     "detach": of(lambda self, x: (self.norm(x).detach() + x).exp().sin()),
     "straight through": of(lambda self, x: (x + (self.norm(x).round() - x).detach()).exp().sin()),
     "detached and required anew": of(lambda self, x: slope(self.norm(x)) * x.exp()),
-    "grad inside of no_grad": of(lambda self, x: x.exp() * slope_without_grad(self, x)),
+    "grad inside of no_grad": of(
+        lambda self, x: x.exp() * torch.no_grad()(torch.enable_grad()(lambda: slope(self.norm(x))))()
+    ),
     "all but the end": of(lambda self, x: (self.norm(x.detach()).detach() * x).sin()),
     "a gradient": of(inner_gradient),
     "a gradient of what is kept": of(gradient_of_what_is_kept, drops=False),
     "a tangent": of(tangent, captured="differentiates forward"),
-    "vmap": of(vmapped, captured=True),
-    "vmap that drops out": of(vmapped_dropout, captured=True),
+    "vmap": of(lambda self, x: torch.func.vmap(lambda row: self.norm(row).sin())(x.exp()), captured=True),
+    "vmap that drops out": of(
+        lambda self, x: torch.func.vmap(lambda row: F.dropout(row, 0.5), randomness="different")(x).exp(), captured=True
+    ),
     "vmap of a row times an array": of(vmapped_with_an_array, captured="takes other steps"),
     "a Function under vmap": of(lambda self, x: torch.func.vmap(Doubled.apply)(self.norm(x)).exp().sin()),
-    "a functional gradient": of(lambda self, x: functional_gradient(self, x) * self.norm(x).exp().sin()),
+    "a functional gradient": of(
+        lambda self, x: torch.func.grad(lambda y: self.norm(y).sin().sum())(x) * self.norm(x).exp().sin()
+    ),
     "a functional product": of(lambda self, x: torch.func.vjp(torch.sin, x)[1](x.exp())[0] * self.norm(x).exp()),
     "jvp": of(lambda self, x: torch.func.jvp(lambda y: self.norm(y).sin(), (x.exp(),), (x.cos(),))[1].exp()),
     "hooks on saved tensors": of(under_hooks),
     "torch's checkpoint": of(under_a_checkpoint),
-    "torch's checkpoint alone": of(in_a_checkpoint, drops=False),
+    "torch's checkpoint alone": of(
+        lambda self, x: checkpoint(lambda z: F.gelu(self.linear(z)), x, use_reentrant=False), drops=False
+    ),
     "a hook": of(hooked),
     "autocast, on and off": of(autocast_on_and_off),
     "autocast in captured code": of(under_autocast, captured=True),
@@ -289,17 +266,6 @@ class InMemory(Function):
         return a, b
 
 
-class Dropped(Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.mask = torch.rand_like(x) > 0.25
-        return x * ctx.mask
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * ctx.mask
-
-
 class Widened(Function):
     """Gradients of another dtype and another shape than what they belong to, which autograd makes fit."""
 
@@ -312,6 +278,29 @@ class Widened(Function):
     def backward(ctx, gradient):
         x, w = ctx.saved_tensors
         return (gradient * w).double(), gradient * x
+
+
+class Transposed(Function):
+    """Tensors that are not contiguous, both ways."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.t().contiguous().t()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.t().contiguous().t()
+
+
+class Dropped(Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mask = torch.rand_like(x) > 0.25
+        return x * ctx.mask
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.mask
 
 
 class UnderAutocast(Function):
@@ -395,18 +384,6 @@ class Scaled(Function):
 
 class Packed(nn.Parameter):
     """A frozen parameter of a class of its own, as those of 4 bits are."""
-
-
-class Transposed(Function):
-    """Tensors that are not contiguous, both ways."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.t().contiguous().t()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient.t().contiguous().t()
 
 
 class Twice(Function):
@@ -538,7 +515,7 @@ def in_a_block(function, **options):
     return Body(
         lambda self, x: x + self.linear(function(self, self.linear(x).tanh())).exp(),
         parts,
-        start=start_ran,
+        start=lambda module: RAN.clear(),
         state=lambda module: RAN.count("forward"),  # of what runs in forward, nothing runs again
         ways=("recompute",),
         **options,

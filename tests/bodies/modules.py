@@ -334,6 +334,11 @@ def adjacency(layout):
     )
 
 
+def reads_statistics(self, x):
+    y = self.norm(self.linear(x))
+    return ((y - self.norm.running_mean) / (self.norm.num_batches_tracked + 1)).exp()
+
+
 def update_in_no_grad(module, *_):
     """As another forward of the module between forward and backward does."""
     module.average.mul_(2.0)
@@ -348,6 +353,11 @@ MODULES: dict[str, Body] = {
     "an instance norm in some steps": Body(
         lambda self, x: in_some_runs(self, x[None])[0],
         lambda: {"norm": nn.InstanceNorm1d(TOKENS, track_running_stats=True)},
+    ),
+    "a norm whose statistics forward reads": Body(
+        lambda self, x: (z := reads_statistics(self, x)).sin() * z.tanh(),
+        lambda: {**linear(), "norm": nn.BatchNorm1d(HIDDEN)},
+        together=True,
     ),
     "a norm, as captured code": Body(
         lambda self, x: F.gelu(self.norm(self.linear(x))).exp(),

@@ -54,6 +54,24 @@ class Norm(nn.Module):
         return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
 
 
+class DroppingBlock(nn.Module):
+    """A block with dropout, a flag and a number, which may be given a mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(SIZE)
+        self.up, self.down = nn.Linear(SIZE, 2 * SIZE), nn.Linear(2 * SIZE, SIZE)
+        self.dropout, self.scale, self.is_scaled = nn.Dropout(0.25), 1.5, True
+
+    def forward(self, x, mask=None):
+        y = self.down(F.gelu(self.up(self.norm(x))))
+        if self.is_scaled:
+            y = y * self.scale
+        if mask is not None:
+            y = y * mask
+        return x + self.dropout(y)
+
+
 class Block(nn.Module):
     """Reads its input twice, as residual connections do."""
 
@@ -91,6 +109,10 @@ class Layers(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.head(x)
+
+
+def linear():
+    return nn.Linear(SIZE, SIZE)
 
 
 body = module_of
@@ -175,10 +197,8 @@ class Twins:
 
     def settle(self, step, *, captured=True):
         """Run a step until the tape has settled and its code runs; ``captured``: whether it should."""
-        for _ in range(STEPS_TO_SETTLE):
-            self.step(step)
-        for _ in range(WATCHED_STEPS if captured and not self.is_captured else 0):
-            self.step(step)
+        self.steps(step, STEPS_TO_SETTLE)
+        self.steps(step, WATCHED_STEPS if captured and not self.is_captured else 0)
         if captured:
             assert self.is_captured, self.why_not
             assert self.runs_code(step) == len(self.regions), self.why_not
@@ -191,6 +211,10 @@ class Twins:
         with counting() as count:
             self.step(step)
         return count()
+
+    def steps(self, step, count):
+        for _ in range(count):
+            self.step(step)
 
     def step(self, step):
         """Run a step on both, and compare all that there is to see."""

@@ -108,5 +108,4 @@ def test_formulas_that_compute_in_another_way_under_a_mode(bounded):
     module = body(forward, linear=nn.Linear(64, 64), fill=nn.Parameter(torch.tensor(0.3)))
     module.register_buffer("bound", torch.tensor(2.0))
     twins = Twins(Around(module, before=nn.Linear(64, 64)))
-    for _ in range(STEPS_TO_SETTLE):
-        twins.step(train(tokens(2, 32, 64)))
+    twins.steps(train(tokens(2, 32, 64)), STEPS_TO_SETTLE)

@@ -173,8 +173,7 @@ def test_autocast_around_backward_alone_applies_inside_of_an_op():
         Twins(Around(body(forward, both=nn.Bilinear(SIZE, SIZE, SIZE)))),
         stepping(tokens(), backward=bfloat16),
     )
-    for _ in range(STEPS_TO_SETTLE + 2):
-        twins.step(step)
+    twins.steps(step, STEPS_TO_SETTLE + 2)
 
 
 def test_a_region_holds_no_cast_of_a_weight():

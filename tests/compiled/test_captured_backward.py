@@ -1,5 +1,6 @@
 """Backward of captured regions, in all the ways in which autograd is asked for it."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,6 @@ import torch.nn.functional as F
 from bodies.runs import RUNS
 from capture_testing import (
     NODE,
-    ROWS,
     SIZE,
     STEPS_TO_SETTLE,
     Around,
@@ -20,6 +20,7 @@ from capture_testing import (
     body,
     captured_twins,
     fresh,
+    linear,
     rule,
     tokens,
     train,
@@ -30,12 +31,6 @@ from torch import Tensor, nn
 from torch.autograd import grad
 
 from recompute.errors import PolicyWarning, UnsupportedError
-
-
-@pytest.fixture(scope="module")
-def x():
-    torch.manual_seed(1)
-    return tokens()
 
 
 @pytest.fixture
@@ -85,8 +80,7 @@ def test_a_run_of_captured_layers_is_that_of_plain_pytorch(run):
 def test_so_is_one_that_is_captured_meanwhile(run):
     x = stack_input()
     twins = Twins(run.make(), LAYERS)
-    for _ in range(STEPS_TO_SETTLE):
-        twins.step(running(run, x))
+    twins.steps(running(run, x), STEPS_TO_SETTLE)
 
 
 def stack_input():
@@ -95,15 +89,12 @@ def stack_input():
 
 
 def test_the_output_comes_from_the_node_and_a_second_backward_is_refused(twins, x):
-    y = twins.under.inside(x)
-    assert y.grad_fn.name() == NODE
-    y.sum().backward()
-    with pytest.raises(RuntimeError, match="a second time"):
-        y.sum().backward()
-    y = twins.under.inside(x)
-    loss_of(y).backward()
-    with pytest.raises(RuntimeError, match="a second time"):
-        loss_of(y).backward()
+    for loss in (torch.sum, loss_of):
+        y = twins.under.inside(x)
+        assert y.grad_fn.name() == NODE
+        loss(y).backward()
+        with pytest.raises(RuntimeError, match="a second time"):
+            loss(y).backward()
 
 
 def of_a_gradient(m, x):
@@ -132,7 +123,7 @@ def test_a_gradient_penalty_from_the_first_step_on_is_exact_in_every_step(x, act
     """As in a WGAN, whose other backwards are those of any training: nothing is captured in between."""
     options = {"via": "hook"} if action == "recompute" else {}
     rules = {"rules": [{"match": "inside", "action": action, **options}]}
-    twins = Twins(Around(Block(), before=nn.Linear(SIZE, SIZE)), rules)
+    twins = Twins(Around(Block(), before=linear()), rules)
     for _ in range(STEPS_TO_SETTLE):
         for step in on(x, of_a_gradient), train(x), train(x):
             twins.step(step)
@@ -142,7 +133,7 @@ def test_a_gradient_penalty_from_the_first_step_on_is_exact_in_every_step(x, act
 
 def test_a_chain_of_regions_is_differentiated_twice(x):
     """The input of the second region is an output of the first, which has been dropped."""
-    blocks = nn.Sequential(Norm(), Norm(), nn.Linear(SIZE, SIZE))
+    blocks = nn.Sequential(Norm(), Norm(), linear())
     twins = Twins(Around(blocks), rule(["inside.0", "inside.1"])).settle(train(x))
     with pytest.warns(PolicyWarning, match="last bits"):
         found = of_a_gradient(twins.under, fresh(x))
@@ -164,27 +155,20 @@ def test_a_region_whose_backward_often_differs_goes_back_to_the_tape(twins, x):
     assert twins.runs_code(on(x, of_a_sum)) == 0
 
 
-class Timed(nn.Module):
+def timed():
     """A block that is given a tensor which backward does not read, if the block is frozen."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm, self.time = nn.LayerNorm(SIZE), nn.Linear(SIZE, SIZE)
-
-    def forward(self, x, time):
-        return x + F.gelu(self.norm(x) + self.time(time.sigmoid()))
+    forward = lambda self, x, time: x + F.gelu(self.norm(x) + self.time(time.sigmoid()))  # noqa: E731
+    return body(forward, norm=nn.LayerNorm(SIZE), time=linear())
 
 
-class Complex(nn.Module):
+def of_complex_numbers():
     """A block whose backward sees its gradient as another dtype."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(SIZE, SIZE)
 
     def forward(self, x, time):
         pairs = F.gelu(self.linear(x)).unflatten(-1, (-1, 2))
         return torch.view_as_real(torch.view_as_complex(pairs).tanh()).flatten(1)
+
+    return body(forward, linear=linear())
 
 
 class Skip(nn.Module):
@@ -193,7 +177,7 @@ class Skip(nn.Module):
     def __init__(self, blocks, calls, dim):
         super().__init__()
         self.blocks, self.calls, self.dim = nn.ModuleList(blocks), calls, dim
-        self.time = nn.Linear(SIZE, SIZE)
+        self.time = linear()
 
     def forward(self, x):
         time, skip, found = self.time(x.detach()), x * 2, x
@@ -205,7 +189,7 @@ class Skip(nn.Module):
 
 @pytest.mark.parametrize("action", ["recompute", *slow("checkpoint")])
 @pytest.mark.parametrize("is_frozen", [False, True])
-@pytest.mark.parametrize(("block", "count", "dim"), [(Timed, 2, 1), (Timed, 1, 1), (Complex, 2, 0)])
+@pytest.mark.parametrize(("block", "count", "dim"), [(timed, 2, 1), (timed, 1, 1), (of_complex_numbers, 2, 0)])
 def test_each_region_runs_code_for_the_gradients_that_it_gets(x, block, count, dim, is_frozen, action):
     """Code that was made of another region alike may be for other gradients, and never makes backward fail."""
     model = Skip([block() for _ in range(count)], 2, dim)
@@ -236,8 +220,7 @@ def outputs(self, x):
 
 @pytest.mark.parametrize("wanted", [[0], [1], [1, 0], [0, 1]])
 def test_gradients_of_some_outputs_in_any_order(x, wanted):
-    parts = {"a": nn.Linear(SIZE, SIZE), "b": nn.Linear(SIZE, SIZE)}
-    twins = Twins(Around(body(outputs, **parts))).settle(train(x))
+    twins = Twins(Around(body(outputs, a=linear(), b=linear()))).settle(train(x))
 
     def backward(m, x):
         z = x * 2
@@ -266,7 +249,7 @@ def test_a_state_that_the_last_call_hands_to_nobody(x):
         loss_of([module(given) for _ in range(3)]).backward()
         return [given.grad]
 
-    twins = Twins(Around(body(forward, linear=nn.Linear(SIZE, SIZE), state=None)))
+    twins = Twins(Around(body(forward, linear=linear(), state=None)))
     replays = 0
     for _ in range(2 * STEPS_TO_SETTLE):
         twins.step(step)
@@ -279,24 +262,18 @@ class Streams(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.second, self.mixer = (nn.Linear(SIZE, SIZE) for _ in range(3))
+        self.first, self.second, self.mixer = (linear() for _ in range(3))
 
     def forward(self, x, z):
         mixed = F.gelu(self.mixer(x + z))
         return x + F.gelu(self.first(mixed)), z + F.gelu(self.second(mixed))
 
 
-class OfStreams(nn.Module):
-    """Blocks in a row. Nobody reads the second stream that the last one gives."""
-
-    def __init__(self, blocks, calls):
-        super().__init__()
-        self.blocks, self.calls = nn.ModuleList(Streams() for _ in range(blocks)), calls
-
-    def forward(self, x, z):
-        for call in range(self.calls):
-            x, z = self.blocks[call % len(self.blocks)](x, z)
-        return x
+def of_streams(self, x, z):
+    """Nobody reads the second stream that the last of four calls gives."""
+    for call in range(4):
+        x, z = self.blocks[call % len(self.blocks)](x, z)
+    return x
 
 
 @pytest.mark.parametrize(
@@ -308,7 +285,7 @@ class OfStreams(nn.Module):
 )
 def test_blocks_of_several_streams_are_captured_where_all_streams_are_read(x, blocks, captured, reason):
     """Where one is not, a hook of a weight that no gradient reaches must not be called, nor the weight get zeros."""
-    twins = Twins(OfStreams(blocks, 4), rule("blocks.*"))
+    twins = Twins(body(of_streams, blocks=nn.ModuleList(Streams() for _ in range(blocks))), rule("blocks.*"))
     called = []
     twins.under.blocks[-1].second.weight.register_hook(lambda gradient: called.append(1))
     for seed in range(2 * STEPS_TO_SETTLE):
@@ -318,32 +295,26 @@ def test_blocks_of_several_streams_are_captured_where_all_streams_are_read(x, bl
     assert bool(called) is (blocks < 4)
 
 
-class Slices(nn.Module):
+def slices(self, x, z):
     """Reads and gives two slices of one tensor, as the blocks of Flux do that have one stream."""
-
-    def __init__(self, first=SIZE // 2, second=SIZE // 2):
-        super().__init__()
-        self.linear, self.first, self.second = nn.Linear(SIZE, SIZE), first, second
-
-    def forward(self, x, z):
-        both = F.gelu(self.linear(torch.cat([x.sin(), z.cos()], 1)))
-        return both[:, : self.first], both[:, self.second :]
+    both = F.gelu(self.linear(torch.cat([x.sin(), z.cos()], 1)))
+    return both[:, : SIZE // 2], both[:, SIZE // 2 :]
 
 
-class OfSlices(nn.Module):
-    def __init__(self, count):
-        super().__init__()
-        self.blocks = nn.ModuleList(Slices() for _ in range(count))
-
+def of_slices(count):
     def forward(self, x):
         parts = (x * 2).split(SIZE // 2, 1)
         for block in self.blocks:
             parts = block(*parts)
         return torch.cat(parts, 1)
 
+    return Twins(
+        body(forward, blocks=nn.ModuleList(body(slices, linear=linear()) for _ in range(count))), rule("blocks.*")
+    )
+
 
 def test_regions_are_captured_whose_inputs_outputs_and_gradients_share_memory(x):
-    twins = Twins(OfSlices(3), rule("blocks.*")).settle(train(x))
+    twins = of_slices(3).settle(train(x))
 
     def of_other_memory(offset):
         def step(m, x):
@@ -365,7 +336,7 @@ def test_regions_are_captured_whose_inputs_outputs_and_gradients_share_memory(x)
 
 @pytest.mark.parametrize("position", [0, 1])
 def test_a_write_to_one_of_two_inputs_that_share_memory_is_noticed(x, position):
-    twins = Twins(OfSlices(2), rule("blocks.*")).settle(train(x))
+    twins = of_slices(2).settle(train(x))
     for model in (twins.plain, twins.under):
         parts = model.blocks[0](*(x * 2).split(SIZE // 2, 1))
         loss = loss_of(model.blocks[1](*parts))
@@ -375,15 +346,8 @@ def test_a_write_to_one_of_two_inputs_that_share_memory_is_noticed(x, position):
             loss.backward()
 
 
-def test_a_region_whose_outputs_overlap_is_not_captured(x):
-    twins = Twins(Around(Slices(SIZE // 2 + 1)), rule())
-    twins.settle(train(tokens(ROWS, SIZE // 2), tokens(ROWS, SIZE // 2)), captured=False)
-    assert "two of its outputs overlap in memory" in twins.why_not
-
-
-def two_towers(x):
-    parts = {"a": nn.Linear(SIZE, SIZE), "b": nn.Linear(SIZE, SIZE)}
-    return Twins(Around(body(apart, **parts))).settle(train(x, tokens(grad=False)))
+def two_towers(x, other):
+    return Twins(Around(body(apart, a=linear(), b=linear()))).settle(train(x, other))
 
 
 def of_one_tower(m, x):
@@ -392,7 +356,7 @@ def of_one_tower(m, x):
 
 
 def test_weights_of_an_output_without_gradient_get_none(x):
-    twins = two_towers(x)
+    twins = two_towers(x, tokens(grad=False))
     for _ in range(3):
         found = twins.step(on(x, of_one_tower))
     assert found["gradient of inside.b.weight"] is None
@@ -401,34 +365,28 @@ def test_weights_of_an_output_without_gradient_get_none(x):
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_hooks_of_weights_of_an_output_without_gradient_are_not_called(x, register):
     """A node has all its inputs behind it, also those that the output in use does not depend on."""
-    twins = two_towers(x)
+    twins = two_towers(x, tokens(grad=False))
     getattr(twins.under.inside.b.weight, register)(lambda _: pytest.fail("the hook is called"))
     with pytest.raises(UnsupportedError, match=r"depend on more inputs.*capture: false"):
         of_one_tower(twins.under, fresh(x))
 
 
 def test_hooks_upstream_of_an_output_without_gradient_are_not_called(x):
-    parts = {"a": nn.Linear(SIZE, SIZE), "b": nn.Linear(SIZE, SIZE)}
-    twins = Twins(Around(body(apart, **parts))).settle(train(x, tokens()))
-    z = fresh(x) * 2
+    twins, z = two_towers(x, tokens()), fresh(x) * 2
     z.register_hook(lambda _: pytest.fail("the hook is called"))
     with pytest.raises(UnsupportedError, match=r"depend on more inputs.*capture: false"):
         loss_of(twins.under(x * 3, z)[0]).backward()
 
 
 def test_a_weight_that_regions_share(x):
-    class CaptureCache(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inside = nn.ModuleList(nn.Sequential(nn.Linear(SIZE, SIZE), nn.GELU()) for _ in range(2))
-            self.inside[1][0].weight = self.inside[0][0].weight
+    def forward(self, x):
+        weight = self.inside[0][0].weight
+        y = F.linear(self.inside[0](F.linear(x, weight)) * 2, weight)
+        return F.linear(self.inside[1](y) + y, weight)
 
-        def forward(self, x):
-            weight = self.inside[0][0].weight
-            y = F.linear(self.inside[0](F.linear(x, weight)) * 2, weight)
-            return F.linear(self.inside[1](y) + y, weight)
-
-    Twins(CaptureCache(), rule("inside.*")).settle(train(x))
+    inside = nn.ModuleList(nn.Sequential(linear(), nn.GELU()) for _ in range(2))
+    inside[1][0].weight = inside[0][0].weight
+    Twins(body(forward, inside=inside), rule("inside.*")).settle(train(x))
 
 
 def test_an_error_in_forward_leaves_all_in_order(x):
@@ -438,7 +396,7 @@ def test_an_error_in_forward_leaves_all_in_order(x):
             raise ValueError("as asked")
         return y
 
-    twins = captured_twins(body(forward, lin=nn.Linear(SIZE, SIZE), fails=False), x)
+    twins = captured_twins(body(forward, lin=linear(), fails=False), x)
     twins.both(lambda m: setattr(m.inside, "fails", True))
     with pytest.raises(ValueError, match="as asked"):
         twins.under(x)
@@ -447,24 +405,18 @@ def test_an_error_in_forward_leaves_all_in_order(x):
 
 
 def test_a_consumer_of_a_dropped_output_may_go_backward_after_the_region(x):
-    class Heads(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inside, self.a, self.b = Norm(), nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
+    def forward(self, x):
+        y = self.inside(x)
+        return self.a(y), self.b(y.detach())
 
-        def forward(self, x):
-            y = self.inside(x)
-            return self.a(y), self.b(y.detach())
+    def backward(order, m, x):
+        found = m(x)
+        for index in order:
+            loss_of(found[index]).backward()
+        return [x.grad]
 
-    twins = Twins(Heads()).settle(train(x))
+    twins = Twins(body(forward, inside=Norm(), a=linear(), b=linear())).settle(train(x))
     for order in ((0, 1), (1, 0)):
-
-        def backward(m, x, order=order):
-            found = m(x)
-            for index in order:
-                loss_of(found[index]).backward()
-            return [x.grad]
-
         before = twins.handle.stats()
-        assert twins.runs_code(on(x, backward)) == 1
+        assert twins.runs_code(on(x, functools.partial(backward, order))) == 1
         assert (twins.handle.stats() - before).dropped_nbytes > 0

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import copy
-import gc
 
 import pytest
 import torch
 import torch.nn.functional as F
 from bodies.autograd import FUNCTIONS, IS_TOLD_LATE, RAN, Scale, composite
-from capture_testing import ROWS, SIZE, Around, Twins, body, captured_twins, fresh, rule, tokens, train
-from engine_testing import loss_of
+from capture_testing import ROWS, SIZE, Around, Twins, body, captured_twins, fresh, linear, rule, train
+from engine_testing import function_of, loss_of, no_garbage_collection, weak
 from torch import nn
 from torch.autograd import Function, grad
-from torch.multiprocessing.reductions import StorageWeakRef
 
 
 def block(kind):
@@ -24,23 +22,13 @@ def block(kind):
 @pytest.mark.parametrize("kind", IS_TOLD_LATE)
 def test_a_function_that_runs_no_op_is_captured_after_a_few_more_steps(x, kind):
     twins = Twins(Around(block(kind)))
-    for _ in range(3):
-        twins.step(train(x))
+    twins.steps(train(x), 3)
     twins.settle(train(x))
 
 
-class Factor(Function):
-    """Runs no op in forward. Its backward is Python that may do something else every time."""
-
-    factor = 1.0
-
-    @staticmethod
-    def forward(ctx, x):
-        return x
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * Factor.factor
+FACTOR = [1.0]
+Factor = function_of(lambda x: x, lambda gradient: gradient * FACTOR[0], saves=lambda *_: ())
+"""Runs no op in forward. Its backward is Python that may do something else every time."""
 
 
 @composite
@@ -48,17 +36,11 @@ def by_a_factor(x, w):
     return Factor.apply(x.sin()) * w
 
 
-def test_no_functions_backward_is_taken_for_the_ops_that_it_ran_once(x, monkeypatch):
-    twins = Twins(Around(body(lambda self, x: by_a_factor(self.lin(x), self.lin.bias), lin=nn.Linear(SIZE, SIZE))))
+def test_no_functions_backward_is_taken_for_the_ops_that_it_ran_once(x):
+    twins = Twins(Around(body(lambda self, x: by_a_factor(self.lin(x), self.lin.bias), lin=linear())))
     for number in range(8):
-        monkeypatch.setattr(Factor, "factor", number)
+        FACTOR[:] = [number]
         twins.step(train(x))
-
-
-@pytest.fixture(scope="module")
-def x():
-    torch.manual_seed(1)
-    return tokens()
 
 
 @pytest.fixture(scope="module")
@@ -81,19 +63,6 @@ def test_the_reports_say_so(twins, x):
     made = ROWS * SIZE * 4
     assert step.dropped_nbytes == 3 * made
     assert step.kept_nbytes == 4 * made
-
-
-def test_a_step_that_never_runs_backward_leaves_nothing(x):
-    twins = captured_twins(body(lambda self, x: self.lin(Holds.apply(x + 1)), lin=nn.Linear(SIZE, SIZE)), x)
-    gc.collect()
-    gc.disable()
-    try:
-        y = twins.under(fresh(x))
-        assert not Holds.saved.expired()
-        del y
-        assert Holds.saved.expired()
-    finally:
-        gc.enable()
 
 
 def twice(module, given):
@@ -127,8 +96,7 @@ def saved_elsewhere(module, given):
 @pytest.mark.filterwarnings("ignore:.*gradients are differentiated in their turn")
 def test_ways_to_run_it(x, step):
     twins = captured_twins(block("one after the other"), x)
-    for _ in range(6):
-        twins.step(lambda module: step(module, fresh(x)))
+    twins.steps(lambda module: step(module, fresh(x)), 6)
 
 
 def test_code_runs_a_function_under_the_autocast_around_it(x):
@@ -137,43 +105,30 @@ def test_code_runs_a_function_under_the_autocast_around_it(x):
     twins.settle(step)
 
 
-class Keeps(Function):
-    """Saves nothing, and looks whether what it is given lives."""
-
-    given: StorageWeakRef
-
-    @staticmethod
-    def forward(ctx, x):
-        Keeps.given = StorageWeakRef(x.untyped_storage())
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * 2
+SEEN = []
+"""The memory that a Function saw last."""
 
 
-def test_what_a_function_does_not_save_is_not_held(x):
-    twins = captured_twins(body(lambda self, x: self.lin(Keeps.apply(x + 1)), lin=nn.Linear(SIZE, SIZE)), x)
-    y = twins.under(fresh(x))
-    assert Keeps.given.expired()
-    loss_of(y).backward()
+def seen(x):
+    SEEN[:] = [weak(x)]
+    return x
 
 
-class Holds(Function):
-    """Saves what it makes inside."""
+KEEPS = function_of(lambda x: seen(x) * 2, lambda gradient: gradient * 2, saves=lambda *_: ())
+HOLDS = function_of(
+    lambda x: (x * 2).sin(), lambda gradient, x: gradient * x.cos() * 2, saves=lambda _, x: (seen(x * 2),)
+)
 
-    saved: StorageWeakRef
 
-    @staticmethod
-    def forward(ctx, x):
-        inside = x * 2
-        Holds.saved = StorageWeakRef(inside.untyped_storage())
-        ctx.save_for_backward(inside)
-        return inside.sin()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * ctx.saved_tensors[0].cos() * 2
+@pytest.mark.parametrize(("function", "is_held"), [(KEEPS, False), (HOLDS, True)])
+def test_what_a_function_saves_is_held_until_the_graph_is_gone_and_nothing_else(x, function, is_held):
+    twins = captured_twins(body(lambda self, x: self.lin(function.apply(x + 1)), lin=linear()), x)
+    loss_of(twins.under(fresh(x))).backward()
+    with no_garbage_collection():
+        y = twins.under(fresh(x))
+        assert SEEN[0].expired() is not is_held
+        del y  # without a backward
+        assert SEEN[0].expired()
 
 
 class Varies(Function):
@@ -192,15 +147,14 @@ class Varies(Function):
 
 
 def test_a_function_that_gives_something_else_sends_the_module_back_to_the_tape(x, monkeypatch):
-    twins = captured_twins(body(lambda self, x: Varies.apply(self.lin(x)).sin(), lin=nn.Linear(SIZE, SIZE)), x)
+    twins = captured_twins(body(lambda self, x: Varies.apply(self.lin(x)).sin(), lin=linear()), x)
     monkeypatch.setattr(Varies, "rows", 2)
-    for _ in range(3):
-        twins.step(train(x))
+    twins.steps(train(x), 3)
     assert twins.why_not == "Varies gives something else from time to time"
 
 
 def test_what_a_function_saved_may_not_change(x):
-    twins = captured_twins(body(lambda self, x: self.lin(Scale.apply(x, self.lin.bias)), lin=nn.Linear(SIZE, SIZE)), x)
+    twins = captured_twins(body(lambda self, x: self.lin(Scale.apply(x, self.lin.bias)), lin=linear()), x)
     for module in (twins.plain, twins.under):
         h = module.before(fresh(x)).clone()
         y = module.inside(h)
@@ -214,7 +168,7 @@ def test_layers_share_code_with_functions(x):
     def forward(self, x):
         return x + self.lin(Scale.apply(self.lin(x).tanh(), self.weight).sigmoid())
 
-    layer = body(forward, lin=nn.Linear(SIZE, SIZE), weight=nn.Parameter(torch.rand(SIZE)))
+    layer = body(forward, lin=linear(), weight=nn.Parameter(torch.rand(SIZE)))
     twins = Twins(Around(nn.Sequential(layer, copy.deepcopy(layer))), rule("inside.*")).settle(train(x))
     assert len({program for region in twins.regions for program in region.programs}) == 1
 
@@ -241,7 +195,7 @@ def test_a_function_finds_and_sets_attributes_of_its_parameters(x):
     def forward(self, x):
         return x + self.lin(IntoMainGrad.apply(self.lin(x).tanh(), self.weight).sigmoid())
 
-    twins = Twins(Around(body(forward, weight=nn.Parameter(torch.rand(SIZE)), lin=nn.Linear(SIZE, SIZE))))
+    twins = Twins(Around(body(forward, weight=nn.Parameter(torch.rand(SIZE)), lin=linear())))
     weights = [each.inside.weight for each in (twins.under, twins.plain)]
     for weight in weights:
         weight.main_grad = torch.zeros(SIZE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -9,31 +10,28 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from capture_testing import ROWS, SIZE, Around, Layers, Norm, Twins, body, captured_twins, rule, stepping, tokens, train
+from capture_testing import (
+    ROWS,
+    SIZE,
+    Around,
+    DroppingBlock,
+    Layers,
+    Norm,
+    Twins,
+    body,
+    captured_twins,
+    rule,
+    stepping,
+    tokens,
+    train,
+)
+from engine_testing import set_by
 from tiers import by_default, slow
 from torch import nn
 from torch.nn.modules import module as all_modules
 
 from recompute.compiled.captured_region import Observing
 from recompute.engine.numerics import Numerics
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(SIZE)
-        self.up, self.down = nn.Linear(SIZE, 2 * SIZE), nn.Linear(2 * SIZE, SIZE)
-        self.dropout = nn.Dropout(0.25)
-        self.scale = 1.5
-        self.is_scaled = True
-
-    def forward(self, x, mask=None):
-        y = self.down(F.gelu(self.up(self.norm(x))))
-        if self.is_scaled:
-            y = y * self.scale
-        if mask is not None:
-            y = y * mask
-        return x + self.dropout(y)
 
 
 @pytest.fixture(scope="module")
@@ -44,19 +42,11 @@ def step():
 
 @pytest.fixture
 def twins(step):
-    return Twins(Around(Block())).settle(step)
+    return Twins(Around(DroppingBlock())).settle(step)
 
 
 def double_output(module, args, output):
     return output * 2
-
-
-def double_input(module, args):
-    return (args[0] * 2,)
-
-
-def double_gradient(module, given, _):
-    return (given[0] * 2,)
 
 
 def forward_of_its_own(module):
@@ -65,11 +55,7 @@ def forward_of_its_own(module):
 
 
 def seeded(make, put):
-    def change(module):
-        torch.manual_seed(5)
-        put(module, make())
-
-    return change
+    return lambda module: (torch.manual_seed(5), put(module, make()))
 
 
 CHANGES: dict[str, Callable[[nn.Module], Any]] = {
@@ -84,8 +70,8 @@ CHANGES: dict[str, Callable[[nn.Module], Any]] = {
     "frozen weight": lambda m: m.inside.up.weight.requires_grad_(False),
     "frozen norm": lambda m: m.inside.norm.requires_grad_(False),
     "forward hook": lambda m: m.inside.up.register_forward_hook(double_output),
-    "forward pre-hook": lambda m: m.inside.up.register_forward_pre_hook(double_input),
-    "backward hook": lambda m: m.inside.up.register_full_backward_hook(double_gradient),
+    "forward pre-hook": lambda m: m.inside.up.register_forward_pre_hook(lambda module, args: (args[0] * 2,)),
+    "backward hook": lambda m: m.inside.up.register_full_backward_hook(lambda module, given, _: (given[0] * 2,)),
     "forward on the instance": forward_of_its_own,
     "evaluation": lambda m: m.eval(),
     "part in evaluation": lambda m: m.inside.dropout.eval(),
@@ -102,8 +88,7 @@ CHANGES: dict[str, Callable[[nn.Module], Any]] = {
 def test_code_does_not_run_where_what_it_was_made_for_has_changed(twins, step, change, steps):
     twins.both(change)
     assert twins.runs_code(step) == 0
-    for _ in range(steps):
-        twins.step(step)
+    twins.steps(step, steps)
 
 
 SAME_CODE: dict[str, Callable[[nn.Module], Any]] = {
@@ -137,9 +122,7 @@ class Scale:
         return 0.5
 
 
-class Shift(nn.Module):
-    def forward(self, x):
-        return x + 1
+Shift = type("Shift", (nn.Module,), {"forward": lambda self, x: x + 1})
 
 
 class Scaled(nn.Module):
@@ -210,11 +193,8 @@ def test_code_runs_again_when_all_is_as_it_was(twins, step):
 
 
 def test_code_does_not_run_while_modules_have_hooks_for_all(twins, step):
-    hook = all_modules.register_module_forward_hook(lambda module, args, output: output * 2)
-    try:
+    with all_modules.register_module_forward_hook(lambda module, args, output: output * 2):
         assert twins.runs_code(step) == 0
-    finally:
-        hook.remove()
     assert twins.runs_code(step) == 1
 
 
@@ -232,8 +212,7 @@ INPUTS: dict[str, Callable[[], tuple[Any, ...]]] = {
 def test_other_inputs(twins, step, inputs):
     other = train(*inputs())
     assert twins.runs_code(other) == 0
-    for _ in range(7):
-        twins.step(other)
+    twins.steps(other, 7)
     assert twins.runs_code(step) == 1
 
 
@@ -284,22 +263,8 @@ def test_inputs_that_share_memory_and_did_not_before():
         twins.step(stepping(tokens(), lambda module, x: module(x, second(x))))  # noqa: B023
 
 
-@contextmanager
-def doubles():
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-@contextmanager
-def deterministic():
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
+doubles = functools.partial(set_by, torch.set_default_dtype, torch.float64, torch.float32)
+deterministic = functools.partial(set_by, torch.use_deterministic_algorithms, True, False)
 
 
 def bfloat16():
@@ -382,12 +347,8 @@ class Attention(nn.Module):
 @contextmanager
 def another_attention():
     """Deterministic algorithms choose another backend on CUDA; here it is switched."""
-    with deterministic():
-        torch.backends.cuda.enable_flash_sdp(False)  # the CPU's attention asks for it, too
-        try:
-            yield
-        finally:
-            torch.backends.cuda.enable_flash_sdp(True)
+    with deterministic(), set_by(torch.backends.cuda.enable_flash_sdp, False, True):  # the CPU's attention asks, too
+        yield
 
 
 @pytest.mark.parametrize("in_force", [*slow("for some frames"), "for the frame that is recorded"])

@@ -7,19 +7,13 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from capture_testing import SIZE, Around, Block, Twins, body, captured_twins, fresh, tokens, train
+from capture_testing import SIZE, Around, Block, Twins, body, captured_twins, fresh, train
 from engine_testing import loss_of
 from tiers import by_default
 from torch import Tensor, nn
 
 LARGE = 1 << 18
 """Elements of a buffer that is not copied."""
-
-
-@pytest.fixture(scope="module")
-def x():
-    torch.manual_seed(1)
-    return tokens()
 
 
 Change = Callable[[nn.Module, Tensor, Tensor], None]
@@ -113,19 +107,6 @@ def test_the_data_of_a_parameter_is_replaced_before_backward(x, name):
         assert twins.runs_code(between(x, change)) == 1
 
 
-def test_a_parameter_that_autograd_saves_in_two_ways_stays_on_the_tape(x):
-    twins = Twins(
-        Around(
-            body(
-                lambda self, x: F.linear(x, self.w) * self.w[:4] + self.w[:4] * self.w[4:] * self.w.mul(self.w)[:4],
-                w=nn.Parameter(torch.rand(SIZE, SIZE)),
-            )
-        )
-    )
-    twins.settle(train(x), captured=False)
-    assert "both as it is and as a view" in twins.why_not
-
-
 @pytest.mark.parametrize("size", [SIZE, LARGE], ids=["small", "large"])
 def test_buffers(x, size):
     """Plain PyTorch minds a change of one that it saved, and of no other."""
@@ -141,15 +122,3 @@ def test_buffers(x, size):
     for _ in range(2):
         assert twins.runs_code(between(x, change)) == 1
     assert_both_refuse(captured_twins(saves, x), between(x, change))
-
-
-def test_a_buffer_that_runs_again_is_read_as_it_was(x):
-    def forward(self, x):
-        return self.lin(torch.tanh(F.gelu(x) + self.shift))
-
-    module = body(forward, lin=nn.Linear(SIZE, SIZE))
-    module.register_buffer("shift", torch.rand(SIZE))
-    twins = captured_twins(module, x)
-    step = between(x, lambda m, x, y: m.inside.shift.add_(1))
-    for _ in range(2):
-        assert twins.runs_code(step) == 1

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
-import threading
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from capture_testing import SIZE, Around, Twins, body, captured_twins, fresh, observed, rule, stepping, tokens, train
-from engine_testing import assert_same, loss_of
+from capture_testing import (
+    SIZE,
+    Around,
+    DroppingBlock,
+    Twins,
+    body,
+    captured_twins,
+    fresh,
+    observed,
+    rule,
+    stepping,
+    train,
+)
+from engine_testing import assert_same, in_threads, loss_of
 from torch import nn
 from torch.autograd import forward_ad, grad
 from torch.overrides import TorchFunctionMode
@@ -21,26 +33,9 @@ from torch.utils.checkpoint import checkpoint
 from recompute.engine.bit_comparison import verifying
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(SIZE)
-        self.up, self.down = nn.Linear(SIZE, 2 * SIZE), nn.Linear(2 * SIZE, SIZE)
-        self.dropout = nn.Dropout(0.25)
-
-    def forward(self, x):
-        return x + self.dropout(self.down(F.gelu(self.up(self.norm(x)))))
-
-
-@pytest.fixture(scope="module")
-def x():
-    torch.manual_seed(1)
-    return tokens()
-
-
 @pytest.fixture(scope="module")
 def twins(x):
-    return captured_twins(Block(), x)
+    return captured_twins(DroppingBlock(), x)
 
 
 class PlusOne(TorchDispatchMode):
@@ -55,39 +50,27 @@ class Doubled(TorchFunctionMode):
         return output * 2 if getattr(function, "__name__", "") == "gelu" else output
 
 
-def on_cpu():
-    return torch.autograd.graph.save_on_cpu()
-
-
-def own_hooks():
-    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor * 1, lambda tensor: tensor * 1)
-
-
-def anomaly():
-    return torch.autograd.detect_anomaly(check_nan=False)
+OTHERS = {
+    "a dispatch mode": PlusOne,
+    "a function mode": Doubled,
+    "on the CPU": torch.autograd.graph.save_on_cpu,
+    "hooks": lambda: torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor * 1, lambda tensor: tensor * 1),
+    "anomaly": lambda: torch.autograd.detect_anomaly(check_nan=False),
+}
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
-@pytest.mark.parametrize("around", [PlusOne, Doubled, on_cpu, own_hooks, anomaly])
-def test_code_does_not_run_where_others_change_what_forward_does(twins, x, around):
+@pytest.mark.parametrize("around", OTHERS.values(), ids=OTHERS)
+def test_code_does_not_run_where_others_change_what_forward_does_and_runs_under_them_in_backward(twins, x, around):
     assert twins.runs_code(stepping(x, forward=around)) == 0
     assert twins.runs_code(stepping(x)) == 1
-
-
-@pytest.mark.filterwarnings("ignore:Anomaly Detection")
-@pytest.mark.parametrize("around", [PlusOne, Doubled, on_cpu, own_hooks, anomaly])
-def test_others_around_backward_alone(twins, x, around):
     assert twins.runs_code(stepping(x, backward=around)) == 1
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_a_checkpoint_around_it(twins, x, use_reentrant):
-    def call(module, x):
-        return checkpoint(
-            module.inside, checkpoint(module, x, use_reentrant=use_reentrant), use_reentrant=use_reentrant
-        )
-
-    twins.step(stepping(x, call))
+    once = functools.partial(checkpoint, use_reentrant=use_reentrant)
+    twins.step(stepping(x, lambda module, x: once(module.inside, once(module, x))))
 
 
 def by_functional_call(m, x):
@@ -156,17 +139,15 @@ def test_torch_compile_of_the_model_afterwards(x):
 
 
 def test_the_policy_is_removed_while_graphs_are_alive(x):
-    twins = captured_twins(Block(), x)
-    losses = []
-    for module in (twins.under, twins.plain):
-        torch.manual_seed(0)
-        losses.append(loss_of(module(x)))
-    twins.handle.remove()
-    for loss in losses:
+    twins = captured_twins(DroppingBlock(), x)
+
+    def step(module):
+        loss = loss_of(module(x))
+        twins.handle.remove()
         loss.backward()
-    for weight, expected in zip(twins.under.parameters(), twins.plain.parameters(), strict=True):
-        assert torch.equal(weight.grad, expected.grad)
-    assert torch.equal(losses[0], losses[1])
+        return [loss]
+
+    twins.step(lambda module: (torch.manual_seed(0), step(module))[1])
     twins.step(train(x))
 
 
@@ -180,15 +161,14 @@ NESTED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("inner", NESTED.values(), ids=NESTED)
 def test_rules_inside_of_it(x, inner):
     rules = {"rules": [{"match": "inside.up", **inner}, *rule()["rules"]]}
-    twins = Twins(Around(Block()), rules)
-    for _ in range(10):
-        twins.step(train(x))
+    twins = Twins(Around(DroppingBlock()), rules)
+    twins.steps(train(x), 10)
     assert twins.handle.stats().dropped_nbytes > 0
 
 
 def test_threads_that_run_one_region_from_the_start(x):
     """While one of them traces, the others are not told that they are compiled."""
-    twins = Twins(Around(Block()))
+    twins = Twins(Around(DroppingBlock()))
     same = []
 
     def work():
@@ -201,15 +181,8 @@ def test_threads_that_run_one_region_from_the_start(x):
                 outcomes.append((y, *grad(loss_of(y), (given, *module.parameters()))))
             same.append(all(map(torch.equal, *outcomes)))
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*[work] * 4)
     assert same == [True] * 100
-
-
-# Random numbers
 
 
 def drops_out(self, x):

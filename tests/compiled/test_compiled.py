@@ -8,6 +8,7 @@ import warnings
 import models
 import pytest
 import torch
+from engine_testing import module_of
 from models import held
 from tiers import by_default, slow
 from tiny import counted_ops, decoder, next_token_loss, rule, rules, token_ids, train
@@ -193,11 +194,9 @@ def test_evaluation_and_inference_hold_nothing():
     assert held_in_a_step(model) == held_in_a_step(plain)
 
 
-class Drops(nn.Module):
+def drops(self, x):
     """What dropout drops of ones, and so its mask, is what it gives and its gradient."""
-
-    def forward(self, x):
-        return F.dropout(x.sin().exp(), 0.5).sin()
+    return F.dropout(x.sin().exp(), 0.5).sin()
 
 
 WITH_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a compiler")
@@ -213,8 +212,8 @@ WITH_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a 
 )
 @pytest.mark.parametrize("action", ["checkpoint", *slow("recompute")])
 def test_dropout_draws_one_mask(backend, device, action):
-    module = nn.Sequential(Drops(), Drops())
-    recompute.apply(module, {"rules": [{"type": "Drops", "action": action}]})
+    module = nn.Sequential(module_of(drops), module_of(drops))
+    recompute.apply(module, {"rules": [{"match": "*", "action": action}]})
     compiled = torch.compile(module[0], fullgraph=True, backend=backend)
     x = torch.rand(64, 32, device=device, requires_grad=True)
     for _ in range(3):
@@ -262,23 +261,13 @@ def test_what_runs_again_reaches_a_grouped_gemm_in_the_layout_that_it_needs(acti
     torch.testing.assert_close(module.weights.grad, expected)
 
 
-class Router(nn.Module):
-    """Pins what it calculates from its input, under a name or none."""
-
-    def __init__(self, name):
-        super().__init__()
-        self.linear, self.name = nn.Linear(32, 32), name
-
-    def forward(self, x):
-        return recompute.keep(self.linear(x), self.name).sin().exp()
-
-
 @pytest.mark.parametrize(
     ("name", "keep", "more"), [(None, (), 1), ("logits", (), 0), ("logits", "logits", 1), ("other", "logits", 0)]
 )
 def test_tensors_that_are_pinned_are_held(name, keep, more):
-    module, x = nn.Sequential(Router(name)), torch.rand(16, 32)
-    recompute.apply(module, {"rules": [{"type": "Router", "action": "checkpoint", "keep": keep}]})
+    forward = lambda self, x: recompute.keep(self.linear(x), name).sin().exp()  # noqa: E731
+    module, x = nn.Sequential(module_of(forward, linear=nn.Linear(32, 32))), torch.rand(16, 32)
+    recompute.apply(module, {"rules": [{"match": "0", "action": "checkpoint", "keep": keep}]})
     module[0].compile(fullgraph=True, backend=BACKEND)
     assert held(module, lambda: module(x)) == (1 + more) * 16 * 32 * 4
     reference = module[0].linear(x).sin().exp()
@@ -318,18 +307,13 @@ def test_a_decorated_class_runs_once_before_it_is_compiled(fullgraph):
     assert held(module, lambda: compiled(x)) == 8 * 32 * 4
 
 
-class Writes(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
-
-    def forward(self, x):
-        y = self.first(x)
-        y.relu_()
-        y = y * 1.5
-        y += x
-        z = self.second(y).mul_(2)
-        return z.sin_() * torch.zeros_like(z).copy_(y)
+def writes(self, x):
+    y = self.first(x)
+    y.relu_()
+    y = y * 1.5
+    y += x
+    z = self.second(y).mul_(2)
+    return z.sin_() * torch.zeros_like(z).copy_(y)
 
 
 @pytest.mark.parametrize(
@@ -338,11 +322,12 @@ class Writes(nn.Module):
 )
 def test_what_is_written_in_place_comes_back_as_it_was(options):
     torch.manual_seed(0)
-    module, x = nn.Sequential(Writes()), torch.rand(8, 32)
+    module = nn.Sequential(module_of(writes, first=nn.Linear(32, 32), second=nn.Linear(32, 32)))
+    x = torch.rand(8, 32)
     module(x).sum().backward()
     expected = [parameter.grad for parameter in module.parameters()]
     module.zero_grad()
-    recompute.apply(module, {"rules": [{"type": "Writes", **options}]})
+    recompute.apply(module, {"rules": [{"match": "0", **options}]})
     module[0].compile(fullgraph=True, backend=BACKEND)
     module(x).sum().backward()
     torch.testing.assert_close([parameter.grad for parameter in module.parameters()], expected)
@@ -359,43 +344,29 @@ def held_under(policy, *, compiled, layers=1):
     return held_in_a_step(compile_layers(model) if compiled else model)
 
 
-def points(via):
+def points(via, of_plan=frontier):
     """Of a layer: all that a plan could choose from."""
     model = decoder(layers=1)
     handle = recompute.apply(model, priced(0, via))
     for _ in range(2):  # kernels learn which Linears read a norm
         next_token_loss(model, token_ids())
     (plan,) = handle.plans().values()
-    return frontier(plan)
+    return of_plan(plan)
 
 
 @pytest.mark.slow
-def test_each_price_holds_what_it_holds_in_eager_code():
+@pytest.mark.parametrize(
+    ("of_plan", "says", "every", "least"), [(frontier, "price", 2, 4), (finer_frontier, "hold", 4, 3)]
+)
+def test_each_price_and_each_limit_holds_what_it_holds_in_eager_code(of_plan, says, every, least):
     found = []
-    for point in points("hook")[::2]:
-        eager = held_under(priced(point.price), compiled=False)
-        compiled = held_under(priced(point.price), compiled=True)
-        assert 0.98 * eager <= compiled <= eager  # of rows' statistics, it holds less
-        found.append(compiled)
-    assert len(found) >= 4
-    assert found == sorted(set(found), reverse=True)
-
-
-@pytest.mark.slow
-def test_each_limit_holds_what_it_holds_in_eager_code():
-    model = decoder(layers=1)
-    handle = recompute.apply(model, priced(0))
-    next_token_loss(model, token_ids())
-    (plan,) = handle.plans().values()
-    some = finer_frontier(plan)[::4]
-    assert len(some) >= 3
-    found = []
-    for point in some:
-        fields = {"via": "hook", "rerun": ["gemm", "attention"], "hold": point.hold}
+    for point in points("hook", of_plan)[::every]:
+        fields = {"via": "hook", "rerun": ["gemm", "attention"], says: getattr(point, says)}
         policy = rules(rule(LAYER, "recompute", **fields))
         eager = held_under(policy, compiled=False)
         found.append(held_under(policy, compiled=True))
-        assert 0.98 * eager <= found[-1] <= eager
+        assert 0.98 * eager <= found[-1] <= eager  # of rows' statistics, it holds less
+    assert len(found) >= least
     assert found == sorted(set(found), reverse=True)
 
 
@@ -450,25 +421,18 @@ def test_sizes_that_a_graph_is_not_bound_to_have_a_price_too():
 HOOKS = {"action": "recompute", "via": "hook"}
 
 
-@pytest.mark.parametrize("compiling", [whole, *slow(whole_in_place)])
-def test_a_head_that_makes_logits_in_compiled_code_says_so(compiling):
+@pytest.mark.parametrize("compiling", [whole, *slow(whole_in_place, compile_layers)])
+def test_a_head_that_makes_logits_in_compiled_code_says_so_and_one_beside_compiled_layers_nothing(compiling):
     model = decoder(layers=1)
     recompute.apply(model, rules(rule(LAYER), {"match": "lm_head", "action": "recompute", "via": "kernel"}))
     compiled = compiling(model)
-    with pytest.warns(
-        PolicyWarning, match=r"lm_head \(Linear\) is compiled: logits are made.*Compile the layers alone"
-    ):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         found = train(model, lambda: next_token_loss(compiled, token_ids()))
-    close(found, train(decoder(layers=1)))
-
-
-@pytest.mark.slow
-def test_a_head_beside_compiled_layers_has_nothing_to_say():
-    model = decoder(layers=1)
-    recompute.apply(model, rules(rule(LAYER), {"match": "lm_head", "action": "recompute", "via": "kernel"}))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", PolicyWarning)
-        found = train(compile_layers(model))
+    said = [str(each.message) for each in caught if each.category is PolicyWarning]
+    assert len(said) == (compiling is not compile_layers)
+    says = r"(?s)lm_head \(Linear\) is compiled: logits are made.*Compile the layers alone"
+    assert all(re.search(says, each) for each in said)
     close(found, train(decoder(layers=1)))
 
 
@@ -500,15 +464,9 @@ def test_a_backend_that_makes_no_backward_is_refused():
         model(token_ids())
 
 
-class Breaks(nn.Module):
-    def forward(self, x):
-        torch._dynamo.graph_break()
-        return x.sin().exp()
-
-
 def test_a_region_whose_graph_breaks_is_refused():
-    module = nn.Sequential(Breaks())
-    recompute.apply(module, {"rules": [{"type": "Breaks", "action": "checkpoint"}]})
+    module = nn.Sequential(module_of(lambda self, x: (torch._dynamo.graph_break(), x.sin().exp())[1]))
+    recompute.apply(module, {"rules": [{"match": "0", "action": "checkpoint"}]})
     module[0].compile(backend=BACKEND)
     with pytest.raises(UnsupportedError, match="something in its forward breaks the graph"):
         module(torch.rand(4, requires_grad=True))

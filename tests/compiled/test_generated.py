@@ -149,7 +149,7 @@ def their_gradient(gradient, output, place):
 
 BY_ROWS: dict[str, tuple[Callable[..., Any], list[Tensor]]] = {
     "softmax": (lambda x: (x * 2 + 1).softmax(-1) * 3, [draw(300, 100)]),
-    "softmax of scores and a mask": (lambda x, m: (x * 0.1 + m).softmax(-1), [draw(2, 4, 64, 70), draw(1, 1, 64, 70)]),
+    "softmax of scores and a mask": (lambda x, m: (x * 0.1 + m).softmax(-1), [draw(1, 4, 64, 30), draw(1, 1, 64, 30)]),
     "softmax in float32": (lambda x: torch.softmax(x, -1, dtype=torch.float32).to(x.dtype) + x, [draw(256, 33)]),
     "softmax of slices": (lambda x: x[:, 3:60].softmax(-1) + 1, [draw(256, 70)]),
     "log_softmax": (lambda x: (x * 2).log_softmax(-1), [draw(260, 9)]),
@@ -164,10 +164,10 @@ BY_ROWS: dict[str, tuple[Callable[..., Any], list[Tensor]]] = {
     "a norm": (lambda x, w: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * w, [draw(512, 48), draw(48)]),
     "sums and rows of them": (lambda x, y: ((x * y).sum(-1), x * y.amax(-1, keepdim=True)), [draw(257, 40)] * 2),
     "a mean without its dimension": (lambda x: (x + 1).mean(-1).exp(), [draw(4, 64, 40)]),
-    "a sink": (scores_with_a_sink, [draw(2, 4, 64, 64), draw(1, 1, 64, 64), draw(4)]),
+    "a sink": (scores_with_a_sink, [draw(1, 4, 64, 16), draw(1, 1, 64, 16), draw(4)]),
     "a sink's backward": (
         their_gradient,
-        [draw(2, 4, 64, 64), draw(2, 4, 64, 65).softmax(-1), draw(2, 4, 64, 1).mul(20).long() % 65],
+        [draw(1, 4, 64, 16), draw(1, 4, 64, 17).softmax(-1), draw(1, 4, 64, 1).mul(20).long() % 17],
     ),
     "NaN and infinities": (
         lambda x: (x * 1).softmax(-1) + (x * 1).amax(-1, keepdim=True),
@@ -414,7 +414,7 @@ def normed(x, weight):
 def test_a_sum_in_another_order_may_round_what_is_computed_of_it_differently(device):
     """However exact the sum itself is, which is a result, too."""
     torch.manual_seed(0)
-    x, weight = (torch.randn(*shape).to(device, torch.bfloat16) for shape in ((256, 2048), (2048,)))
+    x, weight = (torch.randn(*shape).to(device, torch.bfloat16) for shape in ((256, 256), (256,)))
     kernel, given = generated(normed, x, weight)
     if device == "cpu":  # the order of a sum on CUDA may be ATen's, by chance
         assert not torch.equal(kernel._launch(*given)[1], normed(x, weight)[1])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from bodies.arguments import KINDS_OF_CACHES, Cache, attend
+from bodies.arguments import KINDS_OF_CACHES, Cache, Node, attend
 from engine_testing import (
     HIDDEN,
     INSIDE,
@@ -15,6 +15,7 @@ from engine_testing import (
     bits,
     calls,
     holding,
+    module_of,
     no_garbage_collection,
     policed,
     tokens,
@@ -43,9 +44,6 @@ def test_an_argument_that_can_be_used_but_once_leaves_the_region_as_it_is(kind):
     with pytest.warns(PolicyWarning, match=r"inside .* nothing is dropped there: an argument, .* used up"):
         result = model(x, ONCE[kind](x))
     assert bits(torch.autograd.grad(result.sum(), x)[0]) == bits(expected)
-
-
-# Stateful arguments
 
 
 def test_a_graph_whose_tensors_are_in_a_cache_dies_with_the_cache():
@@ -115,32 +113,10 @@ def test_inputs_graphs_are_not_kept_by_a_region_that_does_not_need_them():
     assert x.grad is None
 
 
-# Buffers
-
-
 def test_statistics_of_one_norm_used_inside_and_outside_of_a_region():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm = nn.BatchNorm1d(HIDDEN)
-            self.inside = nn.Sequential(self.norm, nn.Sigmoid())
-
-        def forward(self, x):
-            return self.inside(self.norm(self.inside(self.norm(x)))).sin()
-
-    assert_as_plain(Model(), INSIDE, tokens())
-
-
-# Objects that are passed
-
-
-class Node:
-    """A tree whose nodes know their parent."""
-
-    def __init__(self, parent, children):
-        self.parent = parent
-        self.children = [Node(self, 0) for _ in range(children)]
-        self.scale = 2.0
+    forward = lambda self, x: self.inside(self.norm(self.inside(self.norm(x)))).sin()  # noqa: E731
+    norm = nn.BatchNorm1d(HIDDEN)
+    assert_as_plain(module_of(forward, norm=norm, inside=nn.Sequential(norm, nn.Sigmoid())), INSIDE, tokens())
 
 
 def test_an_object_with_many_parts_costs_as_many_steps_as_it_has_parts():

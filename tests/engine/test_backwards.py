@@ -91,9 +91,6 @@ def test_where_nothing_requires_gradients_nothing_comes_to(rules):
     assert bits(result) == expected
 
 
-# Of one region
-
-
 @every_rule
 def test_saved_tensors_may_be_looked_at_outside_of_backward_and_again_inside_of_it(rules):
     x = tokens()
@@ -141,9 +138,6 @@ def test_a_region_of_integers_or_of_no_arguments(rules):
     assert_step_as_without(embedding, rules, torch.tensor([[1, 2, 2], [0, 4, 1]]))
     learned = holding(lambda self: self.norm(self.start.exp()).sin(), start=nn.Parameter(tokens()), norm=RMSNorm())
     assert_step_as_without(learned, rules)
-
-
-# Hooks fire once
 
 
 class Shared(nn.Module):
@@ -206,9 +200,6 @@ def test_hooks_on_tensors_and_modules_inside_of_a_region_fire_once(rules):
 
     assert_as_without(model, rules, run)
     assert [kind for kind, _ in seen].count("tensor") == 1
-
-
-# Regions in regions, and gradients of gradients
 
 
 def _nest():

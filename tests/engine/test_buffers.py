@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from bodies.memory import lists_in_place
 from engine_testing import HIDDEN, SETTINGS, TAPES, Census, bits, governing, holding, module_of, tokens
 from tiers import by_default
 from torch import Tensor, nn
@@ -270,36 +269,17 @@ def test_one_buffer_of_two_regions_and_of_what_is_between_them():
         total = torch.stack([model(x).sum() for x in inputs])
         return _gradients(model, total)
 
-    class Between(nn.Module):
-        def forward(self, x):
-            buffer.mul_(0.5)
-            return x + buffer
+    def between_forward(self, x):
+        buffer.mul_(0.5)
+        return x + buffer
 
     parts = [module_of(forward, linear=nn.Linear(HIDDEN, HIDDEN)) for _ in range(2)]
-    plain = nn.Sequential(parts[0], Between(), parts[1])
+    plain = nn.Sequential(parts[0], module_of(between_forward), parts[1])
     model, inputs = copy.deepcopy(plain), [tokens() for _ in range(3)]
     expected = step(plain)
     recompute.apply(model, governing(SETTINGS["recompute"], "0", "2"))
     assert step(model) == expected
     assert step(model) == expected
-
-
-def test_the_statistics_of_a_norm_that_no_version_counts():
-    """A kernel writes them; two forwards, of which both read them."""
-
-    def forward(self, x):
-        y = self.norm(self.linear(x))
-        z = ((y - self.norm.running_mean) / (self.norm.num_batches_tracked + 1)).exp()
-        return z.sin() * z.tanh()
-
-    parts = {"norm": nn.BatchNorm1d(HIDDEN), "linear": nn.Linear(HIDDEN, HIDDEN)}
-    for step in (_all_at_once, _interleaved):
-        assert assert_as_plain_or_refused_as_plain(holding(forward, **parts), governing(SETTINGS["recompute"]), step)
-
-
-def test_activations_that_a_list_op_changes_in_place():
-    plain = holding(lists_in_place, linear=nn.Linear(HIDDEN, HIDDEN))
-    assert_as_plain_or_refused_as_plain(plain, governing(SETTINGS["recompute"]), _interleaved)
 
 
 def test_a_tensor_that_is_too_large_to_copy_is_refused_if_it_changes_and_held_without_a_copy():

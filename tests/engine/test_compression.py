@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_testing import Boom, bits, holding, loss_of, outcome
+from engine_testing import Boom, bits, function_of, holding, loss_of, module_of, no_garbage_collection, outcome
 from models import batch as batch_of
 from models import make
 from tiers import by_default, one_in
@@ -61,13 +61,10 @@ class MLP(nn.Module):
         return x + self.down(F.silu(self.gate(n)) * self.up(n))
 
 
-class Inside(nn.Module):
-    def __init__(self, inside):
-        super().__init__()
-        self.inside = inside
-
-    def forward(self, x):
-        return self.inside(x * 1.0)
+def policed(**way):
+    """A model, and its handle under a rule."""
+    model = module_of(lambda self, x: self.inside(x * 1.0), inside=MLP())
+    return model, recompute.apply(model, rules(**way))
 
 
 def fates(handle):
@@ -86,31 +83,31 @@ def compressed(forward, *args, way="compress", **parts):
         return found
 
 
-# What tolerates it
+GATES = [("aten.mm", "aten.silu"), ("aten.mm", "aten.mul")]
+IN_8_BITS = {
+    "compress": [
+        *(("aten.mul", "aten.mul"), ("aten.mul", "aten.mm")),  # the first for the gradient of the norm's weight
+        *(GATES[0], ("aten.silu", "aten.mul"), GATES[1], ("aten.mul", "aten.mm")),
+    ],
+    "recompute": GATES,
+}
 
 
-def test_gates_products_and_inputs_of_gemms_are_held_in_8_bits():
-    model = Inside(MLP())
-    with recompute.apply(model, rules()) as handle:
-        loss_of(model(square())).backward()
-        assert fates(handle) == [
-            ("aten.mul", "aten.mul"),  # for the gradient of the norm's weight
-            ("aten.mul", "aten.mm"),
-            ("aten.mm", "aten.silu"),
-            ("aten.silu", "aten.mul"),
-            ("aten.mm", "aten.mul"),
-            ("aten.mul", "aten.mm"),
-        ]
+@pytest.mark.parametrize("way", IN_8_BITS)
+def test_gates_products_and_inputs_of_gemms_are_held_in_8_bits_but_for_what_comes_back_by_running_ops_again(way):
+    model, handle = policed(**WAYS[way])
+    loss_of(model(square())).backward()
+    assert fates(handle) == IN_8_BITS[way]
 
 
-def test_what_comes_back_by_running_ops_again_is_not_held_at_all():
-    model = Inside(MLP())
-    with recompute.apply(model, rules(**WAYS["recompute"])) as handle:
-        loss_of(model(square())).backward()
-        assert fates(handle) == [("aten.mm", "aten.silu"), ("aten.mm", "aten.mul")]
+def attention(self, x):
+    weights = self.weight, self.weight.t(), self.weight
+    q, k, v = ((x @ weight).view(1, 1, SIZE, SIZE) for weight in weights)
+    return F.scaled_dot_product_attention(q, k, v).view(SIZE, SIZE) @ self.weight
 
 
 NEVER: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "attention": attention,
     "what a layer norm reads": lambda self, x: F.layer_norm(x @ x, (SIZE,)),
     "what a norm squares": lambda self, x: (h := x @ x) * h.pow(2).mean(-1, keepdim=True),
     "what is multiplied by itself": lambda self, x: (h := x @ x) * h,
@@ -133,30 +130,12 @@ def test_what_does_not_bear_it_is_held_as_it_is(what, way):
     assert compressed(NEVER[what], way=way, weight=nn.Parameter(square(grad=False))) == []
 
 
-def test_attention_is_exact():
-    def forward(self, x):
-        q, k, v = (linear(x).view(1, 1, SIZE, SIZE) for linear in (self.q, self.k, self.v))
-        return self.out(F.scaled_dot_product_attention(q, k, v).view(SIZE, SIZE))
-
-    linears = {name: nn.Linear(SIZE, SIZE, bias=False) for name in ("q", "k", "v", "out")}
-    assert compressed(forward, **linears) == []
-
-
 def test_what_a_custom_function_saves_is_exact():
-    class Saves(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            (x,) = ctx.saved_tensors
-            return gradient / x
+    saves = function_of(lambda x: x.clone(), lambda gradient, x: gradient / x)
 
     def forward(self, x):
         h = x @ self.weight
-        return Saves.apply(h) * (h @ self.weight)  # a GEMM tolerates an h that is off, and the Function does not
+        return saves.apply(h) * (h @ self.weight)  # a GEMM tolerates an h that is off, and the Function does not
 
     found = compressed(forward, weight=nn.Parameter(square(grad=False)))
     assert found == [("aten.mm", "aten.mul")]
@@ -172,28 +151,23 @@ def test_no_norm_runs_again_on_what_is_off():
     assert compressed(forward, way="recompute", linear=nn.Linear(SIZE, SIZE)) == []
 
 
-# Gradients
-
-
 @every_way
 def test_outputs_are_exact_and_gradients_within_the_tolerance(way):
-    model, x = Inside(MLP()), square()
+    (model, handle), x = policed(**way), square()
     plain = copy.deepcopy(model)
-    with recompute.apply(model, rules(**way)) as handle:
-        for _ in range(3):  # the later steps follow the plan of the first
-            found, expected = outcome(model, x), outcome(plain, x)
-            gradients = [name for name in expected if name.startswith("gradient")]
-            exact = found.keys() - gradients
-            assert {name: bits(found[name]) for name in exact} == {name: bits(expected[name]) for name in exact}
-            errors = [relative_error([found[name]], [expected[name]]) for name in gradients]
-            assert 0 < max(errors) <= COMPRESSION_TOLERANCE
-        assert handle.stats().compressed_tensors > 0
+    for _ in range(3):  # the later steps follow the plan of the first
+        found, expected = outcome(model, x), outcome(plain, x)
+        gradients = [name for name in expected if name.startswith("gradient")]
+        exact = found.keys() - gradients
+        assert {name: bits(found[name]) for name in exact} == {name: bits(expected[name]) for name in exact}
+        errors = [relative_error([found[name]], [expected[name]]) for name in gradients]
+        assert 0 < max(errors) <= COMPRESSION_TOLERANCE
+    assert handle.stats().compressed_tensors > 0
 
 
 @every_way
 def test_backward_may_run_again_and_gives_the_same_bits(way):
-    model, x = Inside(MLP()), square()
-    recompute.apply(model, rules(**way))
+    (model, _), x = policed(**way), square()
     loss = loss_of(model(x))
     first, second = (torch.autograd.grad(loss, [x, *model.parameters()], retain_graph=True) for _ in range(2))
     assert [bits(each) for each in first] == [bits(each) for each in second]
@@ -263,12 +237,9 @@ def test_numbers_of_all_sizes_keep_their_signs_and_nan_stays_nan():
     assert torch.equal(x.sign()[large], y.sign()[large])
 
 
-# Memory
-
-
 @pytest.mark.parametrize("way", ["compress", "recompute"])
 def test_what_is_held_falls_by_what_stats_say(way):
-    model, x = Inside(MLP()), square()
+    model, x = module_of(lambda self, x: self.inside(x * 1.0), inside=MLP()), square()
     model(x).sum().backward()
 
     def held():
@@ -289,18 +260,13 @@ def test_what_is_held_falls_by_what_stats_say(way):
 
 @every_way
 def test_memory_is_released_by_reference_count(way):
-    model = Inside(MLP())
-    recompute.apply(model, rules(**way))
+    model, _ = policed(**way)
     loss_of(model(square())).backward()
-    gc.collect()
-    gc.disable()
-    try:
+    with no_garbage_collection():
         loss = loss_of(model(square()))
         assert any(isinstance(each, CompressedTensor) for each in gc.get_objects())
         del loss
         assert not any(isinstance(each, CompressedTensor) for each in gc.get_objects())
-    finally:
-        gc.enable()
 
 
 @pytest.mark.slow
@@ -315,15 +281,10 @@ def test_an_estimate_knows_of_it():
     assert lossy.peak_bytes < plain.peak_bytes
 
 
-# What it says
-
-
 def test_stats_and_explain_say_what_is_off():
-    model = Inside(MLP())
-    with recompute.apply(model, rules(**WAYS["recompute"])) as handle:
-        loss_of(model(square())).backward()
-        explained = handle.explain(wide=True)
-        stats = handle.stats()
+    model, handle = policed(**WAYS["recompute"])
+    loss_of(model(square())).backward()
+    explained, stats = handle.explain(wide=True), handle.stats()
     assert "cheap ops run again; tensors whose readers tolerate rounding are held in 8 bits" in explained
     assert "compressed in all" in explained
     assert f"Worst error of what comes back from codes: {stats.worst_code_error:.1%} of the largest number" in explained
@@ -331,7 +292,7 @@ def test_stats_and_explain_say_what_is_off():
 
 
 def test_verify_reports_errors_and_refuses_those_beyond_the_tolerance(monkeypatch):
-    model, x = Inside(MLP()), square(grad=False)
+    model, x = module_of(lambda self, x: self.inside(x * 1.0), inside=MLP()), square(grad=False)
     found = recompute.verify(model, (x,), policy=rules())
     assert not found.bitwise
     assert found.tolerance == COMPRESSION_TOLERANCE
@@ -382,9 +343,6 @@ def test_gradients_are_off_by_what_the_pages_say(family, dtype):
     assert 0.015 < worst < 0.065
 
 
-# Refusals
-
-
 def test_a_tensor_that_changes_after_it_was_saved_is_held_as_it_was():
     """Plain PyTorch refuses this. The codes are of what autograd saved."""
 
@@ -404,8 +362,7 @@ def test_a_tensor_that_changes_after_it_was_saved_is_held_as_it_was():
 
 
 def test_a_weight_that_changes_before_backward_is_refused():
-    model = Inside(MLP())
-    recompute.apply(model, rules())
+    model, _ = policed()
     loss = loss_of(model(square()))
     with torch.no_grad():
         model.inside.down.weight.mul_(2)
@@ -414,31 +371,31 @@ def test_a_weight_that_changes_before_backward_is_refused():
 
 
 def test_compiled_code_is_refused_by_name():
-    model = Inside(MLP())
-    recompute.apply(model, rules())
+    model, _ = policed()
     with pytest.raises(UnsupportedError, match="a rule that compresses governs a module in compiled code"):
         torch.compile(model, backend="aot_eager")(square())
 
 
 def test_an_error_in_forward_leaves_nothing_behind():
+    fails = [Boom()]
+
     def forward(self, x):
         hidden = self.linear(F.gelu(self.linear(x)))
-        if self.fails:
-            raise Boom
+        if fails:
+            raise fails.pop()
         return hidden
 
-    model = holding(forward, linear=nn.Linear(SIZE, SIZE), fails=True)
+    model = holding(forward, linear=nn.Linear(SIZE, SIZE))
     recompute.apply(model, rules())
     with pytest.raises(Boom):
         model(square())
     gc.collect()
     assert not any(isinstance(each, CompressedTensor) for each in gc.get_objects())
-    model.inside.fails = False
     loss_of(model(square())).backward()
 
 
 def test_inside_of_a_checkpoint_nothing_is_compressed():
-    model = Inside(MLP())
+    model = module_of(lambda self, x: self.inside(x * 1.0), inside=MLP())
     plain = copy.deepcopy(model)
     policy = {"rules": [{"match": "inside", "action": "checkpoint"}, {"match": "inside.*", "action": "compress"}]}
     with recompute.apply(model, policy) as handle:

@@ -19,6 +19,7 @@ from engine_testing import (
     governing,
     holding,
     loss_of,
+    module_of,
     no_garbage_collection,
     tokens,
     weak,
@@ -80,15 +81,8 @@ def _randomly(logits):
 
 
 def _mixture(jitter, keeps=False):
-    class Holds(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList([Mixture(jitter, keeps)])
 
-        def forward(self, x):
-            return (x + self.layers[0](x)).sin()
-
-    return Holds()
+    return module_of(lambda self, x: (x + self.layers[0](x)).sin(), layers=nn.ModuleList([Mixture(jitter, keeps)]))
 
 
 @every_rule

@@ -7,14 +7,13 @@ import ctypes
 import operator
 import subprocess
 import sys
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
-from engine_testing import holding
+from engine_testing import function_of, holding
 from tiers import one_in, slow
 from torch import Tensor, nn
 
@@ -24,52 +23,30 @@ from recompute.engine.tape import exposed_memory
 SIZE = 8
 
 
-def _through_numpy(tensor):
-    tensor.detach().numpy()[:] += 1
-
-
-def _through_asarray(tensor):
-    np.asarray(tensor.detach())[:] += 1
-
-
-def _through_dlpack(tensor):
-    _add_one(np.from_dlpack(tensor.detach()).ctypes.data)
-
-
-def _through_a_capsule(tensor):
-    with torch.no_grad():
-        torch.from_dlpack(torch.utils.dlpack.to_dlpack(tensor.detach())).add_(1)
-
-
-def _through_torch_from_dlpack(tensor):
-    with torch.no_grad():
-        torch.from_dlpack(tensor.detach()).add_(1)
-
-
 def _add_one(address):
     memory = (ctypes.c_float * SIZE).from_address(address)
     for index in range(SIZE):
         memory[index] += 1
 
 
+def _add_to_array(array):
+    array[:] += 1
+
+
 def _through_an_address(tensor):
     _add_one(tensor.data_ptr())
 
 
-def _through_a_storages_address(tensor):
-    _add_one(tensor.untyped_storage().data_ptr())
-
-
-def _through_a_storages_bytes(tensor):
-    tensor.untyped_storage()[3] = 64
-
-
-def _through_a_storages_fill(tensor):
-    tensor.untyped_storage().fill_(64)
-
-
-WRITES: dict[str, Callable[[Tensor], None]] = {
-    name.removeprefix("_through_"): function for name, function in globals().items() if name.startswith("_through_")
+WRITES = {
+    "numpy": lambda tensor: _add_to_array(tensor.detach().numpy()),
+    "asarray": lambda tensor: _add_to_array(np.asarray(tensor.detach())),
+    "dlpack": lambda tensor: _add_one(np.from_dlpack(tensor.detach()).ctypes.data),
+    "a_capsule": lambda tensor: torch.from_dlpack(torch.utils.dlpack.to_dlpack(tensor.detach())).data.add_(1),
+    "torch_from_dlpack": lambda tensor: torch.from_dlpack(tensor.detach()).data.add_(1),
+    "an_address": _through_an_address,
+    "a_storages_address": lambda tensor: _add_one(tensor.untyped_storage().data_ptr()),
+    "a_storages_bytes": lambda tensor: tensor.untyped_storage().__setitem__(3, 64),
+    "a_storages_fill": lambda tensor: tensor.untyped_storage().fill_(64),
 }
 every_write = pytest.mark.parametrize("write", one_in(2, WRITES))
 
@@ -205,19 +182,15 @@ def test_an_array_of_an_earlier_frame_that_a_later_one_writes_to(export):
         assert torch.equal(ours, plain)
 
 
-class Doubles(torch.autograd.Function):
+def _doubles(x, other):
     """Doubles its argument by its address, and what it returns, as a kernel launched by hand may."""
+    memory = (ctypes.c_float * SIZE).from_address(other.data_ptr())
+    for index in range(SIZE):
+        memory[index] *= 2
+    return x * other
 
-    @staticmethod
-    def forward(ctx, x, other):
-        memory = (ctypes.c_float * SIZE).from_address(other.data_ptr())
-        for index in range(SIZE):
-            memory[index] *= 2
-        return x * other
 
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient, None
+Doubles = function_of(_doubles, lambda gradient: (gradient, None), saves=lambda *_: ())
 
 
 def _kernel_in_a_function(x, write):

@@ -9,6 +9,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from engine_testing import function_of
 from tiers import by_default
 from tiny import decoder, rule, rules, token_ids
 from torch import Tensor, nn
@@ -45,26 +46,9 @@ def _launch_tuned(x):
     return y
 
 
-class Double(torch.autograd.Function):
-    """As Liger's Functions are: a kernel in forward."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return _launch(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return 2 * gradient
-
-
-class DoubleBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return _launch(gradient)
+Double = function_of(_launch, lambda gradient: 2 * gradient, saves=lambda *_: ())
+"""As Liger's Functions are: a kernel in forward."""
+DoubleBackward = function_of(lambda x: 2 * x, _launch, saves=lambda *_: ())
 
 
 @torch.library.triton_op("recompute_tests::double", mutates_args=())
@@ -95,19 +79,17 @@ READERS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 }
 
 
-class Reader(nn.Module):
-    def __init__(self, reader):
-        super().__init__()
-        self.linear, self.reader = nn.Linear(8, 8), reader
-
+class Reader(nn.Linear):
     def forward(self, x):
-        x = self.linear(x)
+        x = super().forward(x)
         y = READERS[self.reader][0](x)
         return x + y if isinstance(y, Tensor) else x
 
 
 def model_of(reader):
-    return nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Tanh(), Reader(reader)))
+    last = Reader(8, 8)
+    last.reader = reader
+    return nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Tanh(), last))
 
 
 BATCH = (torch.ones(4, 8),)

@@ -22,6 +22,7 @@ import torch
 from engine_testing import (
     HIDDEN,
     POLICIES,
+    ROW_NBYTES,
     TOKENS,
     Holder,
     Projections,
@@ -33,11 +34,14 @@ from engine_testing import (
     every_policy,
     every_policy_of_a_stack,
     holding,
+    in_threads,
     loss_of,
+    module_of,
     no_garbage_collection,
     policed,
     policy,
     tokens,
+    watched,
     weak,
 )
 from tiers import by_default, slow
@@ -48,12 +52,6 @@ from torch.utils.checkpoint import checkpoint
 import recompute
 from recompute.counters import memory_trace
 from recompute.errors import MutationError
-
-FLOAT_NBYTES = 4
-ROW_NBYTES = TOKENS * HIDDEN * FLOAT_NBYTES
-
-
-# 1. Exact
 
 
 @every_policy_of_a_stack
@@ -68,9 +66,6 @@ def test_1_outputs_and_all_gradients_are_those_of_the_plain_model_bit_for_bit(ru
     stats = assert_as_plain(model, rules, x, around=around)
     assert stats.dropped_tensors > 0
     assert stats.regenerations > 0
-
-
-# 2. Never written
 
 
 @every_policy
@@ -90,33 +85,25 @@ def test_2_backward_writes_into_no_tensor_that_it_did_not_make(rules):
     assert [bits(grad) for grad in second] == [bits(grad) for grad in first]
 
 
-# 3. A storage is known by its StorageImpl, held weakly
-
-
 def test_3_a_storage_at_the_address_of_a_dead_one_does_not_get_its_recipe():
-    class Recycler(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm, self.linear = RMSNorm(), nn.Linear(HIDDEN, HIDDEN)
-            self.norm.requires_grad_(False)
-            self.addresses = set()
-            self.reused = 0
+    addresses, reused = set(), []
 
-        def forward(self, x):
-            total = x.new_zeros(())
-            for index in range(40):
-                self.addresses.add(self.norm(x).data_ptr())
-                fresh = x * (index + 2.0)
-                self.reused += fresh.data_ptr() in self.addresses
-                total = total + self.linear(fresh).sum()
-            return total
+    def forward(self, x):
+        total = x.new_zeros(())
+        for index in range(40):
+            addresses.add(self.norm(x).data_ptr())
+            fresh = x * (index + 2.0)
+            reused.append(fresh.data_ptr() in addresses)
+            total = total + self.linear(fresh).sum()
+        return total
 
-    model, x = Recycler(), tokens(grad=False)
-    expected = torch.autograd.grad(model(x), model.linear.weight)
+    norm, linear = RMSNorm().requires_grad_(False), nn.Linear(HIDDEN, HIDDEN)
+    model, x = module_of(forward, norm=norm, linear=linear), tokens(grad=False)
+    expected = torch.autograd.grad(model(x), linear.weight)
     recompute.apply(model, policy(("norm", "recompute")))
-    model.reused = 0
-    found = torch.autograd.grad(model(x), model.linear.weight)
-    assert model.reused > 0, "this test tests nothing if no address is used twice"
+    reused.clear()
+    found = torch.autograd.grad(model(x), linear.weight)
+    assert any(reused), "this test tests nothing if no address is used twice"
     assert bits(found[0]) == bits(expected[0])
 
 
@@ -134,9 +121,6 @@ def test_3_knowing_a_storage_keeps_it_not_alive():
     recompute.apply(model, policy(("inside.norm", "recompute")))
     model(tokens())
     assert alive == [False]
-
-
-# 5. Versions are checked
 
 
 def test_5_an_input_mutated_after_the_region_is_refused_by_its_name():
@@ -170,9 +154,6 @@ def test_5_a_parameter_that_autograd_saved_outside_of_regions_is_checked_too():
         loss.backward()
 
 
-# 6. Random state: in test_bodies.py and test_rng.py
-
-
 # 7. What lives anyway is neither copied nor counted
 
 
@@ -201,14 +182,11 @@ def test_7_a_norm_saved_by_three_linears_is_not_held_after_forward():
         return trace.held_nbytes["after forward"]
 
     plain = held(model)
-    rows = TOKENS * FLOAT_NBYTES
+    rows = TOKENS * 4
     # wide (x itself), rsqrt's result a row, what the weight is multiplied with; and the norm's output; then the sum
     assert plain == ROW_NBYTES + ROW_NBYTES + rows + ROW_NBYTES
     recompute.apply(model, policy(("norm", "recompute")))
     assert held(model) == ROW_NBYTES, "the result alone: the region's input lives anyway"
-
-
-# 8. Memory is released by reference count
 
 
 @every_policy_of_a_stack
@@ -217,9 +195,7 @@ def test_7_a_norm_saved_by_three_linears_is_not_held_after_forward():
 def test_8_the_graph_dies_without_garbage_collection(rules, backwards, retain_last):
     model, x = Stack(), tokens()
     recompute.apply(model, rules)
-    activations = []
-    for module in model.modules():
-        module.register_forward_hook(lambda module, args, result: activations.append(weak(result)))
+    activations = watched(model)
     with no_garbage_collection() as engine_objects:
         for step in range(2):
             loss = loss_of(model(x))
@@ -232,9 +208,6 @@ def test_8_the_graph_dies_without_garbage_collection(rules, backwards, retain_la
             assert left == 0 or step == 0, "nothing of the step is left to the garbage collector"
 
 
-# 9. Regions compose
-
-
 @every_policy
 def test_9_the_users_own_saved_tensor_hooks_hold_all_that_is_held(rules):
     def hooks():
@@ -243,9 +216,7 @@ def test_9_the_users_own_saved_tensor_hooks_hold_all_that_is_held(rules):
     model, x = Stack(p=0.0), tokens()
     assert_as_plain(model, rules, x, around=hooks)
     recompute.apply(model, rules)
-    activations = []
-    for module in model.modules():
-        module.register_forward_hook(lambda module, args, result: activations.append(weak(result)))
+    activations = watched(model)
     with hooks():
         result = model(x)
     assert [reference.expired() for reference in activations].count(False) == 2, "the head's result, the model's"
@@ -264,11 +235,7 @@ def test_9_several_threads_train_one_model_at_once(rules):
         for _ in range(3):
             found.append([bits(grad) for grad in torch.autograd.grad(loss_of(model(x)), wanted)])
 
-    threads = [threading.Thread(target=train) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*[train] * 3)
     assert found == [expected] * 9
 
 
@@ -307,10 +274,7 @@ def test_9_scopes_of_threads_that_overlap_do_not_see_each_other():
     for thread in (first, second):
         thread.join()
     results[0].sum().backward()
-    assert handle.stats().dropped_nbytes == 2 * (2 * ROW_NBYTES + TOKENS * FLOAT_NBYTES)
-
-
-# 10. The cost is bounded
+    assert handle.stats().dropped_nbytes == 2 * (2 * ROW_NBYTES + TOKENS * 4)
 
 
 @every_policy
@@ -327,17 +291,15 @@ def test_10_forward_runs_no_op_that_it_would_not_run_without_the_policy(rules):
     assert forward() == expected
 
 
+def chain(self, x):
+    for _ in range(self.length):
+        x = x.sin()
+    return x
+
+
 def test_10_a_region_costs_a_bounded_number_of_calls_and_a_saved_tensor_a_few():
-    def chain(length):
-        def forward(self, x):
-            for _ in range(length):
-                x = x.exp()
-            return x
-
-        return forward
-
     def extra(length):
-        model, x = holding(chain(length)), tokens()
+        model, x = holding(chain, length=length), tokens()
         model(x)
         plain = calls(lambda: model(x))
         policed(model)
@@ -351,11 +313,6 @@ def test_10_a_region_costs_a_bounded_number_of_calls_and_a_saved_tensor_a_few():
 
 @pytest.mark.parametrize("is_step", [False, True], ids=["forward", "step"])
 def test_10_a_saved_tensor_costs_no_more_calls_than_under_torchs_checkpoint(is_step):
-    def chain(self, x):
-        for _ in range(self.length):
-            x = x.sin()
-        return x
-
     def of_a_tensor(attach):
         counts = []
         for length in (10, 110):
@@ -365,14 +322,8 @@ def test_10_a_saved_tensor_costs_no_more_calls_than_under_torchs_checkpoint(is_s
             counts.append(calls(function))
         return (counts[1] - counts[0]) / 100
 
-    def under_policy(model):
-        policed(model)
-        return model
-
-    def under_torchs(model):
-        return lambda x: checkpoint(model, x, use_reentrant=False)
-
-    ours, torchs = of_a_tensor(under_policy), of_a_tensor(under_torchs)
+    torchs = of_a_tensor(lambda model: functools.partial(checkpoint, model, use_reentrant=False))
+    ours = of_a_tensor(policed)
     assert ours <= torchs + 1  # torch 2.11's checkpoint makes one fewer than later ones
 
 

@@ -9,11 +9,11 @@ from engine_testing import (
     assert_step_as_without,
     governing,
     holding,
+    module_of,
     policy,
     tokens,
     weak,
 )
-from torch import nn
 
 import recompute
 
@@ -38,13 +38,12 @@ def test_a_kept_tensor_stays_alive_in_checkpoint_and_among_dropped_outputs():
 def test_a_kept_module_inside_a_checkpointed_one_keeps_what_it_saves():
     references = []
 
-    class Kept(nn.Module):
-        def forward(self, x):
-            hidden = x.exp()
-            references.append(weak(hidden))
-            return hidden.sin()
+    def forward(self, x):
+        hidden = x.exp()
+        references.append(weak(hidden))
+        return hidden.sin()
 
-    model = holding(lambda self, x: self.kept(x.cos()).tan(), kept=Kept())
+    model = holding(lambda self, x: self.kept(x.cos()).tan(), kept=module_of(forward))
     recompute.apply(model, policy(("inside.kept", "keep"), ("inside", "checkpoint")))
     result = model(tokens())
     assert not references[0].expired()

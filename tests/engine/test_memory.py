@@ -24,6 +24,7 @@ from engine_testing import (
     every_policy_of_a_stack,
     every_rule,
     every_setting,
+    function_of,
     governing,
     holding,
     loss_of,
@@ -86,9 +87,6 @@ def test_at_no_price_a_tape_without_a_plan_holds_only_what_autograd_saves():
     assert peaks[0] < 0.95 * peaks[1]
 
 
-# Death of the graph
-
-
 @every_rule
 def test_a_graph_of_gradients_dies_without_garbage_collection(rules):
     model, x = Stack(count=1, p=0.0), tokens()
@@ -122,9 +120,6 @@ def test_a_retained_backward_leaves_no_more_held_than_before_it(rules):
     held = trace.held_nbytes
     assert held["first"] == held["second"] == held["forward"]
     assert held["gone"] == 0
-
-
-# Many steps
 
 
 @pytest.mark.slow
@@ -164,8 +159,6 @@ def test_objects_do_not_grow_over_100_steps(rules):
     assert abs(objects[1] - objects[0]) < 20
     assert handle.stats().regenerations > 0
 
-
-# Where nothing is trained
 
 WAYS = {"eval": nullcontext, "no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
 every_way = pytest.mark.parametrize("way", WAYS)
@@ -232,8 +225,7 @@ def test_a_decorated_function_without_gradients_holds_nothing(setting):
 
 
 def test_what_autograd_saved_of_a_dropout_and_what_runs_again_reads_is_held_once_and_counted_once():
-    model = holding(lambda self, x: F.dropout(x.exp(), 0.5).sin())
-    x = tokens()
+    model, x = holding(lambda self, x: F.dropout(x.exp(), 0.5).sin()), tokens()
     handle = recompute.apply(model, policy(("inside", "recompute")))
     for _ in range(2):  # the second frame follows the plan of the first
         before = handle.stats()
@@ -242,24 +234,6 @@ def test_what_autograd_saved_of_a_dropout_and_what_runs_again_reads_is_held_once
         step = handle.stats() - before
         assert step.kept_nbytes == 2 * x.nbytes, "what exp returned, and the mask, on which the product runs again"
         assert census.alive_nbytes() - result.nbytes == step.kept_nbytes
-
-
-# When values die
-
-
-def test_an_intermediate_dies_as_soon_as_its_region_ends():
-    references = []
-
-    def forward(self, x):
-        hidden = x.exp()
-        references.append(weak(hidden))
-        return hidden.sin()
-
-    model = policed(holding(forward))
-    references.clear()
-    result = model(tokens())
-    assert [reference.expired() for reference in references] == [True]
-    result.sum().backward()
 
 
 def test_a_dropped_norm_output_dies_when_its_last_consumer_has_run_and_comes_back_once_for_all_three():
@@ -271,36 +245,18 @@ def test_a_dropped_norm_output_dies_when_its_last_consumer_has_run_and_comes_bac
     model.norm.register_forward_pre_hook(lambda module, args: runs.append(1))
     result = model(tokens())
     assert [reference.expired() for reference in references] == [True]
+    # Of all three once x * rsqrt and the norm's output; pow saves the input, which lives anyway; rsqrt's is one a row.
+    assert handle.stats().dropped_nbytes == 2 * ROW_NBYTES + TOKENS * 4
     for backwards in (1, 2):
         result.sum().backward(retain_graph=True)
         assert runs == [1], "its ops run again, not its Python"
         assert handle.stats().regenerations == backwards * 6  # pow, mean, add, rsqrt, two products
 
 
-def test_dropped_bytes_count_a_norms_output_once_however_many_save_it():
-    model = Projections()
-    handle = recompute.apply(model, policy(("norm", "recompute")))
-    loss_of(model(tokens())).backward()
-    # x * rsqrt and the norm's output; pow saves the input, which lives anyway; mean's rsqrt is a number a row
-    assert handle.stats().dropped_nbytes == 2 * ROW_NBYTES + TOKENS * 4
-
-
 def test_regenerated_values_are_freed_during_backward_when_their_last_consumer_had_them():
-    seen = []
-    values = []
-
-    class Watch(torch.autograd.Function):
-        """Its backward runs after that of all that comes later in forward."""
-
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            seen.append(all(value.expired() for value in values))
-            return grad
-
+    seen, values = [], []
+    # Its backward runs after that of all that comes later in forward.
+    watch = function_of(lambda x: x.clone(), lambda grad, _: (seen.append(all(v.expired() for v in values)), grad)[1])
     note = values.append  # a checkpoint would have a list that it sees appended to but once
 
     def forward(self, x):
@@ -311,15 +267,14 @@ def test_regenerated_values_are_freed_during_backward_when_their_last_consumer_h
     model = policed(holding(forward))
     values.clear()
     x = tokens()
-    model(Watch.apply(x)).sum().backward()
+    model(watch.apply(x)).sum().backward()
     assert len(values) == 2, "run in forward and in backward"
     assert seen == [True]
 
 
 @both_actions
 def test_a_region_that_is_not_dropped_holds_no_more_than_plain_eager_holds(action):
-    model = holding(lambda self, x: (x.mul_(2.0) + 1.0).sin())
-    x = tokens()
+    model, x = holding(lambda self, x: (x.mul_(2.0) + 1.0).sin()), tokens()
 
     def held():
         hidden = x * 1.0
@@ -358,15 +313,3 @@ def test_a_module_that_a_graph_outlives_dies_when_the_graph_does():
         result.sum().backward()
         del result
         assert reference() is None
-
-
-def test_memory_trace_sees_nothing_held_after_the_graph_is_gone():
-    model, x = Stack(), tokens()
-    recompute.apply(model, BOTH)
-    loss_of(model(x)).backward()
-    model.zero_grad()
-    with memory_trace(CPU) as trace:
-        loss = loss_of(model(x))
-        del loss
-        trace.mark("gone")
-    assert trace.held_nbytes["gone"] == 0

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from engine_testing import set_by
 from tiers import slow
 from tiny import BATCH, LENGTH, VOCABULARY, TinyDecoder
 from torch import Tensor
@@ -263,49 +265,19 @@ def _changing(x):
     return y * torch.rand(SIZE).sin() * torch.arange(SIZE).cos()
 
 
-@contextmanager
-def set_by(put, value, before):
-    put(value)
-    try:
-        yield
-    finally:
-        put(before)
-
-
-def _doubles():
-    return set_by(torch.set_default_dtype, torch.float64, torch.float32)
-
-
-def _flushing():
-    return set_by(torch.set_flush_denormal, True, False)
-
-
-def _medium():
-    return set_by(torch.set_float32_matmul_precision, "medium", "highest")
-
-
-def _threads():
-    return set_by(torch.set_num_threads, torch.get_num_threads() + 1, torch.get_num_threads())
-
-
-def _deterministic():
-    return set_by(torch.use_deterministic_algorithms, True, False)
-
-
-def _no_mkldnn():
-    return torch.backends.mkldnn.flags(enabled=False)
-
-
-def _plain_attention():
-    return sdpa_kernel(SDPBackend.MATH)
-
-
-def _newer_precision():
-    return torch.backends.flags(fp32_precision="tf32")  # as an attribute it cannot be set where OpInfo was imported
-
-
-SETTINGS = [_doubles, _flushing, _medium, _threads, _deterministic, _no_mkldnn, _plain_attention, _newer_precision]
-every_setting = pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.__name__[1:])
+flushing = partial(set_by, torch.set_flush_denormal, True, False)
+SETTINGS = {
+    "doubles": partial(set_by, torch.set_default_dtype, torch.float64, torch.float32),
+    "flushing": flushing,
+    "medium": partial(set_by, torch.set_float32_matmul_precision, "medium", "highest"),
+    "threads": lambda: set_by(torch.set_num_threads, torch.get_num_threads() + 1, torch.get_num_threads()),
+    "deterministic": partial(set_by, torch.use_deterministic_algorithms, True, False),
+    "no mkldnn": partial(torch.backends.mkldnn.flags, enabled=False),
+    "plain attention": lambda: sdpa_kernel(SDPBackend.MATH),
+    # As an attribute it cannot be set where OpInfo was imported.
+    "newer precision": lambda: torch.backends.flags(fp32_precision="tf32"),
+}
+every_setting = pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
 
 
 def _settings():
@@ -353,7 +325,7 @@ def test_denormals_matrices_and_long_sums_come_back_bit_for_bit(region_of):
         small = x * 1e-30 * 1e-10
         return (small * 1e30).exp() * (small * 1e30 * 1e10)
 
-    assert_same(gradients(region_of(body), _flushing), gradients(body, _flushing))
+    assert_same(gradients(region_of(body), flushing), gradients(body, flushing))
 
 
 @every_region

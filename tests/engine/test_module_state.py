@@ -1,7 +1,5 @@
 """What modules are made of: statistics, flags, parameters frozen, swapped, sharded, lazy, borrowed or updated."""
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,18 +7,23 @@ from engine_testing import (
     HIDDEN,
     INSIDE,
     POLICIES,
+    TAPES,
     TOKENS,
     Holder,
     Stack,
     assert_as_plain,
     bits,
     both_actions,
+    function_of,
     governing,
     holding,
     loss_of,
+    module_of,
     policed,
     policy,
+    set_by,
     tokens,
+    twins_of,
     weak,
 )
 from tiny import counted_ops
@@ -163,21 +166,10 @@ def test_a_parameter_replaced_before_backward_is_refused_or_does_what_eager_does
     assert found == expected
 
 
-# Parameters that come and go
-
-
-class SavesTheWeightItself(torch.autograd.Function):
-    """A linear layer that saves no view of its weight, which would keep the gathered memory alive."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        return grad @ weight, grad.t() @ x
+SavesTheWeightItself = function_of(
+    lambda x, weight: x @ weight.t(), lambda gradient, x, weight: (gradient @ weight, gradient.t() @ x)
+)
+"""A linear layer that saves no view of its weight, which would keep the gathered memory alive."""
 
 
 class Sharded(nn.Module):
@@ -261,42 +253,31 @@ def test_a_parametrized_weight_cached_across_regions_is_right_or_refused():
     assert found == expected
 
 
-# Memory that is swapped under a parameter, which no version tells
-
-
-class Weighted(nn.Module):
+def weighted(end=lambda y: y):
     """Uses one weight as it is, and another by a view."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.rand(HIDDEN))
-        self.linear = nn.Linear(HIDDEN, HIDDEN)
-
-    def forward(self, x):
-        return (self.linear(x.exp()) * torch.cos(x)).sin() + self.scale * x.sin()
+    part = module_of(
+        lambda self, x: (self.linear(x.exp()) * torch.cos(x)).sin() + self.scale * x.sin(),
+        scale=nn.Parameter(torch.rand(HIDDEN)),
+        linear=nn.Linear(HIDDEN, HIDDEN),
+    )
+    return holding(lambda self, x: end(self.part(x)), part=part)
 
 
-def replace_once(parameter):
+def replace(parameter):
     parameter.data = torch.rand_like(parameter)
 
 
-def replace_twice(parameter):
-    """The second time, perhaps, by what lies where the original lay."""
-    replace_once(parameter)
-    replace_once(parameter)
-
-
-def swap(parameter):
-    torch.utils.swap_tensors(parameter, nn.Parameter(torch.rand_like(parameter)))
-
-
-CHANGES = {"data": replace_once, "data twice": replace_twice, "swapped": swap}
+CHANGES = {
+    "data": replace,
+    "data twice": lambda each: (replace(each), replace(each)),  # perhaps by what lies where the original lay
+    "swapped": lambda each: torch.utils.swap_tensors(each, nn.Parameter(torch.rand_like(each))),
+}
 
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("name", ["linear.weight", "linear.bias", "scale"])
 def test_a_checkpoint_refuses_a_parameter_whose_data_has_been_replaced_and_names_it(name, change):
-    model = policed(holding(lambda self, x: self.part(x), part=Weighted()))
+    model = policed(weighted())
     for _ in range(2):
         result = model(tokens())
         CHANGES[change](model.get_parameter(f"inside.part.{name}"))
@@ -307,7 +288,7 @@ def test_a_checkpoint_refuses_a_parameter_whose_data_has_been_replaced_and_names
 
 
 def test_data_that_is_put_back_before_backward_or_replaced_by_itself_is_no_change():
-    model = policed(holding(lambda self, x: self.part(x), part=Weighted()))
+    model = policed(weighted())
     x, part = tokens(), model.inside.part
     (expected,) = torch.autograd.grad(model(x).sum(), x)
     result = model(x)
@@ -319,15 +300,10 @@ def test_data_that_is_put_back_before_backward_or_replaced_by_itself_is_no_chang
 
 
 @pytest.mark.parametrize("name", ["linear.weight", "linear.bias", "scale"])
-@pytest.mark.parametrize("rules", ["recompute", "gemms", "checkpoint that keeps"])
-def test_a_tape_uses_the_data_of_forward_where_plain_eager_does(name, rules):
+@pytest.mark.parametrize("setting", TAPES.values(), ids=TAPES)
+def test_a_tape_uses_the_data_of_forward_where_plain_eager_does(name, setting):
     """Plain eager holds a view's memory; a parameter itself it asks again, and gets the new data."""
-    setting = {
-        "recompute": {"action": "recompute", "via": "hook"},
-        "gemms": {"action": "recompute", "via": "hook", "rerun": ["gemm"]},
-        "checkpoint that keeps": {"action": "checkpoint", "keep": ["attention"]},
-    }[rules]
-    model, x = holding(lambda self, x: self.part(x).exp(), part=Weighted()), tokens()
+    model, x = weighted(torch.exp), tokens()
     changed = model.get_parameter(f"inside.part.{name}")
     original = changed.data
 
@@ -341,53 +317,44 @@ def test_a_tape_uses_the_data_of_forward_where_plain_eager_does(name, rules):
         return [bits(grad) for grad in found]
 
     expected = grads()
-    recompute.apply(model, {"rules": [{"match": "inside", **setting}]})
+    recompute.apply(model, governing(setting))
     assert grads() == expected
 
 
 @both_actions
 def test_moving_a_model_by_swapping_its_parameters_works_after_a_step(action):
     """``Module.to`` may do so, and refuses parameters that anything refers to weakly."""
-    model, x = policed(holding(lambda self, x: self.part(x), part=Weighted()), action), tokens()
+    model, x = policed(weighted(), action), tokens()
     model(x).sum().backward()
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
+    with set_by(torch.__future__.set_swap_module_params_on_conversion, True, False):
         model.double()
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
     (found,) = torch.autograd.grad(model(x.double()).sum(), x)
     assert found.dtype is torch.float32
 
 
-class NormsByHand(nn.Module):
+def norms_by_hand(self, x):
     """Writes to its statistics by a kernel that counts no version, and only in later runs."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(HIDDEN))
-        self.register_buffer("variance", torch.ones(HIDDEN))
-        self.runs = 0
-
-    def forward(self, x):
-        self.runs += 1
-        return F.batch_norm(x, self.mean, self.variance, training=True) if self.runs > 3 else x * 2
+    self.runs += 1
+    return F.batch_norm(x, self.mean, self.variance, training=True) if self.runs > 3 else x * 2
 
 
-class AveragesInPlace(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(HIDDEN))
+def averages_in_place(self, x):
+    self.mean.mul_(0.9).add_(0.1 * x.detach().mean(0))
+    return (x - self.mean).exp()
 
-    def forward(self, x):
-        self.mean.mul_(0.9).add_(0.1 * x.detach().mean(0))
-        return (x - self.mean).exp()
+
+def with_statistics(forward):
+    module = module_of(forward, runs=0)
+    module.register_buffer("mean", torch.zeros(HIDDEN))
+    module.register_buffer("variance", torch.ones(HIDDEN))
+    return module
 
 
 @pytest.mark.parametrize("capture", [False, True], ids=["not captured", "captured"])
-@pytest.mark.parametrize("kind", [lambda: nn.BatchNorm1d(HIDDEN), NormsByHand, AveragesInPlace])
-def test_a_buffer_that_forward_writes_but_whose_value_is_the_same_at_first_is_written_once(kind, capture):
-    plain = Holder(nn.Sequential(kind(), nn.Tanh()))
-    governed = copy.deepcopy(plain)
+@pytest.mark.parametrize("forward", [None, norms_by_hand, averages_in_place])
+def test_a_buffer_that_forward_writes_but_whose_value_is_the_same_at_first_is_written_once(forward, capture):
+    norm = nn.BatchNorm1d(HIDDEN) if forward is None else with_statistics(forward)
+    governed, plain = twins_of(Holder(nn.Sequential(norm, nn.Tanh())))
     recompute.apply(governed, governing({"action": "checkpoint", "capture": capture}))
     other = tokens()
     for step in range(7):

@@ -1,5 +1,7 @@
 """Tensors and weights that change between forward and backward: right gradients, or a refusal by name."""
 
+from collections import OrderedDict
+
 import pytest
 import torch
 from engine_testing import (
@@ -13,6 +15,7 @@ from engine_testing import (
     every_rule,
     holding,
     loss_of,
+    module_of,
     policed,
     policy,
     tokens,
@@ -43,16 +46,8 @@ def test_a_mutated_tensor_that_the_user_keeps_raises(rules):
 @every_rule
 def test_a_mutated_tensor_that_a_rule_keeps_raises(rules):
     """As it does without a policy: what a rule keeps, autograd holds and checks itself."""
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inside, self.outside = Stack(count=1).layers[0], nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Tanh())
-
-        def forward(self, x):
-            return self.outside(self.inside(x))
-
-    model = Model()
+    outside = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Tanh())
+    model = nn.Sequential(OrderedDict(inside=Stack(count=1).layers[0], outside=outside))
     recompute.apply(model, {"rules": [*rules["rules"], {"match": "outside", "action": "keep"}]})
     result = model(tokens())
     loss = result.sum()
@@ -61,8 +56,6 @@ def test_a_mutated_tensor_that_a_rule_keeps_raises(rules):
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation: .*\[6, 8\]"):
         loss.backward()
 
-
-# Changes after the region has run
 
 REFUSED_LATER = {
     "its op saved it": (lambda self, x: self.norm(x).sigmoid(), lambda y: y.mul_(2.0)),
@@ -114,9 +107,6 @@ def test_a_weight_updated_before_backward_is_refused_as_in_plain_eager(rules, up
         update().backward()
 
 
-# A region's own intermediates and results, changed in place
-
-
 @both_actions
 def test_a_saved_tensor_overwritten_later_in_its_region_is_refused_as_in_plain_eager(action):
     model = holding(lambda self, x: x.sigmoid().mul_(2.0).sin())
@@ -129,18 +119,14 @@ def test_a_saved_tensor_overwritten_later_in_its_region_is_refused_as_in_plain_e
 
 @both_actions
 def test_a_regions_result_mutated_before_a_consumer_saves_it(action):
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm, self.linear = RMSNorm(), nn.Linear(HIDDEN, HIDDEN)
+    def forward(self, x):
+        y = self.norm(x)
+        y.mul_(2.0)
+        y[0] += 1.0
+        return self.linear(y)
 
-        def forward(self, x):
-            y = self.norm(x)
-            y.mul_(2.0)
-            y[0] += 1.0
-            return self.linear(y)
-
-    assert_as_plain(Model(), policy(("norm", action)), tokens())
+    model = module_of(forward, norm=RMSNorm(), linear=nn.Linear(HIDDEN, HIDDEN))
+    assert_as_plain(model, policy(("norm", action)), tokens())
 
 
 def after_mutation(action):
@@ -157,12 +143,9 @@ def after_mutation(action):
     return bits(found), bits(expected)
 
 
-def test_a_regions_result_that_a_consumer_saved_and_that_is_mutated_is_refused_if_it_is_kept():
+def test_a_mutated_result_that_a_consumer_saved_is_refused_if_it_is_kept_and_comes_back_as_it_was_if_it_is_dropped():
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         after_mutation("checkpoint")
-
-
-def test_a_regions_result_that_a_consumer_saved_and_that_is_mutated_comes_back_as_it_was_if_it_is_dropped():
     found, expected = after_mutation("recompute")
     assert found == expected
 
@@ -173,11 +156,7 @@ def test_a_kept_tensor_that_was_mutated_raises_and_names_the_op_that_wants_it():
     given = x * 1.0
     hidden = given.exp()
 
-    class Outside(nn.Module):
-        def forward(self, y):
-            return y.exp()
-
-    model.q = nn.Sequential(model.q, Outside())
+    model.q = nn.Sequential(model.q, module_of(lambda self, y: y.exp()))
     saved = []
     model.q.register_forward_hook(lambda module, args, result: saved.append(result))
     loss = loss_of(model(hidden))

@@ -16,13 +16,14 @@ from engine_testing import (
     assert_step_as_without,
     bits,
     every_rule,
+    function_of,
     holding,
     loss_of,
     module_of,
     tokens,
     weak,
 )
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import save_on_cpu
 
 import recompute
@@ -35,17 +36,13 @@ import recompute
 def test_views_with_offsets_are_offloaded_and_come_back(rules, kind):
     """The view goes in, is made inside, and is made of the result by whoever comes after."""
 
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inside = module_of(lambda self, x, whole: (self.norm(whole) * x.sum()).exp(), norm=RMSNorm())
+    def forward(self, x):
+        hidden = x * 1.0
+        result = self.inside(VIEWS[kind](hidden), hidden)
+        return VIEWS[kind](result).sin() * result.cos().sum()
 
-        def forward(self, x):
-            hidden = x * 1.0
-            result = self.inside(VIEWS[kind](hidden), hidden)
-            return VIEWS[kind](result).sin() * result.cos().sum()
-
-    assert_step_as_without(Model(), rules, tokens(), around=save_on_cpu)
+    inside = module_of(lambda self, x, whole: (self.norm(whole) * x.sum()).exp(), norm=RMSNorm())
+    assert_step_as_without(module_of(forward, inside=inside), rules, tokens(), around=save_on_cpu)
 
 
 @every_rule
@@ -68,18 +65,12 @@ def test_a_whole_model_offloads_only_what_is_left_to_hold(rules):
     assert offloaded[True] < offloaded[False]
 
 
-class GivesBackWhatItSaved(torch.autograd.Function):
-    """Its gradient is a view of the tensor that it saved."""
-
-    @staticmethod
-    def forward(ctx, x, saved):
-        ctx.save_for_backward(saved)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        (saved,) = ctx.saved_tensors
-        return saved.view(HIDDEN, -1).view_as(grad), None
+GivesBackWhatItSaved = function_of(
+    lambda x, saved: x.clone(),
+    lambda grad, saved: (saved.view(HIDDEN, -1).view_as(grad), None),
+    saves=lambda result, x, saved: (saved,),
+)
+"""Its gradient is a view of the tensor that it saved."""
 
 
 def _chain(self, x):

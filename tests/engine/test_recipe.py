@@ -1,10 +1,8 @@
 """Recipes: what ops record of themselves, handles and their views, the book that knows storages, held tensors."""
 
-import threading
-
 import pytest
 import torch
-from engine_testing import ROW_NBYTES, bits, holding, no_garbage_collection, policy, tokens, weak
+from engine_testing import ROW_NBYTES, bits, holding, in_threads, module_of, no_garbage_collection, policy, tokens, weak
 from torch import nn
 
 import recompute
@@ -42,6 +40,11 @@ def scoped(function, *args, statistics=None):
         return function(*args)
 
 
+def assert_gradient(result, x, plain):
+    found, expected = (torch.autograd.grad(y.sum(), x, retain_graph=True)[0] for y in (result, plain(x)))
+    assert bits(found) == bits(expected)
+
+
 def test_a_recorded_output_is_dropped_wherever_it_is_saved_and_regenerated_once_for_all():
     cube, references = Cube(), []
 
@@ -54,11 +57,8 @@ def test_a_recorded_output_is_dropped_wherever_it_is_saved_and_regenerated_once_
     result = scoped(forward, x)
     assert references[0].expired()
     for turn in (1, 2):
-        (found,) = torch.autograd.grad(result.sum(), x, retain_graph=True)
+        assert_gradient(result, x, lambda x: (y := x.pow(3) * 1.0).sin() + y.cos() + y * y)
         assert cube.regenerated == turn
-        y = x.pow(3) * 1.0
-        (expected,) = torch.autograd.grad((y.sin() + y.cos() + y * y).sum(), x)
-        assert bits(found) == bits(expected)
 
 
 def test_recorded_inputs_are_passed_by_value_and_others_as_they_are():
@@ -83,30 +83,25 @@ def test_recipes_chain_through_dropped_inputs():
     with no_garbage_collection() as engine_objects:
         result = scoped(forward, x)
         assert all(reference.expired() for reference in references)
-        (found,) = torch.autograd.grad(result.sum(), x)
+        thrice = lambda x: (((x.pow(3) * 0.5).pow(3) * 0.5).pow(3) * 0.5).sin()  # noqa: E731
+        assert_gradient(result, x, thrice)
         del result
         assert engine_objects() == {}
-    y = x
-    for _ in range(3):
-        y = y.pow(3) * 0.5
-    (expected,) = torch.autograd.grad(y.sin().sum(), x)
-    assert bits(found) == bits(expected)
 
 
 @pytest.mark.parametrize("depth", [1, 8])
 def test_a_look_at_a_saved_tensor_runs_each_op_once_and_holds_nothing(depth):
-    class Block(nn.Module):
-        def forward(self, x):
-            for _ in range(depth):
-                x = x.sin() * x.cos()  # both come from x, which must not come back for each of them anew
-            return x.exp().square()
+    def forward(self, x):
+        for _ in range(depth):
+            x = x.sin() * x.cos()  # both come from x, which must not come back for each of them anew
+        return x.exp().square()
 
-    model = nn.Sequential(Block())
+    model = nn.Sequential(module_of(forward))
     handle = recompute.apply(model, policy(("0", "recompute")))
     x = tokens()
     for _ in range(2):
         result = model(x)
-    expected = Block()(x).grad_fn._saved_self
+    expected = forward(None, x).grad_fn._saved_self
     for turn in (1, 2):
         seen = result.grad_fn._saved_self
         assert bits(seen) == bits(expected)
@@ -138,10 +133,8 @@ def test_a_recorded_output_that_is_mutated_is_kept_as_it_was_when_saved():
         return y.sin()
 
     x = tokens()
-    (found,) = torch.autograd.grad(scoped(forward, x).sum(), x)
-    (expected,) = torch.autograd.grad((x.pow(3) + 1).sin().sum(), x)
+    assert_gradient(scoped(forward, x), x, lambda x: (x.pow(3) + 1).sin())
     assert cube.regenerated == 0
-    assert bits(found) == bits(expected)
 
 
 def test_an_input_of_a_recipe_that_is_mutated_before_backward_is_refused():
@@ -179,15 +172,12 @@ def test_a_recipe_that_gives_back_another_layout_is_refused(what):
         result.sum().backward()
 
 
-def test_dropped_bytes_are_counted_once_a_storage_and_only_if_something_saves_it():
+def test_dropped_bytes_are_counted_once_a_storage_and_only_if_something_saves_it(monkeypatch):
     cube, statistics, x = Cube(), RegionStatistics("the model"), tokens()
-    outer, local.statistics = local.statistics, statistics
-    try:
-        scoped(cube, x)
-        assert (statistics.dropped_tensors, statistics.dropped_nbytes) == (0, 0)
-        result = scoped(lambda x: (y := cube(x)).sin() + y[1:].cos().sum() + y.t().exp().sum(), x)
-    finally:
-        local.statistics = outer
+    monkeypatch.setattr(local, "statistics", statistics)
+    scoped(cube, x)
+    assert (statistics.dropped_tensors, statistics.dropped_nbytes) == (0, 0)
+    result = scoped(lambda x: (y := cube(x)).sin() + y[1:].cos().sum() + y.t().exp().sum(), x)
     assert (statistics.dropped_tensors, statistics.dropped_nbytes) == (1, ROW_NBYTES)
     result.sum().backward()
     assert statistics.regenerations == 1
@@ -246,15 +236,8 @@ def test_two_threads_in_backward_of_one_graph_regenerate_right_values():
         for _ in range(20):
             found.append(bits(torch.autograd.grad(result.sum(), x, retain_graph=True)[0]))
 
-    threads = [threading.Thread(target=backward) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*[backward] * 3)
     assert found == [bits(expected)] * 60
-
-
-# Scopes
 
 
 def test_scopes_inside_share_the_book_of_the_outermost():
@@ -297,9 +280,6 @@ def test_a_scopes_memory_of_storages_ends_with_it_while_its_graph_lives():
         result.sum().backward()
 
 
-# The parts
-
-
 def test_a_layout_is_all_there_is_to_a_view_but_its_bytes():
     x = torch.zeros(4, 6)
     assert Layout.of(x) == Layout.of(torch.ones(4, 6))
@@ -331,11 +311,15 @@ def test_holding_goes_through_the_users_hooks_and_fetching_comes_back_through_th
     assert fetch("anything else") == "anything else"
 
 
+def book_with_a_cube():
+    book, y = RecipeBook(), torch.ones(4, 4)
+    call = RecordedCall(Cube().again, (torch.ones(4, 4), 1.0), {})
+    book.enter(y, OpRecipe(RegionStatistics("op"), call, "cube"), 0)
+    return book, y
+
+
 def test_a_book_knows_a_storage_under_every_view_and_forgets_it_when_told():
-    book, cube = RecipeBook(), Cube()
-    y = torch.ones(4, 4)
-    recipe = OpRecipe(RegionStatistics("op"), RecordedCall(cube.again, (torch.ones(4, 4), 1.0), {}), "cube")
-    book.enter(y, recipe, 0)
+    book, y = book_with_a_cube()
     assert book.handle(torch.ones(4, 4)) is None
     assert book.handle(y.view(torch.int32)) is None, "other bytes"
     assert bits(book.handle(y).get()) == bits(y.clone())
@@ -345,9 +329,7 @@ def test_a_book_knows_a_storage_under_every_view_and_forgets_it_when_told():
 
 
 def test_a_book_drops_nothing_that_has_become_an_array():
-    book, cube = RecipeBook(), Cube()
-    y = torch.ones(4, 4)
-    book.enter(y, OpRecipe(RegionStatistics("op"), RecordedCall(cube.again, (torch.ones(4, 4), 1.0), {}), "cube"), 0)
+    book, y = book_with_a_cube()
     assert book.handle(y) is not None
     y.numpy()[:] = 2
     assert book.handle(y) is None
@@ -365,8 +347,4 @@ def test_an_op_may_record_itself_inside_of_a_region():
     model, x = holding(lambda self, x: (y := cube(x)).sin() + y.cos()), tokens()
     recompute.apply(model, policy(("inside", "checkpoint")))
     cube.given.clear()
-    (found,) = torch.autograd.grad(model(x).sum(), x)
-    y = x.pow(3)
-    (expected,) = torch.autograd.grad((y.sin() + y.cos()).sum(), x)
-    assert bits(found) == bits(expected)
-    assert isinstance(model, nn.Module)
+    assert_gradient(model(x), x, lambda x: (y := x.pow(3)).sin() + y.cos())

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import copy
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 import pytest
 import torch
-from engine_testing import HIDDEN, bits, holding, policy, tokens, weak
+from engine_testing import HIDDEN, Census, bits, holding, policy, tokens, twins_of
 from tiers import by_default, one_in
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import recompute
 from recompute.engine.bit_comparison import verifying
@@ -19,45 +18,22 @@ from recompute.engine.bit_comparison import verifying
 TAPE = policy(("inside", "recompute"))
 
 
-class Counted(TorchDispatchMode):
+NOT_COUNTED = ("detach", "alias", "clone", "equal", "view", "reshape", "as_strided")
+
+
+class Counted(Census):
     """Counts the ops, but copies, views and comparisons, whoever runs them, and knows what memory they made."""
 
-    __module__ = "recompute.testing"  # the engine trusts it then, as it does torch's own modes, and shows it all
-
-    def __init__(self):
-        super().__init__()
-        self.ops = 0
-        self._made = {}
+    __module__ = Census.__module__
+    ops = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        self.ops += not any(
-            word in str(function) for word in ("detach", "alias", "clone", "equal", "view", "reshape", "as_strided")
-        )
-        if isinstance(result, Tensor):
-            self._made[result.untyped_storage()._cdata] = weak(result), result.untyped_storage().nbytes()
-        return result
-
-    def alive_nbytes(self):
-        return sum(nbytes for reference, nbytes in self._made.values() if not reference.expired())
+        self.ops += not any(word in str(function) for word in NOT_COUNTED)
+        return super().__torch_dispatch__(function, types, args, kwargs)
 
 
-def _diamonds(x, count):
-    for _ in range(count):
-        x = x.sin() * x.tanh()
-    return x
-
-
-def _wide(x, count):
-    for _ in range(count):
-        x = torch.stack([x.sin(), x.cos(), x.tanh(), x.sigmoid()]).mean(0)
-    return x
-
-
-def _chain(x, count):
-    for _ in range(count):
-        x = x.sin().exp()
-    return x
+def repeated(step):
+    return lambda x, count: functools.reduce(lambda x, _: step(x), range(count), x)
 
 
 def _all_before(x, count):
@@ -67,25 +43,14 @@ def _all_before(x, count):
     return values[-1]
 
 
-def _views(x, count):
-    for _ in range(count):
-        x = x.t().sin().t() * x[:].tanh()
-    return x
-
-
-def _in_place(x, count):
-    for _ in range(count):
-        x = (x.sin() * 2).add_(x.cos()).tanh()
-    return x
-
-
-SHAPES: dict[str, Callable[[Tensor, int], Tensor]] = {
+_diamonds = repeated(lambda x: x.sin() * x.tanh())
+SHAPES = {
     "diamonds": _diamonds,
-    "four branches": _wide,
-    "a chain": _chain,
+    "four branches": repeated(lambda x: torch.stack([x.sin(), x.cos(), x.tanh(), x.sigmoid()]).mean(0)),
+    "a chain": repeated(lambda x: x.sin().exp()),
     "all that came before": _all_before,
-    "views": _views,
-    "in place": _in_place,
+    "views": repeated(lambda x: x.t().sin().t() * x[:].tanh()),
+    "in place": repeated(lambda x: (x.sin() * 2).add_(x.cos()).tanh()),
 }
 ENDINGS: dict[str, Sequence[Callable[[Tensor], Tensor]]] = {
     "another op": (lambda y: y.sigmoid() * y, lambda y: y.exp() * y),
@@ -118,8 +83,7 @@ def gradients(model, result, x):
 @verified
 @pytest.mark.parametrize("ending", ENDINGS.values(), ids=ENDINGS)
 def test_a_frame_that_leaves_its_plan_and_each_backward_run_every_op_again_at_most_once(shape, ending, verify):
-    plain = branching(shape, ending)
-    model, x = copy.deepcopy(plain), tokens(HIDDEN, HIDDEN)
+    (model, plain), x = twins_of(branching(shape, ending)), tokens(HIDDEN, HIDDEN)
     handle = recompute.apply(model, TAPE)
     with verifying() if verify else nullcontext():
         for turn in (0, 1, 0, 1):
@@ -148,8 +112,7 @@ def test_a_graph_that_nobody_wants_costs_nothing(shape, verify):
         other = shape(y + 1, 5)
         return (other.exp() * other if self.turn else other.sin()), shape(y + 2, 4)
 
-    plain = holding(body, linear=nn.Linear(HIDDEN, HIDDEN))
-    model, x = copy.deepcopy(plain), tokens(HIDDEN, HIDDEN)
+    (model, plain), x = twins_of(holding(body, linear=nn.Linear(HIDDEN, HIDDEN))), tokens(HIDDEN, HIDDEN)
     recompute.apply(model, TAPE)
     with verifying() if verify else nullcontext():
         for turn in (0, 0, 1, 1):
@@ -168,8 +131,7 @@ def test_a_gradient_taken_inside_of_a_frame_that_follows_its_plan_runs_every_op_
         (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
         return y.exp() * slope
 
-    plain = holding(forward, linear=nn.Linear(HIDDEN, HIDDEN))
-    model, x = copy.deepcopy(plain), tokens(HIDDEN, HIDDEN)
+    (model, plain), x = twins_of(holding(forward, linear=nn.Linear(HIDDEN, HIDDEN))), tokens(HIDDEN, HIDDEN)
     recompute.apply(model, TAPE)
     for _ in range(3):
         expected, ops = run(plain, 0, x)

@@ -110,9 +110,6 @@ def sample(self, x):
     return (x * gauss(0, 1)).exp().sin()
 
 
-# Generators
-
-
 def test_a_generator_that_is_not_drawn_from_is_left_alone():
     class Guarded:
         """Counts how often its state is put back."""
@@ -130,9 +127,6 @@ def test_a_generator_that_is_not_drawn_from_is_left_alone():
     model = policed(holding(lambda self, x: F.dropout(x, 0.5).exp(), tracker=tracker))
     model(x).sum().backward()
     assert tracker.sets == 0
-
-
-# The unit itself
 
 
 def test_drawn_says_which_sources_changed():
@@ -197,9 +191,6 @@ def test_numpys_global_functions_may_draw_from_another_bit_generator():
             assert np.random.rand() == after
     finally:
         np.random.set_bit_generator(before)
-
-
-# Generators of one's own, as far as names lead to them
 
 
 def test_the_search_for_generators_runs_no_code_and_ends():

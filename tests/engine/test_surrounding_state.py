@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import contextvars
-import copy
 import os
 import threading
 from collections.abc import Callable
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from engine_testing import HIDDEN, bits, governing, tokens
+from engine_testing import HIDDEN, bits, function_of, governing, in_threads, module_of, tokens, twins_of
 from tiers import one_in
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
@@ -69,22 +69,13 @@ def put(value):
     PUT_IN_CELL(value)
 
 
-class Reader(nn.Module):
-    def __init__(self, read):
-        super().__init__()
-        self.read, self.up = [read], nn.Linear(HIDDEN, HIDDEN)
-
-    def forward(self, x):
-        return x + (self.up(x.sin()) * self.read[0]()).tanh()
+def reader(read):
+    forward = lambda self, x: x + (self.up(x.sin()) * self.read[0]()).tanh()  # noqa: E731
+    return around(module_of(forward, read=[read], up=nn.Linear(HIDDEN, HIDDEN)))
 
 
-class Around(nn.Module):
-    def __init__(self, inside):
-        super().__init__()
-        self.inside = inside
-
-    def forward(self, *args):
-        return self.inside(*args).sin()
+def around(inside):
+    return module_of(lambda self, *args: self.inside(*args).sin(), inside=inside)
 
 
 def gradients(model, x, steps):
@@ -103,8 +94,7 @@ def gradients(model, x, steps):
 @pytest.mark.parametrize("capture", [False, True], ids=["not captured", "captured"])
 @pytest.mark.parametrize("place", one_in(2, list(READS)))
 def test_a_region_that_runs_again_reads_what_forward_read(place, capture):
-    plain, x = Around(Reader(READS[place])), tokens()
-    governed = copy.deepcopy(plain)
+    (governed, plain), x = twins_of(reader(READS[place])), tokens()
     handle = recompute.apply(governed, governing({"action": "checkpoint", "capture": capture}))
     steps = (2.0,) * 7 + (3.0, 2.0) if capture else (2.0, 3.0)  # the last ones meet other code than was captured
     assert gradients(governed, x, steps) == gradients(plain, x, steps)
@@ -120,9 +110,7 @@ def test_a_decorated_function_and_a_backward_on_another_thread_read_what_forward
     put(2.0)
     expected = torch.autograd.grad((x.sin() * 8.0).exp().sum(), x)[0]
     loss, found = scale(x).sum(), []
-    thread = threading.Thread(target=lambda: found.append(torch.autograd.grad(loss, x)[0]))
-    thread.start()
-    thread.join()
+    in_threads(lambda: found.append(torch.autograd.grad(loss, x)[0]))
     torch.testing.assert_close(found[0], expected)
 
 
@@ -147,26 +135,20 @@ def _gradient_of(x, number):
 
 
 def test_a_function_and_an_object_that_come_in_later_runs_are_looked_into():
-    class Box:
-        def __init__(self, value):
-            self.value = value
-
+    class Box(SimpleNamespace):
         def read(self):
             return self.value
 
-    model, x = Around(Reader(lambda: 1.0)), tokens()
+    model, x = reader(lambda: 1.0), tokens()
     recompute.apply(model, governing({"action": "checkpoint", "capture": False}))
     model(x).sum().backward()
     for value in (2.0, 3.0):
-        box = Box(value)
+        box = Box(value=value)
         model.inside.read[0] = box.read
         expected = torch.autograd.grad(model.eval()(x).sum(), x)[0]
         loss = model.train()(x).sum()
         box.value = 5.0
         assert bits(torch.autograd.grad(loss, x)[0]) == bits(expected)
-
-
-# Tensors that forward reads, and that are others in backward
 
 
 def fast_weights(step):
@@ -193,7 +175,7 @@ def test_weights_that_a_closure_holds_and_each_step_replaces_give_the_meta_gradi
 
 
 def test_a_module_to_which_a_library_copies_anothers_attributes_is_itself_what_runs_again():
-    model, x = Around(nn.Linear(HIDDEN, HIDDEN)), tokens()
+    model, x = around(nn.Linear(HIDDEN, HIDDEN)), tokens()
     recompute.apply(model, governing({"action": "checkpoint", "capture": False}))
     clone = object.__new__(type(model.inside))
     vars(clone).update(vars(model.inside))
@@ -217,9 +199,6 @@ def test_a_tensor_in_a_list_of_a_closure_that_is_changed_in_place_is_refused():
         loss.backward()
 
 
-# Hooks for state that nothing can see
-
-
 def test_state_hooks_note_in_forward_what_is_in_force_again_in_backward():
     hidden = iter([2.0, 5.0])  # as a setting of a library in C
     now = [next(hidden)]
@@ -234,8 +213,7 @@ def test_state_hooks_note_in_forward_what_is_in_force_again_in_backward():
         yield
         note(0, before)
 
-    model = Around(Reader(lambda: read(0)))
-    plain, x = copy.deepcopy(model), tokens()
+    (model, plain), x = twins_of(reader(lambda: read(0))), tokens()
     expected = bits(torch.autograd.grad(plain(x).sum(), x)[0])
     recompute.apply(model, governing({"action": "checkpoint"}), state_hooks=[(lambda: read(0), restored)])
     loss = model(x).sum()
@@ -246,10 +224,7 @@ def test_state_hooks_note_in_forward_what_is_in_force_again_in_backward():
 
 def test_state_hooks_that_are_no_pairs_of_functions_are_refused():
     with pytest.raises(TypeError, match=r"pairs of functions, \(snapshot, restored\)"):
-        recompute.apply(Around(nn.Linear(2, 2)), "none", state_hooks=[lambda: None])
-
-
-# Tensors of subclasses that wrap others
+        recompute.apply(around(nn.Linear(2, 2)), "none", state_hooks=[lambda: None])
 
 
 class Quantized(Tensor):
@@ -282,15 +257,11 @@ class Flattened(Quantized):
         return Flattened(inner["codes"], inner["scale"])
 
 
-class ByWrapper(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(weight)
-        return x @ weight.plain()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient @ ctx.saved_tensors[0].plain().t(), None
+ByWrapper = function_of(
+    lambda x, weight: x @ weight.plain(),
+    lambda gradient, weight: (gradient @ weight.plain().t(), None),
+    saves=lambda result, x, weight: (weight,),
+)
 
 
 WHERE: dict[str, Callable[[nn.Module, Quantized], Any]] = {
@@ -301,19 +272,14 @@ WHERE: dict[str, Callable[[nn.Module, Quantized], Any]] = {
 }
 
 
-class Wrapping(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(HIDDEN)
-
-    def forward(self, x, *weight):
-        return x + ByWrapper.apply(self.norm(x), *(weight or (self.weight,))).tanh()
+def wraps(self, x, *weight):
+    return x + ByWrapper.apply(self.norm(x), *(weight or (self.weight,))).tanh()
 
 
 def wrapping(kind, where):
     """A model with a wrapper, its arguments, and the wrapper."""
     weight = kind(torch.randint(-3, 3, (HIDDEN, HIDDEN), dtype=torch.int8), torch.rand(HIDDEN, 1))
-    model, x = Around(Wrapping()), tokens()
+    model, x = around(module_of(wraps, norm=nn.LayerNorm(HIDDEN))), tokens()
     WHERE[where](model.inside, weight)
     return model, (x, weight) if where == "argument" else (x,), weight
 

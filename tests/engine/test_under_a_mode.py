@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_testing import Holder, assert_as_plain, bits, both_actions, holding, policy, tokens
+from engine_testing import assert_as_plain, bits, both_actions, holding, policy, tokens
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -123,16 +123,12 @@ def test_the_comparison_notices_an_op_that_a_mode_changes(monkeypatch):
 @both_actions
 @pytest.mark.parametrize("around", ["nothing", "autocast"])
 def test_a_bilinear_layer_under_autocast_trains_as_without_the_policy(around, action):
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second, self.bilinear = nn.Linear(8, 8), nn.Linear(8, 8), nn.Bilinear(8, 8, 8)
+    def forward(self, x):
+        y = self.bilinear(self.first(x).float().sin(), self.second(x).float().tanh())
+        return y.exp().sin() * y.sigmoid()
 
-        def forward(self, x):
-            y = self.bilinear(self.first(x).float().sin(), self.second(x).float().tanh())
-            return y.exp().sin() * y.sigmoid()
-
-    assert_as_plain(Holder(Model()), policy(("inside", action)), tokens(), around=AROUND[around])
+    model = holding(forward, first=nn.Linear(8, 8), second=nn.Linear(8, 8), bilinear=nn.Bilinear(8, 8, 8))
+    assert_as_plain(model, policy(("inside", action)), tokens(), around=AROUND[around])
 
 
 @pytest.mark.parametrize("around", ["no_grad", "autocast and no_grad"])

@@ -34,22 +34,14 @@ def test_an_input_that_a_region_returns_stays_alive_and_is_not_counted():
     result.sum().backward()
 
 
-# Views of dropped outputs
-
-
 @both_actions
 @pytest.mark.parametrize("around", ["save_on_cpu", "contiguous copies"])
 def test_users_hooks_that_give_inputs_back_in_another_layout(action, around):
     """As ``save_on_cpu`` does: what it gives back of a transposed tensor is contiguous."""
 
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm = RMSNorm(TOKENS)
-
-        def forward(self, x):
-            y = self.norm((x * 1.0).t())
-            return y.sin() * y.t().cos().t()
+    def forward(self, x):
+        y = self.norm((x * 1.0).t())
+        return y.sin() * y.t().cos().t()
 
     def hooks():
         if around == "save_on_cpu":
@@ -57,7 +49,7 @@ def test_users_hooks_that_give_inputs_back_in_another_layout(action, around):
         copy = lambda tensor: tensor.clone(memory_format=torch.contiguous_format)  # noqa: E731
         return torch.autograd.graph.saved_tensors_hooks(copy, lambda tensor: tensor)
 
-    assert_as_plain(Model(), policy(("norm", action)), tokens(), around=hooks)
+    assert_as_plain(module_of(forward, norm=RMSNorm(TOKENS)), policy(("norm", action)), tokens(), around=hooks)
 
 
 @pytest.mark.parametrize(
@@ -93,9 +85,6 @@ def loss_and_gradient(model, x):
     return loss.detach(), torch.autograd.grad(loss, x)[0]
 
 
-# Subclasses and other tensors
-
-
 @both_actions
 def test_models_on_the_meta_device_run_without_values(action):
     with torch.device("meta"):
@@ -104,9 +93,6 @@ def test_models_on_the_meta_device_run_without_values(action):
     policed(model, action)
     model(x).sum().backward()
     assert x.grad.shape == x.shape
-
-
-# Views
 
 
 @every_rule
@@ -123,21 +109,14 @@ def test_an_expanded_tensor_comes_back_as_small_as_it_was(rules):
     assert sizes == [HIDDEN * 4]
 
 
-# Aliases
-
-
 @every_rule
 def test_a_chain_of_regions_that_return_what_they_are_given(rules):
-    class Chain(nn.Module):
-        def __init__(self):
-            super().__init__()
-            through = [lambda self, x: x, lambda self, x: x.view_as(x), lambda self, x: self.norm(x), lambda self, x: x]
-            self.layers = nn.ModuleList(module_of(forward, norm=RMSNorm()) for forward in through)
+    def forward(self, x):
+        results = [x * 1.0]
+        for layer in self.layers:
+            results.append(layer(results[-1]))
+        return torch.stack([result.sin() for result in results]).exp()
 
-        def forward(self, x):
-            results = [x * 1.0]
-            for layer in self.layers:
-                results.append(layer(results[-1]))
-            return torch.stack([result.sin() for result in results]).exp()
-
-    assert_step_as_without(Chain(), rules, tokens())
+    through = [lambda self, x: x, lambda self, x: x.view_as(x), lambda self, x: self.norm(x), lambda self, x: x]
+    layers = nn.ModuleList(module_of(each, norm=RMSNorm()) for each in through)
+    assert_step_as_without(module_of(forward, layers=layers), rules, tokens())
