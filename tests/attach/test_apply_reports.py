@@ -2,13 +2,10 @@
 
 import copy
 import functools
-import re
 import time
-import warnings
 
 import pytest
 import torch
-from tiers import by_default, slow
 from tiny import (
     HIDDEN,
     INTERMEDIATE,
@@ -30,8 +27,6 @@ from torch import nn
 import recompute
 from recompute.attach.explain import Stats
 from recompute.diagnostics.timeline import Timeline
-from recompute.errors import PolicyWarning
-from recompute.policy.loading import preset_names
 
 
 def test_stats_count_the_bytes_that_are_dropped():
@@ -250,54 +245,3 @@ def test_a_module_list_may_have_other_children():
     recompute.apply(model, rules(rule("TinyRMSNorm", "recompute", via="hook")))
     x = torch.randn(3, HIDDEN)
     assert_same(gradients(model, x), gradients(plain, x))
-
-
-def caught(policy, *, strict=True, model=None):
-    with warnings.catch_warnings(record=True) as messages:
-        warnings.simplefilter("always")
-        recompute.apply(decoder() if model is None else model, policy, strict=strict)
-    assert all(message.category is PolicyWarning for message in messages)
-    assert all(message.filename == __file__ for message in messages)  # where the user's call stands
-    return messages
-
-
-@pytest.mark.parametrize("preset", by_default(preset_names(), "full", "hook", "kernel"))
-def test_a_preset_that_fits_warns_of_nothing(preset):
-    assert caught(preset) == []
-
-
-@pytest.mark.parametrize(
-    ("policy", "expected"),
-    [
-        ({"match": "layer.*.mlp", "action": "checkpoint"}, r"rules\[0\].*'layer\.\*\.mlp'.*'layers\.0\.mlp'"),
-        ({"type": "TinyRmsNorm", "action": "checkpoint"}, r"rules\[0\].*'TinyRmsNorm'.*'TinyRMSNorm'"),
-        ({"type": "TinyMLP", "layers": "7-9", "action": "checkpoint"}, r"rules\[0\].*7-9.*2 layers"),
-        ({"type": "Embedding", "layers": 0, "action": "checkpoint"}, r"rules\[0\].*no list of layers"),
-        ({"type": "TinyAttention", "action": "recompute", "via": "kernel"}, r"rules\[0\].*TinyAttention"),
-        ({"type": "SiLU", "action": "recompute", "via": "kernel"}, r"rules\[0\].*no kernel.*SiLU.*hook"),
-        (
-            {"type": "TinyMLP", "action": "recompute", "keep": "aten.softmax"},
-            r"rules\[0\]: keep: no op is called aten\.softmax; .*explain\(\).*'aten\._softmax'",
-        ),
-        ({"type": "TinyMLP", "action": "checkpoint", "keep": ["aten.mm", "aten.mmm"]}, r"no op is called aten\.mmm;"),
-    ],
-    ids=lambda value: str(value.get("type", value.get("match"))) if isinstance(value, dict) else "",
-)
-def test_a_rule_without_effect_warns(policy, expected):
-    (message,) = caught({"name": "mine", "rules": [policy]}, strict=False)
-    text = str(message.message).replace("\n", " ")
-    assert text.startswith("policy mine")
-    assert re.search(expected, text)
-
-
-@pytest.mark.parametrize(
-    "keep", ["attention", *slow("aten._softmax", "aten.mm", "recompute.glu_forward", "softmax"), "router_logits"]
-)
-def test_what_a_rule_keeps_warns_of_nothing_where_it_may_be(keep):
-    assert caught(rules(rule("TinyDecoderLayer", "recompute", keep=keep))) == []
-
-
-def test_a_rule_that_an_earlier_one_hides_warns():
-    (message,) = caught(rules(rule("Tiny*"), {"match": "layers.0", "action": "checkpoint"}))
-    assert "rules[1]" in str(message.message)
-    assert "already governed by rules[0]" in str(message.message)

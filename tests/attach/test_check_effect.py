@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from engine_testing import calls
-from tiers import slow
+from tiers import by_default, slow
 from tiny import TinyMLP, TinyRMSNorm, assert_same, decoder, rule, rules, snapshot, train
 from torch import nn
 
 import recompute
 from recompute.errors import NoEffectError, PolicyError, PolicyWarning
-from recompute.policy.loading import load_policy
+from recompute.policy.loading import load_policy, preset_names
 from recompute.policy.rules import Policy
 
 
@@ -58,9 +58,60 @@ def test_a_policy_that_is_to_drop_nothing_is_no_error(policy):
     assert_same(train(model), train(plain))
 
 
-def test_a_rule_that_governs_nothing_beside_one_that_does_is_a_warning():
-    assert len(warned(rules(rule("TinyMLP"), rule("Gone")))) == 1
-    assert len(warned(rules(rule("TinyMLP", "keep"), rule("Gone")))) == 1
+BEYOND = {
+    "2-9": "2-9",
+    "last 99": "last 99",
+    "first 5": "first 5",
+    (0, 4): "4",
+    (1, "every 2 from 4"): "every 2 from 4",
+}
+KERNEL = {"action": "recompute", "via": "kernel"}
+WARNED: list[tuple[dict[str, Any], list[str]]] = [
+    (rules(rule("TinyMLP"), rule("Gone")), [r"rules\[1\]"]),
+    (rules(rule("TinyMLP", "keep"), rule("Gone")), [r"rules\[1\]"]),
+    (rules(rule("Tiny*"), {"match": "layers.0", "action": "keep"}), [r"rules\[1\].*already governed by rules\[0\]"]),
+    (rules({"match": "layer.*.mlp", "action": "checkpoint"}), [r"rules\[0\].*'layer\.\*\.mlp'.*'layers\.0\.mlp'"]),
+    (rules(rule("TinyRmsNorm")), [r"rules\[0\].*'TinyRmsNorm'.*'TinyRMSNorm'"]),
+    (rules(rule("TinyMLP", layers="7-9")), [r"rules\[0\].*7-9.*4 layers"]),
+    (rules(rule("Embedding", layers=0)), [r"rules\[0\].*no list of layers"]),
+    (rules({"type": "TinyAttention", **KERNEL}), [r"rules\[0\].*TinyAttention"]),
+    (rules({"type": "SiLU", **KERNEL}), [r"rules\[0\].*no kernel.*SiLU.*hook"]),
+    (
+        rules({"match": "layers.**", "type": ["TinyAttention", "SiLU"], **KERNEL}),
+        [r"rules\[0\]: no kernel computes what TinyAttention, SiLU do; hooks regenerate it$"],
+    ),
+    (
+        rules(rule("TinyMLP", "recompute", keep="aten.softmax")),
+        [r"rules\[0\]: keep: no op is called aten\.softmax; .*explain\(\).*'aten\._softmax'"],
+    ),
+    (rules(rule("TinyMLP", keep=["aten.mm", "aten.mmm"])), [r"no op is called aten\.mmm;"]),
+    *(
+        (
+            rules(rule("block", layers=[*layers] if isinstance(layers, tuple) else layers)),
+            [rf"rules\[0\]: layers '{spelled}' goes beyond the 4 layers that there are$"],
+        )
+        for layers, spelled in BEYOND.items()
+    ),
+    *(
+        (rules(rule("block", layers=layers)), [])
+        for layers in ("0-3", "last 4", "first 4", 3, "every 9", "every 2 from 3")
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("policy", "messages"), WARNED, ids=lambda value: str(value)[:70] if type(value) is dict else ""
+)
+def test_a_rule_without_effect_or_with_another_than_it_seems_to_have_warns_once(policy, messages):
+    found = [message.replace("\n", " ") for message in warned({"name": "mine", **policy}, strict=False)]
+    assert [bool(re.search(rf"^policy mine.*{each}", text)) for text, each in zip(found, messages, strict=True)] == [
+        True
+    ] * len(messages)
+
+
+@pytest.mark.parametrize("preset", by_default(preset_names(), "full", "hook", "kernel"))
+def test_a_preset_that_fits_warns_of_nothing(preset):
+    assert warned(preset, decoder()) == []
 
 
 def test_a_word_near_block_is_told_of_it():
@@ -93,26 +144,6 @@ def test_block_survives_yaml_and_is_told_from_a_class(spelled):
     assert {attachment.path for attachment in handle._attachments} == {"2.layers.0", "2.layers.1"}
 
 
-@pytest.mark.parametrize(
-    ("layers", "spelled"),
-    [
-        ("2-9", "2-9"),
-        ("last 99", "last 99"),
-        ("first 5", "first 5"),
-        ([0, 4], "4"),
-        ([1, "every 2 from 4"], "every 2 from 4"),
-    ],
-)
-def test_layers_that_a_model_has_not_are_told_even_where_others_are_there(layers, spelled):
-    (message,) = warned(rules(rule("block", layers=layers)))
-    assert message.endswith(f"rules[0]: layers '{spelled}' goes beyond the 4 layers that there are")
-
-
-@pytest.mark.parametrize("layers", ["0-3", "last 4", "first 4", 3, "every 9", "every 2 from 3"])
-def test_layers_up_to_the_last_are_told_nothing(layers):
-    assert warned(rules(rule("block", layers=layers))) == []
-
-
 def test_layers_of_one_rule_may_be_for_the_longer_of_two_stacks():
     model = nn.ModuleDict({"encoder": decoder(layers=4), "decoder": decoder(layers=2)})
     assert warned(rules(rule("block", layers="2-3")), model) == []
@@ -134,11 +165,12 @@ def test_a_kept_word_that_looks_like_a_family_or_an_op_is_asked_about(word, mean
     )
 
 
-@pytest.mark.slow  # by default test_apply_reports says so of router_logits
-@pytest.mark.parametrize(
-    "word", ["router_logits", "gate", "logits", "attention_output", "gemma_scale", "angle", "x", "c"]
-)
-def test_a_kept_word_that_looks_like_none_is_a_tensors_name(word):
+NAMES = ["gate", "logits", "attention_output", "gemma_scale", "angle", "x", "c"]
+OPS = ["aten._softmax", "aten.mm", "recompute.glu_forward", "softmax"]
+
+
+@pytest.mark.parametrize("word", ["router_logits", "attention", *slow(*NAMES, *OPS)])
+def test_a_kept_word_that_looks_like_none_is_a_tensors_name_and_one_that_is_there_is_that(word):
     assert warned(rules(rule("block", "recompute", keep=word))) == []
 
 
@@ -154,14 +186,6 @@ def test_no_rules_have_to_be_meant(make: Any) -> None:
     assert make("none").rules == ()
     assert make("none") == make("none").model_validate(make("none").model_dump())
     assert "rules: none" in make("none").to_yaml()
-
-
-def test_a_kernel_that_there_is_none_of_is_told_once_a_rule():
-    every = {
-        "rules": [{"match": "layers.**", "type": ["TinyAttention", "SiLU"], "action": "recompute", "via": "kernel"}]
-    }
-    (message,) = warned(every)
-    assert message.endswith("rules[0]: no kernel computes what TinyAttention, SiLU do; hooks regenerate it")
 
 
 @pytest.mark.parametrize("glob", ["layers.{}.mlp", "**.{}.mlp", "layers.*.x{}", "**.x{}*"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ from capture_testing import (
     body,
     captured_twins,
     fresh,
+    linear,
     rule,
     tokens,
     train,
@@ -51,14 +52,9 @@ def watched():
         found.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in frame._kept)
         return outputs
 
-    captured_function.CapturedFrame.run = watch
-    gc.collect()
-    gc.disable()
-    try:
+    with pytest.MonkeyPatch.context() as patch, no_garbage_collection():
+        patch.setattr(captured_function.CapturedFrame, "run", watch)
         yield found
-    finally:
-        gc.enable()
-        captured_function.CapturedFrame.run = run
 
 
 def frames_alive():
@@ -168,8 +164,20 @@ def in_place(self, x):
     return self.b(F.relu(self.a(x).mul_(2).add_(1), inplace=True))
 
 
-def linear():
-    return nn.Linear(SIZE, SIZE)
+def counted_by_tape_and_not(model, rules, steps, around_the_last=nullcontext()):  # noqa: B008
+    """What a step after others counts by the tape, and where it may be captured; and the latter's handle."""
+    by_tape, step = copy.deepcopy(model), train(tokens())
+    on_the_tape = {"rules": [{**each, "capture": False} for each in rules["rules"]]}
+    handles = recompute.apply(by_tape, on_the_tape), recompute.apply(model, rules)
+    for _ in range(steps):
+        step(by_tape)
+        step(model)
+    before = [handle.stats() for handle in handles]
+    with around_the_last:
+        step(by_tape)
+        step(model)
+    expected, found = (handle.stats() - earlier for handle, earlier in zip(handles, before, strict=True))
+    return expected, found, handles[1]
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
@@ -195,18 +203,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     ],
 )
 def test_a_step_counts_what_a_step_by_the_tape_counts(make, rules):
-    model, step = make(), train(tokens())
-    by_tape = copy.deepcopy(model)
-    on_the_tape = {"rules": [{**each, "capture": False} for each in rules["rules"]]}
-    handles = recompute.apply(by_tape, on_the_tape), recompute.apply(model, rules)
-    for _ in range(7):
-        step(by_tape)
-        step(model)
-    before = [handle.stats() for handle in handles]
-    step(by_tape)
-    step(model)
-    expected, found = (handle.stats() - earlier for handle, earlier in zip(handles, before, strict=True))
-    regions = filter(None, (region_in(attachment.runner) for attachment in handles[1]._attachments))
+    model = make()
+    expected, found, handle = counted_by_tape_and_not(model, rules, 7)
+    regions = filter(None, (region_in(attachment.runner) for attachment in handle._attachments))
     assert all(region.is_captured for region in regions)
     names = ("frames", "eager_nbytes", "dropped_tensors", "dropped_nbytes", "kept_nbytes")
     assert [getattr(found, name) for name in names] == [getattr(expected, name) for name in names]
@@ -265,21 +264,8 @@ def memory_of(model, x):
 
 def test_a_checkpoint_counts_a_call_that_goes_on_otherwise_than_the_recorded_one():
     """As under another autocast, where the first op is the same."""
-    model, step = Layers(), train(tokens())
-    by_checkpoint = copy.deepcopy(model)
-    whole = {"match": "layers.*", "action": "checkpoint"}
-    handles = [
-        recompute.apply(each, {"rules": [{**whole, "capture": capture}]})
-        for each, capture in ((by_checkpoint, False), (model, True))
-    ]
-    for _ in range(4):
-        step(by_checkpoint)
-        step(model)
-    before = [handle.stats() for handle in handles]
-    with torch.autocast("cpu", torch.bfloat16):
-        step(by_checkpoint)
-        step(model)
-    expected, found = (handle.stats() - earlier for handle, earlier in zip(handles, before, strict=True))
+    rules = {"rules": [{"match": "layers.*", "action": "checkpoint"}]}
+    expected, found, _ = counted_by_tape_and_not(Layers(), rules, 4, torch.autocast("cpu", torch.bfloat16))
     names = ("frames", "eager_nbytes", "dropped_nbytes", "kept_nbytes")
     assert expected.frames == 2
     assert [getattr(found, name) for name in names] == [getattr(expected, name) for name in names]

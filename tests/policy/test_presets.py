@@ -1,7 +1,5 @@
 """The presets on real Hugging Face models, built from tiny configurations without memory."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest
@@ -73,7 +71,7 @@ NORMS = ("LayerNorm", "RMSNorm")
 ARCHITECTURE_IDS = [model_class for model_class, *_ in ARCHITECTURES]
 
 
-def build(family: str, form: str) -> nn.Module:
+def build(family, form):
     text = "Text" if family == "Gemma3" else ""
     config = getattr(transformers, f"{family}{text}Config")(**SIZES)
     model_class = getattr(transformers, f"{family}{text if form == 'Model' else ''}{form}")
@@ -81,7 +79,7 @@ def build(family: str, form: str) -> nn.Module:
         return model_class(config)
 
 
-def build_gemma3_with_vision() -> nn.Module:
+def build_gemma3_with_vision():
     vision = {
         "hidden_size": 32,
         "intermediate_size": 64,
@@ -97,11 +95,11 @@ def build_gemma3_with_vision() -> nn.Module:
         return transformers.Gemma3ForConditionalGeneration(config)
 
 
-def entries(model: nn.Module) -> list[ModuleEntry]:
+def entries(model):
     return module_entries(model, type(model).__name__)[0]
 
 
-def governed(preset: str, model: nn.Module) -> tuple[dict[str, int], list[str]]:
+def governed(preset, model):
     policy, modules = load_policy(preset), entries(model)
     assignment = assign(policy, modules)
     return assignment, unmatched_rules(policy, modules, assignment)
