@@ -11,7 +11,20 @@ import models
 import pytest
 import torch
 import torch.nn.functional as F
-from capture_testing import ROWS, SIZE, STEPS_TO_SETTLE, Around, Block, Norm, Twins, body, fresh, stepping, tokens
+from capture_testing import (
+    ROWS,
+    SIZE,
+    STEPS_TO_SETTLE,
+    Around,
+    Block,
+    Norm,
+    Twins,
+    body,
+    fresh,
+    linear,
+    stepping,
+    tokens,
+)
 from engine_testing import assert_same, loss_of
 from tiers import by_default, slow
 from torch import Tensor, nn
@@ -26,50 +39,39 @@ def bfloat16(**options):
 
 def under_autocast(x, forward=None, *, inside=False, **options):
     """A step whose forward runs under autocast; inside: and its backward, too."""
-
     around = functools.partial(bfloat16, **options)
     call = forward or (lambda module, x: module(x))
     return stepping(x, call, forward=around, backward=around if inside else nullcontext)
 
 
 def around(inside):
-    return Around(inside, before=nn.Linear(SIZE, SIZE), after=nn.Linear(SIZE, SIZE))
+    return Around(inside, before=linear(), after=linear())
 
 
-class MLP(nn.Module):
+def mlp():
     """Reads its input in two products, and a weight in two, too."""
-
-    def __init__(self):
-        super().__init__()
-        self.gate, self.up, self.down = (nn.Linear(SIZE, SIZE, bias=bias) for bias in (True, False, True))
-
-    def forward(self, x):
-        return self.down(F.silu(self.gate(x)) * self.up(x)) + self.up(x)
+    forward = lambda self, x: self.down(F.silu(self.gate(x)) * self.up(x)) + self.up(x)  # noqa: E731
+    return body(forward, gate=linear(), up=nn.Linear(SIZE, SIZE, bias=False), down=linear())
 
 
-class Convolutions(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.line, self.plane = nn.Conv1d(1, 2, 3, padding=1), nn.Conv2d(2, 1, 3, padding=1)
-        self.mixed = nn.Parameter(torch.randn(1, SIZE, SIZE))
-
+def convolutions():
     def forward(self, x):
         rows = F.gelu(self.line(x.unsqueeze(1))).transpose(0, 1)
         return torch.bmm(F.gelu(self.plane(rows)), self.mixed)[0]
 
+    line, plane = nn.Conv1d(1, 2, 3, padding=1), nn.Conv2d(2, 1, 3, padding=1)
+    return body(forward, line=line, plane=plane, mixed=nn.Parameter(torch.randn(1, SIZE, SIZE)))
 
-class Products(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.vector = nn.Parameter(torch.randn(SIZE))
-        self.volume = nn.Conv3d(1, 1, 3, padding=1)
 
+def products():
     def forward(self, x):
         y = F.gelu(self.volume(x.reshape(1, 1, 2, 2, SIZE))).reshape(ROWS, SIZE)
         return y * (y @ self.vector).unsqueeze(1)
 
+    return body(forward, vector=nn.Parameter(torch.randn(SIZE)), volume=nn.Conv3d(1, 1, 3, padding=1))
 
-INSIDE = {"block": Block, "norm": Norm, "mlp": MLP, "convolutions": Convolutions, "products": Products}
+
+INSIDE = {"block": Block, "norm": Norm, "mlp": mlp, "convolutions": convolutions, "products": products}
 
 
 @pytest.mark.parametrize("action", ["recompute", *slow("checkpoint")])
@@ -82,20 +84,13 @@ def test_regions_are_captured_and_give_the_bits_of_eager(inside, action):
 
 @pytest.mark.parametrize("is_inside", [False, True], ids=["backward outside", "backward inside"])
 @pytest.mark.parametrize("caches", [True, False], ids=["cache", "no cache"])
-def test_wherever_backward_runs_and_whatever_is_cached(is_inside, caches):
-    step = under_autocast(tokens(), inside=is_inside, cache_enabled=caches)
-    Twins(around(MLP())).settle(step)
+def test_wherever_backward_runs_and_whatever_is_cached(x, is_inside, caches):
+    twins = Twins(around(mlp())).settle(under_autocast(x, inside=is_inside, cache_enabled=caches))
+    twins.step(under_autocast(x, inside=not is_inside))  # it moves into autocast, or out of it
+    twins.step(under_autocast(x, inside=is_inside))
 
 
-def test_backward_moves_into_autocast_and_out_of_it():
-    x = tokens()
-    twins = Twins(around(Block())).settle(under_autocast(x))
-    twins.step(under_autocast(x, inside=True))
-    twins.step(under_autocast(x))
-
-
-def test_another_autocast_has_code_of_its_own():
-    x = tokens()
+def test_another_autocast_has_code_of_its_own(x):
     in_float16 = stepping(x, forward=functools.partial(torch.autocast, "cpu", torch.float16))
     twins = Twins(around(Block())).settle(under_autocast(x))
     twins.settle(in_float16)
@@ -111,26 +106,22 @@ SHARED: dict[str, Callable[[nn.Module, Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("forward", SHARED.values(), ids=SHARED)
-def test_a_cast_is_shared_with_all_who_read_the_parameter(forward):
+def test_a_cast_is_shared_with_all_who_read_the_parameter(x, forward):
     """Its gradients are added up in bfloat16, and only then cast: other bits than those of two casts."""
-    x = tokens()
-    twins = Twins(around(MLP())).settle(under_autocast(x))
+    twins = Twins(around(mlp())).settle(under_autocast(x))
     assert twins.runs_code(under_autocast(x, forward)) >= 1
 
 
-def test_a_leaf_is_cast_once_and_what_was_computed_wherever_it_is_read():
-    x = tokens()
-    outer = MLP()
-    twins = Twins(Around(outer)).settle(under_autocast(x))
-    twins.step(under_autocast(x, lambda module, given: module(given * 1.0)))
-    twins.settle(under_autocast(x, lambda module, given: module(given * 1.0)))
+def test_a_leaf_is_cast_once_and_what_was_computed_wherever_it_is_read(x):
+    twins = Twins(Around(mlp())).settle(under_autocast(x))
+    of_a_product = under_autocast(x, lambda module, given: module(given * 1.0))
+    twins.step(of_a_product)
+    twins.settle(of_a_product)
     twins.step(under_autocast(x))
 
 
 @pytest.mark.parametrize("way", ["a second backward", "differentiated gradients", "one output's gradient"])
-def test_other_backwards(way):
-    x = tokens()
-
+def test_other_backwards(x, way):
     def step(module):
         given = fresh(x)
         with bfloat16():
@@ -156,24 +147,14 @@ def test_other_backwards(way):
         twins.step(step)
 
 
-def test_an_op_inside_of_which_autocast_applies_stays_on_the_tape():
-    def forward(self, x):
-        return torch.tanh(self.both(x, x))
-
-    twins = Twins(Around(body(forward, both=nn.Bilinear(SIZE, SIZE, SIZE))))
-    twins.settle(under_autocast(tokens()), captured=False)
-    assert "autocast applies inside of aten._trilinear" in twins.why_not
-
-
-def test_autocast_around_backward_alone_applies_inside_of_an_op():
-    def forward(self, x):
-        return torch.tanh(self.both(x, x))
-
-    twins, step = (
-        Twins(Around(body(forward, both=nn.Bilinear(SIZE, SIZE, SIZE)))),
-        stepping(tokens(), backward=bfloat16),
-    )
-    twins.steps(step, STEPS_TO_SETTLE + 2)
+def test_an_op_inside_of_which_autocast_applies_stays_on_the_tape_also_around_backward_alone(x):
+    twins = [
+        Twins(Around(body(lambda self, x: torch.tanh(self.both(x, x)), both=nn.Bilinear(SIZE, SIZE, SIZE))))
+        for _ in range(2)
+    ]
+    twins[0].settle(under_autocast(x), captured=False)
+    assert "autocast applies inside of aten._trilinear" in twins[0].why_not
+    twins[1].steps(stepping(x, backward=bfloat16), STEPS_TO_SETTLE + 2)
 
 
 def test_a_region_holds_no_cast_of_a_weight():

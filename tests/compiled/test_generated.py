@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_testing import module_of, twins_of
 from generated_testing import as_one_kernel, generated, written
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -316,45 +317,45 @@ class TestRowSums:
             assert count != 1 or torch.equal(found, expected)
 
 
+def norm(x):
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def backward_of_a_gated_mlp(a, b, gradient, w):
+    """What it multiplies is made in the pass that makes the gradients."""
+    product = a * b
+    of_weight = gradient.t() @ product
+    inner = gradient @ w
+    return of_weight, inner * b, inner * a
+
+
+GROUPED: dict[str, tuple[Callable[..., Any], list[Tensor], list[int], list[str]]] = {
+    "what only a group reads never reaches memory": (lambda x: ((x * 2).exp() + 1).tanh(), [draw(64)], [1], []),
+    "a cast is made in each group that reads it": (norm, [draw(8, 16).bfloat16()], [1, 1], ["mean_dim"]),
+    "a GEMM between two calls keeps them apart": (
+        lambda x, w: ((x * 2).exp() @ w * 3).tanh(), [draw(8, 8)] * 2, [1, 1], ["mm_default"],
+    ),
+    "groups that read the same become one": (lambda g, a, b: (g * a, g * b), [draw(64)] * 3, [2], []),
+    "a GEMM waits for a group that needs another": (backward_of_a_gated_mlp, [draw(8, 8)] * 4, [3], ["mm_default"] * 2),
+    "what reads no tensor is no kernel": (
+        lambda x: x.new_zeros(1, 8).expand(64, 8).clone(), [draw(64)], [], ["new_zeros_default", "clone_default"],
+    ),
+    "what is not in the table stays with ATen": (
+        lambda x: torch.erfinv(x * 0.1) + torch.lgamma(x), [draw(64)], [],
+        ["mul_Tensor", "erfinv_default", "lgamma_default", "add_Tensor"],
+    ),
+}  # fmt: skip
+"""A function of tensors; how often each kernel stores; and the ops that remain ATen's."""
+
+
 class TestGrouping:
-    def test_what_only_a_group_reads_never_reaches_memory(self):
-        kernels, others = kernels_of(lambda x: ((x * 2).exp() + 1).tanh(), draw(64))
-        assert others == []
-        assert [kernel.source.count("tl.store") for kernel in kernels] == [1]
-
-    def test_a_cast_is_made_in_each_group_that_reads_it(self):
-        def norm(x):
-            wide = x.float()
-            return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
-
-        kernels, others = kernels_of(norm, draw(8, 16).bfloat16())
-        assert len(kernels) == 2
-        assert [line.partition(" = ")[2].partition("(")[0] for line in others] == ["aten_mean_dim"]
-        assert all("tl.float32" in kernel.source for kernel in kernels)
-        assert [kernel.source.count("tl.store") for kernel in kernels] == [1, 1]
-
-    def test_a_gemm_between_two_calls_keeps_them_apart(self):
-        kernels, others = kernels_of(lambda x, w: ((x * 2).exp() @ w * 3).tanh(), draw(8, 8), draw(8, 8))
-        assert len(kernels) == 2
-        assert len(others) == 1
-
-    def test_groups_that_read_the_same_become_one(self):
-        kernels, others = kernels_of(lambda g, a, b: (g * a, g * b), draw(64), draw(64), draw(64))
-        assert len(kernels) == 1
-        assert others == []
-
-    def test_a_gemm_waits_for_a_group_that_needs_another(self):
-        """Backward of a gated MLP: what it multiplies is made in the pass that makes the gradients."""
-
-        def backward(a, b, gradient, w):
-            product = a * b
-            of_weight = gradient.t() @ product
-            inner = gradient @ w
-            return of_weight, inner * b, inner * a
-
-        kernels, others = kernels_of(backward, draw(8, 8), draw(8, 8), draw(8, 8), draw(8, 8))
-        assert len(kernels) == 1
-        assert len(others) == 2
+    @pytest.mark.parametrize(("function", "given", "stores", "atens"), GROUPED.values(), ids=GROUPED)
+    def test_what_becomes_one_kernel(self, function, given, stores, atens):
+        kernels, others = kernels_of(function, *given)
+        assert [kernel.source.count("tl.store") for kernel in kernels] == stores
+        assert [line.partition(" = ")[2].partition("(")[0].removeprefix("aten_") for line in others] == atens
+        assert given[0].dtype is torch.float32 or all("tl.float32" in kernel.source for kernel in kernels)
 
     def test_memory_that_nobody_reads_afterwards_is_written_to(self):
         kernels, _ = kernels_of(lambda x, w: (x @ w).exp() * 2, draw(8, 8), draw(8, 8))
@@ -385,21 +386,11 @@ class TestGrouping:
             assert len(kernels) == 1
             assert len(others) == others_left
 
-    def test_what_reads_no_tensor_is_no_kernel(self):
-        kernels, others = kernels_of(lambda x: x.new_zeros(1, 8).expand(64, 8).clone(), draw(64))
-        assert kernels == []
-        assert len(others) == 2
-
     def test_a_kernel_of_its_own_repeats_an_operand(self):
         masked = lambda x, mask: x.masked_fill(mask, 0.0)  # noqa: E731
         for rows, count in ((2**10, 1), (8, 0)):
             kernels, _ = kernels_of(masked, torch.zeros(rows, 2**10), torch.zeros(rows, 1, dtype=torch.bool))
             assert len(kernels) == count
-
-    def test_what_is_not_in_the_table_stays_with_aten(self):
-        kernels, others = kernels_of(lambda x: torch.erfinv(x * 0.1) + torch.lgamma(x), draw(64))
-        assert kernels == []
-        assert len(others) == 4
 
 
 def normed(x, weight):
@@ -428,26 +419,21 @@ def test_a_sum_in_another_order_may_round_what_is_computed_of_it_differently(dev
 @interpreted
 @pytest.mark.parametrize("action", [{"action": "recompute", "via": "hook"}, {"action": "checkpoint"}], ids=str)
 def test_a_captured_region_in_generated_kernels_is_exact(action):
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-
-        def forward(self, x):
-            hidden = self.up(x)
-            parts = hidden.new_empty(4, 16)
-            parts[:, :8] = (F.relu(hidden) * hidden)[:, 8:]
-            parts[:, 8:] = hidden[:, ::2]
-            return x + self.down(parts.mul_(0.5)) * 0.25
+    def forward(self, x):
+        hidden = self.up(x)
+        parts = hidden.new_empty(4, 16)
+        parts[:, :8] = (F.relu(hidden) * hidden)[:, 8:]
+        parts[:, 8:] = hidden[:, ::2]
+        return x + self.down(parts.mul_(0.5)) * 0.25
 
     torch.manual_seed(0)
-    plain = nn.Sequential(Block(), Block())
-    lean = copy.deepcopy(plain)
+    block = module_of(forward, up=nn.Linear(8, 16), down=nn.Linear(16, 8))
+    lean, plain = twins_of(nn.Sequential(block, copy.deepcopy(block)))
     made = []
     with generating_on("cpu"), pytest.MonkeyPatch.context() as patch:
         own = GeneratedKernel.__init__
         patch.setattr(GeneratedKernel, "__init__", lambda self, *args: (own(self, *args), made.append(self))[0])
-        recompute.apply(lean, {"version": 1, "rules": [{"type": "Block", **action}]})
+        recompute.apply(lean, {"version": 1, "rules": [{"match": "*", **action}]})
         for step in range(10):
             x = draw(4, 8) + step
             for net in (plain, lean):
