@@ -6,11 +6,9 @@ import torch.nn.functional as F
 from engine_testing import (
     HIDDEN,
     INSIDE,
-    POLICIES,
     TAPES,
     TOKENS,
     Holder,
-    Stack,
     assert_as_plain,
     bits,
     both_actions,
@@ -94,24 +92,6 @@ def test_small_buffers_that_nobody_changes_are_copied_once_for_all_runs():
         for _ in range(3):
             model(x).sum().backward()
     assert counts["aten.clone"] == 1
-
-
-@pytest.mark.parametrize(
-    "rules",
-    [*POLICIES.values(), policy(("layers.*", "checkpoint"), ("**.norm*", "recompute"), ("**.mlp", "recompute"))],
-    ids=[*POLICIES, "nested"],
-)
-def test_removing_the_policy_between_forward_and_backward_changes_nothing(rules):
-    model, x = Stack(), tokens()
-
-    def grads(remove=lambda: None):
-        torch.manual_seed(0)
-        loss = loss_of(model(x))
-        remove()
-        return [bits(grad) for grad in torch.autograd.grad(loss, [x, *model.parameters()])]
-
-    expected = grads()
-    assert grads(recompute.apply(model, rules).remove) == expected
 
 
 def test_freezing_a_weight_between_forward_and_backward_changes_nothing():
