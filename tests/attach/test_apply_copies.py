@@ -17,10 +17,6 @@ from torch import nn
 import recompute
 
 
-def through_pickle(protocol):
-    return lambda model: pickle.loads(pickle.dumps(model, protocol))
-
-
 def through_torch_save(model):
     buffer = io.BytesIO()
     torch.save(model, buffer)
@@ -31,7 +27,10 @@ def through_torch_save(model):
 COPIES = {
     "deepcopy": copy.deepcopy,
     "torch.save": through_torch_save,
-    **{f"pickle {protocol}": through_pickle(protocol) for protocol in range(pickle.HIGHEST_PROTOCOL + 1)},
+    **{
+        f"pickle {protocol}": lambda model, protocol=protocol: pickle.loads(pickle.dumps(model, protocol))
+        for protocol in range(pickle.HIGHEST_PROTOCOL + 1)
+    },
 }
 
 

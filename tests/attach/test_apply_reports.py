@@ -54,22 +54,18 @@ def test_stats_count_the_bytes_that_are_dropped():
     assert stats.regenerating_seconds is None
 
 
-class Chain(nn.Module):
+class Chain(nn.Linear):
     """Autograd saves the input, what tanh returns and what sin returns."""
 
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(HIDDEN, HIDDEN)
-
     def forward(self, x):
-        return self.linear(x).tanh().sin().cos()
+        return super().forward(x).tanh().sin().cos()
 
 
 def test_a_rule_holds_whatever_other_rules_said_of_the_same_ops_before():
     x = torch.randn(TOKENS, HIDDEN)
     for _ in range(2):
         for options, kept in (({}, 2), ({"rerun": "gemm"}, 1), ({"keep": "aten.sin"}, 3), ({"keep": "aten.tanh"}, 2)):
-            module = Chain()
+            module = Chain(HIDDEN, HIDDEN)
             handle = recompute.apply(module, rules(rule("Chain", "recompute", via="hook", **options)))
             step = functools.partial(gradients, module, x)
             step()
@@ -199,27 +195,14 @@ def test_explain_says_how_the_model_itself_comes_back(action, options, expected)
 
 
 def test_layers_are_those_of_the_nearest_module_list():
-    class Stage(nn.Module):
-        def __init__(self, count):
-            super().__init__()
-            self.blocks = nn.ModuleList(nn.Sequential(TinyRMSNorm(), nn.Dropout(0.1)) for _ in range(count))
-
-        def forward(self, x):
-            for block in self.blocks:
-                x = block(x)
-            return x
-
-    class Staged(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.stages = nn.ModuleList(Stage(count) for count in (2, 3))
-            self.nested = nn.ModuleList([nn.ModuleList([TinyRMSNorm(), TinyRMSNorm()])])
-
-        def forward(self, x):
-            return x
+    def stage(count):
+        return nn.ModuleDict(
+            {"blocks": nn.ModuleList(nn.Sequential(TinyRMSNorm(), nn.Dropout(0.1)) for _ in range(count))}
+        )
 
     def governed(layers):
-        model = Staged()
+        nested = nn.ModuleList([nn.ModuleList([TinyRMSNorm(), TinyRMSNorm()])])
+        model = nn.ModuleDict({"stages": nn.ModuleList(map(stage, (2, 3))), "nested": nested})
         plain = snapshot(model)
         recompute.apply(model, rules(rule("TinyRMSNorm", layers=layers)))
         return [name for name, module in model.named_modules() if type(module) is not plain[name][0]]

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from engine_testing import module_of
 from tiers import slow
 from tiny import BATCH, HIDDEN, INTERMEDIATE, LENGTH, TOKENS, decoder, next_token_loss, rule, rules, token_ids
 from torch import Tensor, nn
@@ -53,20 +54,21 @@ Forward = Callable[[nn.Module, Tensor], Tensor]
 def explained(forward, action="recompute", **options):
     """The tensors of a module that runs ``forward(linear, x)`` under a rule with ``options``."""
 
-    class Body(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(HIDDEN, HIDDEN, bias=False)
-
-        def forward(self, x):
-            return forward(self.linear, x)
-
-    module = Body()
+    module = module_of(lambda self, x: forward(self.linear, x), linear=nn.Linear(HIDDEN, HIDDEN, bias=False))
     handle = recompute.apply(module, rules(rule("Body", action, **options)))
     for _ in range(2):  # the first may have followed the plan of another region for a while
         module(torch.rand(BATCH, LENGTH, HIDDEN, requires_grad=True)).sum().backward()
     (lines,) = tables(handle.explain(wide=True)).values()
     return lines
+
+
+def trained(policy, layers=2, steps=1):
+    """A decoder after steps under a policy, and its handle."""
+    model = decoder(layers=layers)
+    handle = recompute.apply(model, policy)
+    for _ in range(steps):
+        next_token_loss(model, token_ids()).backward()
+    return model, handle
 
 
 def line_of(made_by, lines):
@@ -157,9 +159,8 @@ REASONS: dict[str, tuple[Forward, dict[str, Any], str, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", REASONS)
-def test_what_is_kept_says_why(kind):
-    forward, options, made_by, reason = REASONS[kind]
+@pytest.mark.parametrize(("forward", "options", "made_by", "reason"), REASONS.values(), ids=REASONS)
+def test_what_is_kept_says_why(forward, options, made_by, reason):
     line = line_of(made_by, explained(forward, via="hook", **options))
     assert line.fate == "kept"
     assert line.reason.split("; ")[0] == reason
@@ -227,9 +228,7 @@ def test_before_any_forward_there_are_no_tensors_to_tell_of():
 
 
 def test_modules_treated_alike_share_a_table_and_others_have_their_own():
-    model = decoder(layers=3)
-    handle = recompute.apply(model)
-    next_token_loss(model, token_ids()).backward()
+    model, handle = trained("elementwise", layers=3)
     title, last = tables(handle.explain(wide=True))
     assert title.startswith("layers.* (TinyDecoderLayer), each of 3: ")
     assert last.startswith("norm (TinyRMSNorm): ")
@@ -241,16 +240,12 @@ def test_modules_treated_alike_share_a_table_and_others_have_their_own():
 
 
 def test_a_checkpoint_without_exceptions_has_no_table():
-    model = decoder()
-    handle = recompute.apply(model, rules(rule("TinyMLP"), rule("TinyRMSNorm", "recompute", via="hook")))
-    next_token_loss(model, token_ids()).backward()
+    _, handle = trained(rules(rule("TinyMLP"), rule("TinyRMSNorm", "recompute", via="hook")))
     assert all("TinyRMSNorm" in title for title in tables(handle.explain(wide=True)))
 
 
 def test_what_was_dropped_and_kept_adds_up_to_the_totals():
-    model = decoder()
-    handle = recompute.apply(model, rules(rule("TinyDecoderLayer", "recompute", via="hook")))
-    next_token_loss(model, token_ids()).backward()
+    model, handle = trained(rules(rule("TinyDecoderLayer", "recompute", via="hook")))
     ((title, lines),) = tables(handle.explain(wide=True)).items()
     stats = handle.stats()
     for fate, nbytes in (("dropped", stats.dropped_nbytes), ("kept", stats.kept_nbytes)):
@@ -259,18 +254,12 @@ def test_what_was_dropped_and_kept_adds_up_to_the_totals():
         assert f"{fate} {total:,} bytes ({total // TOKENS} a token, {TOKENS} tokens)" in title
 
 
-class Overwrites(nn.Module):
+def overwrites():
     """Saves what it then changes, so that autograd would refuse to run that backward."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(HIDDEN, HIDDEN)
-
-    def forward(self, x):
-        return overwritten(self.linear, x)
+    return module_of(lambda self, x: overwritten(self.linear, x), linear=nn.Linear(HIDDEN, HIDDEN))
 
 
-@pytest.mark.parametrize("make", [lambda: nn.BatchNorm1d(HIDDEN), Overwrites])
+@pytest.mark.parametrize("make", [lambda: nn.BatchNorm1d(HIDDEN), overwrites])
 def test_what_is_overwritten_is_kept_and_counted_but_for_running_statistics_which_live_anyway(make):
     module = make()
     handle = recompute.apply(module, rules(rule(type(module).__name__, "recompute", via="hook")))
@@ -300,10 +289,7 @@ def number(cell):
 @pytest.mark.parametrize("policy", ["elementwise", "hook", "kernel", "full", "alternate"])
 @pytest.mark.parametrize("steps", [*slow(1), 3])
 def test_the_last_row_is_stats_and_rows_add_up_to_it(policy, steps):
-    model = decoder(layers=3)
-    handle = recompute.apply(model, policy)
-    for _ in range(steps):
-        next_token_loss(model, token_ids()).backward()
+    _, handle = trained(policy, layers=3, steps=steps)
     rows = summary(handle.explain(wide=True))
     total, stats = rows.pop("total"), handle.stats()
     assert number(total["forwards"]) == stats.frames
@@ -317,9 +303,7 @@ def test_the_last_row_is_stats_and_rows_add_up_to_it(policy, steps):
 @pytest.mark.parametrize("policy", ["elementwise", "hook", "kernel"])
 def test_all_that_is_counted_as_dropped_is_listed(policy):
     """Also what another module saves of a module's output, as projections and the head do of a norm's."""
-    model = decoder(layers=3)
-    handle = recompute.apply(model, policy)
-    next_token_loss(model, token_ids()).backward()
+    _, handle = trained(policy, layers=3)
     listed = 0
     for title, lines in tables(handle.explain(wide=True)).items():
         modules = re.search(r", each of (\d+):", title)
@@ -332,10 +316,7 @@ def test_all_that_is_counted_as_dropped_is_listed(policy):
 
 
 def test_what_is_saved_outside_is_told_of_the_last_forward_alone():
-    model = decoder()
-    handle = recompute.apply(model, "hook")
-    for _ in range(2):
-        next_token_loss(model, token_ids()).backward()
+    model, handle = trained("hook", steps=2)
     (norm,) = (lines for title, lines in tables(handle.explain(wide=True)).items() if title.startswith("norm "))
     assert [line.saved_by for line in norm].count("(outside)") == 1
     model.lm_head.weight.requires_grad_(False)  # whose gradient alone wants the norm's output
@@ -345,9 +326,7 @@ def test_what_is_saved_outside_is_told_of_the_last_forward_alone():
 
 
 def test_totals_of_an_mlp_are_told_a_token_wherever_its_input_comes_from():
-    model = decoder()
-    handle = recompute.apply(model, "hook")  # under which a norm gives the input back
-    next_token_loss(model, token_ids()).backward()
+    _, handle = trained("hook")  # under which a norm gives the input back
     (title,) = (title for title in tables(handle.explain(wide=True)) if "TinyMLP" in title)
     each = 2 * INTERMEDIATE * 4
     assert f"dropped {each * TOKENS:,} bytes ({each} a token, {TOKENS} tokens)" in title
@@ -356,15 +335,8 @@ def test_totals_of_an_mlp_are_told_a_token_wherever_its_input_comes_from():
 
 def test_totals_of_a_llama_layer_a_token():
     hidden, intermediate, heads, kv, size = 32, 48, 4, 2, 8
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=2,
-        num_attention_heads=heads,
-        num_key_value_heads=kv,
-        use_cache=False,
-    )
+    sizes = {"vocab_size": 64, "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": 2}
+    config = LlamaConfig(**sizes, num_attention_heads=heads, num_key_value_heads=kv, use_cache=False)
     model = LlamaForCausalLM(config).to(torch.bfloat16)
     ids = torch.randint(0, 64, (2, 16))
     handle = recompute.apply(model)
@@ -401,9 +373,7 @@ def test_by_default_lines_fit_and_say_bytes_as_people_do(policy, width):
 
 @pytest.mark.parametrize("policy", ["elementwise", "kernel"])
 def test_both_widths_tell_of_the_same_modules_and_tensors_in_the_same_order(policy):
-    model = decoder(layers=2)
-    handle = recompute.apply(model, policy)
-    next_token_loss(model, token_ids()).backward()
+    _, handle = trained(policy)
     wide, text = handle.explain(wide=True), handle.explain(width=1000)
     lines = [line for each in tables(wide).values() for line in each]
     told = [line.split() for line in text.splitlines() if re.search("[^,]B  (dropped|kept|alive)$", line)]

@@ -1,12 +1,12 @@
 """``apply`` on a model that is under a policy already, or has checkpointing of its own on; and how handles go."""
 
-import gc
 import warnings
 import weakref
 
 import models
 import pytest
 import torch
+from engine_testing import module_of, no_garbage_collection
 from tiers import by_default
 from tiny import HIDDEN, TinyDecoderLayer, assert_same, decoder, next_token_loss, rule, rules, snapshot, token_ids
 from torch import nn
@@ -102,37 +102,26 @@ def test_a_model_dies_with_its_last_reference_while_its_handle_lives(way):
     for _ in range(5):  # until it is captured
         model(torch.randn(2, 3, HIDDEN)).sum().backward()
     assert "1 of 1 run as captured code" in handle.explain()
-    gc.collect()
-    gc.disable()
-    try:
+    with no_garbage_collection():
         reference = weakref.ref(model)
         del model
         assert reference() is None
-    finally:
-        gc.enable()
     assert handle.explain().startswith("policy elementwise")
 
 
-class TimmsWay(nn.Module):
+def timms_way(self, x):
     """Checkpoints as timm's models do: its flag has it run its layers by torch's checkpoint."""
-
-    def __init__(self):
-        super().__init__()
-        self.grad_checkpointing = True
-        self.layers = nn.ModuleList(TinyDecoderLayer() for _ in range(2))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False) if self.grad_checkpointing else layer(x)
-        return x
+    for layer in self.layers:
+        x = checkpoint(layer, x, use_reentrant=False) if self.grad_checkpointing else layer(x)
+    return x
 
 
 def checkpointing(way):
     """A model that checkpoints, and how to run it."""
     torch.manual_seed(0)
     if way == "timm":
-        model = TimmsWay()
-        x = torch.randn(2, 8, HIDDEN)
+        layers = nn.ModuleList(TinyDecoderLayer() for _ in range(2))
+        model, x = module_of(timms_way, grad_checkpointing=True, layers=layers), torch.randn(2, 8, HIDDEN)
         return model, lambda: model(x)
     model = models.make("llama")
     if way == "wrapper":

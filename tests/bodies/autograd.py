@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from corpus import Body, nothing
-from engine_testing import HIDDEN, RMSNorm
+from engine_testing import HIDDEN, RMSNorm, function_of
 from torch import Tensor, nn
 from torch.autograd import Function, forward_ad
 from torch.autograd.function import once_differentiable
@@ -226,70 +226,23 @@ class Split(Function):
         return gradient if last is None else gradient + last.unsqueeze(-1).expand(-1, ctx.width), None, None
 
 
-class Reverse(Function):
-    """Gives back what it is given."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return -gradient
-
-
-class Same(Function):
-    """Runs no op at all."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
-
-
-class InMemory(Function):
+def over_what_was_saved(gradient, a, b):
     """As Triton kernels do it: backward writes its gradients over what was saved, unseen."""
-
-    @staticmethod
-    def forward(ctx, a, b):
-        ctx.save_for_backward(a, b)
-        return a * b
-
-    @staticmethod
-    def backward(ctx, gradient):
-        a, b = ctx.saved_tensors
-        first, second = gradient * b, gradient * a
-        a.numpy()[:], b.numpy()[:] = first.numpy(), second.numpy()
-        return a, b
+    first, second = gradient * b, gradient * a
+    a.numpy()[:], b.numpy()[:] = first.numpy(), second.numpy()
+    return a, b
 
 
-class Widened(Function):
-    """Gradients of another dtype and another shape than what they belong to, which autograd makes fit."""
-
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return x * w
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x, w = ctx.saved_tensors
-        return (gradient * w).double(), gradient * x
+def no_tensors(*_):
+    return ()
 
 
-class Transposed(Function):
-    """Tensors that are not contiguous, both ways."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.t().contiguous().t()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient.t().contiguous().t()
+Reverse = function_of(lambda x: x.view_as(x), lambda gradient: -gradient, saves=no_tensors)
+Same = function_of(lambda x: x, lambda gradient: gradient, saves=no_tensors)
+Transposed = function_of(*[lambda x: x.t().contiguous().t()] * 2, saves=no_tensors)
+InMemory = function_of(lambda a, b: a * b, over_what_was_saved)
+Widened = function_of(lambda x, w: x * w, lambda gradient, x, w: ((gradient * w).double(), gradient * x))
+"""Gradients of another dtype and another shape than what they belong to, which autograd makes fit."""
 
 
 class Dropped(Function):

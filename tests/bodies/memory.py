@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from corpus import Body
-from engine_testing import HIDDEN, TOKENS, RMSNorm
+from engine_testing import HIDDEN, TOKENS, RMSNorm, function_of
 from torch import Tensor, nn
 
 
@@ -68,20 +68,14 @@ SAVED: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class Keeps(torch.autograd.Function):
-    """Saves a tensor as it is given it, and multiplies by a hash of what it is given back, and by its layout."""
+def by_a_hash(gradient, saved):
+    layout = [*saved.shape, *saved.stride(), saved.is_conj()]
+    wide = torch.view_as_real(saved.resolve_conj()) if saved.is_complex() else saved.float()
+    return gradient * wide.sum().sin() * sum((index + 1) * each for index, each in enumerate(layout)), None
 
-    @staticmethod
-    def forward(ctx, x, saved):
-        ctx.save_for_backward(saved)
-        return x.clone()
 
-    @staticmethod
-    def backward(ctx, gradient):
-        (saved,) = ctx.saved_tensors
-        layout = [*saved.shape, *saved.stride(), saved.is_conj()]
-        wide = torch.view_as_real(saved.resolve_conj()) if saved.is_complex() else saved.float()
-        return gradient * wide.sum().sin() * sum((index + 1) * each for index, each in enumerate(layout)), None
+Keeps = function_of(lambda x, saved: x.clone(), by_a_hash, saves=lambda result, x, saved: (saved,))
+"""Saves a tensor as it is given it, and multiplies by a hash of what it is given back, and by its layout."""
 
 
 def saving(view):

@@ -101,26 +101,13 @@ def carries_a_state(self, x):
     return self.state * self.states[0]
 
 
-def sets_an_attribute(self, x):
-    y = self.linear(x)
-    self.last = y.detach().mean()
-    return F.gelu(y)
+def noted(note):
+    def forward(self, x):
+        y = self.linear(x)
+        note(self, y.detach())
+        return F.gelu(y)
 
-
-def appends(self, x):
-    y = self.linear(x)
-    self.seen.append(y.detach())
-    return F.gelu(y)
-
-
-def fills_a_dictionary(self, x):
-    y = self.linear(x)
-    self.cache["key"] = y.detach() * 2
-    return F.gelu(y)
-
-
-def clear_losses(module):
-    module.losses.clear()
+    return forward
 
 
 def start_state(module):
@@ -145,14 +132,23 @@ ATTRIBUTES: dict[str, Body] = {
     "a module that is": replaced(nn.Softplus(), nn.Tanh(), lambda x, value: value(x)),
     **{f"{name} that forward fills": filled(number, *each) for number, (name, each) in enumerate(CONTAINERS.items())},
     "a module that the first run makes": Body(makes_a_module),
-    "losses that are left": Body(leaves_losses, lambda: {"losses": [], "table": {}}, start=clear_losses, together=True),
+    "losses that are left": Body(
+        leaves_losses, lambda: {"losses": [], "table": {}}, start=lambda module: module.losses.clear(), together=True
+    ),
     "statistics that the first run makes": Body(makes_statistics, lambda: {"mean": None}, drops=False),
     "a state with its graph": Body(carries_a_state, start=start_state, together=True),
-    "set by captured code": Body(sets_an_attribute, lambda: {**linear(), "last": None}, captured=True),
-    "appended to by captured code": Body(
-        appends, lambda: {**linear(), "seen": []}, start=lambda module: module.seen.clear(), captured=True
+    "set by captured code": Body(
+        noted(lambda self, y: setattr(self, "last", y.mean())), lambda: {**linear(), "last": None}, captured=True
     ),
-    "filled by captured code": Body(fills_a_dictionary, lambda: {**linear(), "cache": {}}, captured=True),
+    "appended to by captured code": Body(
+        noted(lambda self, y: self.seen.append(y)),
+        lambda: {**linear(), "seen": []},
+        start=lambda module: module.seen.clear(),
+        captured=True,
+    ),
+    "filled by captured code": Body(
+        noted(lambda self, y: self.cache.update(key=y * 2)), lambda: {**linear(), "cache": {}}, captured=True
+    ),
 }
 
 # Side effects
@@ -189,29 +185,9 @@ def logs(self, x):
     return self.linear(x)
 
 
-def reads_a_value(self, x):
-    return self.linear(x) * (2 if x.sum().item() > self.bound else 3)
-
-
-def branches_on_a_value(self, x):
-    return self.linear(x) if x.sum() > self.bound else self.linear(x) * 2
-
-
-def scales_by_a_value(self, x):
-    return self.linear(x) * x.detach().sum().item()
-
-
-def reads_an_array(self, x):
-    return self.linear(x) * torch.from_numpy(np.tanh(x.detach().numpy()))
-
-
 def selects_by_values(self, x):
     y = self.linear(x)
     return y[y.detach()[:, 0] > self.bound]
-
-
-def computes_otherwise_if_compiled(self, x):
-    return self.linear(x) * (2 if torch.compiler.is_compiling() else 3)
 
 
 def returns_otherwise_if_compiled(self, x):
@@ -242,16 +218,21 @@ def of_effects(forward, captured, drops=True):
     )
 
 
+ON_THE_TAPE = {
+    **{each.__name__: each for each in (prints, warns, logs)},
+    "reads_a_value": lambda self, x: self.linear(x) * (2 if x.sum().item() > self.bound else 3),
+    "branches_on_a_value": lambda self, x: self.linear(x) if x.sum() > self.bound else self.linear(x) * 2,
+    "scales_by_a_value": lambda self, x: self.linear(x) * x.detach().sum().item(),
+    "reads_an_array": lambda self, x: self.linear(x) * torch.from_numpy(np.tanh(x.detach().numpy())),
+}
+OTHERWISE_IF_COMPILED = {
+    "computes_otherwise_if_compiled": lambda self, x: self.linear(x) * (2 if torch.compiler.is_compiling() else 3),
+    **{each.__name__: each for each in (returns_otherwise_if_compiled, counts_if_not_compiled)},
+}
 EFFECTS = {
-    **{
-        each.__name__: of_effects(each, captured=False)
-        for each in (prints, warns, logs, reads_a_value, branches_on_a_value, scales_by_a_value, reads_an_array)
-    },
+    **{name: of_effects(each, captured=False) for name, each in ON_THE_TAPE.items()},
     "selects_by_values": of_effects(selects_by_values, captured=False, drops=False),
-    **{
-        each.__name__: of_effects(each, captured="whether it is compiled")
-        for each in (computes_otherwise_if_compiled, returns_otherwise_if_compiled, counts_if_not_compiled)
-    },
+    **{name: of_effects(each, captured="whether it is compiled") for name, each in OTHERWISE_IF_COMPILED.items()},
 }
 
 # Parts, and what they do to buffers

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 import torch.nn.functional as F
+from engine_testing import function_of
 from torch import Tensor, nn
 
 import recompute
@@ -88,37 +89,27 @@ class Cube(torch.autograd.Function):
         return gradient * (square + x * x + x * x)
 
 
-class Numpy(torch.autograd.Function):
+def sine_by_numpy(x):
     """Fills its output where no dispatcher sees it."""
-
-    @staticmethod
-    def forward(ctx, x):
-        y = torch.empty(x.shape)
-        numpy.sin(x.numpy(), out=y.numpy())
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (y,) = ctx.saved_tensors
-        return gradient * (1 - y * y)
+    y = torch.empty(x.shape)
+    numpy.sin(x.numpy(), out=y.numpy())
+    return y
 
 
-class ByAddress(torch.autograd.Function):
-    """Copies by address, into memory that it saves under another shape."""
+def copied_by_address(x):
+    """Memory that is saved under another shape."""
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    ctypes.memmove(y.data_ptr(), x.data_ptr(), y.nbytes)
+    return y.view(-1)
 
-    @staticmethod
-    def forward(ctx, x):
-        x = x.contiguous()
-        y = torch.empty_like(x)
-        ctypes.memmove(y.data_ptr(), x.data_ptr(), y.nbytes)
-        ctx.save_for_backward(y.view(-1))
-        return x.tanh()
 
-    @staticmethod
-    def backward(ctx, gradient):
-        (y,) = ctx.saved_tensors
-        return gradient * (1 - y.tanh().square()).view(gradient.shape)
+Numpy = function_of(sine_by_numpy, lambda gradient, y: gradient * (1 - y * y), saves=lambda y, x: (y,))
+ByAddress = function_of(
+    lambda x: x.contiguous().tanh(),
+    lambda gradient, y: gradient * (1 - y.tanh().square()).view(gradient.shape),
+    saves=lambda y, x: (copied_by_address(x),),
+)
 
 
 class TanhInPlace(torch.autograd.Function):

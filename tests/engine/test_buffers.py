@@ -36,22 +36,6 @@ def _first_of_a_view(self, y):
     self.average.view(2, -1)[1].mul_(0.5)
 
 
-def _lerp(self, y):
-    self.average.lerp_(y.detach().mean(0), 0.1)
-
-
-def _index_put(self, y):
-    self.average[torch.tensor([0, 3])] = y.detach()[0, 2:4]
-
-
-def _through_data(self, y):
-    self.average.data.mul_(0.5).add_(y.detach().mean(0))
-
-
-def _foreach(self, y):
-    torch._foreach_add_([self.average, self.other], 1.0)
-
-
 def _lazily(self, y):
     if self.lazy is None:
         self.lazy = torch.zeros(HIDDEN)
@@ -59,27 +43,19 @@ def _lazily(self, y):
     self.average = self.lazy
 
 
-def _new_one(self, y):
-    self.average = self.average * 0.9 + 0.1 * y.detach().mean(0)
-
-
-def _statistics(self, y):
-    """Written by a kernel whose schema does not say so, and that counts no version."""
-    F.batch_norm(y.detach(), self.average, self.other, training=True)
-
-
 UPDATES: dict[str, Update] = {
     "mul_ and add_": _average,
     "a counter": _count,
     "copy_": lambda self, y: self.average.copy_(y.detach().mean(0)),
     "views": _first_of_a_view,
-    "lerp_": _lerp,
-    "index_put_": _index_put,
-    ".data": _through_data,
-    "_foreach_add_": _foreach,
+    "lerp_": lambda self, y: self.average.lerp_(y.detach().mean(0), 0.1),
+    "index_put_": lambda self, y: self.average.index_put_((torch.tensor([0, 3]),), y.detach()[0, 2:4]),
+    ".data": lambda self, y: self.average.data.mul_(0.5).add_(y.detach().mean(0)),
+    "_foreach_add_": lambda self, y: torch._foreach_add_([self.average, self.other], 1.0),
     "made by the first frame": _lazily,
-    "a new tensor": _new_one,
-    "running statistics": _statistics,
+    "a new tensor": lambda self, y: setattr(self, "average", self.average * 0.9 + 0.1 * y.detach().mean(0)),
+    # Written by a kernel whose schema does not say so, and that counts no version.
+    "running statistics": lambda self, y: F.batch_norm(y.detach(), self.average, self.other, training=True),
     "zero_ and fill_": lambda self, y: (self.average.zero_(), self.average.fill_(0.5)),
     "out=": lambda self, y: torch.mul(self.average, 0.5, out=self.average),
 }
@@ -230,27 +206,21 @@ def test_tensors_without_gradients_may_change_wherever_they_live(kind):
         second.sub_(0.5)
         return z.sin() * z.tanh() + (first - z).sigmoid()
 
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inside = module_of(forward, linear=nn.Linear(HIDDEN, HIDDEN))
-            self.tensors = [tensor.clone() for tensor in tensors]
-            self.other = module_of(lambda self: None, tensors=self.tensors)
-            owners = {"list": self, "attribute": self.inside, "argument": self, "of another module": self.other}
-            self.inside.lookup = lambda: owners[kind].tensors
-            self.inside.tensors = self.tensors
-
-        def forward(self, x):
-            return self.inside(x, self.tensors)
+    def outer():
+        torch.manual_seed(3)
+        own = [tensor.clone() for tensor in tensors]
+        inside = module_of(forward, linear=nn.Linear(HIDDEN, HIDDEN), tensors=own)
+        other = module_of(lambda self: None, tensors=own)
+        made = module_of(lambda self, x: self.inside(x, self.tensors), inside=inside, other=other, tensors=own)
+        owners = {"list": made, "attribute": inside, "argument": made, "of another module": other}
+        inside.lookup = lambda: owners[kind].tensors
+        return made
 
     def step(model):
         results = [model(x) for x in inputs]
         return [_gradients(model, result) for result in results]
 
-    torch.manual_seed(3)
-    plain = Outer()
-    torch.manual_seed(3)
-    model, inputs = Outer(), [tokens() for _ in range(3)]
+    plain, model, inputs = outer(), outer(), [tokens() for _ in range(3)]
     expected = [step(plain), step(plain)]
     recompute.apply(model, governing(SETTINGS["recompute"]))
     assert [step(model), step(model)] == expected

@@ -35,28 +35,19 @@ from recompute.errors import RegenerationError
 EXPERTS, CHOSEN = 4, 2
 
 
-class Mixture(nn.Module):
+def mixture(self, x):
     """Each token goes to the two experts that a router prefers."""
-
-    def __init__(self, jitter, keeps):
-        super().__init__()
-        self.norm, self.router = RMSNorm(), nn.Linear(HIDDEN, EXPERTS, bias=False)
-        self.experts = nn.ModuleList(GatedMLP() for _ in range(EXPERTS))
-        self.jitter, self.keeps = jitter, keeps
-        self.routes = []
-
-    def forward(self, x):
-        x = self.norm(x)
-        logits = self.jitter(self.router(x))
-        if self.keeps:
-            logits = recompute.keep(logits)
-        weights, chosen = logits.softmax(-1).topk(CHOSEN)
-        NOTE_ROUTE(chosen.tolist())
-        result = torch.zeros_like(x)
-        for index, expert in enumerate(self.experts):
-            rows, places = (chosen == index).nonzero(as_tuple=True)
-            result = result.index_add(0, rows, expert(x[rows]) * weights[rows, places, None])
-        return result
+    x = self.norm(x)
+    logits = self.jitter(self.router(x))
+    if self.keeps:
+        logits = recompute.keep(logits)
+    weights, chosen = logits.softmax(-1).topk(CHOSEN)
+    NOTE_ROUTE(chosen.tolist())
+    result = torch.zeros_like(x)
+    for index, expert in enumerate(self.experts):
+        rows, places = (chosen == index).nonzero(as_tuple=True)
+        result = result.index_add(0, rows, expert(x[rows]) * weights[rows, places, None])
+    return result
 
 
 ROUTES: list[Any] = []
@@ -82,7 +73,9 @@ def _randomly(logits):
 
 def _mixture(jitter, keeps=False):
 
-    return module_of(lambda self, x: (x + self.layers[0](x)).sin(), layers=nn.ModuleList([Mixture(jitter, keeps)]))
+    router, experts = nn.Linear(HIDDEN, EXPERTS, bias=False), nn.ModuleList(GatedMLP() for _ in range(EXPERTS))
+    inside = module_of(mixture, norm=RMSNorm(), router=router, experts=experts, jitter=jitter, keeps=keeps)
+    return module_of(lambda self, x: (x + self.layers[0](x)).sin(), layers=nn.ModuleList([inside]))
 
 
 @every_rule

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -34,61 +34,67 @@ REGIONS: dict[str, Callable[[Any], Any]] = {
 every_region = pytest.mark.parametrize("region_of", REGIONS.values(), ids=REGIONS)
 
 
-class DispatchPlusOne(TorchDispatchMode):
+def dispatch_mode(alter):
+    """A dispatch mode, which turns what ops give into ``alter(op, output)``."""
+
+    class Alters(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            return alter(op, op(*args, **(kwargs or {})))
+
+    Alters.__name__ = alter.__name__
+    return Alters
+
+
+def function_mode(alter):
+    """The same of functions, by their names."""
+
+    class Alters(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            return alter(getattr(function, "__name__", ""), function(*args, **(kwargs or {})))
+
+    Alters.__name__ = alter.__name__
+    return Alters
+
+
+def plus_one(op, output):
     """Turns every mul into mul + 1, and every sin into twice that."""
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        output = op(*args, **(kwargs or {}))
-        if op is torch.ops.aten.mul.Tensor:
-            return output + 1
-        return output * 2 if op is torch.ops.aten.sin.default else output
+    if op is torch.ops.aten.mul.Tensor:
+        return output + 1
+    return output * 2 if op is torch.ops.aten.sin.default else output
 
 
-class DispatchNoise(TorchDispatchMode):
+def noise(op, output):
     """Adds noise to every output of floating point in memory of its own."""
+    if isinstance(output, Tensor) and output.is_floating_point() and not op.is_view:
+        output = output + torch.rand_like(output) / 8
+    return output
 
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        output = op(*args, **(kwargs or {}))
-        if isinstance(output, Tensor) and output.is_floating_point() and not op.is_view:
-            output = output + torch.rand_like(output) / 8
-        return output
+
+def function_plus_one(name, output):
+    """Turns every mul into mul + 1, and doubles what other functions give, a detach too."""
+    if "mul" in name:
+        return output + 1
+    return output * 2 if name in ("sin", "detach", "as_strided", "clone") else output
+
+
+def function_noise(name, output):
+    if isinstance(output, Tensor) and name in ("mul", "sin", "cos", "exp", "detach", "clone"):
+        return output + torch.rand_like(output) / 8
+    return output
 
 
 class DispatchCount(TorchDispatchMode):
     """Counts ops."""
 
-    def __init__(self):
-        super().__init__()
-        self.count = 0
+    count = 0
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         self.count += 1
         return op(*args, **(kwargs or {}))
 
 
-class FunctionPlusOne(TorchFunctionMode):
-    """Turns every mul into mul + 1, and doubles what other functions give, a detach too."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        output = function(*args, **(kwargs or {}))
-        name = getattr(function, "__name__", "")
-        if "mul" in name:
-            return output + 1
-        return output * 2 if name in ("sin", "detach", "as_strided", "clone") else output
-
-
-class FunctionNoise(TorchFunctionMode):
-    """Adds noise to what functions give."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        output = function(*args, **(kwargs or {}))
-        name = getattr(function, "__name__", "")
-        if isinstance(output, Tensor) and name in ("mul", "sin", "cos", "exp", "detach", "clone"):
-            return output + torch.rand_like(output) / 8
-        return output
-
-
-ALTERING = [DispatchPlusOne, DispatchNoise, FunctionPlusOne, FunctionNoise]
+DispatchPlusOne, FunctionPlusOne = dispatch_mode(plus_one), function_mode(function_plus_one)
+ALTERING = [DispatchPlusOne, dispatch_mode(noise), FunctionPlusOne, function_mode(function_noise)]
 every_mode = pytest.mark.parametrize("kind", [ALTERING[0], *slow(*ALTERING[1:-1]), ALTERING[-1]])
 
 
@@ -155,21 +161,18 @@ def test_a_mode_around_forward_and_backward_sees_what_a_tape_runs_again_and_chan
 
 @every_region
 def test_two_modes_of_which_one_is_around_backward_too(region_of):
+    @contextmanager
+    def both():
+        with outer, DispatchPlusOne(), FunctionPlusOne():
+            yield
+
     def run(function):
-        outer = DispatchCount()
-        found = []
-        for seed in range(3):
-            torch.manual_seed(seed)
-            x = torch.randn(SIZE, requires_grad=True)
-            with outer:
-                with DispatchPlusOne(), FunctionPlusOne():
-                    y = function(x)
-                y.sum().backward()
-            assert x.grad is not None
-            found.append(x.grad)
+        outer.count = 0
+        found = gradients(function, both, lambda: outer)
         assert outer.count > 0
         return found
 
+    outer = DispatchCount()
     assert_same(run(region_of(_chain)), run(_chain))
 
 
