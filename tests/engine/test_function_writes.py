@@ -36,15 +36,6 @@ def write_at(step):
     return lambda ctx, x: write(x, x * 2) if Turn.step == step else None
 
 
-def by_an_op_at_the_end(ctx, x):
-    if Turn.step == STEPS - 1:
-        x.mul_(2)
-
-
-def hold(ctx, x):
-    ctx.held = [x.view(-1)]
-
-
 def nothing(ctx, x):
     pass
 
@@ -56,10 +47,6 @@ def save(ctx, x):
 def overwrite_what_was_saved(ctx):
     for tensor in (*ctx.saved_tensors, *getattr(ctx, "held", ())):
         write(tensor.t() if tensor.t().is_contiguous() else tensor, torch.rand(tensor.numel()))
-
-
-def overwrite_at(step):
-    return lambda ctx: overwrite_what_was_saved(ctx) if Turn.step == step else None
 
 
 def read_what_was_saved(ctx):
@@ -75,12 +62,16 @@ ACTS: dict[str, tuple[Act, Callable[[Any], Any], bool]] = {
     "writes unseen": (lambda ctx, x: write(x, x * 2), read_what_was_saved, False),
     "moves what is there": (lambda ctx, x: write(x, x.flip(0).contiguous()), read_what_was_saved, False),
     "writes in its second run": (write_at(1), read_what_was_saved, False),
-    "writes in its last run, by an op": (by_an_op_at_the_end, read_what_was_saved, False),
+    "writes in its last run, by an op": (
+        lambda ctx, x: x.mul_(2) if Turn.step == STEPS - 1 else None, read_what_was_saved, False,
+    ),
     "saves": (save, read_what_was_saved, True),
     "saves, and writes there": (save, overwrite_what_was_saved, False),
-    "saves, and writes there in its second run": (save, overwrite_at(1), False),
-    "holds": (hold, overwrite_what_was_saved, False),
-}
+    "saves, and writes there in its second run": (
+        save, lambda ctx: overwrite_what_was_saved(ctx) if Turn.step == 1 else None, False,
+    ),
+    "holds": (lambda ctx, x: setattr(ctx, "held", [x.view(-1)]), overwrite_what_was_saved, False),
+}  # fmt: skip
 
 
 def function_that(act, act_in_backward=read_what_was_saved):

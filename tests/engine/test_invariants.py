@@ -129,10 +129,9 @@ def test_5_an_input_mutated_after_the_region_is_refused_by_its_name():
 @pytest.mark.parametrize("updated", ["weight", "bias"])
 def test_5_a_parameter_updated_before_backward_is_refused_by_its_name(updated):
     model = policed(holding(lambda self, x: self.linear(x).sin(), linear=nn.Linear(HIDDEN, HIDDEN)))
-    loss = loss_of(model(tokens()))
-    optimizer = torch.optim.SGD([getattr(model.inside.linear, updated)], lr=0.1)
-    getattr(model.inside.linear, updated).grad = torch.ones_like(getattr(model.inside.linear, updated))
-    optimizer.step()
+    loss, parameter = loss_of(model(tokens())), getattr(model.inside.linear, updated)
+    parameter.grad = torch.ones_like(parameter)
+    torch.optim.SGD([parameter], lr=0.1).step()
     with pytest.raises(MutationError, match=rf"inside \(Body\).*linear\.{updated}.*modified in place"):
         loss.backward()
 
