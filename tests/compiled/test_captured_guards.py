@@ -20,6 +20,7 @@ from capture_testing import (
     Twins,
     body,
     captured_twins,
+    linear,
     rule,
     stepping,
     tokens,
@@ -128,7 +129,7 @@ Shift = type("Shift", (nn.Module,), {"forward": lambda self, x: x + 1})
 class Scaled(nn.Module):
     def __init__(self):
         super().__init__()
-        self.linear, self.shift, self.scale = nn.Linear(SIZE, SIZE), Shift(), Scale()
+        self.linear, self.shift, self.scale = linear(), Shift(), Scale()
 
     def scaled(self, x):
         return Scale.by_class(self.scale.of(x)) * self.scale.factor
@@ -251,13 +252,13 @@ PLACES: dict[str, tuple[Callable[..., Any], bool]] = {
 
 @pytest.mark.parametrize(("forward", "runs"), PLACES.values(), ids=PLACES)
 def test_an_input_that_starts_elsewhere_in_its_storage(forward, runs):
-    twins = Twins(Around(body(forward, lin=nn.Linear(SIZE, SIZE)))).settle(sliced(0))
+    twins = Twins(Around(body(forward, lin=linear()))).settle(sliced(0))
     assert twins.runs_code(sliced(2)) == runs
     assert twins.runs_code(sliced(0)) == 1
 
 
 def test_inputs_that_share_memory_and_did_not_before():
-    two = body(lambda self, x, y: self.lin(x) * torch.sigmoid(y) + x, lin=nn.Linear(SIZE, SIZE))
+    two = body(lambda self, x, y: self.lin(x) * torch.sigmoid(y) + x, lin=linear())
     twins = Twins(Around(two)).settle(train(tokens(), tokens()))
     for second in (lambda x: x, lambda x: x.view_as(x), lambda x: x.detach(), lambda x: x.flip(0)):
         twins.step(stepping(tokens(), lambda module, x: module(x, second(x))))  # noqa: B023
@@ -281,7 +282,7 @@ def test_a_setting_around_forward_or_backward_alone_or_both(setting):
     def forward(self, x):
         return F.gelu(self.lin(x)) * torch.ones(SIZE) * torch.tensor(0.1)
 
-    twins = Twins(Around(body(forward, lin=nn.Linear(SIZE, SIZE)))).settle(stepping(x))
+    twins = Twins(Around(body(forward, lin=linear()))).settle(stepping(x))
     assert twins.runs_code(stepping(x, forward=setting)) == 0
     assert twins.runs_code(stepping(x, backward=setting)) == 1
     assert twins.runs_code(stepping(x, forward=setting, backward=setting)) == 0
@@ -313,7 +314,7 @@ def test_attention_that_takes_another_algorithm_now():
         return F.scaled_dot_product_attention(heads, heads, heads)[0, 0]
 
     step = train(tokens())
-    twins = Twins(Around(body(forward, lin=nn.Linear(SIZE, SIZE)))).settle(step)
+    twins = Twins(Around(body(forward, lin=linear()))).settle(step)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         assert twins.runs_code(step) == 0
         twins.settle(step)
@@ -334,14 +335,9 @@ def test_without_gradients(twins, step, mode):
     assert twins.runs_code(step) == 1
 
 
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.q, self.k, self.v = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
-
-    def forward(self, x):
-        q, k, v = (project(x).unflatten(-1, (2, -1)).transpose(0, 1)[None] for project in (self.q, self.k, self.v))
-        return x + F.scaled_dot_product_attention(q, k, v)[0].transpose(0, 1).flatten(1)
+def attention(self, x):
+    q, k, v = (project(x).unflatten(-1, (2, -1)).transpose(0, 1)[None] for project in (self.q, self.k, self.v))
+    return x + F.scaled_dot_product_attention(q, k, v)[0].transpose(0, 1).flatten(1)
 
 
 @contextmanager
@@ -355,7 +351,7 @@ def another_attention():
 def test_equal_layers_are_captured_anew_under_settings_that_choose_other_ops(in_force):
     model = Layers(5)
     for layer in model.layers:
-        layer.mixer = Attention()
+        layer.mixer = body(attention, q=linear(), k=linear(), v=linear())
     twins, step = Twins(model, rule("layers.*")), train(tokens())
     with another_attention():
         if in_force == "for some frames":

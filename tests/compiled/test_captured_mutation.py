@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from capture_testing import SIZE, Around, Block, Twins, body, captured_twins, fresh, train
+from capture_testing import SIZE, Around, Block, Twins, body, captured_twins, fresh, linear, train
 from engine_testing import loss_of
 from tiers import by_default
 from torch import Tensor, nn
@@ -65,7 +65,7 @@ def test_what_plain_pytorch_refuses_is_refused(x, change):
 @pytest.mark.parametrize("activation", [torch.sigmoid, torch.tanh, torch.exp, lambda x: F.softmax(x, -1).view(2, -1)])
 def test_an_output_that_the_region_keeps_may_not_change(x, activation):
     forward = lambda self, x: activation(self.lin(x))  # noqa: E731
-    twins = Twins(Around(body(forward, lin=nn.Linear(SIZE, SIZE)))).settle(train(x))
+    twins = Twins(Around(body(forward, lin=linear()))).settle(train(x))
     assert_both_refuse(twins, between(x, lambda m, x, y: y.mul_(2)))
 
 
@@ -110,8 +110,8 @@ def test_the_data_of_a_parameter_is_replaced_before_backward(x, name):
 @pytest.mark.parametrize("size", [SIZE, LARGE], ids=["small", "large"])
 def test_buffers(x, size):
     """Plain PyTorch minds a change of one that it saved, and of no other."""
-    reads = body(lambda self, x: F.gelu(self.lin(x) + self.shift[:SIZE]), lin=nn.Linear(SIZE, SIZE))
-    saves = body(lambda self, x: F.gelu(self.lin(x)) * self.shift[:SIZE], lin=nn.Linear(SIZE, SIZE))
+    reads = body(lambda self, x: F.gelu(self.lin(x) + self.shift[:SIZE]), lin=linear())
+    saves = body(lambda self, x: F.gelu(self.lin(x)) * self.shift[:SIZE], lin=linear())
 
     def change(module, x, y):
         module.inside.shift.add_(1)

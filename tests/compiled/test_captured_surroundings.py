@@ -18,6 +18,7 @@ from capture_testing import (
     body,
     captured_twins,
     fresh,
+    linear,
     observed,
     rule,
     stepping,
@@ -213,7 +214,7 @@ def by_the_tape_in_between(module, x):
 
 
 def test_draws_inside_come_back_and_those_outside_are_what_they_were(x):
-    twins = captured_twins(body(drops_out, lin=nn.Linear(SIZE, SIZE)), x)
+    twins = captured_twins(body(drops_out, lin=linear()), x)
     for run, count in ((draws_between, 2), (runs_again, 1), (runs_again, 1), (by_the_tape_in_between, 2)):
 
         def step(module, run=run):

@@ -1,11 +1,13 @@
 """What ``stats()`` says of the time that captured code takes to regenerate, and of what runs again in each step."""
 
-from contextlib import contextmanager, nullcontext
+import functools
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
-from capture_testing import SIZE, STEPS_TO_SETTLE, Around, Layers, Norm, Twins, rule, tokens, train
+from capture_testing import STEPS_TO_SETTLE, Around, Layers, Norm, Twins, linear, rule, tokens, train
+from engine_testing import set_by
 from torch import nn
 
 import recompute
@@ -37,22 +39,16 @@ def ticks(monkeypatch):
     return now
 
 
-@contextmanager
-def otherwise():
-    """The span of another setting of torch than that of forward."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
+otherwise = functools.partial(set_by, torch.use_deterministic_algorithms, True, False)
+"""The span of another setting of torch than that of forward."""
 
 
 def norms():
     """Two norms, whose outputs others save."""
-    return nn.Sequential(Around(Norm(), after=nn.Linear(SIZE, SIZE)), Around(Norm(), after=nn.Linear(SIZE, SIZE)))
+    return nn.Sequential(*(Around(Norm(), after=linear()) for _ in range(2)))
 
 
-@pytest.mark.parametrize("around_backward", [nullcontext, otherwise])
+@pytest.mark.parametrize("around_backward", [nullcontext, otherwise], ids=["", "otherwise"])
 @pytest.mark.parametrize(
     ("make", "policy"), [(Layers, rule("layers.*")), (norms, rule("*.inside"))], ids=["layers", "outputs of others"]
 )

@@ -17,6 +17,7 @@ from random_modules import BLOCKS, Model, Program, Step, is_repeatable, parse
 from random_ops import MENUS, OPS, WIDTH
 from tiers import by_default
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import recompute
@@ -35,44 +36,32 @@ FRAMES = ((2, False), (3, False), (2, True), (2, False))
 """Batch and branch of each run: the last one finds what was decided in the first."""
 
 
-class Watched(torch.autograd.graph.saved_tensors_hooks):
+def watched():
     """Hooks of the user's that refuse what autograd refuses without hooks."""
 
-    def __init__(self):
-        super().__init__(self.pack, self.unpack)
-
-    @staticmethod
-    def pack(tensor):
-        return tensor.detach(), tensor._version
-
-    @staticmethod
     def unpack(packed):
         tensor, version = packed
         if tensor._version != version:
             raise RuntimeError("modified by an inplace operation")
         return tensor
 
+    return saved_tensors_hooks(lambda tensor: (tensor.detach(), tensor._version), unpack)
 
-class Copying(torch.autograd.graph.saved_tensors_hooks):
+
+def copying_hooks():
     """Has autograd copy what is changed after it was saved, rather than refuse it."""
 
-    def __init__(self):
-        super().__init__(self.pack, self.unpack)
-
-    @staticmethod
-    def pack(tensor):
-        return tensor.detach(), tensor.detach().clone(), tensor._version
-
-    @staticmethod
     def unpack(packed):
         tensor, copied, version = packed
         return tensor if tensor._version == version else copied  # RReLU's noise is filled after it was saved
+
+    return saved_tensors_hooks(lambda tensor: (tensor.detach(), tensor.detach().clone(), tensor._version), unpack)
 
 
 AROUND: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "nothing": nullcontext,
     "autocast": functools.partial(torch.autocast, "cpu", dtype=torch.bfloat16),
-    "hooks": Watched,
+    "hooks": watched,
     "checkpoint": nullcontext,
 }
 
@@ -99,7 +88,7 @@ class Frame:
         torch.default_generator.manual_seed(number)  # torch.manual_seed takes a millisecond
         self.x, self.extra = (torch.randn(size, WIDTH).requires_grad_(leaf) for _ in range(2))
         self.loss = None
-        with AROUND[around](), Copying() if copying else nullcontext():
+        with AROUND[around](), copying_hooks() if copying else nullcontext():
             self.forward = result_of(lambda: self._forward(branch, around == "checkpoint"))
 
     def _forward(self, branch, checkpointed):
