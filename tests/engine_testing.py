@@ -7,7 +7,10 @@ import dataclasses
 import functools
 import gc
 import hashlib
+import itertools
 import sys
+import threading
+import types
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -335,6 +338,16 @@ def engine_objects() -> Counter[str]:
 
 
 @contextmanager
+def set_by(put: Callable[[Any], Any], value: Any, before: Any) -> Iterator[None]:
+    """The span of a setting, ``value``."""
+    put(value)
+    try:
+        yield
+    finally:
+        put(before)
+
+
+@contextmanager
 def no_garbage_collection() -> Iterator[Callable[[], Counter[str]]]:
     """What dies here dies by reference count, and ``gc.collect()`` tells how many objects have not.
 
@@ -442,6 +455,57 @@ class ExpWith(torch.autograd.Function):
         result, seen = ctx.saved_tensors
         ctx.look(seen)
         return grad * result, None, None
+
+
+def function_of(
+    forward: Callable[..., Any], backward: Callable[..., Any], saves: Callable[..., Any] = lambda result, *given: given
+) -> Any:
+    """A custom Function of ``forward(*given)``, which saves what it was given, or ``saves(result, *given)``.
+
+    ``backward`` gets the gradient and what was saved.
+    """
+
+    class Made(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *given: Any) -> Any:
+            result = forward(*given)
+            ctx.save_for_backward(*saves(result, *given))
+            return result
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            return backward(*gradients, *ctx.saved_tensors)
+
+    for name in ("forward", "backward"):  # the engine knows Functions by their code, of which each has its own
+        of_all = vars(Made)[name].__func__
+        code = of_all.__code__.replace(co_firstlineno=next(_LINES))
+        setattr(Made, name, staticmethod(types.FunctionType(code, of_all.__globals__, name, None, of_all.__closure__)))
+    return Made
+
+
+_LINES = itertools.count(1)
+
+
+def twins_of(model: nn.Module) -> tuple[nn.Module, nn.Module]:
+    """``model``, and a copy of it that stays as it is."""
+    return model, copy.deepcopy(model)
+
+
+def watched(model: nn.Module) -> list[StorageWeakRef]:
+    """Gets what tells of each output of ``model`` and its parts, as they run, whether it has been freed."""
+    references: list[StorageWeakRef] = []
+    for module in model.modules():
+        module.register_forward_hook(lambda module, args, result: references.append(weak(result)))
+    return references
+
+
+def in_threads(*functions: Callable[[], Any]) -> None:
+    """Runs each in a thread of its own, all at once."""
+    threads = [threading.Thread(target=function) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 class Boom(Exception):

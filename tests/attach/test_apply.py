@@ -5,10 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
-import warnings
 import weakref
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -16,6 +13,7 @@ from tiers import by_default, slow
 from tiny import (
     TinyDecoderLayer,
     TinyRMSNorm,
+    assert_as_under,
     assert_same,
     decoder,
     next_token_loss,
@@ -25,7 +23,7 @@ from tiny import (
     token_ids,
     train,
 )
-from torch import Tensor, nn
+from torch import nn
 
 import recompute
 from recompute.errors import AlreadyAppliedError, PolicyError, PolicyWarning, UnsupportedError
@@ -36,7 +34,7 @@ PRESETS += ["compress", "compress-offload", "long"]
 NORMS = rules(rule("TinyRMSNorm", "recompute", via="hook"))
 
 
-def governed(model: nn.Module) -> list[str]:
+def governed(model):
     """The names of the modules that are not of their own class now."""
     plain = snapshot(decoder())
     return [name for name, module in model.named_modules() if type(module) is not plain[name][0]]
@@ -53,7 +51,7 @@ def governed(model: nn.Module) -> list[str]:
     ],
     ids=["preset", "path", "string", "Policy", "mapping"],
 )
-def test_takes_a_policy_however_it_is_given(policy: Any) -> None:
+def test_takes_a_policy_however_it_is_given(policy):
     model, expected = decoder(), decoder()
     recompute.apply(expected, "hook")
     handle = recompute.apply(model, policy)
@@ -61,16 +59,16 @@ def test_takes_a_policy_however_it_is_given(policy: Any) -> None:
     assert governed(model) == governed(expected) != []
 
 
-def held(handle: Any) -> tuple[int, int, int]:
+def held(handle):
     stats = handle.stats()
     return stats.frames, stats.dropped_nbytes, stats.kept_nbytes
 
 
-def test_these_are_all_presets() -> None:
+def test_these_are_all_presets():
     assert {*PRESETS} == {*preset_names()}
 
 
-def test_without_a_policy_every_layer_gets_the_preset_that_changes_no_bit() -> None:
+def test_without_a_policy_every_layer_gets_the_preset_that_changes_no_bit():
     model, named = decoder(dropout=0.3), decoder(dropout=0.3)
     with recompute.apply(model) as handle, recompute.apply(named, "elementwise") as other:
         assert handle.policy == other.policy == recompute.load_policy("elementwise")
@@ -82,22 +80,22 @@ def test_without_a_policy_every_layer_gets_the_preset_that_changes_no_bit() -> N
 
 
 @pytest.mark.parametrize("model", [None, nn.Linear, "hook", [nn.Linear(1, 1)]], ids=repr)
-def test_refuses_what_is_no_module(model: Any) -> None:
+def test_refuses_what_is_no_module(model):
     with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module, got"):
         recompute.apply(model, "hook")
 
 
-def test_a_bad_policy_changes_nothing() -> None:
+def test_a_bad_policy_changes_nothing():
     model = decoder()
     before = snapshot(model)
     for policy in ("hok", {"rules": [{"type": "X", "action": "forget"}]}, {"rulez": []}, 3):
         with pytest.raises(PolicyError):
-            recompute.apply(model, policy)  # type: ignore[arg-type]
+            recompute.apply(model, policy)
     assert snapshot(model) == before
 
 
 @pytest.mark.parametrize("preset", by_default(PRESETS, "none", "full", "hook", "kernel"))
-def test_nothing_that_others_look_at_changes(preset: str) -> None:
+def test_nothing_that_others_look_at_changes(preset):
     model = decoder()
     modules = list(model.named_modules())
     classes = [type(module) for _, module in modules]
@@ -120,7 +118,7 @@ def test_nothing_that_others_look_at_changes(preset: str) -> None:
     loss.backward()
 
 
-def test_state_dicts_go_both_ways() -> None:
+def test_state_dicts_go_both_ways():
     plain, policed = decoder(0), decoder(1)
     recompute.apply(policed, "hook")
     policed.load_state_dict(plain.state_dict())
@@ -131,20 +129,19 @@ def test_state_dicts_go_both_ways() -> None:
 
 @pytest.mark.parametrize("second", by_default(PRESETS[1:], "hook"))
 @pytest.mark.parametrize("first", by_default(PRESETS[1:], "full", "kernel"))
-def test_a_model_under_a_policy_refuses_another(first: str, second: str) -> None:
+@pytest.mark.filterwarnings("error")  # what it would have warned of, it does not come to
+def test_a_model_under_a_policy_refuses_another(first, second):
     model = decoder()
     handle = recompute.apply(model, first)
     before = snapshot(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # what it would have warned of, it does not come to
-        with pytest.raises(AlreadyAppliedError, match=r"layers\.0|TinyDecoder\b"):
-            recompute.apply(model, second)
+    with pytest.raises(AlreadyAppliedError, match=r"layers\.0|TinyDecoder\b"):
+        recompute.apply(model, second)
     assert snapshot(model) == before
     handle.remove()
     recompute.apply(model, second).remove()
 
 
-def test_a_submodule_under_a_policy_is_named() -> None:
+def test_a_submodule_under_a_policy_is_named():
     model = decoder()
     handle = recompute.apply(model.layers[1], "hook")
     before = snapshot(model)
@@ -161,7 +158,7 @@ def test_a_submodule_under_a_policy_is_named() -> None:
         recompute.apply(model.norm, rules(rule("TinyRMSNorm")))
 
 
-def test_disjoint_submodules_take_policies_of_their_own() -> None:
+def test_disjoint_submodules_take_policies_of_their_own():
     model = decoder()
     before, expected = snapshot(model), train(decoder())
     handles = [recompute.apply(layer, preset) for layer, preset in zip(model.layers, ("full", "hook"), strict=True)]
@@ -171,7 +168,7 @@ def test_disjoint_submodules_take_policies_of_their_own() -> None:
     assert snapshot(model) == before
 
 
-def test_a_decorated_instance_inside_is_named() -> None:
+def test_a_decorated_instance_inside_is_named():
     @recompute.recompute
     class Decorated(TinyDecoderLayer):
         pass
@@ -186,27 +183,21 @@ def test_a_decorated_instance_inside_is_named() -> None:
         recompute.recompute(model.layers[1])
 
 
-class RefusesSubclasses(nn.Module):
-    def __init_subclass__(cls, **options: Any) -> None:
+class RefusesSubclasses(nn.Tanh):
+    def __init_subclass__(cls, **options):
         raise RuntimeError("final")
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x.sin()
 
-
-class RefusesAnotherClass(nn.Module):
-    def __setattr__(self, name: str, value: Any) -> None:
+class RefusesAnotherClass(nn.Tanh):
+    def __setattr__(self, name, value):
         if name == "__class__":
             raise RuntimeError("frozen")
         super().__setattr__(name, value)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x.sin()
 
-
-def with_own_forward() -> nn.Module:
+def with_own_forward():
     module = TinyRMSNorm()
-    module.forward = lambda x: x  # type: ignore[method-assign]
+    module.forward = lambda x: x
     return module
 
 
@@ -214,8 +205,8 @@ def with_own_forward() -> nn.Module:
     ("culprit", "error"), [(with_own_forward, UnsupportedError), (RefusesSubclasses, None), (RefusesAnotherClass, None)]
 )
 @pytest.mark.parametrize("place", [0, 1, 2])
-def test_half_applied_never(culprit: Callable[[], nn.Module], error: type[Exception] | None, place: int) -> None:
-    children: list[nn.Module] = [nn.Linear(4, 4), nn.Linear(4, 4)]
+def test_half_applied_never(culprit, error, place):
+    children = [nn.Linear(4, 4), nn.Linear(4, 4)]
     children.insert(place, culprit())
     model = nn.Sequential(*children)
     before = snapshot(model)
@@ -240,18 +231,17 @@ def test_a_scripted_module_is_refused_by_name(action: str) -> None:
     model(torch.randn(2, 4)).sum().backward()
 
 
-def test_a_warning_made_an_error_leaves_the_model_alone() -> None:
+@pytest.mark.filterwarnings("error")
+def test_a_warning_made_an_error_leaves_the_model_alone():
     model = decoder()
     before = snapshot(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with pytest.raises(PolicyWarning):
-            recompute.apply(model, rules(rule("TinyRMSNorm", "recompute"), rule("Nothing")))
+    with pytest.raises(PolicyWarning):
+        recompute.apply(model, rules(rule("TinyRMSNorm", "recompute"), rule("Nothing")))
     assert snapshot(model) == before
 
 
 @pytest.mark.parametrize("preset", by_default(PRESETS, "none", "full", "hook", "kernel"))
-def test_remove_leaves_the_model_exactly_as_it_was(preset: str) -> None:
+def test_remove_leaves_the_model_exactly_as_it_was(preset):
     model = decoder()
     model.norm.register_forward_hook(lambda *_: None)
     before = snapshot(model)
@@ -267,7 +257,7 @@ def test_remove_leaves_the_model_exactly_as_it_was(preset: str) -> None:
     assert snapshot(model) == before
 
 
-def test_a_handle_is_a_context_manager() -> None:
+def test_a_handle_is_a_context_manager():
     model = decoder()
     before = snapshot(model)
     with recompute.apply(model, "hook") as handle:
@@ -280,18 +270,16 @@ def test_a_handle_is_a_context_manager() -> None:
 
 
 @pytest.mark.parametrize("preset", by_default(PRESETS, "full", "hook", "kernel"))
-def test_a_graph_built_under_the_policy_outlives_it(preset: str) -> None:
+def test_a_graph_built_under_the_policy_outlives_it(preset):
     model, plain = decoder(), decoder()
     with recompute.apply(model, preset):
         output = model(token_ids())
     found = torch.autograd.grad(output.sum(), list(model.parameters()))
     expected = torch.autograd.grad(plain(token_ids()).sum(), list(plain.parameters()))
-    if preset != "kernel":
-        assert_same(found, expected)
-    torch.testing.assert_close(found, expected)
+    assert_as_under(preset, found, expected)
 
 
-def test_removes_itself_from_under_a_class_that_came_later() -> None:
+def test_removes_itself_from_under_a_class_that_came_later():
     model = decoder()
     expected = train(decoder())
     handle = recompute.apply(model, "hook")
@@ -306,7 +294,7 @@ def test_removes_itself_from_under_a_class_that_came_later() -> None:
     assert handle.stats().frames == frames
 
 
-def test_a_policy_that_comes_again_under_a_class_that_came_later_runs_each_module_once() -> None:
+def test_a_policy_that_comes_again_under_a_class_that_came_later_runs_each_module_once():
     model, plain = decoder(), decoder()
     first = recompute.apply(model)
     assert_same(train(model), train(plain))
@@ -324,7 +312,7 @@ def test_a_policy_that_comes_again_under_a_class_that_came_later_runs_each_modul
     assert again.stats() == once
 
 
-def test_a_class_that_was_made_for_one_model_dies_with_it() -> None:
+def test_a_class_that_was_made_for_one_model_dies_with_it():
     model = decoder()
     made = type("MadeDecoderLayer", (type(model.layers[0]),), {})
     model.layers[0].__class__ = made
@@ -338,7 +326,7 @@ def test_a_class_that_was_made_for_one_model_dies_with_it() -> None:
     assert reference() is None
 
 
-def test_parametrizations_may_come_and_go_under_a_policy() -> None:
+def test_parametrizations_may_come_and_go_under_a_policy():
     model = decoder()
     handle = recompute.apply(model, "hook")
     nn.utils.parametrize.register_parametrization(model.norm, "weight", nn.Softplus())
@@ -350,7 +338,7 @@ def test_parametrizations_may_come_and_go_under_a_policy() -> None:
     assert governed(model) == []
 
 
-def test_a_module_shared_by_two_parents_is_attached_once_and_restored() -> None:
+def test_a_module_shared_by_two_parents_is_attached_once_and_restored():
     model, plain = decoder(), decoder()
     for each in (model, plain):
         each.layers[1].input_layernorm = each.layers[0].input_layernorm
@@ -372,7 +360,7 @@ ALL_BELOW = [
 
 
 @pytest.mark.parametrize("pattern", ALL_BELOW, ids=str)
-def test_what_a_rule_matches_inside_of_what_it_matches_joins_the_outermost_tape(pattern: dict[str, Any]) -> None:
+def test_what_a_rule_matches_inside_of_what_it_matches_joins_the_outermost_tape(pattern):
     model = decoder()
     handle = recompute.apply(model, rules({**pattern, "action": "recompute", "via": "hook"}))
     assert governed(model) == ["", "layers.0", "layers.1"]
@@ -385,7 +373,7 @@ def test_what_a_rule_matches_inside_of_what_it_matches_joins_the_outermost_tape(
 
 
 @pytest.mark.parametrize("pattern", [ALL_BELOW[0], *slow(*ALL_BELOW[1:])], ids=str)
-def test_kernels_stand_in_for_what_the_same_rule_matches_inside(pattern: dict[str, Any]) -> None:
+def test_kernels_stand_in_for_what_the_same_rule_matches_inside(pattern):
     model, named = decoder(), decoder()
     recompute.apply(named, rules(rule("TinyDecoderLayer", "recompute", via="auto", capture=False)))
     recompute.apply(model, rules({**pattern, "action": "recompute", "via": "auto", "capture": False}))
@@ -398,9 +386,7 @@ def test_kernels_stand_in_for_what_the_same_rule_matches_inside(pattern: dict[st
     [({}, False), ({"compiled": False}, True), ({"capture": False}, True), ({"compress": True}, True)],
     ids=str,
 )
-def test_generated_kernels_compute_what_is_written_out_inside_of_a_layer(
-    setting: dict[str, Any], has_kernels: bool
-) -> None:
+def test_generated_kernels_compute_what_is_written_out_inside_of_a_layer(setting, has_kernels):
     """A norm that is one op of torch's has a kernel all the same."""
     model = decoder()
     model.layers[0].post_attention_layernorm = nn.LayerNorm(model.layers[0].input_layernorm.weight.shape[0])
@@ -409,7 +395,7 @@ def test_generated_kernels_compute_what_is_written_out_inside_of_a_layer(
     assert "layers.0.post_attention_layernorm" in governed(model)
 
 
-def test_another_rule_inside_says_otherwise_for_its_part_of_the_tape() -> None:
+def test_another_rule_inside_says_otherwise_for_its_part_of_the_tape():
     counts = []
     for inside in ([], [rule("TinyMLP", "recompute", rerun="gemm")], [rule("TinyMLP", "keep")]):
         model = decoder()
@@ -420,7 +406,7 @@ def test_another_rule_inside_says_otherwise_for_its_part_of_the_tape() -> None:
     assert counts[2] < counts[0] < counts[1]
 
 
-def test_tied_weights_stay_tied() -> None:
+def test_tied_weights_stay_tied():
     model, plain = decoder(), decoder()
     for each in (model, plain):
         each.lm_head.weight = each.embed_tokens.weight

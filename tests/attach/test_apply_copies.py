@@ -1,16 +1,12 @@
 """Copies and pickles of a model under a policy are of the model without it."""
 
-from __future__ import annotations
-
 import copy
 import io
 import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,11 +17,7 @@ from torch import nn
 import recompute
 
 
-def through_pickle(protocol: int) -> Callable[[nn.Module], nn.Module]:
-    return lambda model: pickle.loads(pickle.dumps(model, protocol))
-
-
-def through_torch_save(model: nn.Module) -> nn.Module:
+def through_torch_save(model):
     buffer = io.BytesIO()
     torch.save(model, buffer)
     buffer.seek(0)
@@ -35,13 +27,16 @@ def through_torch_save(model: nn.Module) -> nn.Module:
 COPIES = {
     "deepcopy": copy.deepcopy,
     "torch.save": through_torch_save,
-    **{f"pickle {protocol}": through_pickle(protocol) for protocol in range(pickle.HIGHEST_PROTOCOL + 1)},
+    **{
+        f"pickle {protocol}": lambda model, protocol=protocol: pickle.loads(pickle.dumps(model, protocol))
+        for protocol in range(pickle.HIGHEST_PROTOCOL + 1)
+    },
 }
 
 
 @pytest.mark.parametrize("how", by_default(list(COPIES), "torch.save"))
 @pytest.mark.parametrize("preset", ["full", "kernel", *slow("hook", "elementwise", "auto")])
-def test_copies_are_of_the_model_without_the_policy(how: str, preset: str) -> None:
+def test_copies_are_of_the_model_without_the_policy(how, preset):
     model, plain = decoder(), decoder()
     handle = recompute.apply(model, preset)
     train(model, steps=1)
@@ -60,13 +55,13 @@ def test_copies_are_of_the_model_without_the_policy(how: str, preset: str) -> No
     recompute.apply(copied, preset)
 
 
-def assert_clean(copied: nn.Module, plain: nn.Module) -> None:
+def assert_clean(copied, plain):
     for (name, module), original in zip(copied.named_modules(), plain.modules(), strict=True):
         assert type(module) is type(original), name
         assert vars(module).keys() == vars(original).keys(), name
 
 
-def test_a_shallow_copy_is_clean_and_shares_what_it_would_share() -> None:
+def test_a_shallow_copy_is_clean_and_shares_what_it_would_share():
     layer = decoder().layers[0]
     recompute.apply(layer, rules(rule("TinyDecoderLayer")))
     copied = copy.copy(layer)
@@ -74,9 +69,9 @@ def test_a_shallow_copy_is_clean_and_shares_what_it_would_share() -> None:
     assert copied.mlp is layer.mlp
 
 
-def test_hooks_are_copied_with_the_module() -> None:
+def test_hooks_are_copied_with_the_module():
     model = decoder()
-    seen: list[str] = []
+    seen = []
     model.norm.register_forward_hook(lambda *_: seen.append("norm"))
     recompute.apply(model, "hook")
     train(copy.deepcopy(model), steps=1)
@@ -84,7 +79,7 @@ def test_hooks_are_copied_with_the_module() -> None:
 
 
 class CopiesItself(nn.Linear):
-    def __deepcopy__(self, memo: dict[int, Any]) -> CopiesItself:
+    def __deepcopy__(self, memo):
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         copied.__dict__ = copy.deepcopy(self.__dict__, memo)
@@ -92,19 +87,19 @@ class CopiesItself(nn.Linear):
 
 
 class ReducesItself(nn.Linear):
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return _rebuild, (type(self), dict(self.__dict__))
 
 
 class KeepsState(nn.Linear):
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self):
         return {"inner": dict(self.__dict__)}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state):
         self.__dict__.update(state["inner"])
 
 
-def _rebuild(cls: type[nn.Module], attributes: dict[str, Any]) -> nn.Module:
+def _rebuild(cls, attributes):
     module = cls.__new__(cls)
     module.__dict__.update(attributes)
     return module
@@ -112,7 +107,7 @@ def _rebuild(cls: type[nn.Module], attributes: dict[str, Any]) -> nn.Module:
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle 2", f"pickle {pickle.HIGHEST_PROTOCOL}"])
 @pytest.mark.parametrize("cls", [CopiesItself, ReducesItself, KeepsState])
-def test_modules_that_copy_in_their_own_way_are_copied_clean(cls: type[nn.Linear], how: str) -> None:
+def test_modules_that_copy_in_their_own_way_are_copied_clean(cls, how):
     module = cls(2, 2)
     handle = recompute.apply(module, rules(rule(cls.__name__)))
     copied = COPIES[how](module)
@@ -137,7 +132,7 @@ assert sys.modules["recompute"] is None
 
 
 @pytest.mark.slow
-def test_what_is_saved_loads_where_this_package_is_not_installed(tmp_path: Path) -> None:
+def test_what_is_saved_loads_where_this_package_is_not_installed(tmp_path):
     model = decoder()
     recompute.apply(model, "hook")
     paths = [tmp_path / f"{protocol}.pickle" for protocol in (0, 2, pickle.HIGHEST_PROTOCOL)]

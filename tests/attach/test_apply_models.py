@@ -8,7 +8,6 @@ import statistics
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import models
@@ -18,7 +17,6 @@ import transformers
 from models import BATCH, HIDDEN, INTERMEDIATE, LAYERS, LAYERS_BY_KERNELS, LENGTH, SHAPE, VOCABULARY, held, image_batch
 from tiers import by_default, slow
 from tiny import assert_same, of_one_more, snapshot, train
-from torch import Tensor, nn
 
 import recompute
 from recompute.errors import NoEffectError, PolicyWarning
@@ -42,7 +40,7 @@ IDS = torch.randint(3, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().
 transformers.logging.set_verbosity_error()
 
 
-def make(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> nn.Module:
+def make(name, dtype=torch.float32, **options):
     torch.manual_seed(0)
     if name == "gpt2":
         config = transformers.GPT2Config(
@@ -59,11 +57,11 @@ def make(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> nn.Mo
     return model.to(dtype)
 
 
-def steps(model: nn.Module, count: int = 2, **arguments: Any) -> list[list[Tensor]]:
+def steps(model, count=2, **arguments):
     return train(model, lambda: model(input_ids=IDS, labels=IDS, **arguments).loss, steps=count)
 
 
-def gradients_of_batches(model: nn.Module, count: int) -> list[list[Tensor]]:
+def gradients_of_batches(model, count):
     """The gradients of each of several batches, with the same weights."""
     found = []
     for seed in range(count):
@@ -74,24 +72,22 @@ def gradients_of_batches(model: nn.Module, count: int) -> list[list[Tensor]]:
     return found
 
 
-def applied(model: nn.Module, policy: Any) -> Any:
+def applied(model, policy):
     with warnings.catch_warnings():
         warnings.simplefilter("error", PolicyWarning)
         return recompute.apply(model, policy)
 
 
 @pytest.fixture(scope="module")
-def plain() -> Callable[[str], list[list[Tensor]]]:
+def plain():
     """Two steps without a policy, by the model's name."""
-    found: dict[str, list[list[Tensor]]] = {}
+    found = {}
     return lambda name: found.setdefault(name, steps(make(name)))
 
 
 @pytest.mark.parametrize("preset", by_default(EXACT, "none", "full", "hook", "auto"))
 @pytest.mark.parametrize("name", by_default([*CONFIGS, "gpt2"], "gpt2"))
-def test_losses_and_gradients_are_bitwise_those_without(
-    name: str, preset: str, plain: Callable[[str], list[list[Tensor]]]
-) -> None:
+def test_losses_and_gradients_are_bitwise_those_without(name, preset, plain):
     model = make(name)
     before = snapshot(model)
     handle = applied(model, preset)
@@ -104,7 +100,7 @@ def test_losses_and_gradients_are_bitwise_those_without(
     assert {key: cls for key, (cls, _) in snapshot(model).items()} == {key: cls for key, (cls, _) in before.items()}
 
 
-def in_float64(model: nn.Module) -> nn.Module:
+def in_float64(model):
     """The same weights with everything in float64, also the norms, which Hugging Face computes in float32."""
     exact = copy.deepcopy(model).double()
     for module in exact.modules():
@@ -112,14 +108,14 @@ def in_float64(model: nn.Module) -> nn.Module:
             offset = 1.0 if "Gemma" in type(module).__name__ else 0.0
             eps = getattr(module, "variance_epsilon", None) or module.eps
 
-            def forward(x: Tensor, weight: Tensor = module.weight, offset: float = offset, eps: float = eps) -> Tensor:
+            def forward(x, weight=module.weight, offset=offset, eps=eps):
                 return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * (offset + weight)
 
             module.forward = forward
     return exact
 
 
-def gradient_error(outcome: list[Tensor], truth: list[Tensor]) -> float:
+def gradient_error(outcome, truth):
     """Root mean square over all gradients, each relative to its own size."""
     errors = [
         (one.double() - other).norm() / other.norm()
@@ -130,7 +126,7 @@ def gradient_error(outcome: list[Tensor], truth: list[Tensor]) -> float:
 
 
 @pytest.mark.parametrize("name", by_default(list(CONFIGS), "gemma3"))
-def test_kernels_are_as_close_to_float64_as_eager_is(name: str) -> None:
+def test_kernels_are_as_close_to_float64_as_eager_is(name):
     model, eager = make(name), make(name)
     exact = in_float64(eager)
     applied(model, "kernel")
@@ -142,7 +138,7 @@ def test_kernels_are_as_close_to_float64_as_eager_is(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
-def test_kernels_of_whole_layers_are_as_close_to_float64_as_eager_is(name: str) -> None:
+def test_kernels_of_whole_layers_are_as_close_to_float64_as_eager_is(name):
     model, eager = make(name), make(name)
     exact = in_float64(eager)
     handle = applied(model, LAYERS_BY_KERNELS)
@@ -156,7 +152,7 @@ def test_kernels_of_whole_layers_are_as_close_to_float64_as_eager_is(name: str) 
         assert f"kernel: {kernel}" in notes
 
 
-def test_kernels_leave_out_what_they_do_not_compute() -> None:
+def test_kernels_leave_out_what_they_do_not_compute():
     with pytest.warns(
         PolicyWarning, match=r"rules\[0\]: no kernel computes what LlamaMLP does; hooks regenerate it"
     ) as caught:
@@ -166,13 +162,13 @@ def test_kernels_leave_out_what_they_do_not_compute() -> None:
     assert "gated_mlp" not in handle.explain(wide=True)
 
 
-def norm_nbytes(rows: int, width: int, size: int) -> int:
+def norm_nbytes(rows, width, size):
     """What a Llama-like norm's own ops and its consumers save, by storage, when the input lives anyway."""
     widened = 0 if size == 4 else rows * width * 4  # the input in float32; in float32 it is the input itself
     return widened + rows * 4 + 2 * rows * width * size  # rsqrt; the normalized values and the output
 
 
-def mlp_nbytes(size: int) -> int:
+def mlp_nbytes(size):
     return 2 * TOKENS * INTERMEDIATE * size  # the activation's output and the product
 
 
@@ -180,7 +176,7 @@ every_size = pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (to
 
 
 @every_size
-def test_elementwise_drops_and_keeps_these_bytes_of_a_llama(dtype: torch.dtype, size: int) -> None:
+def test_elementwise_drops_and_keeps_these_bytes_of_a_llama(dtype, size):
     model, without = make("llama", dtype), make("llama", dtype)
     handle = applied(model, "elementwise")
     assert_same(steps(model, 1), steps(without, 1))
@@ -197,11 +193,11 @@ def test_elementwise_drops_and_keeps_these_bytes_of_a_llama(dtype: torch.dtype, 
 
 
 @pytest.mark.parametrize("preset", TAPES)
-def test_what_a_tape_says_it_drops_is_no_longer_held(preset: str) -> None:
+def test_what_a_tape_says_it_drops_is_no_longer_held(preset):
     model, without = make("llama"), make("llama")
     handle = applied(model, preset)
 
-    def run(each: nn.Module) -> None:
+    def run(each):
         each(input_ids=IDS, labels=IDS, use_cache=False)
 
     assert held(without, lambda: run(without)) - held(model, lambda: run(model)) == handle.stats().dropped_nbytes
@@ -210,13 +206,13 @@ def test_what_a_tape_says_it_drops_is_no_longer_held(preset: str) -> None:
 @some_exact
 @pytest.mark.parametrize("name", ["llama", *slow("gemma3")])
 @pytest.mark.parametrize("precision", ["bfloat16", "autocast"])
-def test_low_precision_is_bitwise_too(precision: str, name: str, preset: str) -> None:
+def test_low_precision_is_bitwise_too(precision, name, preset):
     dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
     model, without = make(name, dtype), make(name, dtype)
     applied(model, preset)
 
-    def autocast_steps(each: nn.Module) -> list[list[Tensor]]:
-        def loss() -> Tensor:
+    def autocast_steps(each):
+        def loss():
             with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
                 return each(input_ids=IDS, labels=IDS).loss
 
@@ -227,7 +223,7 @@ def test_low_precision_is_bitwise_too(precision: str, name: str, preset: str) ->
 
 @pytest.mark.parametrize("precision", [*slow("bfloat16"), "autocast"])
 @pytest.mark.parametrize("name", ["llama", *slow("gemma3")])
-def test_kernels_in_low_precision_lose_no_more_than_eager(name: str, precision: str) -> None:
+def test_kernels_in_low_precision_lose_no_more_than_eager(name, precision):
     dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
     model, without = make(name, dtype), make(name, dtype)
     exact = in_float64(without)
@@ -242,7 +238,7 @@ def test_kernels_in_low_precision_lose_no_more_than_eager(name: str, precision: 
 
 @pytest.mark.parametrize("preset", by_default([*EXACT, "kernel"], "full", "hook", "kernel"))
 @pytest.mark.parametrize("reentrant", [False, *slow(True)])
-def test_hugging_faces_checkpointing_runs_inside_the_policy(reentrant: bool, preset: str) -> None:
+def test_hugging_faces_checkpointing_runs_inside_the_policy(reentrant, preset):
     model, without = make("llama"), make("llama")
     for each in (model, without):
         each.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -259,7 +255,7 @@ def test_hugging_faces_checkpointing_runs_inside_the_policy(reentrant: bool, pre
 
 
 @some_exact
-def test_a_cache_that_training_fills_is_filled_once(preset: str) -> None:
+def test_a_cache_that_training_fills_is_filled_once(preset):
     model, without = make("llama"), make("llama")
     assert model.config.use_cache
     applied(model, preset)
@@ -274,7 +270,7 @@ def test_a_cache_that_training_fills_is_filled_once(preset: str) -> None:
 
 
 @pytest.mark.parametrize("preset", by_default([*EXACT, "kernel"], "full", "hook", "kernel"))
-def test_attentions_and_hidden_states_are_recorded(preset: str) -> None:
+def test_attentions_and_hidden_states_are_recorded(preset):
     model, without = make("llama"), make("llama")
     for each in (model, without):
         each.set_attn_implementation("eager")
@@ -292,14 +288,14 @@ def test_attentions_and_hidden_states_are_recorded(preset: str) -> None:
 @pytest.mark.parametrize(
     "options", [{"attention_dropout": 0.2}, *slow({"mlp_bias": True, "attention_bias": True})], ids=str
 )
-def test_options_of_the_model(options: dict[str, Any], preset: str) -> None:
+def test_options_of_the_model(options, preset):
     model = make("llama", **options)
     applied(model, preset)
     assert_same(steps(model), steps(make("llama", **options)))
 
 
 @pytest.mark.parametrize("policy", by_default({"parts": "kernel", "layers": LAYERS_BY_KERNELS}, "layers"))
-def test_kernels_take_biases(policy: Any) -> None:
+def test_kernels_take_biases(policy):
     options = {"mlp_bias": True, "attention_bias": True}
     model = make("llama", **options)
     assert "gated_mlp" in applied(model, policy).explain(wide=True)
@@ -307,7 +303,7 @@ def test_kernels_take_biases(policy: Any) -> None:
 
 
 @pytest.mark.parametrize("preset", by_default([*EXACT, "kernel"], "full", "hook", "kernel"))
-def test_generates_the_same(preset: str) -> None:
+def test_generates_the_same(preset):
     model, without = make("llama").eval(), make("llama").eval()
     applied(model, preset)
     found, expected = (each.generate(IDS[:, :4], max_new_tokens=8, do_sample=False) for each in (model, without))
@@ -315,7 +311,7 @@ def test_generates_the_same(preset: str) -> None:
 
 
 @pytest.mark.parametrize("preset", by_default(["full", *TAPES, "kernel"], "full", "kernel"))
-def test_saves_and_loads_as_without(preset: str, tmp_path: Path) -> None:
+def test_saves_and_loads_as_without(preset, tmp_path):
     model = make("llama")
     signature = inspect.signature(model.forward)
     names = [name for name, _ in model.named_parameters()]
@@ -343,7 +339,7 @@ OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("preset", [*slow("full"), "elementwise", *slow("alternate", "hook")])
 @pytest.mark.parametrize("name", ["gpt2", "bert", "vit", "whisper", "t5", "convnet", "mixtral", *OTHERS])
-def test_a_preset_does_something_to_each_architecture_and_changes_no_bit(name: str, preset: str) -> None:
+def test_a_preset_does_something_to_each_architecture_and_changes_no_bit(name, preset):
     if name in OTHERS:
         model_class, config, options = OTHERS[name]
         torch.manual_seed(0)

@@ -1,51 +1,38 @@
 """A model whose forward another library has replaced on the instance, as accelerate and TRL do."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect
-from collections.abc import Callable
 from types import MethodType
-from typing import Any
 
 import pytest
 import torch
 from tiny import assert_same, decoder, rule, rules, train
-from torch import nn
 
 import recompute
 from recompute.counters import memory_trace
 from recompute.errors import UnsupportedError
 
 
-def as_a_function(model: nn.Module) -> None:
+def as_a_function(model):
     original = model.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return original(*args, **kwargs) * 1.5
-
-    model.forward = functools.wraps(original)(forward)  # type: ignore[method-assign]
+    model.forward = functools.wraps(original)(lambda *args, **kwargs: original(*args, **kwargs) * 1.5)
 
 
-def as_a_method(model: nn.Module) -> None:
+def as_a_method(model):
     """As accelerate's mixed precision: what it wraps knows no instance."""
-    original = model.forward.__func__  # type: ignore[attr-defined]
-
-    @functools.wraps(original)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return original(self, *args, **kwargs) * 1.5
-
-    model.forward = MethodType(forward, model)  # type: ignore[method-assign]
+    original = model.forward.__func__
+    forward = functools.wraps(original)(lambda self, *args, **kwargs: original(self, *args, **kwargs) * 1.5)
+    model.forward = MethodType(forward, model)
 
 
-def replaced(replace: Callable[[nn.Module], None], **options: Any) -> nn.Module:
+def replaced(replace, **options):
     model = decoder(**options)
     replace(model)
     return model
 
 
-def held(model: nn.Module) -> int:
+def held(model):
     with memory_trace(torch.device("cpu")) as trace:
         loss = model(torch.zeros(2, 6, dtype=torch.long)).sum()
         trace.mark("forward")
@@ -59,7 +46,7 @@ BOTH = pytest.mark.parametrize("replace", [as_a_function, as_a_method])
 
 @BOTH
 @pytest.mark.parametrize("preset", ["elementwise", "full", "hook"])
-def test_it_runs_under_the_policy_and_is_put_back(replace: Any, preset: str) -> None:
+def test_it_runs_under_the_policy_and_is_put_back(replace, preset):
     model, plain = replaced(replace), replaced(replace)
     before = vars(model)["forward"]
     signature = inspect.signature(model.forward)
@@ -78,7 +65,7 @@ def test_it_runs_under_the_policy_and_is_put_back(replace: Any, preset: str) -> 
 @pytest.mark.parametrize(
     ("replace", "again"), [(as_a_function, as_a_function), (as_a_method, as_a_function), (as_a_method, as_a_method)]
 )
-def test_what_is_put_around_it_meanwhile_stays(replace: Any, again: Any) -> None:
+def test_what_is_put_around_it_meanwhile_stays(replace, again):
     model, plain = replaced(replace), replaced(replace)
     handle = recompute.apply(model, "elementwise")
     for each in (model, plain):
@@ -93,7 +80,7 @@ def test_what_is_put_around_it_meanwhile_stays(replace: Any, again: Any) -> None
         assert held(model) < held(plain)
 
 
-def test_a_replacement_of_a_policed_forward_outlives_the_policy() -> None:
+def test_a_replacement_of_a_policed_forward_outlives_the_policy():
     model, plain = decoder(), replaced(as_a_method)
     handle = recompute.apply(model, "elementwise")
     as_a_method(model)
@@ -102,7 +89,7 @@ def test_a_replacement_of_a_policed_forward_outlives_the_policy() -> None:
     assert_same(train(model), train(plain))
 
 
-def test_copies_run_by_themselves() -> None:
+def test_copies_run_by_themselves():
     model, plain = replaced(as_a_method), replaced(as_a_method)
     handle = recompute.apply(model, "elementwise")
     copied = copy.deepcopy(model)
@@ -114,7 +101,7 @@ def test_copies_run_by_themselves() -> None:
 
 
 @pytest.mark.parametrize("which", ["", "lm_head"])
-def test_one_that_a_rule_names_is_refused(which: str) -> None:
+def test_one_that_a_rule_names_is_refused(which):
     model = decoder()
     as_a_function(model.get_submodule(which))
     with pytest.raises(UnsupportedError, match="has had its forward replaced on the instance"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -15,8 +15,8 @@ from tiers import by_default, slow
 from tiny import (
     HIDDEN,
     TOKENS,
-    TinyDecoder,
     TinyMLP,
+    assert_as_under,
     assert_same,
     counted_ops,
     decoder,
@@ -26,7 +26,7 @@ from tiny import (
     token_ids,
     train,
 )
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 import recompute
@@ -37,13 +37,13 @@ EXACT = ["none", "full", "alternate", *TAPES]  # where there is no CUDA auto has
 POLICIES = [*EXACT, "kernel"]
 
 
-def mlp_policy(via: str) -> dict[str, Any]:
+def mlp_policy(via):
     return rules(rule("TinyMLP", "recompute", via=via))
 
 
 @pytest.mark.parametrize("preset", EXACT)
 @pytest.mark.parametrize("options", [*slow({}, {"bias": True}), {"dropout": 0.3}], ids=str)
-def test_trains_bit_for_bit_as_without(preset: str, options: dict[str, Any]) -> None:
+def test_trains_bit_for_bit_as_without(preset, options):
     model = decoder(**options)
     recompute.apply(model, preset)
     assert_same(train(model, steps=3), train(decoder(**options), steps=3))
@@ -52,8 +52,8 @@ def test_trains_bit_for_bit_as_without(preset: str, options: dict[str, Any]) -> 
 class Calls:
     """A forward pre-hook and a forward hook on a module, and backward hooks, that count."""
 
-    def __init__(self, model: nn.Module, names: list[str]):
-        self.seen: dict[tuple[str, str], int] = {}
+    def __init__(self, model, names):
+        self.seen = {}
         for name in names:
             module = model.get_submodule(name)
             module.register_forward_pre_hook(self._counter(name, "pre"), with_kwargs=True)
@@ -61,33 +61,24 @@ class Calls:
             module.register_full_backward_pre_hook(self._counter(name, "backward pre"))
             module.register_full_backward_hook(self._counter(name, "backward"))
 
-    def _counter(self, name: str, kind: str) -> Callable[..., None]:
-        def count(*_: Any) -> None:
+    def _counter(self, name, kind):
+        def count(*_):
             self.seen[name, kind] = self.seen.get((name, kind), 0) + 1
 
         return count
 
 
+LINEARS = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "self_attn.q_proj")
 HOOKED = {
     "full": ["", "layers.0", "layers.1", "norm"],
-    "hook": [
-        "",
-        "layers.0",
-        "layers.0.input_layernorm",
-        "layers.0.mlp",
-        "layers.0.mlp.gate_proj",
-        "layers.0.mlp.up_proj",
-        "layers.0.mlp.down_proj",
-        "layers.0.self_attn.q_proj",
-        "norm",
-    ],
+    "hook": ["", "layers.0", "norm", *(f"layers.0.{name}" for name in ("input_layernorm", "mlp", *LINEARS))],
 }
 HOOKED["elementwise"] = HOOKED["auto"] = HOOKED["kernel"] = HOOKED["hook"]
 
 
 @pytest.mark.parametrize("attached", [*slow("before"), "after"])
 @pytest.mark.parametrize("preset", by_default(list(HOOKED), "full", "hook", "kernel"))
-def test_hooks_of_the_user_run_once_a_forward_and_not_again(preset: str, attached: str) -> None:
+def test_hooks_of_the_user_run_once_a_forward_and_not_again(preset, attached):
     model, plain = decoder(), decoder()
     expected = Calls(plain, HOOKED[preset])
     if attached == "before":
@@ -102,95 +93,88 @@ def test_hooks_of_the_user_run_once_a_forward_and_not_again(preset: str, attache
         assert_same(found, without)
 
 
-@pytest.mark.parametrize(
-    "hook",
-    [lambda _, __, output: output * 1.5, lambda _, __, output: output.mul_(1.5)],
-    ids=["another tensor", "in place"],
-)
-@pytest.mark.parametrize("name", ["layers.1.mlp.gate_proj", *slow("layers.0.input_layernorm", "norm", "layers.1")])
-@pytest.mark.parametrize("preset", by_default(POLICIES, "full", "elementwise", "kernel"))
-def test_hooks_that_change_an_output_are_heeded(preset: str, name: str, hook: Callable[..., Any]) -> None:
-    model, plain = decoder(), decoder()
-    for each in (model, plain):
-        each.get_submodule(name).register_forward_hook(hook)
-    recompute.apply(model, preset)
-    found, expected = train(model, steps=1), train(plain, steps=1)
-    if preset != "kernel":
-        assert_same(found, expected)
-    torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.parametrize("via", ["hook", "kernel"])
-def test_hooks_on_an_activation_are_heeded(via: str) -> None:
-    mlp, plain = TinyMLP(), TinyMLP()
-    plain.load_state_dict(mlp.state_dict())
-    recompute.apply(mlp, mlp_policy(via))
-    for each in (mlp, plain):
-        each.act_fn.register_forward_hook(lambda _, __, output: F.dropout(output, 0.5))
-    x = torch.randn(TOKENS, HIDDEN)
-    assert_same(gradients(mlp, x), gradients(plain, x))
-
-
-@pytest.mark.parametrize("via", ["hook", "kernel"])
-def test_global_hooks_see_every_projection(via: str) -> None:
-    mlp = TinyMLP()
-    recompute.apply(mlp, mlp_policy(via))
-    seen: list[str] = []
-    handle = nn.modules.module.register_module_forward_hook(lambda m, *_: seen.append(type(m).__name__))
-    try:
-        mlp(torch.randn(2, HIDDEN))
-    finally:
-        handle.remove()
-    assert sorted(seen) == ["Linear", "Linear", "Linear", "SiLU", "TinyMLP"]
-
-
 class Adapter(nn.Module):
     """A low-rank adapter around a Linear."""
 
-    def __init__(self, base: nn.Linear):
+    def __init__(self, base):
         super().__init__()
         self.base = base
         self.down = nn.Linear(base.in_features, 2, bias=False)
         self.up = nn.Linear(2, base.out_features, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.base(x) + self.up(self.down(x))
 
 
-@pytest.mark.parametrize("projection", ["gate_proj", *slow("up_proj", "down_proj")])
-@pytest.mark.parametrize("when", [*slow("before"), "after"])
-@pytest.mark.parametrize("preset", by_default(POLICIES, "full", "elementwise", "kernel"))
-def test_adapters_are_respected(preset: str, when: str, projection: str) -> None:
-    def adapt(model: TinyDecoder) -> None:
+def adapted(projection):
+    def change(model):
         torch.manual_seed(3)
         for layer in model.layers:
             setattr(layer.mlp, projection, Adapter(getattr(layer.mlp, projection)))
 
+    return change
+
+
+def hook_on(model, name, hook):
+    model.get_submodule(name).register_forward_hook(hook)
+
+
+HOOKS = {"another tensor": lambda _, __, output: output * 1.5, "in place": lambda _, __, output: output.mul_(1.5)}
+CHANGES = {
+    **{
+        f"a hook on {name}: {what}": lambda model, name=name, hook=hook: hook_on(model, name, hook)
+        for name in ("layers.1.mlp.gate_proj", "layers.0.input_layernorm", "norm", "layers.1")
+        for what, hook in HOOKS.items()
+    },
+    **{f"adapters around {name}": adapted(name) for name in ("gate_proj", "up_proj", "down_proj")},
+    "a layer thrice": lambda model: model.layers.extend([model.layers[0]] * 2),
+}
+BY_DEFAULT = ("a hook on layers.1.mlp.gate_proj: another tensor", "a hook on layers.1.mlp.gate_proj: in place")
+
+
+@pytest.mark.parametrize("is_late", [*slow(False), True], ids=["before", "after"])
+@pytest.mark.parametrize("change", by_default(CHANGES, *BY_DEFAULT, "adapters around gate_proj", "a layer thrice"))
+@pytest.mark.parametrize("preset", by_default(POLICIES, "full", "elementwise", "kernel"))
+def test_a_model_that_is_changed_before_or_after_it_gets_a_policy_trains_as_without(preset, change, is_late):
     model, plain = decoder(), decoder()
-    adapt(plain)
-    if when == "before":
-        adapt(model)
+    change(plain)
+    if not is_late:
+        change(model)
     handle = recompute.apply(model, preset)
-    if when == "after":
-        adapt(model)
-    found, expected = train(model), train(plain)
-    if preset != "kernel":
-        assert_same(found, expected)
-    torch.testing.assert_close(found, expected)
+    if is_late:
+        change(model)
+    assert_as_under(preset, train(model), train(plain))
     handle.remove()
 
 
-ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+@pytest.mark.parametrize("via", ["hook", "kernel"])
+def test_global_hooks_see_every_projection(via):
+    mlp = TinyMLP()
+    recompute.apply(mlp, mlp_policy(via))
+    seen = []
+    with nn.modules.module.register_module_forward_hook(lambda m, *_: seen.append(type(m).__name__)):
+        mlp(torch.randn(2, HIDDEN))
+    assert sorted(seen) == ["Linear", "Linear", "Linear", "SiLU", "TinyMLP"]
+
+
+def hooked():
+    activation = nn.SiLU()
+    activation.register_forward_hook(lambda _, __, output: F.dropout(output, 0.5))
+    return activation
+
+
+ACTIVATIONS = {
     "GELU": nn.GELU,
     "SiLU in place": lambda: nn.SiLU(inplace=True),
     "SiLU and Dropout": lambda: nn.Sequential(nn.SiLU(), nn.Dropout(0.5)),
+    "SiLU with a hook": hooked,
 }
 
 
 @pytest.mark.parametrize("via", ["hook", "kernel"])
 @pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("when", [*slow("before"), "after"])
-def test_another_activation_is_respected(when: str, name: str, via: str) -> None:
+def test_another_activation_is_respected(when, name, via):
     mlp, plain = TinyMLP(), TinyMLP()
     plain.load_state_dict(mlp.state_dict())
     plain.act_fn = ACTIVATIONS[name]()
@@ -209,7 +193,7 @@ def test_another_activation_is_respected(when: str, name: str, via: str) -> None
 
 
 @pytest.mark.parametrize("projection", ["gate_proj", *slow("up_proj"), "down_proj"])
-def test_a_bias_that_comes_later_is_respected(projection: str) -> None:
+def test_a_bias_that_comes_later_is_respected(projection):
     mlp = TinyMLP()
     recompute.apply(mlp, mlp_policy("kernel"))
     linear = getattr(mlp, projection)
@@ -222,13 +206,13 @@ def test_a_bias_that_comes_later_is_respected(projection: str) -> None:
 class BranchesOnTraining(nn.Module):
     """Draws only in training, by a branch that a trace in ``eval()`` mode does not see."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = x.tanh()
         return F.dropout(x, 0.5).sigmoid() if self.training else x.sigmoid()
 
 
 class LightGating(TinyMLP):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         hidden = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
         return self.down_proj(F.dropout(hidden, 0.5) if self.training else hidden)
 
@@ -236,7 +220,7 @@ class LightGating(TinyMLP):
 @pytest.mark.parametrize("via", ["hook", "kernel", "auto"])
 @pytest.mark.parametrize("action", ["checkpoint", "recompute"])
 @pytest.mark.parametrize("cls", [BranchesOnTraining, LightGating])
-def test_a_policy_applied_in_eval_mode_knows_nothing_of_training(cls: type[nn.Module], action: str, via: str) -> None:
+def test_a_policy_applied_in_eval_mode_knows_nothing_of_training(cls, action, via):
     torch.manual_seed(0)
     module = cls().eval()  # from_pretrained returns models like this
     plain = copy.deepcopy(module).train()
@@ -249,7 +233,7 @@ def test_a_policy_applied_in_eval_mode_knows_nothing_of_training(cls: type[nn.Mo
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model):
     model.eval()
     yield
     model.train()
@@ -263,7 +247,7 @@ MODES: dict[str, Callable[[nn.Module], AbstractContextManager[Any]]] = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_kernels_stand_in_in_every_mode(mode: str) -> None:
+def test_kernels_stand_in_in_every_mode(mode):
     model = decoder()
     trained = decoder()
     recompute.apply(trained, "kernel")
@@ -277,7 +261,7 @@ def test_kernels_stand_in_in_every_mode(mode: str) -> None:
     assert handle.stats().dropped_nbytes == 0
 
 
-def test_parts_in_eval_mode_are_left_alone() -> None:
+def test_parts_in_eval_mode_are_left_alone():
     model, plain = decoder(dropout=0.3), decoder(dropout=0.3)
     handle = recompute.apply(model, "full")
     for each in (model, plain):
@@ -287,20 +271,7 @@ def test_parts_in_eval_mode_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize("preset", by_default(POLICIES, "full", "elementwise", "kernel"))
-def test_a_module_used_twice_in_one_forward(preset: str) -> None:
-    model, plain = decoder(), decoder()
-    for each in (model, plain):
-        each.layers.append(each.layers[0])
-        each.layers.append(each.layers[0])
-    recompute.apply(model, preset)
-    found, expected = train(model), train(plain)
-    if preset != "kernel":
-        assert_same(found, expected)
-    torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.parametrize("preset", by_default(POLICIES, "full", "elementwise", "kernel"))
-def test_arguments_by_name(preset: str) -> None:
+def test_arguments_by_name(preset):
     model, plain = decoder(), decoder()
     recompute.apply(model, preset)
     with MODES["no_grad"](model):
@@ -313,12 +284,12 @@ def test_arguments_by_name(preset: str) -> None:
 
 
 @pytest.mark.parametrize("preset", TAPES)
-def test_a_tape_runs_no_python_again(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tape_runs_no_python_again(preset, monkeypatch):
     model, plain = decoder(dropout=0.3), decoder(dropout=0.3)
-    runs: Counter[str] = Counter()
+    runs = Counter()
     for cls in {type(module) for module in model.modules()}:
 
-        def counting(self: nn.Module, *args: Any, forward: Any = cls.forward, **kwargs: Any) -> Any:
+        def counting(self, *args, forward=cls.forward, **kwargs):
             runs[type(self).__name__] += 1
             return forward(self, *args, **kwargs)
 
@@ -336,15 +307,15 @@ def test_a_tape_runs_no_python_again(preset: str, monkeypatch: pytest.MonkeyPatc
 class Core(nn.Module):
     """Attention's core: no parameters, and still two matrix products."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(self, q, k, v):
         return (q @ k.transpose(-1, -2)).softmax(-1) @ v
 
 
 class Attention(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.qkv = nn.Linear(HIDDEN, 3 * HIDDEN)
         self.core = Core()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.core(*self.qkv(x).chunk(3, -1))

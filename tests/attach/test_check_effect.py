@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 import torch
 from engine_testing import calls
-from tiers import slow
+from tiers import by_default, slow
 from tiny import TinyMLP, TinyRMSNorm, assert_same, decoder, rule, rules, snapshot, train
-from torch import Tensor, nn
+from torch import nn
 
 import recompute
 from recompute.errors import NoEffectError, PolicyError, PolicyWarning
-from recompute.policy.loading import load_policy
+from recompute.policy.loading import load_policy, preset_names
 from recompute.policy.rules import Policy
 
 
-def warned(policy: Any, model: nn.Module | None = None, *, strict: bool = True) -> list[str]:
+def warned(policy, model=None, *, strict=True):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         recompute.apply(decoder(layers=4) if model is None else model, policy, strict=strict)
@@ -30,16 +30,16 @@ def warned(policy: Any, model: nn.Module | None = None, *, strict: bool = True) 
 class Plain(nn.Module):
     """Has nothing that repeats, no norm and no activation."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.other(self.one(x))
 
 
 @pytest.mark.parametrize("preset", ["full", "alternate", "hook", "kernel", "elementwise", "auto"])
-def test_a_preset_that_governs_nothing_is_an_error_that_says_how_to_go_on(preset: str) -> None:
+def test_a_preset_that_governs_nothing_is_an_error_that_says_how_to_go_on(preset):
     model = Plain()
     before = snapshot(model)
     with pytest.raises(NoEffectError, match=r"(?s)governs no module of Plain.*rules\[0\].*strict=False"):
@@ -50,7 +50,7 @@ def test_a_preset_that_governs_nothing_is_an_error_that_says_how_to_go_on(preset
 
 
 @pytest.mark.parametrize("policy", ["none", rules(rule("Gone", "keep")), {"rules": "none"}], ids=str)
-def test_a_policy_that_is_to_drop_nothing_is_no_error(policy: Any) -> None:
+def test_a_policy_that_is_to_drop_nothing_is_no_error(policy):
     model, plain = decoder(), decoder()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PolicyWarning)  # of a rule for no module
@@ -58,17 +58,68 @@ def test_a_policy_that_is_to_drop_nothing_is_no_error(policy: Any) -> None:
     assert_same(train(model), train(plain))
 
 
-def test_a_rule_that_governs_nothing_beside_one_that_does_is_a_warning() -> None:
-    assert len(warned(rules(rule("TinyMLP"), rule("Gone")))) == 1
-    assert len(warned(rules(rule("TinyMLP", "keep"), rule("Gone")))) == 1
+BEYOND = {
+    "2-9": "2-9",
+    "last 99": "last 99",
+    "first 5": "first 5",
+    (0, 4): "4",
+    (1, "every 2 from 4"): "every 2 from 4",
+}
+KERNEL = {"action": "recompute", "via": "kernel"}
+WARNED: list[tuple[dict[str, Any], list[str]]] = [
+    (rules(rule("TinyMLP"), rule("Gone")), [r"rules\[1\]"]),
+    (rules(rule("TinyMLP", "keep"), rule("Gone")), [r"rules\[1\]"]),
+    (rules(rule("Tiny*"), {"match": "layers.0", "action": "keep"}), [r"rules\[1\].*already governed by rules\[0\]"]),
+    (rules({"match": "layer.*.mlp", "action": "checkpoint"}), [r"rules\[0\].*'layer\.\*\.mlp'.*'layers\.0\.mlp'"]),
+    (rules(rule("TinyRmsNorm")), [r"rules\[0\].*'TinyRmsNorm'.*'TinyRMSNorm'"]),
+    (rules(rule("TinyMLP", layers="7-9")), [r"rules\[0\].*7-9.*4 layers"]),
+    (rules(rule("Embedding", layers=0)), [r"rules\[0\].*no list of layers"]),
+    (rules({"type": "TinyAttention", **KERNEL}), [r"rules\[0\].*TinyAttention"]),
+    (rules({"type": "SiLU", **KERNEL}), [r"rules\[0\].*no kernel.*SiLU.*hook"]),
+    (
+        rules({"match": "layers.**", "type": ["TinyAttention", "SiLU"], **KERNEL}),
+        [r"rules\[0\]: no kernel computes what TinyAttention, SiLU do; hooks regenerate it$"],
+    ),
+    (
+        rules(rule("TinyMLP", "recompute", keep="aten.softmax")),
+        [r"rules\[0\]: keep: no op is called aten\.softmax; .*explain\(\).*'aten\._softmax'"],
+    ),
+    (rules(rule("TinyMLP", keep=["aten.mm", "aten.mmm"])), [r"no op is called aten\.mmm;"]),
+    *(
+        (
+            rules(rule("block", layers=[*layers] if isinstance(layers, tuple) else layers)),
+            [rf"rules\[0\]: layers '{spelled}' goes beyond the 4 layers that there are$"],
+        )
+        for layers, spelled in BEYOND.items()
+    ),
+    *(
+        (rules(rule("block", layers=layers)), [])
+        for layers in ("0-3", "last 4", "first 4", 3, "every 9", "every 2 from 3")
+    ),
+]
 
 
-def test_a_word_near_block_is_told_of_it() -> None:
+@pytest.mark.parametrize(
+    ("policy", "messages"), WARNED, ids=lambda value: str(value)[:70] if type(value) is dict else ""
+)
+def test_a_rule_without_effect_or_with_another_than_it_seems_to_have_warns_once(policy, messages):
+    found = [message.replace("\n", " ") for message in warned({"name": "mine", **policy}, strict=False)]
+    assert [bool(re.search(rf"^policy mine.*{each}", text)) for text, each in zip(found, messages, strict=True)] == [
+        True
+    ] * len(messages)
+
+
+@pytest.mark.parametrize("preset", by_default(preset_names(), "full", "hook", "kernel"))
+def test_a_preset_that_fits_warns_of_nothing(preset):
+    assert warned(preset, decoder()) == []
+
+
+def test_a_word_near_block_is_told_of_it():
     with pytest.raises(NoEffectError, match="type 'blocks' is the class of no module; nearest: 'block'"):
         recompute.apply(decoder(), rules(rule("blocks")))
 
 
-def test_where_there_is_no_head_it_says_what_one_is() -> None:
+def test_where_there_is_no_head_it_says_what_one_is():
     model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4))
     with pytest.raises(
         NoEffectError, match="type 'head' finds no head: no module is called lm_head, and no Linear has"
@@ -79,41 +130,21 @@ def test_where_there_is_no_head_it_says_what_one_is() -> None:
 
 
 @pytest.mark.parametrize("spelled", [["block"], "block", ["block", "head"], ["block", "TinyRMSNorm"]])
-def test_block_survives_yaml_and_is_told_from_a_class(spelled: Any) -> None:
+def test_block_survives_yaml_and_is_told_from_a_class(spelled):
     policy = load_policy(rules(rule(spelled)))
     again = load_policy({"rules": policy.model_dump()["rules"]})
     assert again == policy
     assert again.rules[0].type == ((spelled,) if isinstance(spelled, str) else tuple(spelled))
 
     class block(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return x
 
     handle = recompute.apply(nn.Sequential(block(), TinyMLP(), decoder()), rules(rule("block")))
     assert {attachment.path for attachment in handle._attachments} == {"2.layers.0", "2.layers.1"}
 
 
-@pytest.mark.parametrize(
-    ("layers", "spelled"),
-    [
-        ("2-9", "2-9"),
-        ("last 99", "last 99"),
-        ("first 5", "first 5"),
-        ([0, 4], "4"),
-        ([1, "every 2 from 4"], "every 2 from 4"),
-    ],
-)
-def test_layers_that_a_model_has_not_are_told_even_where_others_are_there(layers: Any, spelled: str) -> None:
-    (message,) = warned(rules(rule("block", layers=layers)))
-    assert message.endswith(f"rules[0]: layers '{spelled}' goes beyond the 4 layers that there are")
-
-
-@pytest.mark.parametrize("layers", ["0-3", "last 4", "first 4", 3, "every 9", "every 2 from 3"])
-def test_layers_up_to_the_last_are_told_nothing(layers: Any) -> None:
-    assert warned(rules(rule("block", layers=layers))) == []
-
-
-def test_layers_of_one_rule_may_be_for_the_longer_of_two_stacks() -> None:
+def test_layers_of_one_rule_may_be_for_the_longer_of_two_stacks():
     model = nn.ModuleDict({"encoder": decoder(layers=4), "decoder": decoder(layers=2)})
     assert warned(rules(rule("block", layers="2-3")), model) == []
     assert len(warned(rules(rule("block", layers="2-4")), nn.ModuleDict({"one": decoder(layers=4)}))) == 1
@@ -127,22 +158,23 @@ def test_layers_of_one_rule_may_be_for_the_longer_of_two_stacks() -> None:
         *slow(("gem", "gemm"), ("gemms", "gemm"), ("collectives", "collective"), ("bmm", "aten.bmm")),
     ],
 )
-def test_a_kept_word_that_looks_like_a_family_or_an_op_is_asked_about(word: str, meant: str) -> None:
+def test_a_kept_word_that_looks_like_a_family_or_an_op_is_asked_about(word, meant):
     (message,) = warned(rules(rule("block", "recompute", keep=word), rule("TinyRMSNorm", "recompute", keep=[word])))
     assert re.search(
         rf"rules\[0\], rules\[1\]: keep: {word} is the name of a tensor.*did you mean '{meant}'\?", message
     )
 
 
-@pytest.mark.slow  # by default test_apply_reports says so of router_logits
-@pytest.mark.parametrize(
-    "word", ["router_logits", "gate", "logits", "attention_output", "gemma_scale", "angle", "x", "c"]
-)
-def test_a_kept_word_that_looks_like_none_is_a_tensors_name(word: str) -> None:
+NAMES = ["gate", "logits", "attention_output", "gemma_scale", "angle", "x", "c"]
+OPS = ["aten._softmax", "aten.mm", "recompute.glu_forward", "softmax"]
+
+
+@pytest.mark.parametrize("word", ["router_logits", "attention", *slow(*NAMES, *OPS)])
+def test_a_kept_word_that_looks_like_none_is_a_tensors_name_and_one_that_is_there_is_that(word):
     assert warned(rules(rule("block", "recompute", keep=word))) == []
 
 
-def test_a_family_that_there_is_none_of_is_refused_with_the_nearest() -> None:
+def test_a_family_that_there_is_none_of_is_refused_with_the_nearest():
     with pytest.raises(PolicyError, match=r"found 'gem' .did you mean 'gemm'"):
         recompute.apply(decoder(), rules(rule("block", "recompute", rerun="gem")))
 
@@ -156,20 +188,12 @@ def test_no_rules_have_to_be_meant(make: Any) -> None:
     assert "rules: none" in make("none").to_yaml()
 
 
-def test_a_kernel_that_there_is_none_of_is_told_once_a_rule() -> None:
-    every = {
-        "rules": [{"match": "layers.**", "type": ["TinyAttention", "SiLU"], "action": "recompute", "via": "kernel"}]
-    }
-    (message,) = warned(every)
-    assert message.endswith("rules[0]: no kernel computes what TinyAttention, SiLU do; hooks regenerate it")
-
-
 @pytest.mark.parametrize("glob", ["layers.{}.mlp", "**.{}.mlp", "layers.*.x{}", "**.x{}*"])
-def test_many_rules_take_time_in_proportion_and_one_warning(glob: str) -> None:
+def test_many_rules_take_time_in_proportion_and_one_warning(glob):
     """Twenty thousand took 102 seconds, and 19,996 warnings."""
-    messages: list[str] = []
+    messages = []
 
-    def calls_for(count: int) -> int:
+    def calls_for(count):
         policy = load_policy(
             {"rules": [rule("TinyRMSNorm"), *({"match": glob.format(i), "action": "keep"} for i in range(count))]}
         )
@@ -183,7 +207,7 @@ def test_many_rules_take_time_in_proportion_and_one_warning(glob: str) -> None:
     assert messages[-1].count("governs no module") == 5
 
 
-def test_a_first_match_is_the_first_also_among_many_kinds_of_rules() -> None:
+def test_a_first_match_is_the_first_also_among_many_kinds_of_rules():
     kinds = [
         rule("Tiny?LP", "keep", layers=3),
         {"match": "**.2.mlp", "action": "keep"},
@@ -196,7 +220,7 @@ def test_a_first_match_is_the_first_also_among_many_kinds_of_rules() -> None:
     }  # fmt: skip
 
 
-def test_a_norm_is_regenerated_whatever_kind_it_is() -> None:
+def test_a_norm_is_regenerated_whatever_kind_it_is():
     model = nn.Sequential(
         nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU(), TinyRMSNorm(), nn.Linear(16, 16)
     )

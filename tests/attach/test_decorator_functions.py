@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ from recompute.errors import NoEffectError, PolicyWarning, UnsupportedError
 HIDDEN = 8
 
 
-def inputs() -> Tensor:
+def inputs():
     return torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(1))
 
 
@@ -33,41 +32,41 @@ NOTE_STORAGE = STORAGES.append
 """By this a checkpoint does not see the list: it would have it appended to but once."""
 
 
-def noted(x: Tensor) -> Tensor:
+def noted(x):
     NOTE_STORAGE(StorageWeakRef(x.untyped_storage()))
     return x
 
 
-def function(x: Tensor, *, scale: float = 1.0) -> Tensor:
+def function(x, *, scale=1.0):
     """A function."""
     return noted(F.dropout(x.tanh() * scale, 0.5).exp()).square()
 
 
 class Methods:
-    def __init__(self) -> None:
+    def __init__(self):
         self.linear = nn.Linear(HIDDEN, HIDDEN)
         self.generator = torch.Generator()
 
-    def method(self, x: Tensor) -> Tensor:
+    def method(self, x):
         return noted(self.linear(x.tanh()).sin().exp()).square()
 
-    def noisy(self, x: Tensor) -> Tensor:
+    def noisy(self, x):
         return noted((x.tanh() * torch.rand(x.shape, generator=self.generator)).exp()).square()
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x):
         return self.noisy(x)
 
     @staticmethod
-    def static(x: Tensor) -> Tensor:
+    def static(x):
         return noted(x.tanh().exp()).square()
 
 
-def closing_over_a_module() -> tuple[Callable[[Tensor], Tensor], list[torch.Generator]]:
+def closing_over_a_module():
     linear = LINEAR
     return lambda x: noted(linear(x.tanh()).sin().exp()).square(), []
 
 
-def closing_over_a_tensor() -> tuple[Callable[[Tensor], Tensor], list[torch.Generator]]:
+def closing_over_a_tensor():
     scale = SCALE
     return lambda x: noted((x.tanh() * scale).exp()).square(), []
 
@@ -82,13 +81,7 @@ FUNCTIONS: dict[str, Callable[[], tuple[Callable[..., Tensor], list[torch.Genera
     "callable object": lambda: (METHODS, [METHODS.generator]),
     "static method": lambda: (Methods.static, []),
     "module's method": lambda: (LINEAR.forward, []),
-    **{
-        make.__name__.replace("_", " "): make
-        for make in (
-            closing_over_a_module,
-            closing_over_a_tensor,
-        )
-    },
+    **{make.__name__.replace("_", " "): make for make in (closing_over_a_module, closing_over_a_tensor)},
 }
 
 
@@ -99,7 +92,7 @@ every_policy = pytest.mark.parametrize("policy", [None, CHECKPOINT], ids=["bare"
 
 @every_policy
 @pytest.mark.parametrize("kind", FUNCTIONS)
-def test_a_function_of_any_kind_runs_as_without(kind: str, policy: Any) -> None:
+def test_a_function_of_any_kind_runs_as_without(kind, policy):
     run, generators = FUNCTIONS[kind]()
     decorated = recompute.recompute(policy=policy)(run)
     results = []
@@ -113,7 +106,7 @@ def test_a_function_of_any_kind_runs_as_without(kind: str, policy: Any) -> None:
 
 @every_policy
 @pytest.mark.parametrize("kind", [kind for kind in FUNCTIONS if kind != "module's method"])
-def test_a_function_of_any_kind_drops_what_comes_back(kind: str, policy: Any) -> None:
+def test_a_function_of_any_kind_drops_what_comes_back(kind, policy):
     run, _ = FUNCTIONS[kind]()
     for each, dropped in ((run, False), (recompute.recompute(policy=policy)(run), True)):
         STORAGES.clear()
@@ -123,8 +116,8 @@ def test_a_function_of_any_kind_drops_what_comes_back(kind: str, policy: Any) ->
         assert len(STORAGES) == (2 if dropped and policy is not None else 1)  # only a checkpoint runs Python again
 
 
-def test_without_a_policy_all_is_dropped_that_comes_back_without_a_product() -> None:
-    def run(x: Tensor) -> Tensor:
+def test_without_a_policy_all_is_dropped_that_comes_back_without_a_product():
+    def run(x):
         # Autograd saves the input, what the first exp returns, the product's input and what the second exp returns.
         x = noted(noted(noted(x.sin()).exp()).cos())
         return noted(noted(noted(x @ x.T).exp()).sin()).sum()
@@ -143,14 +136,14 @@ def test_without_a_policy_all_is_dropped_that_comes_back_without_a_product() -> 
 
 
 class TestAFunction:
-    def test_keeps_its_name_and_signature(self) -> None:
+    def test_keeps_its_name_and_signature(self):
         for decorated in (recompute.recompute(function), recompute.recompute(policy=rules(rule("function")))(function)):
             assert decorated is not function
             assert decorated.__name__ == "function"
             assert decorated.__doc__ == "A function."
             assert inspect.signature(decorated) == inspect.signature(function)
 
-    def test_refuses_a_weight_changed_before_backward(self) -> None:
+    def test_refuses_a_weight_changed_before_backward(self):
         for run, policy in itertools.product((closing_over_a_module()[0], METHODS.method), (None, CHECKPOINT)):
             output = recompute.recompute(policy=policy)(run)(inputs().requires_grad_())
             linear = run.__self__.linear if hasattr(run, "__self__") else LINEAR
@@ -160,29 +153,29 @@ class TestAFunction:
                 output.sum().backward()
 
     @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-    def test_is_called_plainly_where_nothing_is_recorded(self, mode: Callable[[], Any]) -> None:
+    def test_is_called_plainly_where_nothing_is_recorded(self, mode):
         STORAGES.clear()
         with mode():
             recompute.recompute(function)(inputs())
         assert len(STORAGES) == 1
         assert STORAGES[0].expired()
 
-    def test_is_left_as_it_is_by_a_policy_that_keeps_it(self) -> None:
+    def test_is_left_as_it_is_by_a_policy_that_keeps_it(self):
         assert recompute.recompute(function, policy=rules(rule("function", "keep"))) is function
 
     @pytest.mark.parametrize("policy", [rules(rule("other")), "hook"])
-    def test_that_no_rule_matches_is_refused(self, policy: Any) -> None:
+    def test_that_no_rule_matches_is_refused(self, policy):
         with pytest.raises(NoEffectError, match="governs no module of the function function"):
             recompute.recompute(policy=policy)(function)
 
-    def test_is_left_as_it_is_by_a_policy_without_rules(self) -> None:
+    def test_is_left_as_it_is_by_a_policy_without_rules(self):
         assert recompute.recompute(policy="none")(function) is function
 
-    def test_that_no_kernel_computes_is_refused(self) -> None:
+    def test_that_no_kernel_computes_is_refused(self):
         with pytest.raises(UnsupportedError, match=r"rules\[0\].*no kernel.*function"):
             recompute.recompute(policy=rules(rule("function", "recompute", via="kernel")))(function)
 
-    def test_is_regenerated_for_its_consumer_under_an_applied_policy(self) -> None:
+    def test_is_regenerated_for_its_consumer_under_an_applied_policy(self):
         scale = recompute.recompute(policy=rules(rule("scaled", "recompute")))(scaled)
         results = []
         for each in (scaled, scale):
@@ -196,35 +189,35 @@ class TestAFunction:
         assert_same(*results)
 
 
-def scaled(x: Tensor) -> Tensor:
+def scaled(x):
     return noted(x.tanh() * 2.0)
 
 
 class Consumer(nn.Module):
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, function):
         super().__init__()
         torch.manual_seed(0)
         self.norm, self.linear, self.function = TinyRMSNorm(HIDDEN), nn.Linear(HIDDEN, HIDDEN), function
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.linear(self.function(self.norm(x)))
 
 
-def generator_function(x: Tensor) -> Iterator[Tensor]:
+def generator_function(x):
     yield x
 
 
-async def coroutine(x: Tensor) -> Tensor:
+async def coroutine(x):
     return x
 
 
-async def async_generator(x: Tensor) -> AsyncIterator[Tensor]:
+async def async_generator(x):
     yield x
 
 
 @pytest.mark.parametrize("target", [generator_function, coroutine, async_generator], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("wrap", [lambda f: f, functools.partial], ids=["bare", "partial"])
-def test_what_does_not_run_in_one_piece_is_refused(target: Any, wrap: Callable[[Any], Any]) -> None:
+def test_what_does_not_run_in_one_piece_is_refused(target, wrap):
     with pytest.raises(UnsupportedError, match="cannot be run again as one piece"):
         recompute.recompute(wrap(target))
 
@@ -232,7 +225,7 @@ def test_what_does_not_run_in_one_piece_is_refused(target: Any, wrap: Callable[[
 @pytest.mark.parametrize(
     "target", [3, "hook", {"rules": "none"}, recompute.load_policy("hook"), int, torch.ones(1), [nn.Tanh()]], ids=repr
 )
-def test_a_wrong_target_is_refused(target: Any) -> None:
+def test_a_wrong_target_is_refused(target):
     with pytest.raises(TypeError, match=r"recompute decorates an nn\.Module class, a module or a function, got"):
         recompute.recompute(target)
 
@@ -252,10 +245,10 @@ def test_torchscript_that_a_function_uses_is_run_as_it_is_without(what: str, set
     part, x = parts[what](), inputs().requires_grad_()
     state = {name: tensor.clone() for name, tensor in getattr(part, "state_dict", dict)().items()}
 
-    def block(x: Tensor) -> Tensor:
+    def block(x):
         return part(x.sin()).exp()
 
-    def steps(block: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    def steps(block):
         if state:
             part.load_state_dict(state)
         weights = list(part.parameters()) if state else []
@@ -271,5 +264,5 @@ def test_torchscript_that_a_function_uses_is_run_as_it_is_without(what: str, set
     assert_same(found, steps(block))
 
 
-def scripted(x: Tensor) -> Tensor:
+def scripted(x):
     return (x * 2).sigmoid() * x.tanh()

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from engine_testing import module_of
 from tiers import slow
 from tiny import BATCH, HIDDEN, INTERMEDIATE, LENGTH, TOKENS, decoder, next_token_loss, rule, rules, token_ids
 from torch import Tensor, nn
@@ -32,7 +33,7 @@ class Line(NamedTuple):
     reason: str
 
 
-def tables(text: str) -> dict[str, list[Line]]:
+def tables(text):
     """The tables of tensors in what ``explain`` prints, by their titles."""
     found = {}
     for part in text.split("\n\n")[1:]:
@@ -50,18 +51,10 @@ def tables(text: str) -> dict[str, list[Line]]:
 Forward = Callable[[nn.Module, Tensor], Tensor]
 
 
-def explained(forward: Forward, action: str = "recompute", **options: Any) -> list[Line]:
+def explained(forward, action="recompute", **options):
     """The tensors of a module that runs ``forward(linear, x)`` under a rule with ``options``."""
 
-    class Body(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(HIDDEN, HIDDEN, bias=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return forward(self.linear, x)
-
-    module = Body()
+    module = module_of(lambda self, x: forward(self.linear, x), linear=nn.Linear(HIDDEN, HIDDEN, bias=False))
     handle = recompute.apply(module, rules(rule("Body", action, **options)))
     for _ in range(2):  # the first may have followed the plan of another region for a while
         module(torch.rand(BATCH, LENGTH, HIDDEN, requires_grad=True)).sum().backward()
@@ -69,17 +62,26 @@ def explained(forward: Forward, action: str = "recompute", **options: Any) -> li
     return lines
 
 
-def line_of(made_by: str, lines: list[Line]) -> Line:
+def trained(policy, layers=2, steps=1):
+    """A decoder after steps under a policy, and its handle."""
+    model = decoder(layers=layers)
+    handle = recompute.apply(model, policy)
+    for _ in range(steps):
+        next_token_loss(model, token_ids()).backward()
+    return model, handle
+
+
+def line_of(made_by, lines):
     (line,) = (line for line in lines if line.made_by == made_by)
     return line
 
 
-def chain(linear: nn.Module, x: Tensor) -> Tensor:
+def chain(linear, x):
     """Autograd saves what the product, sin and cos are given, and what exp returns."""
     return linear(x).sin().cos().exp()
 
 
-def test_a_line_tells_who_made_a_tensor_who_saved_it_what_it_is_and_what_becomes_of_it() -> None:
+def test_a_line_tells_who_made_a_tensor_who_saved_it_what_it_is_and_what_becomes_of_it():
     lines = explained(chain)
     weight, flat = f"{HIDDEN}x{HIDDEN}", f"{TOKENS}x{HIDDEN}"
     assert {line[:6] for line in lines} == {
@@ -98,22 +100,22 @@ OUTSIDE = torch.rand(HIDDEN)
 
 class InTheDark(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx, x):
         y = x.exp()
         ctx.save_for_backward(y)
         return y
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+    def backward(ctx, gradient):
         return gradient * ctx.saved_tensors[0]
 
 
-def attention(linear: nn.Module, x: Tensor) -> Tensor:
+def attention(linear, x):
     q = linear(x).unflatten(-1, (2, -1)).transpose(1, 2)
     return F.scaled_dot_product_attention(q, q, q).sin()
 
 
-def overwritten(linear: nn.Module, x: Tensor) -> Tensor:
+def overwritten(linear, x):
     y = linear(x)
     copied = y.clone()
     copied.cos()  # whose backward autograd would refuse
@@ -157,16 +159,15 @@ REASONS: dict[str, tuple[Forward, dict[str, Any], str, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", REASONS)
-def test_what_is_kept_says_why(kind: str) -> None:
-    forward, options, made_by, reason = REASONS[kind]
+@pytest.mark.parametrize(("forward", "options", "made_by", "reason"), REASONS.values(), ids=REASONS)
+def test_what_is_kept_says_why(forward, options, made_by, reason):
     line = line_of(made_by, explained(forward, via="hook", **options))
     assert line.fate == "kept"
     assert line.reason.split("; ")[0] == reason
 
 
-def test_what_a_thin_gemm_brings_back_says_so() -> None:
-    def forward(linear: nn.Module, x: Tensor) -> Tensor:
+def test_what_a_thin_gemm_brings_back_says_so():
+    def forward(linear, x):
         q = linear(x)[..., :1]
         return (q @ q.transpose(1, 2)).softmax(-1).sin()
 
@@ -174,7 +175,7 @@ def test_what_a_thin_gemm_brings_back_says_so() -> None:
     assert line_of("aten._softmax", lines)[-2:] == ("dropped", "thin, so it runs again: aten.bmm")
 
 
-def test_attention_is_kept_and_says_why() -> None:
+def test_attention_is_kept_and_says_why():
     lines = [line for line in explained(attention) if line.made_by == ATTENTION]
     assert [line.shape for line in lines] == [f"{BATCH}x2x{LENGTH}x{HIDDEN // 2}", f"{BATCH}x2x{LENGTH}"]
     assert {(line.fate, line.reason.split("; ")[0]) for line in lines} == {
@@ -182,7 +183,7 @@ def test_attention_is_kept_and_says_why() -> None:
     }
 
 
-def test_what_was_made_outside_is_kept_and_says_so() -> None:
+def test_what_was_made_outside_is_kept_and_says_so():
     given, outside = (line for line in explained(lambda linear, x: linear(x) * OUTSIDE) if line.fate == "kept")
     assert (given.shape, outside.shape) == (f"{TOKENS}x{HIDDEN}", str(HIDDEN))
     assert (given.saved_by, outside.saved_by) == ("aten.mm", "aten.mul")
@@ -199,13 +200,13 @@ def test_what_was_made_outside_is_kept_and_says_so() -> None:
         ("checkpoint", {"keep": "aten.cos"}, "dropped"),
     ],
 )
-def test_what_the_rule_does_not_keep_is_dropped(action: str, options: dict[str, Any], fate_of_product: str) -> None:
+def test_what_the_rule_does_not_keep_is_dropped(action, options, fate_of_product):
     lines = explained(lambda linear, x: recompute.keep(linear(x).sin(), "a_name").cos(), action, **options)
     assert line_of("aten.sin", lines).fate == "dropped"
     assert line_of("aten.mm", lines).fate == fate_of_product
 
 
-def test_what_is_held_for_others_alone_says_so() -> None:
+def test_what_is_held_for_others_alone_says_so():
     """A cast keeps nothing for its own backward; here what it returns is dropped, and what it was given held."""
     lines = explained(lambda linear, x: linear(x).double().sin())
     held, dropped = line_of("aten.mm", lines), line_of("aten._to_copy", lines)
@@ -217,7 +218,7 @@ def test_what_is_held_for_others_alone_says_so() -> None:
     )  # fmt: skip
 
 
-def test_before_any_forward_there_are_no_tensors_to_tell_of() -> None:
+def test_before_any_forward_there_are_no_tensors_to_tell_of():
     model = decoder()
     handle = recompute.apply(model)
     assert tables(handle.explain(wide=True)) == {}
@@ -226,10 +227,8 @@ def test_before_any_forward_there_are_no_tensors_to_tell_of() -> None:
     assert tables(handle.explain(wide=True)) == {}
 
 
-def test_modules_treated_alike_share_a_table_and_others_have_their_own() -> None:
-    model = decoder(layers=3)
-    handle = recompute.apply(model)
-    next_token_loss(model, token_ids()).backward()
+def test_modules_treated_alike_share_a_table_and_others_have_their_own():
+    model, handle = trained("elementwise", layers=3)
     title, last = tables(handle.explain(wide=True))
     assert title.startswith("layers.* (TinyDecoderLayer), each of 3: ")
     assert last.startswith("norm (TinyRMSNorm): ")
@@ -240,17 +239,13 @@ def test_modules_treated_alike_share_a_table_and_others_have_their_own() -> None
     assert titles == [f"{layers}, each of 2", layers, "norm (TinyRMSNorm)"]
 
 
-def test_a_checkpoint_without_exceptions_has_no_table() -> None:
-    model = decoder()
-    handle = recompute.apply(model, rules(rule("TinyMLP"), rule("TinyRMSNorm", "recompute", via="hook")))
-    next_token_loss(model, token_ids()).backward()
+def test_a_checkpoint_without_exceptions_has_no_table():
+    _, handle = trained(rules(rule("TinyMLP"), rule("TinyRMSNorm", "recompute", via="hook")))
     assert all("TinyRMSNorm" in title for title in tables(handle.explain(wide=True)))
 
 
-def test_what_was_dropped_and_kept_adds_up_to_the_totals() -> None:
-    model = decoder()
-    handle = recompute.apply(model, rules(rule("TinyDecoderLayer", "recompute", via="hook")))
-    next_token_loss(model, token_ids()).backward()
+def test_what_was_dropped_and_kept_adds_up_to_the_totals():
+    model, handle = trained(rules(rule("TinyDecoderLayer", "recompute", via="hook")))
     ((title, lines),) = tables(handle.explain(wide=True)).items()
     stats = handle.stats()
     for fate, nbytes in (("dropped", stats.dropped_nbytes), ("kept", stats.kept_nbytes)):
@@ -259,21 +254,13 @@ def test_what_was_dropped_and_kept_adds_up_to_the_totals() -> None:
         assert f"{fate} {total:,} bytes ({total // TOKENS} a token, {TOKENS} tokens)" in title
 
 
-class Overwrites(nn.Module):
+def overwrites():
     """Saves what it then changes, so that autograd would refuse to run that backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(HIDDEN, HIDDEN)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return overwritten(self.linear, x)
+    return module_of(lambda self, x: overwritten(self.linear, x), linear=nn.Linear(HIDDEN, HIDDEN))
 
 
-@pytest.mark.parametrize("make", [lambda: nn.BatchNorm1d(HIDDEN), Overwrites])
-def test_what_is_overwritten_is_kept_and_counted_but_for_running_statistics_which_live_anyway(
-    make: Callable[[], nn.Module],
-) -> None:
+@pytest.mark.parametrize("make", [lambda: nn.BatchNorm1d(HIDDEN), overwrites])
+def test_what_is_overwritten_is_kept_and_counted_but_for_running_statistics_which_live_anyway(make):
     module = make()
     handle = recompute.apply(module, rules(rule(type(module).__name__, "recompute", via="hook")))
     module(torch.randn(TOKENS, HIDDEN)).sum().backward()
@@ -285,7 +272,7 @@ def test_what_is_overwritten_is_kept_and_counted_but_for_running_statistics_whic
     assert set(running) <= {"alive"}
 
 
-def summary(text: str) -> dict[str, dict[str, str]]:
+def summary(text):
     """The cells of the first table of ``explain``, by module."""
     lines = text.split("\n\n")[0].splitlines()
     at = next(index for index, line in enumerate(lines) if line.startswith("---"))
@@ -295,17 +282,14 @@ def summary(text: str) -> dict[str, dict[str, str]]:
     return {row[0]: dict(zip(headers, row, strict=True)) for row in rows}
 
 
-def number(cell: str) -> int:
+def number(cell):
     return int(cell.replace(",", "") or 0)
 
 
 @pytest.mark.parametrize("policy", ["elementwise", "hook", "kernel", "full", "alternate"])
 @pytest.mark.parametrize("steps", [*slow(1), 3])
-def test_the_last_row_is_stats_and_rows_add_up_to_it(policy: str, steps: int) -> None:
-    model = decoder(layers=3)
-    handle = recompute.apply(model, policy)
-    for _ in range(steps):
-        next_token_loss(model, token_ids()).backward()
+def test_the_last_row_is_stats_and_rows_add_up_to_it(policy, steps):
+    _, handle = trained(policy, layers=3, steps=steps)
     rows = summary(handle.explain(wide=True))
     total, stats = rows.pop("total"), handle.stats()
     assert number(total["forwards"]) == stats.frames
@@ -317,11 +301,9 @@ def test_the_last_row_is_stats_and_rows_add_up_to_it(policy: str, steps: int) ->
 
 
 @pytest.mark.parametrize("policy", ["elementwise", "hook", "kernel"])
-def test_all_that_is_counted_as_dropped_is_listed(policy: str) -> None:
+def test_all_that_is_counted_as_dropped_is_listed(policy):
     """Also what another module saves of a module's output, as projections and the head do of a norm's."""
-    model = decoder(layers=3)
-    handle = recompute.apply(model, policy)
-    next_token_loss(model, token_ids()).backward()
+    _, handle = trained(policy, layers=3)
     listed = 0
     for title, lines in tables(handle.explain(wide=True)).items():
         modules = re.search(r", each of (\d+):", title)
@@ -333,11 +315,8 @@ def test_all_that_is_counted_as_dropped_is_listed(policy: str) -> None:
     )  # fmt: skip
 
 
-def test_what_is_saved_outside_is_told_of_the_last_forward_alone() -> None:
-    model = decoder()
-    handle = recompute.apply(model, "hook")
-    for _ in range(2):
-        next_token_loss(model, token_ids()).backward()
+def test_what_is_saved_outside_is_told_of_the_last_forward_alone():
+    model, handle = trained("hook", steps=2)
     (norm,) = (lines for title, lines in tables(handle.explain(wide=True)).items() if title.startswith("norm "))
     assert [line.saved_by for line in norm].count("(outside)") == 1
     model.lm_head.weight.requires_grad_(False)  # whose gradient alone wants the norm's output
@@ -346,27 +325,18 @@ def test_what_is_saved_outside_is_told_of_the_last_forward_alone() -> None:
     assert [line.saved_by for line in norm].count("(outside)") == 0
 
 
-def test_totals_of_an_mlp_are_told_a_token_wherever_its_input_comes_from() -> None:
-    model = decoder()
-    handle = recompute.apply(model, "hook")  # under which a norm gives the input back
-    next_token_loss(model, token_ids()).backward()
+def test_totals_of_an_mlp_are_told_a_token_wherever_its_input_comes_from():
+    _, handle = trained("hook")  # under which a norm gives the input back
     (title,) = (title for title in tables(handle.explain(wide=True)) if "TinyMLP" in title)
     each = 2 * INTERMEDIATE * 4
     assert f"dropped {each * TOKENS:,} bytes ({each} a token, {TOKENS} tokens)" in title
     assert f"kept {each * TOKENS:,} bytes ({each} a token, {TOKENS} tokens)" in title
 
 
-def test_totals_of_a_llama_layer_a_token() -> None:
+def test_totals_of_a_llama_layer_a_token():
     hidden, intermediate, heads, kv, size = 32, 48, 4, 2, 8
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=2,
-        num_attention_heads=heads,
-        num_key_value_heads=kv,
-        use_cache=False,
-    )
+    sizes = {"vocab_size": 64, "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": 2}
+    config = LlamaConfig(**sizes, num_attention_heads=heads, num_key_value_heads=kv, use_cache=False)
     model = LlamaForCausalLM(config).to(torch.bfloat16)
     ids = torch.randint(0, 64, (2, 16))
     handle = recompute.apply(model)
@@ -386,7 +356,7 @@ def test_totals_of_a_llama_layer_a_token() -> None:
 
 @pytest.mark.parametrize("width", [80, 110])
 @pytest.mark.parametrize("policy", ["elementwise", "kernel", "full"])
-def test_by_default_lines_fit_and_say_bytes_as_people_do(policy: str, width: int) -> None:
+def test_by_default_lines_fit_and_say_bytes_as_people_do(policy, width):
     """A name that has no room loses its middle. The wide text has all of it."""
     model = nn.ModuleDict({"a_long_name_" * 3: decoder(layers=2)})
     (inner,) = model.values()
@@ -402,10 +372,8 @@ def test_by_default_lines_fit_and_say_bytes_as_people_do(policy: str, width: int
 
 
 @pytest.mark.parametrize("policy", ["elementwise", "kernel"])
-def test_both_widths_tell_of_the_same_modules_and_tensors_in_the_same_order(policy: str) -> None:
-    model = decoder(layers=2)
-    handle = recompute.apply(model, policy)
-    next_token_loss(model, token_ids()).backward()
+def test_both_widths_tell_of_the_same_modules_and_tensors_in_the_same_order(policy):
+    _, handle = trained(policy)
     wide, text = handle.explain(wide=True), handle.explain(width=1000)
     lines = [line for each in tables(wide).values() for line in each]
     told = [line.split() for line in text.splitlines() if re.search("[^,]B  (dropped|kept|alive)$", line)]

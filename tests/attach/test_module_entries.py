@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 
 import recompute
 from recompute.attach.module_entries import module_entries
@@ -18,7 +17,7 @@ from recompute.attach.module_entries import module_entries
 class Through(nn.Module):
     """Runs all that it holds, so that it has a forward."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for child in self.children():
             x = child(x)
         return x
@@ -27,7 +26,7 @@ class Through(nn.Module):
 class Block(Through):
     """As nanoGPT calls it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.ln = nn.LayerNorm(4)
         self.mlp = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
@@ -40,7 +39,7 @@ class Unit(Block):
 class Bare(Through):
     """Without a norm."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.up, self.down = nn.Linear(4, 4), nn.Linear(4, 4)
 
@@ -56,13 +55,13 @@ class ExpertLayer(Block):
 class Mixture(nn.Module):
     """A layer that holds lists of its own: experts, and attention heads."""
 
-    def __init__(self, expert: Callable[[], nn.Module] = Expert) -> None:
+    def __init__(self, expert=Expert):
         super().__init__()
         self.norm = nn.LayerNorm(4)
         self.heads = nn.ModuleList(Bare() for _ in range(2))
         self.experts = nn.ModuleList(expert() for _ in range(3))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + sum(each(self.norm(x)) for each in (*self.heads, *self.experts))
 
 
@@ -73,14 +72,14 @@ class MixtureLayer(Mixture):
 class Stage(Through):
     """Of a vision model: no layer, but its layers are."""
 
-    def __init__(self, depth: int = 2) -> None:
+    def __init__(self, depth=2):
         super().__init__()
         self.downsample = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))
         self.layers = nn.Sequential(*(Unit() for _ in range(depth)))
 
 
 class Stem(nn.Sequential):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(nn.Linear(4, 4), nn.LayerNorm(4), nn.GELU())
 
 
@@ -89,21 +88,21 @@ class StemLayer(Stem):
 
 
 class Model(Through):
-    def __init__(self, **parts: nn.Module):
+    def __init__(self, **parts):
         super().__init__()
         for name, part in parts.items():
             self.add_module(name, part)
 
 
-def several(make: Callable[[], nn.Module], count: int = 3) -> list[nn.Module]:
+def several(make, count=3):
     return [make() for _ in range(count)]
 
 
-def blocks(model: nn.Module) -> list[str]:
+def blocks(model):
     return [entry.path for entry in module_entries(model, type(model).__name__)[0] if entry.is_block]
 
 
-def stack(path: str, count: int = 3) -> list[str]:
+def stack(path, count=3):
     return [f"{path}.{index}" for index in range(count)]
 
 
@@ -169,15 +168,15 @@ def stack(path: str, count: int = 3) -> list[str]:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_blocks_are_the_outermost_modules_that_repeat(model: nn.Module, expected: list[str]) -> None:
+def test_blocks_are_the_outermost_modules_that_repeat(model, expected):
     assert blocks(model) == expected
 
 
-def heads(model: nn.Module) -> list[str]:
+def heads(model):
     return [entry.path for entry in module_entries(model, type(model).__name__)[0] if entry.is_head]
 
 
-def embedded(**parts: nn.Module) -> nn.Module:
+def embedded(**parts):
     """A model with 11 words and 5 positions, 4 wide."""
     return Model(words=nn.Embedding(11, 4), positions=nn.Embedding(5, 4), **parts)
 
@@ -198,18 +197,18 @@ def embedded(**parts: nn.Module) -> nn.Module:
     ],
     ids=lambda value: " ".join(value) or "none" if isinstance(value, list) else "",
 )
-def test_a_head_is_as_large_as_the_largest_embedding_or_has_the_name(model: nn.Module, expected: list[str]) -> None:
+def test_a_head_is_as_large_as_the_largest_embedding_or_has_the_name(model, expected):
     assert heads(model) == expected
 
 
-def test_the_words_of_a_model_of_transformers_need_not_be_its_largest_embedding() -> None:
-    sizes: dict[str, Any] = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8}
+def test_the_words_of_a_model_of_transformers_need_not_be_its_largest_embedding():
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8}
     config = transformers.BertConfig(vocab_size=11, num_hidden_layers=1, max_position_embeddings=64, **sizes)
     assert heads(transformers.BertForMaskedLM(config)) == ["cls.predictions.decoder"]
     assert heads(transformers.BertForSequenceClassification(config)) == []  # with as many classes as kinds of tokens
 
 
-def test_blocks_run_again_from_their_inputs_under_full() -> None:
+def test_blocks_run_again_from_their_inputs_under_full():
     """What is found runs, and is bit for bit what it was, and in an ordered dict too."""
     torch.manual_seed(0)
     model = nn.Sequential(OrderedDict(stem=Stem(), first=Unit(), second=Unit()))
@@ -231,7 +230,7 @@ def test_blocks_run_again_from_their_inputs_under_full() -> None:
         ([1, 2], ["a.1", "a.2", "b.two", "c.1", "c.2"]),
     ],
 )
-def test_layers_count_blocks_in_any_kind_of_list(layers: object, expected: list[str]) -> None:
+def test_layers_count_blocks_in_any_kind_of_list(layers, expected):
     model = Model(
         a=nn.ModuleList(several(Unit)),
         b=nn.ModuleDict({"one": Unit(), "two": Unit()}),
@@ -273,9 +272,7 @@ MODELS: list[tuple[str, dict[str, Any], dict[str, int]]] = [
 
 
 @pytest.mark.parametrize(("config", "sizes", "expected"), MODELS, ids=[config for config, *_ in MODELS])
-def test_the_layers_of_transformers_models_are_their_blocks(
-    config: str, sizes: dict[str, object], expected: dict[str, int]
-) -> None:
+def test_the_layers_of_transformers_models_are_their_blocks(config, sizes, expected):
     with torch.device("meta"):
         model = transformers.AutoModel.from_config(getattr(transformers, config)(**sizes))
     found = [type(model.get_submodule(path)).__name__ for path in blocks(model)]

@@ -1,19 +1,15 @@
 """``apply`` on a model that is under a policy already, or has checkpointing of its own on; and how handles go."""
 
-from __future__ import annotations
-
-import gc
 import warnings
 import weakref
-from collections.abc import Callable
-from typing import Any
 
 import models
 import pytest
 import torch
+from engine_testing import module_of, no_garbage_collection
 from tiers import by_default
 from tiny import HIDDEN, TinyDecoderLayer, assert_same, decoder, next_token_loss, rule, rules, snapshot, token_ids
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
@@ -22,12 +18,12 @@ from recompute.attach.apply import policy_on
 from recompute.errors import AlreadyAppliedError, NoEffectError, PolicyError, PolicyWarning, UnsupportedError
 
 
-def gradients(model: nn.Module) -> list[Tensor]:
+def gradients(model):
     return list(torch.autograd.grad(next_token_loss(model, token_ids()), list(model.parameters())))
 
 
 @pytest.mark.parametrize("policy", ["elementwise", "full", "none", "offload"])
-def test_a_cell_of_a_notebook_runs_again(policy: str) -> None:
+def test_a_cell_of_a_notebook_runs_again(policy):
     model, before, expected = decoder(), snapshot(decoder()), gradients(decoder())
     handles = []
     for _ in range(3):
@@ -43,14 +39,14 @@ def test_a_cell_of_a_notebook_runs_again(policy: str) -> None:
     assert all(type(module) is before[name][0] for name, module in model.named_modules())
 
 
-def test_the_error_says_how_to_replace() -> None:
+def test_the_error_says_how_to_replace():
     model = decoder()
     recompute.apply(model)
     with pytest.raises(AlreadyAppliedError, match=r"recompute\.apply\(model, policy, replace=True\)"):
         recompute.apply(model)
 
 
-def spoil(model: Any) -> None:
+def spoil(model):
     """Have ``apply`` find its mistake as late as it can."""
     model.model.layers[1].mlp.act_fn.forward = lambda x: x
 
@@ -65,8 +61,8 @@ def spoil(model: Any) -> None:
     ],
     ids=["no policy", "no effect", "no forward", "a warning that is an error"],
 )
-def test_a_policy_stays_if_the_one_in_its_place_fails(policy: Any, error: type[Exception]) -> None:
-    model: Any = models.make("llama")
+def test_a_policy_stays_if_the_one_in_its_place_fails(policy, error):
+    model = models.make("llama")
     model.gradient_checkpointing_enable()
     spoil(model)
     handle = recompute.apply(model, "full", replace_checkpointing=True)
@@ -82,7 +78,7 @@ def test_a_policy_stays_if_the_one_in_its_place_fails(policy: Any, error: type[E
     assert model.model.layers[0].gradient_checkpointing is True
 
 
-def test_replacing_takes_off_what_governs_modules_inside_but_no_decorator() -> None:
+def test_replacing_takes_off_what_governs_modules_inside_but_no_decorator():
     model = decoder()
     inner = recompute.apply(model.layers[0], "full")
     outer = recompute.apply(model, replace=True)
@@ -94,49 +90,38 @@ def test_replacing_takes_off_what_governs_modules_inside_but_no_decorator() -> N
 
 
 @pytest.mark.parametrize("way", ["apply", "instance", "class"])
-def test_a_model_dies_with_its_last_reference_while_its_handle_lives(way: str) -> None:
-    cls: Any = type("Mine", (TinyDecoderLayer,), {"forward": TinyDecoderLayer.forward})
+def test_a_model_dies_with_its_last_reference_while_its_handle_lives(way):
+    cls = type("Mine", (TinyDecoderLayer,), {"forward": TinyDecoderLayer.forward})
     if way == "class":
         recompute.recompute(cls)
     model = cls()
     if way == "apply":
-        handle: Any = recompute.apply(model)
+        handle = recompute.apply(model)
     else:
         handle = cls.recompute_handle if way == "class" else recompute.recompute(model).recompute_handle
     for _ in range(5):  # until it is captured
         model(torch.randn(2, 3, HIDDEN)).sum().backward()
     assert "1 of 1 run as captured code" in handle.explain()
-    gc.collect()
-    gc.disable()
-    try:
+    with no_garbage_collection():
         reference = weakref.ref(model)
         del model
         assert reference() is None
-    finally:
-        gc.enable()
     assert handle.explain().startswith("policy elementwise")
 
 
-class TimmsWay(nn.Module):
+def timms_way(self, x):
     """Checkpoints as timm's models do: its flag has it run its layers by torch's checkpoint."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.grad_checkpointing = True
-        self.layers = nn.ModuleList(TinyDecoderLayer() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False) if self.grad_checkpointing else layer(x)
-        return x
+    for layer in self.layers:
+        x = checkpoint(layer, x, use_reentrant=False) if self.grad_checkpointing else layer(x)
+    return x
 
 
-def checkpointing(way: str) -> tuple[Any, Callable[[], Any]]:
+def checkpointing(way):
     """A model that checkpoints, and how to run it."""
     torch.manual_seed(0)
     if way == "timm":
-        model: Any = TimmsWay()
-        x = torch.randn(2, 8, HIDDEN)
+        layers = nn.ModuleList(TinyDecoderLayer() for _ in range(2))
+        model, x = module_of(timms_way, grad_checkpointing=True, layers=layers), torch.randn(2, 8, HIDDEN)
         return model, lambda: model(x)
     model = models.make("llama")
     if way == "wrapper":
@@ -156,7 +141,7 @@ ADVICE = {
 
 
 @pytest.mark.parametrize("way", by_default([*ADVICE], "transformers", "wrapper", "timm"))
-def test_a_models_own_checkpointing_is_told_or_turned_off_until_the_policy_goes(way: str) -> None:
+def test_a_models_own_checkpointing_is_told_or_turned_off_until_the_policy_goes(way):
     model, run = checkpointing(way)
     before = snapshot(model)
     with pytest.warns(PolicyWarning, match=f"its own checkpointing.*{ADVICE[way]}.*replace_checkpointing=True"):
@@ -176,7 +161,7 @@ def test_a_models_own_checkpointing_is_told_or_turned_off_until_the_policy_goes(
     assert snapshot(model) == before
 
 
-def test_checkpointing_that_is_turned_on_later_stays_on() -> None:
+def test_checkpointing_that_is_turned_on_later_stays_on():
     model, _ = checkpointing("transformers")
     handle = recompute.apply(model, replace_checkpointing=True)
     model.gradient_checkpointing_enable()

@@ -6,6 +6,7 @@ from corpus import Body
 
 from bodies.arguments import ARGUMENTS, CACHES, RESULTS
 from bodies.autograd import FUNCTIONS, GRADIENTS
+from bodies.captures import CAPTURES
 from bodies.memory import ALIASES, CHANGES, VIEWS
 from bodies.modules import ATTRIBUTES, EFFECTS, MODULES
 from bodies.random import DRAWS, REACHED
@@ -24,5 +25,6 @@ TABLES: dict[str, dict[str, Body]] = {
     "change": CHANGES,
     "gradient": GRADIENTS,
     "function": FUNCTIONS,
+    "capture": CAPTURES,
 }
 BODIES = {f"{subject}: {name}": body for subject, table in TABLES.items() for name, body in table.items()}

@@ -45,17 +45,17 @@ class Frozen:
 class Checked(Pair):
     """A named tuple that looks at what it is given, as ``PackedSequence`` does."""
 
-    def __new__(cls, left: Tensor, right: Tensor) -> Checked:
+    def __new__(cls, left, right):
         assert left.shape == right.shape
         return super().__new__(cls, left, right)
 
 
-class Labelled(tuple):  # type: ignore[type-arg]
+class Labelled(tuple):
     """A tuple with an attribute and a constructor of its own."""
 
     label: Tensor
 
-    def __new__(cls, first: Tensor, *, label: Tensor) -> Labelled:
+    def __new__(cls, first, *, label):
         made = super().__new__(cls, (first, first * 2))
         made.label = label
         return made
@@ -69,7 +69,7 @@ class Derived:
     total: Tensor = dataclasses.field(init=False)
     unset: Tensor = dataclasses.field(init=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         assert isinstance(self.hidden, Tensor)
         self.total = self.hidden * 3
 
@@ -80,11 +80,11 @@ class Guarded:
 
     hidden: Tensor
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name, value):
         assert isinstance(value, Tensor)
         object.__setattr__(self, name, value)
 
-    def __copy__(self) -> Guarded:
+    def __copy__(self):
         raise RuntimeError("there is but one")
 
 
@@ -96,17 +96,17 @@ class Slotted:
 class Unpicklable:
     """An object that refuses to be copied."""
 
-    def __init__(self, scale: Tensor):
+    def __init__(self, scale):
         self.scale = scale
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol):
         raise RuntimeError("this belongs to its process")
 
 
 class Registered:
     """A container that pytrees know, which looks at what it is made of."""
 
-    def __init__(self, *items: Tensor):
+    def __init__(self, *items):
         assert len({item.shape for item in items}) == 1
         self.items = items
 
@@ -119,11 +119,11 @@ torch.utils._pytree.register_pytree_node(
 class Like:
     """No tensor, but torch's functions take it."""
 
-    def __init__(self, tensor: Tensor):
+    def __init__(self, tensor):
         self.tensor = tensor
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
         return function(*[arg.tensor if isinstance(arg, Like) else arg for arg in args], **(kwargs or {}))
 
 
@@ -133,7 +133,7 @@ class Tagged(Tensor):
     tag: float
 
     @staticmethod
-    def of(tensor: Tensor, tag: float) -> Tagged:
+    def of(tensor, tag):
         made = tensor.as_subclass(Tagged)
         made.tag = tag
         return made
@@ -142,7 +142,7 @@ class Tagged(Tensor):
 class Connected:
     """What cannot be copied, or must not be."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.log, self.lock, self.local = logging.getLogger("recompute.tests"), threading.Lock(), threading.local()
         self.stream = SimpleNamespace(close=threading.Event())
         self.scale = 2.0
@@ -151,23 +151,23 @@ class Connected:
 class Node:
     """A tree whose nodes know their parent."""
 
-    def __init__(self, parent: Node | None, children: int):
+    def __init__(self, parent, children):
         self.parent = parent
         self.children = [Node(self, 0) for _ in range(children)]
         self.scale = 2.0
 
 
-def endless(x: Tensor) -> list[Any]:
-    made: list[Any] = [x * 2]
+def endless(x):
+    made = [x * 2]
     made.append(made)
     return made
 
 
-def double(x: Tensor) -> Tensor:
+def double(x):
     return x * 2
 
 
-def packed(x: Tensor) -> Any:
+def packed(x):
     return pack_padded_sequence((x * 2)[:, None], [TOKENS])
 
 
@@ -228,30 +228,30 @@ KINDS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Any]]] = {
 }
 
 
-def kind(number: int, make: Callable[[Tensor], Any], use: Callable[[Any], Any]) -> Body:
+def kind(number, make, use):
     """Every second kind of argument is passed by its name."""
 
-    def forward(self: Any, x: Tensor, value: Any = None, *, offset: float = 0.0) -> Tensor:
+    def forward(self, x, value=None, *, offset=0.0):
         return (self.norm(x).exp() * use(value) + offset).sin()
 
-    def given(x: Tensor) -> Any:
+    def given(x):
         return {"value": make(x), "x": x, "offset": 1.0} if number % 2 else (x, make(x))
 
     return Body(forward, lambda: {"norm": RMSNorm()}, given)
 
 
-def same_twice(self: Any, x: Tensor, first: list[float], second: list[float]) -> Tensor:
+def same_twice(self, x, first, second):
     first.append(3.0)
     return (x * second[-1]).exp().sin()
 
 
-def through_a_tree(self: Any, x: Tensor, tree: Node, again: Node) -> Tensor:
+def through_a_tree(self, x, tree, again):
     tree.scale += 1.0
     same = tree.children[0].parent is tree and again is tree
-    return (x * tree.children[0].parent.scale * (1.0 if same else 5.0)).exp().sin()  # type: ignore[union-attr]
+    return (x * tree.children[0].parent.scale * (1.0 if same else 5.0)).exp().sin()
 
 
-def is_parameter(self: Any, x: Tensor, weight: Tensor) -> Tensor:
+def is_parameter(self, x, weight):
     return (x.exp() * weight).sin() * (2.0 if isinstance(weight, nn.Parameter) else 3.0)
 
 
@@ -320,7 +320,7 @@ GIVEN_BACK: dict[str, Callable[[Tensor], Any]] = {
 MAY_BE_CAPTURED = ("nested", "twice the same", "views of two", "expanded", "detached", "integers")
 
 
-def giving(function: Callable[[Tensor], Any], captured: bool | None) -> Body:
+def giving(function, captured):
     return Body(lambda self, x: function(self.norm(x).cos()), lambda: {"norm": RMSNorm()}, captured=captured)
 
 
@@ -338,16 +338,16 @@ RESULTS: dict[str, Body] = {
 class Cache:
     """Keys of the tokens so far, as decoders pass from call to call."""
 
-    def __init__(self) -> None:
-        self.keys: list[Tensor] = []
+    def __init__(self):
+        self.keys = []
         self.length = 0
 
-    def update(self, key: Tensor) -> Tensor:
+    def update(self, key):
         self.keys.append(key)
         self.length += len(key)
         return torch.cat(self.keys)
 
-    def clear(self) -> None:
+    def clear(self):
         self.keys.clear()
         self.length = 0
 
@@ -357,32 +357,32 @@ class BareCache:
 
     __slots__ = ("keys", "length")
 
-    __init__, update, clear = Cache.__init__, Cache.update, Cache.clear  # type: ignore[assignment]
+    __init__, update, clear = Cache.__init__, Cache.update, Cache.clear
 
 
-class DictCache(dict):  # type: ignore[type-arg]
+class DictCache(dict):
     """The same, in a dict."""
 
-    def update(self, key: Tensor) -> Tensor:  # type: ignore[override]
+    def update(self, key):
         self["keys"] = [*self.get("keys", []), key]
         return torch.cat(self["keys"])
 
     @property
-    def length(self) -> int:
+    def length(self):
         return sum(map(len, self.get("keys", [])))
 
 
 KINDS_OF_CACHES: dict[str, Any] = {"object": Cache, "slots": BareCache, "dict": DictCache}
 
 
-def attend(self: Any, x: Tensor, cache: Any) -> Tensor:
+def attend(self, x, cache):
     keys = cache.update((x * 2).exp().sigmoid())
     return ((x @ keys.t()).softmax(-1) @ keys).sin()
 
 
-def cached(make: Callable[[], Any], clears: bool) -> Body:
+def cached(make, clears):
     """Both calls of a step share a cache; ``clears``: and it is emptied before backward."""
-    shared: list[Any] = []
+    shared = []
     return Body(
         attend,
         given=lambda x: (x, shared[0]),

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from corpus import Body, nothing
-from engine_testing import HIDDEN, RMSNorm
+from engine_testing import HIDDEN, RMSNorm, function_of
 from torch import Tensor, nn
 from torch.autograd import Function, forward_ad
 from torch.autograd.function import once_differentiable
@@ -23,7 +23,7 @@ RAN: list[str] = []
 """What Functions ran, so that nothing may run twice."""
 
 
-def parts() -> dict[str, Any]:
+def parts():
     return {
         "norm": RMSNorm(),
         "linear": nn.Linear(HIDDEN, HIDDEN),
@@ -38,63 +38,48 @@ def parts() -> dict[str, Any]:
 # Spans and gradients
 
 
-@torch.no_grad()
-def scale(self: Any, x: Tensor) -> Tensor:
-    return self.norm(x).abs().amax(-1, keepdim=True)
-
-
-def slope(x: Tensor) -> Tensor:
+def slope(x):
     leaf = x.detach().requires_grad_()
     return torch.autograd.grad(leaf.sin().exp().sum(), leaf)[0]
 
 
-@torch.no_grad()
-def slope_without_grad(self: Any, x: Tensor) -> Tensor:
-    with torch.enable_grad():
-        return slope(self.norm(x))
-
-
-def inner_gradient(self: Any, x: Tensor) -> Tensor:
+def inner_gradient(self, x):
     with torch.enable_grad():
         y = self.norm(x).exp()
         (gradient,) = torch.autograd.grad(y.sin().sum(), x, create_graph=True)
     return y * gradient.sin()
 
 
-def gradient_of_what_is_kept(self: Any, x: Tensor) -> Tensor:
+def gradient_of_what_is_kept(self, x):
     y = recompute.keep(x.exp())
     (gradient,) = torch.autograd.grad(y.sin().sum(), x, create_graph=True)
     return gradient.cos()
 
 
-def tangent(self: Any, x: Tensor) -> Tensor:
+def tangent(self, x):
     with forward_ad.dual_level():
         return forward_ad.unpack_dual(self.norm(forward_ad.make_dual(x.exp(), x.cos())).sin()).tangent.clone().exp()
 
 
-def under_hooks(self: Any, x: Tensor) -> Tensor:
+def under_hooks(self, x):
     y = self.norm(x)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 2, lambda t: t / 2):
         y = y.exp().sin()
     return y.cos()
 
 
-def under_a_checkpoint(self: Any, x: Tensor) -> Tensor:
+def under_a_checkpoint(self, x):
     y = checkpoint(lambda x: F.dropout(self.norm(x), 0.5).exp(), x * 2, use_reentrant=False)
     return F.dropout(y, 0.5).sin()
 
 
-def in_a_checkpoint(self: Any, x: Tensor) -> Tensor:
-    return checkpoint(lambda z: F.gelu(self.linear(z)), x, use_reentrant=False)
-
-
-def hooked(self: Any, x: Tensor) -> Tensor:
+def hooked(self, x):
     y = self.linear(self.norm(x))
     y.register_hook(lambda gradient: gradient * 2)
     return F.gelu(y).exp()
 
 
-def autocast_on_and_off(self: Any, x: Tensor) -> Tensor:
+def autocast_on_and_off(self, x):
     with torch.autocast("cpu", torch.bfloat16):
         x = self.linear(x)
         with torch.autocast("cpu", enabled=False):
@@ -103,30 +88,26 @@ def autocast_on_and_off(self: Any, x: Tensor) -> Tensor:
         return self.linear(x).exp().float()
 
 
-def without_gradients(self: Any, x: Tensor) -> Tensor:
+def without_gradients(self, x):
     with torch.no_grad():
         size = self.linear(x).abs().amax()
     return F.gelu(self.linear(x) / size)
 
 
-def under_autocast(self: Any, x: Tensor) -> Tensor:
+def under_autocast(self, x):
     with torch.autocast("cpu", torch.bfloat16):
         y = self.linear(x)
     return F.gelu(y.float())
 
 
-def mixed(self: Any, x: Tensor) -> tuple[Tensor, ...]:
+def mixed(self, x):
     y = self.norm(x).exp()
     with torch.no_grad():
         z = y.sin()
     return y, y.detach(), z, (y > 1).float(), z * self.norm.weight
 
 
-def start_ran(module: Any) -> None:
-    RAN.clear()
-
-
-def of(forward: Callable[[Any, Tensor], Any], captured: bool | str | None = None, **options: Any) -> Body:
+def of(forward, captured=None, **options):
     return Body(forward, parts, captured=captured, **options)
 
 
@@ -136,54 +117,50 @@ class Doubled(Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor) -> Tensor:
+    def forward(x):
         return x * 2
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def setup_context(ctx, inputs, output):
         ctx.save_for_backward(*inputs)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+    def backward(ctx, gradient):
         return gradient * 2
 
 
-def functional_gradient(self: Any, x: Tensor) -> Tensor:
-    return torch.func.grad(lambda y: self.norm(y).sin().sum())(x)
-
-
-def vmapped(self: Any, x: Tensor) -> Tensor:
-    return torch.func.vmap(lambda row: self.norm(row).sin())(x.exp())
-
-
-def vmapped_dropout(self: Any, x: Tensor) -> Tensor:
-    return torch.func.vmap(lambda row: F.dropout(row, 0.5), randomness="different")(x).exp()
-
-
-def vmapped_with_an_array(self: Any, x: Tensor) -> Tensor:
+def vmapped_with_an_array(self, x):
     return torch.func.vmap(lambda row: self.norm(row) * torch.as_tensor(np.ones(HIDDEN, np.float32)))(x.exp()).sin()
 
 
 GRADIENTS: dict[str, Body] = {
-    "no_grad": of(lambda self, x: x.exp() * scale(self, x)),
+    "no_grad": of(lambda self, x: x.exp() * torch.no_grad()(lambda: self.norm(x).abs().amax(-1, keepdim=True))()),
     "detach": of(lambda self, x: (self.norm(x).detach() + x).exp().sin()),
     "straight through": of(lambda self, x: (x + (self.norm(x).round() - x).detach()).exp().sin()),
     "detached and required anew": of(lambda self, x: slope(self.norm(x)) * x.exp()),
-    "grad inside of no_grad": of(lambda self, x: x.exp() * slope_without_grad(self, x)),
+    "grad inside of no_grad": of(
+        lambda self, x: x.exp() * torch.no_grad()(torch.enable_grad()(lambda: slope(self.norm(x))))()
+    ),
     "all but the end": of(lambda self, x: (self.norm(x.detach()).detach() * x).sin()),
     "a gradient": of(inner_gradient),
     "a gradient of what is kept": of(gradient_of_what_is_kept, drops=False),
     "a tangent": of(tangent, captured="differentiates forward"),
-    "vmap": of(vmapped, captured=True),
-    "vmap that drops out": of(vmapped_dropout, captured=True),
+    "vmap": of(lambda self, x: torch.func.vmap(lambda row: self.norm(row).sin())(x.exp()), captured=True),
+    "vmap that drops out": of(
+        lambda self, x: torch.func.vmap(lambda row: F.dropout(row, 0.5), randomness="different")(x).exp(), captured=True
+    ),
     "vmap of a row times an array": of(vmapped_with_an_array, captured="takes other steps"),
     "a Function under vmap": of(lambda self, x: torch.func.vmap(Doubled.apply)(self.norm(x)).exp().sin()),
-    "a functional gradient": of(lambda self, x: functional_gradient(self, x) * self.norm(x).exp().sin()),
+    "a functional gradient": of(
+        lambda self, x: torch.func.grad(lambda y: self.norm(y).sin().sum())(x) * self.norm(x).exp().sin()
+    ),
     "a functional product": of(lambda self, x: torch.func.vjp(torch.sin, x)[1](x.exp())[0] * self.norm(x).exp()),
     "jvp": of(lambda self, x: torch.func.jvp(lambda y: self.norm(y).sin(), (x.exp(),), (x.cos(),))[1].exp()),
     "hooks on saved tensors": of(under_hooks),
     "torch's checkpoint": of(under_a_checkpoint),
-    "torch's checkpoint alone": of(in_a_checkpoint, drops=False),
+    "torch's checkpoint alone": of(
+        lambda self, x: checkpoint(lambda z: F.gelu(self.linear(z)), x, use_reentrant=False), drops=False
+    ),
     "a hook": of(hooked),
     "autocast, on and off": of(autocast_on_and_off),
     "autocast in captured code": of(under_autocast, captured=True),
@@ -200,14 +177,14 @@ class Scale(Function):
     """Saves what it is given. Nothing may trace it: it asks for values."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+    def forward(ctx, x, w):
         RAN.append("forward")
         assert x.data_ptr() != 0
         ctx.save_for_backward(x, w)
         return x * w
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
+    def backward(ctx, gradient):
         RAN.append("backward")
         x, w = ctx.saved_tensors
         wants_x, wants_w = ctx.needs_input_grad
@@ -218,14 +195,14 @@ class Exp(Function):
     """Saves its output."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx, x):
         y = x.exp()
         ctx.save_for_backward(y)
         return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+    def backward(ctx, gradient):
         return gradient * ctx.saved_tensors[0]
 
 
@@ -233,97 +210,62 @@ class Split(Function):
     """Several outputs, of which one takes no gradient, and which save nothing but a number."""
 
     @staticmethod
-    def forward(x: Tensor, factor: float, parts: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(x, factor, parts):
         return x * factor + parts[0], x.argmax(-1), x.sum(-1)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def setup_context(ctx, inputs, output):
         ctx.factor, ctx.width = inputs[1], inputs[0].shape[-1]
         ctx.mark_non_differentiable(output[1])
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, first: Tensor | None, _: Any, last: Tensor | None) -> Any:
+    def backward(ctx, first, _, last):
         assert first is not None
         gradient = first * ctx.factor
         return gradient if last is None else gradient + last.unsqueeze(-1).expand(-1, ctx.width), None, None
 
 
-class Reverse(Function):
-    """Gives back what it is given."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return -gradient
-
-
-class Same(Function):
-    """Runs no op at all."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
-
-
-class InMemory(Function):
+def over_what_was_saved(gradient, a, b):
     """As Triton kernels do it: backward writes its gradients over what was saved, unseen."""
+    first, second = gradient * b, gradient * a
+    a.numpy()[:], b.numpy()[:] = first.numpy(), second.numpy()
+    return a, b
 
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
-        ctx.save_for_backward(a, b)
-        return a * b
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        a, b = ctx.saved_tensors
-        first, second = gradient * b, gradient * a
-        a.numpy()[:], b.numpy()[:] = first.numpy(), second.numpy()
-        return a, b
+def no_tensors(*_):
+    return ()
+
+
+Reverse = function_of(lambda x: x.view_as(x), lambda gradient: -gradient, saves=no_tensors)
+Same = function_of(lambda x: x, lambda gradient: gradient, saves=no_tensors)
+Transposed = function_of(*[lambda x: x.t().contiguous().t()] * 2, saves=no_tensors)
+InMemory = function_of(lambda a, b: a * b, over_what_was_saved)
+Widened = function_of(lambda x, w: x * w, lambda gradient, x, w: ((gradient * w).double(), gradient * x))
+"""Gradients of another dtype and another shape than what they belong to, which autograd makes fit."""
 
 
 class Dropped(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx, x):
         ctx.mask = torch.rand_like(x) > 0.25
         return x * ctx.mask
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+    def backward(ctx, gradient):
         return gradient * ctx.mask
-
-
-class Widened(Function):
-    """Gradients of another dtype and another shape than what they belong to, which autograd makes fit."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        ctx.save_for_backward(x, w)
-        return x * w
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        x, w = ctx.saved_tensors
-        return (gradient * w).double(), gradient * x
 
 
 class UnderAutocast(Function):
     @staticmethod
     @torch.amp.custom_fwd(device_type="cpu")
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+    def forward(ctx, x, w):
         ctx.save_for_backward(x, w)
         return x @ w
 
     @staticmethod
     @torch.amp.custom_bwd(device_type="cpu")
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx, gradient):
         x, w = ctx.saved_tensors
         return gradient @ w.t(), x.t() @ gradient
 
@@ -332,20 +274,20 @@ class Nested(Function):
     """Runs another Function, and autograd, inside of it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx, x):
         with torch.enable_grad():
             given = x.detach().requires_grad_()
             ctx.graph = given, Exp.apply(given).sin()
         return ctx.graph[1].detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+    def backward(ctx, gradient):
         given, result = ctx.graph
         return torch.autograd.grad(result, given, gradient, retain_graph=True)[0]
 
 
 class Options:
-    def __init__(self) -> None:
+    def __init__(self):
         self.factor = torch.rand(HIDDEN)
 
 
@@ -353,12 +295,12 @@ class Configured(Function):
     """Takes an object that no graph knows, with a tensor in it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, options: Options, others: list[Any]) -> Tensor:
+    def forward(ctx, x, options, others):
         ctx.options = options
         return x * options.factor + len(others)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
+    def backward(ctx, gradient):
         return gradient * ctx.options.factor, None, None
 
 
@@ -383,13 +325,13 @@ class Scaled(Function):
     """Takes constants in classes of their own, as those for float8 do."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, factors: Factors, recipe: Recipe) -> Tensor:
+    def forward(ctx, x, factors, recipe):
         assert (type(factors), type(recipe), recipe.factors.mode) == (Factors, Recipe, Mode.FAST)
         ctx.factor = factors.factor * recipe.factors.factor
         return x.to(recipe.dtype) * ctx.factor
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
+    def backward(ctx, gradient):
         return gradient * ctx.factor, None, None
 
 
@@ -397,29 +339,17 @@ class Packed(nn.Parameter):
     """A frozen parameter of a class of its own, as those of 4 bits are."""
 
 
-class Transposed(Function):
-    """Tensors that are not contiguous, both ways."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.t().contiguous().t()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient.t().contiguous().t()
-
-
 class Twice(Function):
     """Reads what it saved, an input, an intermediate and its own result, again and again."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx, x):
         result = x.exp()
         ctx.save_for_backward(x, x.sin(), result)
         return result
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx, grad):
         x, _, result = ctx.saved_tensors
         again, sine, _ = ctx.saved_tensors
         assert torch.equal(x, again)
@@ -428,12 +358,12 @@ class Twice(Function):
 
 class InPlace(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx, x):
         ctx.mark_dirty(x)
         return x.mul_(2)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+    def backward(ctx, gradient):
         return gradient * 2
 
 
@@ -442,7 +372,7 @@ bound_early = Scale.apply
 
 class NotDifferentiable(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx, x):
         ctx.save_for_backward(x)
         y = x.round()
         ctx.mark_non_differentiable(y)
@@ -452,7 +382,7 @@ class NotDifferentiable(Function):
 LIBRARY = torch.library.Library("recompute_functions", "DEF")
 
 
-def composite(function: Callable[[Tensor, Tensor], Tensor]) -> Any:
+def composite(function):
     """An op that torch shows as the ops which it calls, as those of libraries for quantization are."""
     LIBRARY.define(f"{function.__name__}(Tensor x, Tensor w) -> Tensor")
     LIBRARY.impl(function.__name__, function, "CompositeImplicitAutograd")
@@ -460,7 +390,7 @@ def composite(function: Callable[[Tensor, Tensor], Tensor]) -> Any:
 
 
 @composite
-def scaled(x: Tensor, w: Tensor) -> Tensor:
+def scaled(x, w):
     """Each Function is followed by what saves tensors, also of its own."""
     y = Split.apply(Scale.apply(x.exp(), w), 0.5, (w.detach(),))[0]
     with torch.no_grad():
@@ -469,7 +399,7 @@ def scaled(x: Tensor, w: Tensor) -> Tensor:
 
 
 @composite
-def scaled_last(x: Tensor, w: Tensor) -> Tensor:
+def scaled_last(x, w):
     return Exp.apply(x.sin() * w)
 
 
@@ -477,26 +407,26 @@ class Looked(Function):
     """Looks at what it gives back."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx, x):
         ctx.largest = x.abs().amax()
         return x
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+    def backward(ctx, gradient):
         return gradient * ctx.largest
 
 
 @composite
-def looked_at(x: Tensor, w: Tensor) -> Tensor:
+def looked_at(x, w):
     return Looked.apply(x.sin()) * w
 
 
-def splits(self: Any, h: Tensor) -> Tensor:
+def splits(self, h):
     first, best, total = Split.apply(h, 0.5, (self.weight.detach(),))
     return first.sigmoid() * total.unsqueeze(-1) + best.unsqueeze(-1)
 
 
-def scale_without_gradients(self: Any, h: Tensor) -> Tensor:
+def scale_without_gradients(self, h):
     with torch.no_grad():
         scale = Scale.apply(h, self.weight)
     return h.sigmoid() * scale
@@ -534,11 +464,11 @@ IS_TOLD_LATE = ("gives back what it is given", "gives back its gradient")  # whe
 WRITES_WHAT_IT_SAVED = ("writes over what it saved", "one tensor twice")
 
 
-def in_a_block(function: Callable[[Any, Tensor], Tensor], **options: Any) -> Body:
+def in_a_block(function, **options):
     return Body(
         lambda self, x: x + self.linear(function(self, self.linear(x).tanh())).exp(),
         parts,
-        start=start_ran,
+        start=lambda module: RAN.clear(),
         state=lambda module: RAN.count("forward"),  # of what runs in forward, nothing runs again
         ways=("recompute",),
         **options,

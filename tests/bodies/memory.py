@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from corpus import Body
-from engine_testing import HIDDEN, TOKENS, RMSNorm
+from engine_testing import HIDDEN, TOKENS, RMSNorm, function_of
 from torch import Tensor, nn
 
 
-def linear() -> dict[str, Any]:
+def linear():
     return {"linear": nn.Linear(HIDDEN, HIDDEN)}
 
 
-def norm() -> dict[str, Any]:
+def norm():
     return {"norm": RMSNorm()}
 
 
-def both() -> dict[str, Any]:
+def both():
     return linear() | norm()
 
 
@@ -69,26 +68,20 @@ SAVED: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class Keeps(torch.autograd.Function):
-    """Saves a tensor as it is given it, and multiplies by a hash of what it is given back, and by its layout."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, saved: Tensor) -> Tensor:
-        ctx.save_for_backward(saved)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        (saved,) = ctx.saved_tensors
-        layout = [*saved.shape, *saved.stride(), saved.is_conj()]
-        wide = torch.view_as_real(saved.resolve_conj()) if saved.is_complex() else saved.float()
-        return gradient * wide.sum().sin() * sum((index + 1) * each for index, each in enumerate(layout)), None
+def by_a_hash(gradient, saved):
+    layout = [*saved.shape, *saved.stride(), saved.is_conj()]
+    wide = torch.view_as_real(saved.resolve_conj()) if saved.is_complex() else saved.float()
+    return gradient * wide.sum().sin() * sum((index + 1) * each for index, each in enumerate(layout)), None
 
 
-def saving(view: Callable[[Tensor], Tensor]) -> Body:
+Keeps = function_of(lambda x, saved: x.clone(), by_a_hash, saves=lambda result, x, saved: (saved,))
+"""Saves a tensor as it is given it, and multiplies by a hash of what it is given back, and by its layout."""
+
+
+def saving(view):
     """A view that a custom Function saves, another op does, and others do of what the region gives."""
 
-    def forward(self: Any, x: Tensor) -> Any:
+    def forward(self, x):
         whole = x.exp().mul(2.0)
         y = Keeps.apply(x.cos(), view(whole))
         y = Keeps.apply(Keeps.apply(y, view(x)), view(self.weight.view(TOKENS, HIDDEN)))
@@ -113,7 +106,7 @@ PRODUCTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def of_odd_layout(source: Callable[[Tensor], Tensor]) -> Body:
+def of_odd_layout(source):
     """What comes back of an output of odd layout is seen as it is, transposed, strided and in part."""
     return Body(
         lambda self, x: [
@@ -123,8 +116,8 @@ def of_odd_layout(source: Callable[[Tensor], Tensor]) -> Body:
     )
 
 
-def complex_numbers(use: Callable[[Tensor], Tensor], conjugated: bool) -> Body:
-    def forward(self: Any, x: Tensor) -> Tensor:
+def complex_numbers(use, conjugated):
+    def forward(self, x):
         y = torch.complex(x, x.cos()).exp()
         y = y.conj() if conjugated else y
         used = use(y)
@@ -133,22 +126,22 @@ def complex_numbers(use: Callable[[Tensor], Tensor], conjugated: bool) -> Body:
     return Body(forward)
 
 
-def turned(self: Any, x: Tensor) -> Tensor:
+def turned(self, x):
     """As rotary embeddings do it: backward reads conjugates, which torch does not compute before they are read."""
     pairs = torch.view_as_complex(self.linear(x).view(-1, HIDDEN // 2, 2))
     spun = pairs * torch.polar(torch.ones(HIDDEN // 2), torch.arange(HIDDEN / 2))
     return torch.view_as_real(spun * spun.conj() + pairs.conj()).flatten(1).exp().sin()
 
 
-def jagged(layout: torch.layout) -> Callable[[Any, Tensor], Tensor]:
-    def forward(self: Any, x: Tensor) -> Tensor:
+def jagged(layout):
+    def forward(self, x):
         nested = torch.nested.as_nested_tensor([x[:2] * 2, x[2:] * 2], layout=layout)
         return torch.cat(self.linear(nested).relu().unbind()).sin()
 
     return forward
 
 
-def gives_other_data(self: Any, x: Tensor) -> Tensor:
+def gives_other_data(self, x):
     """Plain autograd goes on to use the new data, which running again would not bring back."""
     hidden = x.detach() * 2
     product = x * hidden
@@ -156,7 +149,7 @@ def gives_other_data(self: Any, x: Tensor) -> Tensor:
     return product + x.sin()
 
 
-def at_a_place(other: Callable[[Tensor], Tensor]) -> Body:
+def at_a_place(other):
     return Body(
         lambda self, x: (self.linear(x) * other(x)).exp().sin(), linear, lambda x: (torch.cat([x, x])[TOKENS:],)
     )
@@ -185,28 +178,28 @@ VIEWS: dict[str, Body] = {
 # Written to, inside of a region and afterwards
 
 
-def after_use(self: Any, x: Tensor) -> Tensor:
+def after_use(self, x):
     y = self.linear(self.norm(x))
     z = (y * 3).exp()
     y.add_(5.0)
     return z.sin() * y.sin()
 
 
-def slice_after_use(self: Any, x: Tensor) -> Tensor:
+def slice_after_use(self, x):
     y = self.linear(self.norm(x))
     z = (y[1:] * 3).exp()
     y[2:].mul_(2.0)
     return z.sin() * y[1:].sin()
 
 
-def sum_in_place(self: Any, x: Tensor) -> Tensor:
+def sum_in_place(self, x):
     total = torch.zeros_like(x)
     for _ in range(3):
         total.add_(self.norm(x + total).exp())
     return total.tanh_().sin()
 
 
-def on_its_own(self: Any, x: Tensor) -> Tensor:
+def on_its_own(self, x):
     y = self.linear(x)
     y.mul_(2).add_(1)
     y[0] = 1.0
@@ -215,7 +208,7 @@ def on_its_own(self: Any, x: Tensor) -> Tensor:
     return self.linear(F.gelu(z))
 
 
-def lists_in_place(self: Any, x: Tensor) -> Tensor:
+def lists_in_place(self, x):
     y = self.linear(x)
     values = [y * 2, y.sin()]
     torch._foreach_exp_(values)
@@ -224,19 +217,19 @@ def lists_in_place(self: Any, x: Tensor) -> Tensor:
     return z.sin() + values[0] * 2
 
 
-def afterwards(forward: Callable[[Any, Tensor], Tensor], change: Callable[[Tensor], Any], **options: Any) -> Body:
+def afterwards(forward, change, **options):
     """A result that is written to before backward."""
     return Body(forward, both, between=lambda module, given, result: change(result), is_saved=False, **options)
 
 
-def given_afterwards(forward: Callable[..., Any], **options: Any) -> Body:
+def given_afterwards(forward, **options):
     """An argument that is."""
     return Body(
         forward, both, lambda x: (x * 1.0,), between=lambda module, given, result: given[0].add_(1.0), **options
     )
 
 
-def late(change: Callable[[Any], Tensor], forward: Callable[..., Any], **options: Any) -> Body:
+def late(change, forward, **options):
     """A tensor that the region reaches in one way or another; autograd saves none of these."""
     return Body(forward, between=lambda module, *_: change(module).add_(1.0), may_refuse=True, **options)
 
@@ -246,7 +239,7 @@ MODULE = nn.Linear(HIDDEN, HIDDEN)
 WEIGHT = nn.Parameter(torch.linspace(0, 1, HIDDEN))
 
 
-def start_outside(module: Any) -> None:
+def start_outside(module):
     torch.manual_seed(1)
     with torch.no_grad():
         for tensor in (OUTSIDE, WEIGHT, MODULE.bias, MODULE.weight):

@@ -19,19 +19,19 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 
-def linear() -> dict[str, Any]:
+def linear():
     return {"linear": nn.Linear(HIDDEN, HIDDEN)}
 
 
 # Attributes
 
 
-def advances(self: Any, x: Tensor) -> Tensor:
+def advances(self, x):
     self.count += 1
     return (x * self.count).exp().sin()
 
 
-def replaced(before: Any, after: Any, use: Callable[[Tensor, Any], Tensor]) -> Body:
+def replaced(before, after, use):
     """An attribute that is another between forward and backward."""
     return Body(
         lambda self, x: use(x, self.value).exp().sin(),
@@ -41,7 +41,7 @@ def replaced(before: Any, after: Any, use: Callable[[Tensor, Any], Tensor]) -> B
     )
 
 
-def grow_inner_list(value: Any) -> None:
+def grow_inner_list(value):
     value["losses"].append([len(value["losses"])])
     value["losses"][-1].append(0)
 
@@ -58,11 +58,11 @@ CONTAINERS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 }
 
 
-def filled(number: int, make: Callable[[], Any], change: Callable[[Any], Any]) -> Body:
+def filled(number, make, change):
     """A container that forward changes, and that changes once more before backward; some are private."""
     name = "_filled" if number % 2 else "filled"
 
-    def forward(self: Any, x: Tensor) -> Tensor:
+    def forward(self, x):
         change(getattr(self, name))
         return (x * len(str(getattr(self, name)))).exp().sin()
 
@@ -74,13 +74,13 @@ def filled(number: int, make: Callable[[], Any], change: Callable[[Any], Any]) -
     )
 
 
-def makes_a_module(self: Any, x: Tensor) -> Tensor:
+def makes_a_module(self, x):
     if not hasattr(self, "made"):
         self.made = nn.Linear(HIDDEN, HIDDEN)
     return self.made(x).exp().sin()
 
 
-def leaves_losses(self: Any, x: Tensor) -> Any:
+def leaves_losses(self, x):
     """As auxiliary losses are left on a module, for whoever adds them up."""
     y = x.exp()
     self.loss, self.table["last"] = y.mean(), y.sum()
@@ -88,42 +88,29 @@ def leaves_losses(self: Any, x: Tensor) -> Any:
     return y.sin(), [*self.losses, self.loss, self.table["last"]]
 
 
-def makes_statistics(self: Any, x: Tensor) -> Tensor:
+def makes_statistics(self, x):
     if self.mean is None:
         self.mean = torch.zeros(HIDDEN)
     self.mean.mul_(0.5).add_(x.detach().mean(0))
     return (x - self.mean).exp().sin()
 
 
-def carries_a_state(self: Any, x: Tensor) -> Tensor:
+def carries_a_state(self, x):
     self.state = (x + self.state).exp().sin()
     self.states.append(self.state)
     return self.state * self.states[0]
 
 
-def sets_an_attribute(self: Any, x: Tensor) -> Tensor:
-    y = self.linear(x)
-    self.last = y.detach().mean()
-    return F.gelu(y)
+def noted(note):
+    def forward(self, x):
+        y = self.linear(x)
+        note(self, y.detach())
+        return F.gelu(y)
+
+    return forward
 
 
-def appends(self: Any, x: Tensor) -> Tensor:
-    y = self.linear(x)
-    self.seen.append(y.detach())
-    return F.gelu(y)
-
-
-def fills_a_dictionary(self: Any, x: Tensor) -> Tensor:
-    y = self.linear(x)
-    self.cache["key"] = y.detach() * 2
-    return F.gelu(y)
-
-
-def clear_losses(module: Any) -> None:
-    module.losses.clear()
-
-
-def start_state(module: Any) -> None:
+def start_state(module):
     module.state, module.states = torch.zeros(HIDDEN), []
 
 
@@ -145,14 +132,23 @@ ATTRIBUTES: dict[str, Body] = {
     "a module that is": replaced(nn.Softplus(), nn.Tanh(), lambda x, value: value(x)),
     **{f"{name} that forward fills": filled(number, *each) for number, (name, each) in enumerate(CONTAINERS.items())},
     "a module that the first run makes": Body(makes_a_module),
-    "losses that are left": Body(leaves_losses, lambda: {"losses": [], "table": {}}, start=clear_losses, together=True),
+    "losses that are left": Body(
+        leaves_losses, lambda: {"losses": [], "table": {}}, start=lambda module: module.losses.clear(), together=True
+    ),
     "statistics that the first run makes": Body(makes_statistics, lambda: {"mean": None}, drops=False),
     "a state with its graph": Body(carries_a_state, start=start_state, together=True),
-    "set by captured code": Body(sets_an_attribute, lambda: {**linear(), "last": None}, captured=True),
-    "appended to by captured code": Body(
-        appends, lambda: {**linear(), "seen": []}, start=lambda module: module.seen.clear(), captured=True
+    "set by captured code": Body(
+        noted(lambda self, y: setattr(self, "last", y.mean())), lambda: {**linear(), "last": None}, captured=True
     ),
-    "filled by captured code": Body(fills_a_dictionary, lambda: {**linear(), "cache": {}}, captured=True),
+    "appended to by captured code": Body(
+        noted(lambda self, y: self.seen.append(y)),
+        lambda: {**linear(), "seen": []},
+        start=lambda module: module.seen.clear(),
+        captured=True,
+    ),
+    "filled by captured code": Body(
+        noted(lambda self, y: self.cache.update(key=y * 2)), lambda: {**linear(), "cache": {}}, captured=True
+    ),
 }
 
 # Side effects
@@ -162,21 +158,21 @@ LOGGER = logging.getLogger("recompute.bodies")
 
 
 class Collect(logging.Handler):
-    def emit(self, record: logging.LogRecord) -> None:
+    def emit(self, record):
         SAID.append(record.getMessage())
 
 
 LOGGER.addHandler(Collect())
 
 
-def prints(self: Any, x: Tensor) -> Tensor:
+def prints(self, x):
     with contextlib.redirect_stdout(io.StringIO()) as text:
         print("hello")
     SAID.append(text.getvalue())
     return self.linear(x)
 
 
-def warns(self: Any, x: Tensor) -> Tensor:
+def warns(self, x):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         warnings.warn("careful", stacklevel=1)
@@ -184,53 +180,33 @@ def warns(self: Any, x: Tensor) -> Tensor:
     return self.linear(x)
 
 
-def logs(self: Any, x: Tensor) -> Tensor:
+def logs(self, x):
     LOGGER.warning("careful")
     return self.linear(x)
 
 
-def reads_a_value(self: Any, x: Tensor) -> Tensor:
-    return self.linear(x) * (2 if x.sum().item() > self.bound else 3)
-
-
-def branches_on_a_value(self: Any, x: Tensor) -> Tensor:
-    return self.linear(x) if x.sum() > self.bound else self.linear(x) * 2
-
-
-def scales_by_a_value(self: Any, x: Tensor) -> Tensor:
-    return self.linear(x) * x.detach().sum().item()
-
-
-def reads_an_array(self: Any, x: Tensor) -> Tensor:
-    return self.linear(x) * torch.from_numpy(np.tanh(x.detach().numpy()))
-
-
-def selects_by_values(self: Any, x: Tensor) -> Tensor:
+def selects_by_values(self, x):
     y = self.linear(x)
     return y[y.detach()[:, 0] > self.bound]
 
 
-def computes_otherwise_if_compiled(self: Any, x: Tensor) -> Tensor:
-    return self.linear(x) * (2 if torch.compiler.is_compiling() else 3)
-
-
-def returns_otherwise_if_compiled(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+def returns_otherwise_if_compiled(self, x):
     a, b = F.gelu(self.linear(x)), torch.tanh(self.linear(x))
     return (a, b) if torch.compiler.is_compiling() else (b, a)
 
 
-def counts_if_not_compiled(self: Any, x: Tensor) -> Tensor:
+def counts_if_not_compiled(self, x):
     if not torch.compiler.is_compiling():
         self.seen.append(1)
     return F.gelu(self.linear(x))
 
 
-def start_effects(module: Any) -> None:
+def start_effects(module):
     SAID.clear()
     module.bound = 1e3 if module.step < 2 else -1e3  # so that later steps take another branch
 
 
-def of_effects(forward: Callable[..., Any], captured: bool | str, drops: bool = True) -> Body:
+def of_effects(forward, captured, drops=True):
     return Body(
         lambda self, x: [each.exp().sin() for each in torch.utils._pytree.tree_leaves(forward(self, x))],
         lambda: {**linear(), "bound": 0.0, "seen": []},
@@ -242,16 +218,21 @@ def of_effects(forward: Callable[..., Any], captured: bool | str, drops: bool = 
     )
 
 
+ON_THE_TAPE = {
+    **{each.__name__: each for each in (prints, warns, logs)},
+    "reads_a_value": lambda self, x: self.linear(x) * (2 if x.sum().item() > self.bound else 3),
+    "branches_on_a_value": lambda self, x: self.linear(x) if x.sum() > self.bound else self.linear(x) * 2,
+    "scales_by_a_value": lambda self, x: self.linear(x) * x.detach().sum().item(),
+    "reads_an_array": lambda self, x: self.linear(x) * torch.from_numpy(np.tanh(x.detach().numpy())),
+}
+OTHERWISE_IF_COMPILED = {
+    "computes_otherwise_if_compiled": lambda self, x: self.linear(x) * (2 if torch.compiler.is_compiling() else 3),
+    **{each.__name__: each for each in (returns_otherwise_if_compiled, counts_if_not_compiled)},
+}
 EFFECTS = {
-    **{
-        each.__name__: of_effects(each, captured=False)
-        for each in (prints, warns, logs, reads_a_value, branches_on_a_value, scales_by_a_value, reads_an_array)
-    },
+    **{name: of_effects(each, captured=False) for name, each in ON_THE_TAPE.items()},
     "selects_by_values": of_effects(selects_by_values, captured=False, drops=False),
-    **{
-        each.__name__: of_effects(each, captured="whether it is compiled")
-        for each in (computes_otherwise_if_compiled, returns_otherwise_if_compiled, counts_if_not_compiled)
-    },
+    **{name: of_effects(each, captured="whether it is compiled") for name, each in OTHERWISE_IF_COMPILED.items()},
 }
 
 # Parts, and what they do to buffers
@@ -265,17 +246,17 @@ NORMALIZED: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
-def normalized(normalize: Callable[[nn.Module], nn.Module]) -> Body:
+def normalized(normalize):
     """Hooks, or parametrizations, make the weights anew for each run, and change buffers by that."""
 
-    def parts() -> dict[str, Any]:
+    def parts():
         rest = nn.Sequential(nn.Tanh(), normalize(nn.Linear(HIDDEN, HIDDEN)))
         return {"first": normalize(nn.Linear(HIDDEN, HIDDEN)), "rest": rest}
 
     return Body(lambda self, x: self.rest(self.first(x).exp()).sin(), parts)
 
 
-def norms() -> dict[str, Any]:
+def norms():
     return {
         "conv": nn.Conv1d(TOKENS, TOKENS, 3, padding=1),
         "batch": nn.BatchNorm1d(TOKENS),
@@ -284,49 +265,49 @@ def norms() -> dict[str, Any]:
     }
 
 
-def statistics_by_hand(self: Any, x: Tensor) -> Tensor:
+def statistics_by_hand(self, x):
     """Written by a kernel that counts no version, and only in later runs."""
     return F.batch_norm(x, self.mean, self.variance, training=True).tanh().exp() if self.step else (x * 2).exp()
 
 
-def averages(self: Any, x: Tensor) -> Tensor:
+def averages(self, x):
     self.mean.mul_(0.9).add_(0.1 * x.detach().mean(0))
     return (x - self.mean).exp().tanh()
 
 
-def replaces_a_buffer(self: Any, x: Tensor) -> Tensor:
+def replaces_a_buffer(self, x):
     self.average = 0.5 * self.average + x.detach().mean()
     return (x * self.average).exp().sin()
 
 
-def adds_to_a_buffer(self: Any, x: Tensor) -> Tensor:
+def adds_to_a_buffer(self, x):
     y = F.dropout(self.linear(x), 0.5)  # what is drawn before the departure is drawn once
     self.average.add_(self.average)
     return (y * self.average).exp().sin()
 
 
-def one_buffer(value: Tensor | float = 1.0, name: str = "average") -> Callable[[], dict[str, Any]]:
+def one_buffer(value=1.0, name="average"):
     return lambda: {
         "buffers": {name: value.clone() if isinstance(value, Tensor) else torch.full((), value)},
         **linear(),
     }
 
 
-def in_some_runs(self: Any, x: Tensor) -> Tensor:
+def in_some_runs(self, x):
     return (self.norm(x) if self.step % 2 else x).exp().sin()
 
 
-def in_inference_mode() -> dict[str, Any]:
+def in_inference_mode():
     with torch.inference_mode():
         return {"buffers": {"bias": torch.linspace(0, 1, HIDDEN)}}
 
 
-def shift_in_inference_mode(x: Tensor) -> tuple[Tensor, Tensor]:
+def shift_in_inference_mode(x):
     with torch.inference_mode():
         return x, torch.linspace(1, 2, HIDDEN)
 
 
-def adjacency(layout: torch.layout) -> Body:
+def adjacency(layout):
     dense = torch.eye(TOKENS) + torch.eye(TOKENS).roll(1)
     return Body(
         lambda self, x: (self.adjacency @ x.exp()).sin(),
@@ -334,7 +315,12 @@ def adjacency(layout: torch.layout) -> Body:
     )
 
 
-def update_in_no_grad(module: Any, *_: Any) -> None:
+def reads_statistics(self, x):
+    y = self.norm(self.linear(x))
+    return ((y - self.norm.running_mean) / (self.norm.num_batches_tracked + 1)).exp()
+
+
+def update_in_no_grad(module, *_):
     """As another forward of the module between forward and backward does."""
     module.average.mul_(2.0)
 
@@ -348,6 +334,11 @@ MODULES: dict[str, Body] = {
     "an instance norm in some steps": Body(
         lambda self, x: in_some_runs(self, x[None])[0],
         lambda: {"norm": nn.InstanceNorm1d(TOKENS, track_running_stats=True)},
+    ),
+    "a norm whose statistics forward reads": Body(
+        lambda self, x: (z := reads_statistics(self, x)).sin() * z.tanh(),
+        lambda: {**linear(), "norm": nn.BatchNorm1d(HIDDEN)},
+        together=True,
     ),
     "a norm, as captured code": Body(
         lambda self, x: F.gelu(self.norm(self.linear(x))).exp(),
@@ -387,6 +378,6 @@ MODULES: dict[str, Body] = {
 }
 
 
-def recursive(self: Any, x: Tensor, depth: int = 2) -> Tensor:
+def recursive(self, x, depth=2):
     x = self.linear(self.norm(x)).sin()
     return x if depth == 0 else self(x, depth - 1) + self(x * 2, depth=depth - 1)

@@ -7,7 +7,7 @@ import functools
 import operator
 import random
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from random import random as drawn_by_name
 from types import SimpleNamespace
 from typing import Any
@@ -23,27 +23,27 @@ from torch import Tensor, nn
 # What draws
 
 
-def half_uniform(x: Tensor) -> Tensor:
+def half_uniform(x):
     noise = torch.ones_like(x)
     noise[1:4].uniform_()
     return noise
 
 
-def forked(x: Tensor) -> Tensor:
+def forked(x):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(9)
         noise = torch.rand_like(x)
     return F.dropout(x, 0.5) * noise
 
 
-def tracked(x: Tensor, tracker: Any = TRACKER) -> Tensor:
+def tracked(x, tracker=TRACKER):
     x = F.dropout(x, 0.5)
     with tracker.fork():
         x = F.dropout(x, 0.5).exp()
     return F.dropout(x, 0.5).sin()
 
 
-def reseeded(x: Tensor) -> Tensor:
+def reseeded(x):
     """Its second run ends where it began, as if nothing had been drawn."""
     random.seed(2)
     np.random.seed(2)
@@ -51,7 +51,7 @@ def reseeded(x: Tensor) -> Tensor:
     return x * (random.random() + float(np.random.rand()) + torch.rand(()))
 
 
-def attention(x: Tensor) -> Tensor:
+def attention(x):
     return F.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=0.5)[0]
 
 
@@ -82,7 +82,7 @@ OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def drawing(function: Callable[[Tensor], Tensor], captured: bool | None = None) -> Body:
+def drawing(function, captured=None):
     return Body(
         lambda self, x: self.linear(function(self.norm(x).sin()).exp().sin()),
         lambda: {"norm": RMSNorm(), "linear": nn.Linear(HIDDEN, HIDDEN)},
@@ -91,7 +91,7 @@ def drawing(function: Callable[[Tensor], Tensor], captured: bool | None = None) 
     )
 
 
-def once(draw: Callable[[], float]) -> Callable[[Any, Tensor], Tensor]:
+def once(draw):
     """A forward whose gradient depends on what is drawn."""
     return lambda self, x: (x.sin() * draw()).exp().sin()
 
@@ -100,7 +100,7 @@ class FilledLate(torch.autograd.Function):
     """Saves memory that it fills only when all ops have run."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx, x):
         noise, result = torch.empty(x.shape), x.exp()
         ctx.save_for_backward(noise, result)
         noise.uniform_()
@@ -108,7 +108,7 @@ class FilledLate(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx, grad):
         noise, result = ctx.saved_tensors
         return grad * noise * result
 
@@ -117,7 +117,7 @@ class FilledUnseen(torch.autograd.Function):
     """As a kernel of one's own does it: no op tells that it writes into the results of others, and into an argument."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scratch: Tensor) -> Tensor:
+    def forward(ctx, x, scratch):
         result = x * 0.0
         result.numpy()[:] = x.exp().numpy()
         scratch.numpy()[:] = 2.0
@@ -125,7 +125,7 @@ class FilledUnseen(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx, grad):
         result, scratch = ctx.saved_tensors
         return grad * result * scratch, None
 
@@ -142,26 +142,26 @@ LATE: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
-def filled_late(name: str, last: bool) -> Body:
+def filled_late(name, last):
     """An op that fills what autograd has saved when it has run, in the middle of a region or at its end."""
 
-    def forward(self: Any, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = LATE[name](self, self.norm(x))
         return x if last else x.sin()
 
     return Body(forward, lambda: {"norm": RMSNorm(), "act": nn.RReLU(), "batch": nn.BatchNorm1d(HIDDEN)})
 
 
-def in_some_runs(self: Any, x: Tensor) -> Tensor:
+def in_some_runs(self, x):
     """A schedule that raises a dropout's probability from nothing, say."""
     return torch.sigmoid(F.dropout(x, 0.5) if self.step else x).exp().sin()
 
 
-def in_later_runs(draw: Callable[[], float]) -> Body:
+def in_later_runs(draw):
     return Body(lambda self, x: (x.sin() * (draw() if self.step else 1.0)).exp().sin())
 
 
-def nested() -> dict[str, Any]:
+def nested():
     return {
         "a": holding(lambda self, x: F.dropout(x.exp(), 0.5).sin()).inside,
         "b": holding(lambda self, x: F.dropout(x.sin(), 0.5) * torch.rand(())).inside,
@@ -189,23 +189,23 @@ DRAWS: dict[str, Body] = {
 # How a region gets at what it draws from
 
 
-def masked(x: Tensor, generator: torch.Generator = OWN_TORCH) -> Tensor:
+def masked(x, generator=OWN_TORCH):
     return (x * torch.rand(x.shape, generator=generator)).exp().sin()
 
 
 class Deep(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.draw(x)
 
-    def draw(self, x: Tensor) -> Tensor:
+    def draw(self, x):
         return masked(x, OWN_TORCH)
 
 
-def get_tracker() -> Any:
+def get_tracker():
     return TRACKER
 
 
-def of_an_attribute(**parts: Any) -> Callable[[], dict[str, Any]]:
+def of_an_attribute(**parts):
     return lambda: dict(parts)
 
 
@@ -245,15 +245,15 @@ WAYS: dict[str, Body] = {
 }
 
 
-def python_in_a_helper() -> float:
+def python_in_a_helper():
     return random.random()
 
 
-def one_call_deeper() -> float:
+def one_call_deeper():
     return python_in_a_helper()
 
 
-def numpy_two_calls_deep() -> float:
+def numpy_two_calls_deep():
     return (lambda: float(np.random.rand()))()
 
 
@@ -262,20 +262,20 @@ class Sampler:
 
     own = OWN_PYTHON
 
-    def draw(self) -> float:
+    def draw(self):
         return random.gauss(0, 1)
 
-    def draw_own(self) -> float:
+    def draw_own(self):
         return self.own.random()
 
     @property
-    def drawn(self) -> float:
+    def drawn(self):
         return self.own.random()
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.draw_own()
 
-    def scaled(self, factor: float) -> float:
+    def scaled(self, factor):
         return self.own.random() * factor
 
     doubled = functools.partialmethod(scaled, 2.0)
@@ -286,10 +286,10 @@ class Slotted:
 
     __slots__ = ("own",)
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.own = OWN_NUMPY
 
-    def draw(self) -> float:
+    def draw(self):
         return float(self.own.random())
 
 
@@ -299,21 +299,21 @@ FUNCTIONS: dict[str, Callable[[], float]] = {
     "own": lambda: OWN_PYTHON.random(),
 }
 LIBRARY = types.ModuleType("a_library_of_somebody")
-LIBRARY.own = OWN_PYTHON  # type: ignore[attr-defined]
+LIBRARY.own = OWN_PYTHON
 exec("import random\ndef draw():\n    return random.betavariate(2, 3)\nclass Inside:\n    rng = own", vars(LIBRARY))
 
 
 @functools.cache
-def cached_sampler() -> Sampler:
+def cached_sampler():
     return SAMPLER
 
 
 @contextlib.contextmanager
-def noisy() -> Iterator[float]:
+def noisy():
     yield OWN_LEGACY.randn()
 
 
-def with_context() -> float:
+def with_context():
     with noisy() as drawn:
         return drawn
 
@@ -353,7 +353,7 @@ HELPERS: dict[str, Callable[[], float]] = {
 }
 
 
-def passed(given: Any) -> float:
+def passed(given):
     """What a generator draws that is passed in one way or another."""
     if isinstance(given, (list, dict)):
         return passed(next(iter(given.values() if isinstance(given, dict) else given)))
@@ -389,7 +389,7 @@ CALLABLES: dict[str, Any] = {
 }
 
 
-def with_a_hook() -> dict[str, Any]:
+def with_a_hook():
     linear = nn.Linear(HIDDEN, HIDDEN)
     linear.register_forward_hook(lambda module, args, result: result * SAMPLER.draw_own())
     return {"linear": linear}

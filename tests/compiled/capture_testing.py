@@ -1,7 +1,5 @@
 """What the tests of captured regions share: a module under a policy beside its plain twin, driven step by step."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -16,7 +14,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import recompute
 from recompute.attach.runners import region_in
-from recompute.compiled.captured_region import CapturedRegion
 
 SIZE = 8
 ROWS = 4
@@ -29,81 +26,103 @@ NODE = "CapturedFunctionBackward"
 Step = Callable[[nn.Module], Any]
 
 
-def rule(match: str = "inside", **options: Any) -> dict[str, Any]:
+def rule(match="inside", **options):
     return {"rules": [{"match": match, "action": "recompute", "via": "hook", **options}]}
 
 
 class Around(nn.Module):
     """A module around ``inside``, which so has a path, and whose output others save."""
 
-    def __init__(self, inside: nn.Module, *, before: nn.Module | None = None, after: nn.Module | None = None):
+    def __init__(self, inside, *, before=None, after=None):
         super().__init__()
         self.before = before or nn.Identity()
         self.inside = inside
         self.after = after or nn.Identity()
 
-    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, x, *args, **kwargs):
         return self.after(self.inside(self.before(x), *args, **kwargs))
 
 
 class Norm(nn.Module):
     """RMSNorm, whose output comes back where others have saved it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(1 + torch.rand(SIZE))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
+class DroppingBlock(nn.Module):
+    """A block with dropout, a flag and a number, which may be given a mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(SIZE)
+        self.up, self.down = nn.Linear(SIZE, 2 * SIZE), nn.Linear(2 * SIZE, SIZE)
+        self.dropout, self.scale, self.is_scaled = nn.Dropout(0.25), 1.5, True
+
+    def forward(self, x, mask=None):
+        y = self.down(F.gelu(self.up(self.norm(x))))
+        if self.is_scaled:
+            y = y * self.scale
+        if mask is not None:
+            y = y * mask
+        return x + self.dropout(y)
 
 
 class Block(nn.Module):
     """Reads its input twice, as residual connections do."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm = nn.LayerNorm(SIZE)
         self.up, self.down = nn.Linear(SIZE, 2 * SIZE), nn.Linear(2 * SIZE, SIZE)
         self.weight = nn.Parameter(torch.rand(SIZE))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + self.down(F.gelu(self.up(self.norm(x) * self.weight)))
 
 
 class Layer(nn.Module):
     """A layer of a decoder, without attention."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm1, self.norm2 = Norm(), nn.LayerNorm(SIZE)
         self.mixer = nn.Linear(SIZE, SIZE)
         self.mlp = nn.Sequential(nn.Linear(SIZE, 2 * SIZE), nn.GELU(), nn.Linear(2 * SIZE, SIZE))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = x + self.mixer(self.norm1(x))
         return x + self.mlp(self.norm2(x))
 
 
 class Layers(nn.Module):
-    def __init__(self, count: int = 2) -> None:
+    def __init__(self, count=2):
         super().__init__()
         self.layers = nn.ModuleList(Layer() for _ in range(count))
         self.head = nn.Linear(SIZE, SIZE)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for layer in self.layers:
             x = layer(x)
         return self.head(x)
+
+
+def linear():
+    return nn.Linear(SIZE, SIZE)
 
 
 body = module_of
 """A module that runs ``forward(self, *args)``; ``parts`` become its attributes."""
 
 
-def fresh(value: Any) -> Any:
+def fresh(value):
     """Copies of the tensors in ``value``, with their layouts, that require gradients if those do."""
 
-    def copied(leaf: Any) -> Any:
+    def copied(leaf):
         if not isinstance(leaf, Tensor):
             return leaf
         return torch.empty_like(leaf).copy_(leaf.detach()).requires_grad_(leaf.requires_grad)
@@ -111,23 +130,23 @@ def fresh(value: Any) -> Any:
     return tree_map(copied, value)
 
 
-def tokens(*shape: int, grad: bool = True, dtype: torch.dtype = torch.float32) -> Tensor:
+def tokens(*shape, grad=True, dtype=torch.float32):
     return torch.randn(*(shape or (ROWS, SIZE)), dtype=dtype, requires_grad=grad)
 
 
-def state_of(module: nn.Module) -> dict[str, Any]:
+def state_of(module):
     """Parameters, their gradients and the buffers of a module."""
-    found: dict[str, Any] = {}
+    found = {}
     for name, parameter in module.named_parameters():
         found[name] = parameter.detach().clone()
         found[f"gradient of {name}"] = None if parameter.grad is None else parameter.grad.clone()
     return found | {name: buffer.clone() for name, buffer in module.named_buffers()}
 
 
-def train(*inputs: Any, seed: int = 0, **kwargs: Any) -> Step:
+def train(*inputs, seed=0, **kwargs):
     """A step: forward and backward of ``loss_of`` on copies of the inputs; gradients pile up in the parameters."""
 
-    def step(module: nn.Module) -> dict[str, Any]:
+    def step(module):
         given = fresh(inputs)
         named = fresh(kwargs)
         torch.manual_seed(seed)
@@ -140,16 +159,10 @@ def train(*inputs: Any, seed: int = 0, **kwargs: Any) -> Step:
     return step
 
 
-def stepping(
-    x: Tensor,
-    call: Callable[[nn.Module, Tensor], Any] = lambda module, x: module(x),
-    *,
-    forward: Callable[[], Any] = nullcontext,
-    backward: Callable[[], Any] = nullcontext,
-) -> Step:
+def stepping(x, call=lambda module, x: module(x), *, forward=nullcontext, backward=nullcontext):
     """A step of ``call`` on a copy of ``x``, with these around its forward and its backward."""
 
-    def step(module: nn.Module) -> list[Any]:
+    def step(module):
         given = fresh(x)
         torch.manual_seed(0)
         with forward():
@@ -164,30 +177,28 @@ def stepping(
 class Twins:
     """``module`` under a policy, and a copy of it in plain eager."""
 
-    def __init__(self, module: nn.Module, rules: dict[str, Any] | None = None):
+    def __init__(self, module, rules=None):
         self.plain = copy.deepcopy(module)
         self.under = module
         self.handle = recompute.apply(module, rules or rule())
 
     @property
-    def regions(self) -> list[CapturedRegion]:
+    def regions(self):
         regions = [region_in(attachment.runner) for attachment in self.handle._attachments]
         return [region for region in regions if region is not None]
 
     @property
-    def is_captured(self) -> bool:
+    def is_captured(self):
         return bool(self.regions) and all(region.is_captured for region in self.regions)
 
     @property
-    def why_not(self) -> str:
+    def why_not(self):
         return "; ".join(region.failure for region in self.regions if not region.is_captured)
 
-    def settle(self, step: Step, *, captured: bool = True) -> Twins:
+    def settle(self, step, *, captured=True):
         """Run a step until the tape has settled and its code runs; ``captured``: whether it should."""
-        for _ in range(STEPS_TO_SETTLE):
-            self.step(step)
-        for _ in range(WATCHED_STEPS if captured and not self.is_captured else 0):
-            self.step(step)
+        self.steps(step, STEPS_TO_SETTLE)
+        self.steps(step, WATCHED_STEPS if captured and not self.is_captured else 0)
         if captured:
             assert self.is_captured, self.why_not
             assert self.runs_code(step) == len(self.regions), self.why_not
@@ -195,13 +206,17 @@ class Twins:
             assert not self.is_captured
         return self
 
-    def runs_code(self, step: Step) -> int:
+    def runs_code(self, step):
         """How many regions run as code in a step, which is compared too."""
         with counting() as count:
             self.step(step)
         return count()
 
-    def step(self, step: Step) -> dict[str, Any]:
+    def steps(self, step, count):
+        for _ in range(count):
+            self.step(step)
+
+    def step(self, step):
         """Run a step on both, and compare all that there is to see."""
         self.both(lambda module: module.zero_grad())
         expected = observed(self.plain, step)
@@ -209,19 +224,19 @@ class Twins:
         assert_same(found, expected)
         return found
 
-    def both(self, change: Callable[[nn.Module], Any]) -> None:
+    def both(self, change):
         """Change both models."""
         for module in (self.plain, self.under):
             change(module)
 
 
-def observed(module: nn.Module, step: Step) -> dict[str, Any]:
+def observed(module, step):
     result = step(module)
     found = dict(result) if isinstance(result, dict) else {f"value {i}": leaf for i, leaf in enumerate(leaves(result))}
     return found | state_of(module) | {"random state": torch.get_rng_state()}
 
 
-def captured_twins(module: nn.Module, *inputs: Any, rules: dict[str, Any] | None = None, **kwargs: Any) -> Twins:
+def captured_twins(module, *inputs, rules=None, **kwargs):
     """Twins of ``Around(module)`` that run as code on ``inputs``."""
     twins = Twins(Around(module, before=nn.Linear(SIZE, SIZE), after=nn.Linear(SIZE, SIZE)), rules)
     return twins.settle(train(*inputs, **kwargs))

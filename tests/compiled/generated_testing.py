@@ -1,12 +1,6 @@
 """Generated kernels of plain functions, without a model around them."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recompute.compiled.codegen import Code
@@ -18,11 +12,11 @@ from recompute.compiled.recording import Recording
 
 
 class _Records(TorchDispatchMode):
-    def __init__(self, recording: Recording):
+    def __init__(self, recording):
         super().__init__()
         self.recording = recording
 
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         started = self.recording.start(op, args, kwargs or {})
         output = op(*args, **(kwargs or {}))
         if started is not None:
@@ -30,9 +24,7 @@ class _Records(TorchDispatchMode):
         return output
 
 
-def written(
-    function: Callable[..., Any], *tensors: Tensor, generates: Generates = Generates.EXACT
-) -> tuple[Code, list[int]]:
+def written(function, *tensors, generates=Generates.EXACT):
     """The calls that ``function`` makes on these tensors, as code; and the buffers of its outputs."""
     recording = Recording(is_open=True, generates=generates)
     for position, tensor in enumerate(tensors):
@@ -50,7 +42,7 @@ def written(
     return code, numbers
 
 
-def generated(function: Callable[..., Any], *tensors: Tensor) -> tuple[GeneratedKernel, list[Tensor]]:
+def generated(function, *tensors):
     """One kernel for all that ``function`` calls, and the tensors that it takes."""
     code, stored = written(function, *tensors, generates=Generates.ROUNDED)
     statements = [statement for statement in code.statements if statement.call is not None]
@@ -59,7 +51,7 @@ def generated(function: Callable[..., Any], *tensors: Tensor) -> tuple[Generated
     source = KernelSource(code.recording, {number: s for s in statements for number in s.call.results}, stored)
     buffers = code.recording.buffers
 
-    def aten(*_: Tensor) -> tuple:
+    def aten(*_):
         outputs = function(*tensors)
         return outputs if isinstance(outputs, tuple) else (outputs,)
 
@@ -67,7 +59,7 @@ def generated(function: Callable[..., Any], *tensors: Tensor) -> tuple[Generated
     return kernel, [tensors[buffer] for buffer in source.given.values()]
 
 
-def as_one_kernel(function: Callable[..., Any], *tensors: Tensor) -> Callable[[], tuple[tuple, tuple]]:
+def as_one_kernel(function, *tensors):
     """What one kernel gives, beside what ATen does."""
     kernel, given = generated(function, *tensors)
     return lambda: (kernel._launch(*given), kernel._aten())

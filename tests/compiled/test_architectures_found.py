@@ -1,59 +1,55 @@
 """What trials of many architectures as captured code have found, each in a module with the cause and little else."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from capture_testing import SIZE, STEPS_TO_SETTLE, Around, Twins, body, fresh, rule, tokens, train
 from tiers import slow
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from recompute.compiled.captured_function import CapturedFrame
 from recompute.compiled.captured_region import MAX_SHARED_GRAPHS
 
 
-def affine() -> nn.Module:
+def affine():
     """Its weight is read through a view, and its output's gradient has the strides of what comes after it."""
     return body(lambda self, x: F.gelu(self.linear(x)).sigmoid(), linear=nn.Linear(SIZE, SIZE))
 
 
-def steps_of(twins: Twins, run: Callable[[nn.Module, Tensor], Any], count: int = STEPS_TO_SETTLE) -> None:
+def steps_of(twins, run, count=STEPS_TO_SETTLE):
     for _ in range(count):
         given = tokens()
-        twins.step(lambda module, given=given: [run(module, x := fresh(given)), x.grad])  # type: ignore[misc]
+        twins.step(lambda module, given=given: [run(module, x := fresh(given)), x.grad])
 
 
-def backward(module: nn.Module, x: Tensor) -> None:
+def backward(module, x):
     module(x).square().sum().backward()
 
 
-def transposed(module: nn.Module, x: Tensor) -> None:
+def transposed(module, x):
     y = module(x)
     (y.t().contiguous() * torch.arange(float(y.numel())).view(y.t().shape)).sum().backward()
 
 
 @pytest.mark.parametrize("first", [[0], *slow([1], [0, 1])], ids=str)
 @pytest.mark.parametrize("then", [*slow([0]), [1], [0, 1]], ids=str)
-def test_outputs_that_were_of_no_use_before_take_gradients(first: list[int], then: list[int]) -> None:
+def test_outputs_that_were_of_no_use_before_take_gradients(first, then):
     parts = {"one": nn.Linear(SIZE, SIZE), "other": nn.Linear(SIZE, SIZE)}
     twins = Twins(Around(body(lambda self, x: (self.one(x).sin().exp(), self.other(x).sin().exp()), **parts)))
     for chosen in (first, then, first):
-        steps_of(twins, lambda module, x: sum(module(x.sin())[at].square().sum() for at in chosen).backward())  # type: ignore[union-attr]  # noqa: B023
+        steps_of(twins, lambda module, x: sum(module(x.sin())[at].square().sum() for at in chosen).backward())  # noqa: B023
 
 
-def test_gradients_of_some_tensors_alone_do_not_limit_what_comes_after() -> None:
+def test_gradients_of_some_tensors_alone_do_not_limit_what_comes_after():
     twins = Twins(Around(affine(), before=nn.Linear(SIZE, SIZE)))
     steps_of(twins, lambda module, x: torch.autograd.grad(module(x).square().sum(), x))
     steps_of(twins, backward)
 
 
-def test_a_layer_that_is_dropped_now_and_then_is_captured() -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
+def test_a_layer_that_is_dropped_now_and_then_is_captured():
+    def forward(self, x):
         return x + 1 if self.is_dropped else F.gelu(self.linear(x)).sigmoid()
 
     twins = Twins(Around(body(forward, linear=nn.Linear(SIZE, SIZE))))
@@ -63,8 +59,8 @@ def test_a_layer_that_is_dropped_now_and_then_is_captured() -> None:
     assert twins.is_captured
 
 
-def test_what_depends_on_data_says_why_and_is_not_traced() -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
+def test_what_depends_on_data_says_why_and_is_not_traced():
+    def forward(self, x):
         y = F.gelu(self.linear(x))
         return y.sigmoid() if float(y.detach().sum()) < 1e6 else y
 
@@ -75,10 +71,8 @@ def test_what_depends_on_data_says_why_and_is_not_traced() -> None:
     assert region.programs == []
 
 
-def test_a_layer_whose_gradient_has_other_strides_than_those_of_its_like_gets_code_of_its_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    runs: list[str] = []
+def test_a_layer_whose_gradient_has_other_strides_than_those_of_its_like_gets_code_of_its_own(monkeypatch):
+    runs = []
     replay = CapturedFrame._replay
     monkeypatch.setattr(
         CapturedFrame, "_replay", lambda self, *given: runs.append(self.statistics.name) or replay(self, *given)
@@ -101,18 +95,17 @@ def test_a_layer_whose_gradient_has_other_strides_than_those_of_its_like_gets_co
     ],
     ids=["clamp", "maximum", "masked_fill", "prod"],
 )
-def test_formulas_that_compute_in_another_way_under_a_mode(bounded: Callable[[Any, Tensor], Tensor]) -> None:
+def test_formulas_that_compute_in_another_way_under_a_mode(bounded):
     """Autograd chooses formulas by whether a dispatch mode watches: what is seen is not what runs without one.
 
     The strides of a gradient decide in which order the norm's backward adds up.
     """
 
-    def forward(self: Any, x: Tensor) -> Tensor:
+    def forward(self, x):
         y = x.transpose(1, 2).contiguous().transpose(1, 2)
         return self.linear(bounded(self, y * y.square().mean(-1, keepdim=True).rsqrt()))
 
     module = body(forward, linear=nn.Linear(64, 64), fill=nn.Parameter(torch.tensor(0.3)))
     module.register_buffer("bound", torch.tensor(2.0))
     twins = Twins(Around(module, before=nn.Linear(64, 64)))
-    for _ in range(STEPS_TO_SETTLE):
-        twins.step(train(tokens(2, 32, 64)))
+    twins.steps(train(tokens(2, 32, 64)), STEPS_TO_SETTLE)

@@ -11,7 +11,20 @@ import models
 import pytest
 import torch
 import torch.nn.functional as F
-from capture_testing import ROWS, SIZE, STEPS_TO_SETTLE, Around, Block, Norm, Step, Twins, body, fresh, stepping, tokens
+from capture_testing import (
+    ROWS,
+    SIZE,
+    STEPS_TO_SETTLE,
+    Around,
+    Block,
+    Norm,
+    Twins,
+    body,
+    fresh,
+    linear,
+    stepping,
+    tokens,
+)
 from engine_testing import assert_same, loss_of
 from tiers import by_default, slow
 from torch import Tensor, nn
@@ -20,63 +33,50 @@ import recompute
 from recompute import counters
 
 
-def bfloat16(**options: Any) -> torch.autocast:
+def bfloat16(**options):
     return torch.autocast("cpu", torch.bfloat16, **options)
 
 
-def under_autocast(
-    x: Tensor, forward: Callable[[nn.Module, Tensor], Any] | None = None, *, inside: bool = False, **options: Any
-) -> Step:
+def under_autocast(x, forward=None, *, inside=False, **options):
     """A step whose forward runs under autocast; inside: and its backward, too."""
-
     around = functools.partial(bfloat16, **options)
     call = forward or (lambda module, x: module(x))
     return stepping(x, call, forward=around, backward=around if inside else nullcontext)
 
 
-def around(inside: nn.Module) -> nn.Module:
-    return Around(inside, before=nn.Linear(SIZE, SIZE), after=nn.Linear(SIZE, SIZE))
+def around(inside):
+    return Around(inside, before=linear(), after=linear())
 
 
-class MLP(nn.Module):
+def mlp():
     """Reads its input in two products, and a weight in two, too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.up, self.down = (nn.Linear(SIZE, SIZE, bias=bias) for bias in (True, False, True))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x)) + self.up(x)
+    forward = lambda self, x: self.down(F.silu(self.gate(x)) * self.up(x)) + self.up(x)  # noqa: E731
+    return body(forward, gate=linear(), up=nn.Linear(SIZE, SIZE, bias=False), down=linear())
 
 
-class Convolutions(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.line, self.plane = nn.Conv1d(1, 2, 3, padding=1), nn.Conv2d(2, 1, 3, padding=1)
-        self.mixed = nn.Parameter(torch.randn(1, SIZE, SIZE))
-
-    def forward(self, x: Tensor) -> Tensor:
+def convolutions():
+    def forward(self, x):
         rows = F.gelu(self.line(x.unsqueeze(1))).transpose(0, 1)
         return torch.bmm(F.gelu(self.plane(rows)), self.mixed)[0]
 
+    line, plane = nn.Conv1d(1, 2, 3, padding=1), nn.Conv2d(2, 1, 3, padding=1)
+    return body(forward, line=line, plane=plane, mixed=nn.Parameter(torch.randn(1, SIZE, SIZE)))
 
-class Products(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.vector = nn.Parameter(torch.randn(SIZE))
-        self.volume = nn.Conv3d(1, 1, 3, padding=1)
 
-    def forward(self, x: Tensor) -> Tensor:
+def products():
+    def forward(self, x):
         y = F.gelu(self.volume(x.reshape(1, 1, 2, 2, SIZE))).reshape(ROWS, SIZE)
         return y * (y @ self.vector).unsqueeze(1)
 
+    return body(forward, vector=nn.Parameter(torch.randn(SIZE)), volume=nn.Conv3d(1, 1, 3, padding=1))
 
-INSIDE = {"block": Block, "norm": Norm, "mlp": MLP, "convolutions": Convolutions, "products": Products}
+
+INSIDE = {"block": Block, "norm": Norm, "mlp": mlp, "convolutions": convolutions, "products": products}
 
 
 @pytest.mark.parametrize("action", ["recompute", *slow("checkpoint")])
 @pytest.mark.parametrize("inside", by_default(INSIDE, "mlp", "convolutions", "products"))
-def test_regions_are_captured_and_give_the_bits_of_eager(inside: Callable[[], nn.Module], action: str) -> None:
+def test_regions_are_captured_and_give_the_bits_of_eager(inside, action):
     x = tokens(grad=False)
     rules = {"rules": [{"match": "inside", "action": action}]}
     Twins(around(inside()), rules).settle(under_autocast(x))
@@ -84,20 +84,13 @@ def test_regions_are_captured_and_give_the_bits_of_eager(inside: Callable[[], nn
 
 @pytest.mark.parametrize("is_inside", [False, True], ids=["backward outside", "backward inside"])
 @pytest.mark.parametrize("caches", [True, False], ids=["cache", "no cache"])
-def test_wherever_backward_runs_and_whatever_is_cached(is_inside: bool, caches: bool) -> None:
-    step = under_autocast(tokens(), inside=is_inside, cache_enabled=caches)
-    Twins(around(MLP())).settle(step)
+def test_wherever_backward_runs_and_whatever_is_cached(x, is_inside, caches):
+    twins = Twins(around(mlp())).settle(under_autocast(x, inside=is_inside, cache_enabled=caches))
+    twins.step(under_autocast(x, inside=not is_inside))  # it moves into autocast, or out of it
+    twins.step(under_autocast(x, inside=is_inside))
 
 
-def test_backward_moves_into_autocast_and_out_of_it() -> None:
-    x = tokens()
-    twins = Twins(around(Block())).settle(under_autocast(x))
-    twins.step(under_autocast(x, inside=True))
-    twins.step(under_autocast(x))
-
-
-def test_another_autocast_has_code_of_its_own() -> None:
-    x = tokens()
+def test_another_autocast_has_code_of_its_own(x):
     in_float16 = stepping(x, forward=functools.partial(torch.autocast, "cpu", torch.float16))
     twins = Twins(around(Block())).settle(under_autocast(x))
     twins.settle(in_float16)
@@ -113,27 +106,23 @@ SHARED: dict[str, Callable[[nn.Module, Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("forward", SHARED.values(), ids=SHARED)
-def test_a_cast_is_shared_with_all_who_read_the_parameter(forward: Callable[[nn.Module, Tensor], Any]) -> None:
+def test_a_cast_is_shared_with_all_who_read_the_parameter(x, forward):
     """Its gradients are added up in bfloat16, and only then cast: other bits than those of two casts."""
-    x = tokens()
-    twins = Twins(around(MLP())).settle(under_autocast(x))
+    twins = Twins(around(mlp())).settle(under_autocast(x))
     assert twins.runs_code(under_autocast(x, forward)) >= 1
 
 
-def test_a_leaf_is_cast_once_and_what_was_computed_wherever_it_is_read() -> None:
-    x = tokens()
-    outer = MLP()
-    twins = Twins(Around(outer)).settle(under_autocast(x))
-    twins.step(under_autocast(x, lambda module, given: module(given * 1.0)))
-    twins.settle(under_autocast(x, lambda module, given: module(given * 1.0)))
+def test_a_leaf_is_cast_once_and_what_was_computed_wherever_it_is_read(x):
+    twins = Twins(Around(mlp())).settle(under_autocast(x))
+    of_a_product = under_autocast(x, lambda module, given: module(given * 1.0))
+    twins.step(of_a_product)
+    twins.settle(of_a_product)
     twins.step(under_autocast(x))
 
 
 @pytest.mark.parametrize("way", ["a second backward", "differentiated gradients", "one output's gradient"])
-def test_other_backwards(way: str) -> None:
-    x = tokens()
-
-    def step(module: nn.Module) -> list[Any]:
+def test_other_backwards(x, way):
+    def step(module):
         given = fresh(x)
         with bfloat16():
             loss = loss_of(module(given))
@@ -158,28 +147,17 @@ def test_other_backwards(way: str) -> None:
         twins.step(step)
 
 
-def test_an_op_inside_of_which_autocast_applies_stays_on_the_tape() -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        return torch.tanh(self.both(x, x))
-
-    twins = Twins(Around(body(forward, both=nn.Bilinear(SIZE, SIZE, SIZE))))
-    twins.settle(under_autocast(tokens()), captured=False)
-    assert "autocast applies inside of aten._trilinear" in twins.why_not
-
-
-def test_autocast_around_backward_alone_applies_inside_of_an_op() -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        return torch.tanh(self.both(x, x))
-
-    twins, step = (
-        Twins(Around(body(forward, both=nn.Bilinear(SIZE, SIZE, SIZE)))),
-        stepping(tokens(), backward=bfloat16),
-    )
-    for _ in range(STEPS_TO_SETTLE + 2):
-        twins.step(step)
+def test_an_op_inside_of_which_autocast_applies_stays_on_the_tape_also_around_backward_alone(x):
+    twins = [
+        Twins(Around(body(lambda self, x: torch.tanh(self.both(x, x)), both=nn.Bilinear(SIZE, SIZE, SIZE))))
+        for _ in range(2)
+    ]
+    twins[0].settle(under_autocast(x), captured=False)
+    assert "autocast applies inside of aten._trilinear" in twins[0].why_not
+    twins[1].steps(stepping(x, backward=bfloat16), STEPS_TO_SETTLE + 2)
 
 
-def test_a_region_holds_no_cast_of_a_weight() -> None:
+def test_a_region_holds_no_cast_of_a_weight():
     """Autograd would hold each weight in bfloat16 until backward. A cast is cheap: it is made again."""
     width = 64
     x = torch.randn(4, width, requires_grad=True)
@@ -191,7 +169,7 @@ def test_a_region_holds_no_cast_of_a_weight() -> None:
         for _ in range(STEPS_TO_SETTLE):
             step(model)
 
-        def loss(model: nn.Module = model) -> Tensor:
+        def loss(model=model):
             with bfloat16():
                 return model(x).float().sum()
 
@@ -203,10 +181,10 @@ def test_a_region_holds_no_cast_of_a_weight() -> None:
 
 @pytest.mark.parametrize("policy", by_default(["elementwise", "full", "hook", "auto"], "elementwise"))
 @pytest.mark.parametrize("name", by_default(["llama", "gpt2", "mixtral"], "llama"))
-def test_whole_models_train_as_without_a_policy(name: str, policy: str) -> None:
-    def trained(model: nn.Module) -> list[Any]:
+def test_whole_models_train_as_without_a_policy(name, policy):
+    def trained(model):
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-        found: list[Any] = []
+        found = []
         for _ in range(8):
             with bfloat16():
                 loss = model(**models.batch(name)).loss

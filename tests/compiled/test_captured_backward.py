@@ -1,7 +1,6 @@
 """Backward of captured regions, in all the ways in which autograd is asked for it."""
 
-from __future__ import annotations
-
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,20 +8,19 @@ import engine_testing
 import pytest
 import torch
 import torch.nn.functional as F
-from bodies.runs import RUNS, Run
+from bodies.runs import RUNS
 from capture_testing import (
     NODE,
-    ROWS,
     SIZE,
     STEPS_TO_SETTLE,
     Around,
     Block,
     Norm,
-    Step,
     Twins,
     body,
     captured_twins,
     fresh,
+    linear,
     rule,
     tokens,
     train,
@@ -35,21 +33,15 @@ from torch.autograd import grad
 from recompute.errors import PolicyWarning, UnsupportedError
 
 
-@pytest.fixture(scope="module")
-def x() -> Tensor:
-    torch.manual_seed(1)
-    return tokens()
-
-
 @pytest.fixture
-def twins(x: Tensor) -> Twins:
+def twins(x):
     return captured_twins(Block(), x)
 
 
 Backward = Callable[[nn.Module, Tensor], list[Any]]
 
 
-def on(x: Tensor, backward: Backward) -> Step:
+def on(x, backward):
     return lambda module: backward(module, fresh(x))
 
 
@@ -58,7 +50,7 @@ CAPTURED = {name: each for name, each in RUNS.items() if each.captured}
 LAYERS = {"rules": [{"match": "layers.*", "action": "recompute", "via": "hook"}]}
 
 
-def running(run: Run, x: Tensor) -> Step:
+def running(run, x):
     return lambda module: (torch.manual_seed(3), leaves(run.run(module, fresh(x))))[1]
 
 
@@ -76,7 +68,7 @@ def running(run: Run, x: Tensor) -> Step:
         "update_in_a_hook",
     ),
 )
-def test_a_run_of_captured_layers_is_that_of_plain_pytorch(run: Run) -> None:
+def test_a_run_of_captured_layers_is_that_of_plain_pytorch(run):
     x = stack_input()
     twins = Twins(run.make(), LAYERS).settle(train(x))
     runs = [twins.runs_code(running(run, x)) for _ in range(2)]
@@ -85,39 +77,33 @@ def test_a_run_of_captured_layers_is_that_of_plain_pytorch(run: Run) -> None:
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 @pytest.mark.parametrize("run", by_default(CAPTURED, "several_times", "of_parts", "with_hooks"))
-def test_so_is_one_that_is_captured_meanwhile(run: Run) -> None:
+def test_so_is_one_that_is_captured_meanwhile(run):
     x = stack_input()
     twins = Twins(run.make(), LAYERS)
-    for _ in range(STEPS_TO_SETTLE):
-        twins.step(running(run, x))
+    twins.steps(running(run, x), STEPS_TO_SETTLE)
 
 
-def stack_input() -> Tensor:
+def stack_input():
     torch.manual_seed(1)
     return engine_testing.tokens()
 
 
-def test_the_output_comes_from_the_node_and_a_second_backward_is_refused(twins: Twins, x: Tensor) -> None:
-    y = twins.under.inside(x)
-    assert y.grad_fn.name() == NODE
-    y.sum().backward()
-    with pytest.raises(RuntimeError, match="a second time"):
-        y.sum().backward()
-    y = twins.under.inside(x)
-    loss_of(y).backward()
-    with pytest.raises(RuntimeError, match="a second time"):
-        loss_of(y).backward()
+def test_the_output_comes_from_the_node_and_a_second_backward_is_refused(twins, x):
+    for loss in (torch.sum, loss_of):
+        y = twins.under.inside(x)
+        assert y.grad_fn.name() == NODE
+        loss(y).backward()
+        with pytest.raises(RuntimeError, match="a second time"):
+            loss(y).backward()
 
 
-def of_a_gradient(m: nn.Module, x: Tensor) -> list[Any]:
+def of_a_gradient(m, x):
     (gradient,) = grad(loss_of(m(x)), x, create_graph=True)
     gradient.pow(2).sum().backward()
     return [gradient.detach(), x.grad]
 
 
-def test_a_gradient_that_is_differentiated_is_right_and_the_region_goes_back_to_the_tape(
-    twins: Twins, x: Tensor
-) -> None:
+def test_a_gradient_that_is_differentiated_is_right_and_the_region_goes_back_to_the_tape(twins, x):
     found, plain = fresh(x), fresh(x)
     with pytest.warns(PolicyWarning, match=r"last bits.*capture: false"):
         first, second = of_a_gradient(twins.under, found)
@@ -133,11 +119,11 @@ def test_a_gradient_that_is_differentiated_is_right_and_the_region_goes_back_to_
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("action", ["recompute", "checkpoint"])
-def test_a_gradient_penalty_from_the_first_step_on_is_exact_in_every_step(x: Tensor, action: str) -> None:
+def test_a_gradient_penalty_from_the_first_step_on_is_exact_in_every_step(x, action):
     """As in a WGAN, whose other backwards are those of any training: nothing is captured in between."""
     options = {"via": "hook"} if action == "recompute" else {}
     rules = {"rules": [{"match": "inside", "action": action, **options}]}
-    twins = Twins(Around(Block(), before=nn.Linear(SIZE, SIZE)), rules)
+    twins = Twins(Around(Block(), before=linear()), rules)
     for _ in range(STEPS_TO_SETTLE):
         for step in on(x, of_a_gradient), train(x), train(x):
             twins.step(step)
@@ -145,9 +131,9 @@ def test_a_gradient_penalty_from_the_first_step_on_is_exact_in_every_step(x: Ten
     assert "differentiated" in twins.handle.explain(wide=True)
 
 
-def test_a_chain_of_regions_is_differentiated_twice(x: Tensor) -> None:
+def test_a_chain_of_regions_is_differentiated_twice(x):
     """The input of the second region is an output of the first, which has been dropped."""
-    blocks = nn.Sequential(Norm(), Norm(), nn.Linear(SIZE, SIZE))
+    blocks = nn.Sequential(Norm(), Norm(), linear())
     twins = Twins(Around(blocks), rule(["inside.0", "inside.1"])).settle(train(x))
     with pytest.warns(PolicyWarning, match="last bits"):
         found = of_a_gradient(twins.under, fresh(x))
@@ -156,12 +142,12 @@ def test_a_chain_of_regions_is_differentiated_twice(x: Tensor) -> None:
     torch.testing.assert_close(found[1], expected[1])
 
 
-def of_a_sum(m: nn.Module, x: Tensor) -> list[Any]:
+def of_a_sum(m, x):
     m.inside(x).sum().backward()  # whose gradient is one number, expanded
     return [x.grad]
 
 
-def test_a_region_whose_backward_often_differs_goes_back_to_the_tape(twins: Twins, x: Tensor) -> None:
+def test_a_region_whose_backward_often_differs_goes_back_to_the_tape(twins, x):
     for step in range(40):
         twins.step(on(x, of_a_sum) if step % 2 else train(x))
     assert not twins.is_captured
@@ -169,38 +155,31 @@ def test_a_region_whose_backward_often_differs_goes_back_to_the_tape(twins: Twin
     assert twins.runs_code(on(x, of_a_sum)) == 0
 
 
-class Timed(nn.Module):
+def timed():
     """A block that is given a tensor which backward does not read, if the block is frozen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.time = nn.LayerNorm(SIZE), nn.Linear(SIZE, SIZE)
-
-    def forward(self, x: Tensor, time: Tensor) -> Tensor:
-        return x + F.gelu(self.norm(x) + self.time(time.sigmoid()))
+    forward = lambda self, x, time: x + F.gelu(self.norm(x) + self.time(time.sigmoid()))  # noqa: E731
+    return body(forward, norm=nn.LayerNorm(SIZE), time=linear())
 
 
-class Complex(nn.Module):
+def of_complex_numbers():
     """A block whose backward sees its gradient as another dtype."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(SIZE, SIZE)
-
-    def forward(self, x: Tensor, time: Tensor) -> Tensor:
+    def forward(self, x, time):
         pairs = F.gelu(self.linear(x)).unflatten(-1, (-1, 2))
         return torch.view_as_real(torch.view_as_complex(pairs).tanh()).flatten(1)
+
+    return body(forward, linear=linear())
 
 
 class Skip(nn.Module):
     """As the middle of a UNet: the gradient of the last call is a slice, and those of the calls before it are not."""
 
-    def __init__(self, blocks: list[nn.Module], calls: int, dim: int) -> None:
+    def __init__(self, blocks, calls, dim):
         super().__init__()
         self.blocks, self.calls, self.dim = nn.ModuleList(blocks), calls, dim
-        self.time = nn.Linear(SIZE, SIZE)
+        self.time = linear()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         time, skip, found = self.time(x.detach()), x * 2, x
         for call in range(self.calls):
             found = self.blocks[call % len(self.blocks)](found, time)
@@ -210,10 +189,8 @@ class Skip(nn.Module):
 
 @pytest.mark.parametrize("action", ["recompute", *slow("checkpoint")])
 @pytest.mark.parametrize("is_frozen", [False, True])
-@pytest.mark.parametrize(("block", "count", "dim"), [(Timed, 2, 1), (Timed, 1, 1), (Complex, 2, 0)])
-def test_each_region_runs_code_for_the_gradients_that_it_gets(
-    x: Tensor, block: type[nn.Module], count: int, dim: int, is_frozen: bool, action: str
-) -> None:
+@pytest.mark.parametrize(("block", "count", "dim"), [(timed, 2, 1), (timed, 1, 1), (of_complex_numbers, 2, 0)])
+def test_each_region_runs_code_for_the_gradients_that_it_gets(x, block, count, dim, is_frozen, action):
     """Code that was made of another region alike may be for other gradients, and never makes backward fail."""
     model = Skip([block() for _ in range(count)], 2, dim)
     model.blocks.requires_grad_(not is_frozen)
@@ -227,7 +204,7 @@ def test_each_region_runs_code_for_the_gradients_that_it_gets(
     assert twins.runs_code(train(x)) == (0 if is_called_twice else count)
 
 
-def test_forward_does_not_run_again_on_what_has_changed_since(x: Tensor) -> None:
+def test_forward_does_not_run_again_on_what_has_changed_since(x):
     """Plain PyTorch would not mind: it does not read the bias in backward."""
     twins = captured_twins(Block(), x)
     y = twins.under.inside(x)
@@ -237,16 +214,15 @@ def test_forward_does_not_run_again_on_what_has_changed_since(x: Tensor) -> None
         y.sum().backward()
 
 
-def outputs(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+def outputs(self, x):
     return self.a(x) * self.b(x), self.b(torch.tanh(x)) + self.a(x)
 
 
 @pytest.mark.parametrize("wanted", [[0], [1], [1, 0], [0, 1]])
-def test_gradients_of_some_outputs_in_any_order(x: Tensor, wanted: list[int]) -> None:
-    parts = {"a": nn.Linear(SIZE, SIZE), "b": nn.Linear(SIZE, SIZE)}
-    twins = Twins(Around(body(outputs, **parts))).settle(train(x))
+def test_gradients_of_some_outputs_in_any_order(x, wanted):
+    twins = Twins(Around(body(outputs, a=linear(), b=linear()))).settle(train(x))
 
-    def backward(m: nn.Module, x: Tensor) -> list[Any]:
+    def backward(m, x):
         z = x * 2
         before, found, after = z.exp(), m(z), z.cos()
         (loss_of(found[wanted[0]]) + loss_of(before) / 7 + loss_of(after)).backward(retain_graph=True)
@@ -258,22 +234,22 @@ def test_gradients_of_some_outputs_in_any_order(x: Tensor, wanted: list[int]) ->
         assert twins.runs_code(on(x, backward)) == 1
 
 
-def apart(self: Any, x: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+def apart(self, x, z):
     return F.gelu(self.a(x)), F.gelu(self.b(z))
 
 
-def test_a_state_that_the_last_call_hands_to_nobody(x: Tensor) -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
+def test_a_state_that_the_last_call_hands_to_nobody(x):
+    def forward(self, x):
         self.state = torch.tanh(self.linear(x) + self.state)
         return self.state * 2
 
-    def step(module: nn.Module) -> list[Any]:
+    def step(module):
         module.inside.state = torch.zeros(SIZE)
         given = fresh(x)
         loss_of([module(given) for _ in range(3)]).backward()
         return [given.grad]
 
-    twins = Twins(Around(body(forward, linear=nn.Linear(SIZE, SIZE), state=None)))
+    twins = Twins(Around(body(forward, linear=linear(), state=None)))
     replays = 0
     for _ in range(2 * STEPS_TO_SETTLE):
         twins.step(step)
@@ -284,26 +260,20 @@ def test_a_state_that_the_last_call_hands_to_nobody(x: Tensor) -> None:
 class Streams(nn.Module):
     """Gives two streams, as the blocks of Flux do: each depends on the other one only where they are mixed."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.first, self.second, self.mixer = (nn.Linear(SIZE, SIZE) for _ in range(3))
+        self.first, self.second, self.mixer = (linear() for _ in range(3))
 
-    def forward(self, x: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x, z):
         mixed = F.gelu(self.mixer(x + z))
         return x + F.gelu(self.first(mixed)), z + F.gelu(self.second(mixed))
 
 
-class OfStreams(nn.Module):
-    """Blocks in a row. Nobody reads the second stream that the last one gives."""
-
-    def __init__(self, blocks: int, calls: int) -> None:
-        super().__init__()
-        self.blocks, self.calls = nn.ModuleList(Streams() for _ in range(blocks)), calls
-
-    def forward(self, x: Tensor, z: Tensor) -> Tensor:
-        for call in range(self.calls):
-            x, z = self.blocks[call % len(self.blocks)](x, z)
-        return x
+def of_streams(self, x, z):
+    """Nobody reads the second stream that the last of four calls gives."""
+    for call in range(4):
+        x, z = self.blocks[call % len(self.blocks)](x, z)
+    return x
 
 
 @pytest.mark.parametrize(
@@ -313,12 +283,10 @@ class OfStreams(nn.Module):
         (1, 0, "its outputs depend on different inputs, and it runs several times in a step"),
     ],
 )
-def test_blocks_of_several_streams_are_captured_where_all_streams_are_read(
-    x: Tensor, blocks: int, captured: int, reason: str
-) -> None:
+def test_blocks_of_several_streams_are_captured_where_all_streams_are_read(x, blocks, captured, reason):
     """Where one is not, a hook of a weight that no gradient reaches must not be called, nor the weight get zeros."""
-    twins = Twins(OfStreams(blocks, 4), rule("blocks.*"))
-    called: list[int] = []
+    twins = Twins(body(of_streams, blocks=nn.ModuleList(Streams() for _ in range(blocks))), rule("blocks.*"))
+    called = []
     twins.under.blocks[-1].second.weight.register_hook(lambda gradient: called.append(1))
     for seed in range(2 * STEPS_TO_SETTLE):
         twins.step(train(x, tokens(), seed=seed))
@@ -327,42 +295,36 @@ def test_blocks_of_several_streams_are_captured_where_all_streams_are_read(
     assert bool(called) is (blocks < 4)
 
 
-class Slices(nn.Module):
+def slices(self, x, z):
     """Reads and gives two slices of one tensor, as the blocks of Flux do that have one stream."""
-
-    def __init__(self, first: int = SIZE // 2, second: int = SIZE // 2) -> None:
-        super().__init__()
-        self.linear, self.first, self.second = nn.Linear(SIZE, SIZE), first, second
-
-    def forward(self, x: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-        both = F.gelu(self.linear(torch.cat([x.sin(), z.cos()], 1)))
-        return both[:, : self.first], both[:, self.second :]
+    both = F.gelu(self.linear(torch.cat([x.sin(), z.cos()], 1)))
+    return both[:, : SIZE // 2], both[:, SIZE // 2 :]
 
 
-class OfSlices(nn.Module):
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Slices() for _ in range(count))
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts: tuple[Tensor, ...] = (x * 2).split(SIZE // 2, 1)
+def of_slices(count):
+    def forward(self, x):
+        parts = (x * 2).split(SIZE // 2, 1)
         for block in self.blocks:
             parts = block(*parts)
         return torch.cat(parts, 1)
 
+    return Twins(
+        body(forward, blocks=nn.ModuleList(body(slices, linear=linear()) for _ in range(count))), rule("blocks.*")
+    )
 
-def test_regions_are_captured_whose_inputs_outputs_and_gradients_share_memory(x: Tensor) -> None:
-    twins = Twins(OfSlices(3), rule("blocks.*")).settle(train(x))
 
-    def of_other_memory(offset: int) -> Step:
-        def step(m: nn.Module, x: Tensor) -> list[Any]:
+def test_regions_are_captured_whose_inputs_outputs_and_gradients_share_memory(x):
+    twins = of_slices(3).settle(train(x))
+
+    def of_other_memory(offset):
+        def step(m, x):
             wide = torch.cat([x, x], 1) * 2
             loss_of(m.blocks[0](wide[:, : SIZE // 2], wide[:, offset : offset + SIZE // 2])).backward()
             return [x.grad]
 
         return on(x, step)
 
-    def apart(m: nn.Module, x: Tensor) -> list[Any]:
+    def apart(m, x):
         loss_of(m.blocks[0](*[part.clone() for part in (x * 2).split(SIZE // 2, 1)])).backward()
         return [x.grad]
 
@@ -373,8 +335,8 @@ def test_regions_are_captured_whose_inputs_outputs_and_gradients_share_memory(x:
 
 
 @pytest.mark.parametrize("position", [0, 1])
-def test_a_write_to_one_of_two_inputs_that_share_memory_is_noticed(x: Tensor, position: int) -> None:
-    twins = Twins(OfSlices(2), rule("blocks.*")).settle(train(x))
+def test_a_write_to_one_of_two_inputs_that_share_memory_is_noticed(x, position):
+    twins = of_slices(2).settle(train(x))
     for model in (twins.plain, twins.under):
         parts = model.blocks[0](*(x * 2).split(SIZE // 2, 1))
         loss = loss_of(model.blocks[1](*parts))
@@ -384,70 +346,57 @@ def test_a_write_to_one_of_two_inputs_that_share_memory_is_noticed(x: Tensor, po
             loss.backward()
 
 
-def test_a_region_whose_outputs_overlap_is_not_captured(x: Tensor) -> None:
-    twins = Twins(Around(Slices(SIZE // 2 + 1)), rule())
-    twins.settle(train(tokens(ROWS, SIZE // 2), tokens(ROWS, SIZE // 2)), captured=False)
-    assert "two of its outputs overlap in memory" in twins.why_not
+def two_towers(x, other):
+    return Twins(Around(body(apart, a=linear(), b=linear()))).settle(train(x, other))
 
 
-def two_towers(x: Tensor) -> Twins:
-    parts = {"a": nn.Linear(SIZE, SIZE), "b": nn.Linear(SIZE, SIZE)}
-    return Twins(Around(body(apart, **parts))).settle(train(x, tokens(grad=False)))
-
-
-def of_one_tower(m: nn.Module, x: Tensor) -> list[Any]:
+def of_one_tower(m, x):
     loss_of(m(x * 3, x.detach())[0]).backward()
     return [x.grad]
 
 
-def test_weights_of_an_output_without_gradient_get_none(x: Tensor) -> None:
-    twins = two_towers(x)
+def test_weights_of_an_output_without_gradient_get_none(x):
+    twins = two_towers(x, tokens(grad=False))
     for _ in range(3):
         found = twins.step(on(x, of_one_tower))
     assert found["gradient of inside.b.weight"] is None
 
 
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_hooks_of_weights_of_an_output_without_gradient_are_not_called(x: Tensor, register: str) -> None:
+def test_hooks_of_weights_of_an_output_without_gradient_are_not_called(x, register):
     """A node has all its inputs behind it, also those that the output in use does not depend on."""
-    twins = two_towers(x)
+    twins = two_towers(x, tokens(grad=False))
     getattr(twins.under.inside.b.weight, register)(lambda _: pytest.fail("the hook is called"))
     with pytest.raises(UnsupportedError, match=r"depend on more inputs.*capture: false"):
         of_one_tower(twins.under, fresh(x))
 
 
-def test_hooks_upstream_of_an_output_without_gradient_are_not_called(x: Tensor) -> None:
-    parts = {"a": nn.Linear(SIZE, SIZE), "b": nn.Linear(SIZE, SIZE)}
-    twins = Twins(Around(body(apart, **parts))).settle(train(x, tokens()))
-    z = fresh(x) * 2
+def test_hooks_upstream_of_an_output_without_gradient_are_not_called(x):
+    twins, z = two_towers(x, tokens()), fresh(x) * 2
     z.register_hook(lambda _: pytest.fail("the hook is called"))
     with pytest.raises(UnsupportedError, match=r"depend on more inputs.*capture: false"):
         loss_of(twins.under(x * 3, z)[0]).backward()
 
 
-def test_a_weight_that_regions_share(x: Tensor) -> None:
-    class CaptureCache(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inside = nn.ModuleList(nn.Sequential(nn.Linear(SIZE, SIZE), nn.GELU()) for _ in range(2))
-            self.inside[1][0].weight = self.inside[0][0].weight
+def test_a_weight_that_regions_share(x):
+    def forward(self, x):
+        weight = self.inside[0][0].weight
+        y = F.linear(self.inside[0](F.linear(x, weight)) * 2, weight)
+        return F.linear(self.inside[1](y) + y, weight)
 
-        def forward(self, x: Tensor) -> Tensor:
-            weight = self.inside[0][0].weight
-            y = F.linear(self.inside[0](F.linear(x, weight)) * 2, weight)
-            return F.linear(self.inside[1](y) + y, weight)
-
-    Twins(CaptureCache(), rule("inside.*")).settle(train(x))
+    inside = nn.ModuleList(nn.Sequential(linear(), nn.GELU()) for _ in range(2))
+    inside[1][0].weight = inside[0][0].weight
+    Twins(body(forward, inside=inside), rule("inside.*")).settle(train(x))
 
 
-def test_an_error_in_forward_leaves_all_in_order(x: Tensor) -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
+def test_an_error_in_forward_leaves_all_in_order(x):
+    def forward(self, x):
         y = F.gelu(self.lin(x))
         if self.fails:
             raise ValueError("as asked")
         return y
 
-    twins = captured_twins(body(forward, lin=nn.Linear(SIZE, SIZE), fails=False), x)
+    twins = captured_twins(body(forward, lin=linear(), fails=False), x)
     twins.both(lambda m: setattr(m.inside, "fails", True))
     with pytest.raises(ValueError, match="as asked"):
         twins.under(x)
@@ -455,25 +404,19 @@ def test_an_error_in_forward_leaves_all_in_order(x: Tensor) -> None:
     assert twins.runs_code(train(x)) == 1
 
 
-def test_a_consumer_of_a_dropped_output_may_go_backward_after_the_region(x: Tensor) -> None:
-    class Heads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inside, self.a, self.b = Norm(), nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
+def test_a_consumer_of_a_dropped_output_may_go_backward_after_the_region(x):
+    def forward(self, x):
+        y = self.inside(x)
+        return self.a(y), self.b(y.detach())
 
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            y = self.inside(x)
-            return self.a(y), self.b(y.detach())
+    def backward(order, m, x):
+        found = m(x)
+        for index in order:
+            loss_of(found[index]).backward()
+        return [x.grad]
 
-    twins = Twins(Heads()).settle(train(x))
+    twins = Twins(body(forward, inside=Norm(), a=linear(), b=linear())).settle(train(x))
     for order in ((0, 1), (1, 0)):
-
-        def backward(m: nn.Module, x: Tensor, order: tuple[int, int] = order) -> list[Any]:
-            found = m(x)
-            for index in order:
-                loss_of(found[index]).backward()
-            return [x.grad]
-
         before = twins.handle.stats()
-        assert twins.runs_code(on(x, backward)) == 1
+        assert twins.runs_code(on(x, functools.partial(backward, order))) == 1
         assert (twins.handle.stats() - before).dropped_nbytes > 0

@@ -1,7 +1,5 @@
 """Each body of the table as captured code: bit for bit what it is in plain PyTorch, or on the tape, which says why."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -17,14 +15,14 @@ RULES = {"recompute": {"action": "recompute", "via": "hook"}, "checkpoint": {"ac
     "name",
     one_in(2, [name for name, body in BODIES.items() if body.captured is not None and body.ways != ("checkpoint",)]),
 )
-def test_a_body_runs_as_captured_code_or_says_why_not(name: str) -> None:
+def test_a_body_runs_as_captured_code_or_says_why_not(name):
     assert_as_plain(BODIES[name], RULES["recompute"], UNTIL_CAPTURED)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::recompute.errors.PolicyWarning")
 @pytest.mark.parametrize(("name", "action"), zip(BODIES, itertools.cycle(["checkpoint", "checkpoint", "recompute"])))
-def test_whether_it_is_captured_or_not_every_body_does_what_it_does_in_plain_pytorch(name: str, action: str) -> None:
+def test_whether_it_is_captured_or_not_every_body_does_what_it_does_in_plain_pytorch(name, action):
     body = BODIES[name]
     if not body.ways or action in body.ways:
         assert_as_plain(body._replace(captured=None), RULES[action], UNTIL_CAPTURED)

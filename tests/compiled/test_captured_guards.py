@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import functools
+from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -13,77 +14,49 @@ from capture_testing import (
     ROWS,
     SIZE,
     Around,
+    DroppingBlock,
     Layers,
     Norm,
-    Step,
     Twins,
     body,
     captured_twins,
+    linear,
     rule,
     stepping,
     tokens,
     train,
 )
+from engine_testing import set_by
 from tiers import by_default, slow
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules import module as all_modules
 
 from recompute.compiled.captured_region import Observing
 from recompute.engine.numerics import Numerics
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(SIZE)
-        self.up, self.down = nn.Linear(SIZE, 2 * SIZE), nn.Linear(2 * SIZE, SIZE)
-        self.dropout = nn.Dropout(0.25)
-        self.scale = 1.5
-        self.is_scaled = True
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        y = self.down(F.gelu(self.up(self.norm(x))))
-        if self.is_scaled:
-            y = y * self.scale
-        if mask is not None:
-            y = y * mask
-        return x + self.dropout(y)
-
-
 @pytest.fixture(scope="module")
-def step() -> Step:
+def step():
     torch.manual_seed(1)
     return train(tokens())
 
 
 @pytest.fixture
-def twins(step: Step) -> Twins:
-    return Twins(Around(Block())).settle(step)
+def twins(step):
+    return Twins(Around(DroppingBlock())).settle(step)
 
 
-def double_output(module: Any, args: Any, output: Tensor) -> Tensor:
+def double_output(module, args, output):
     return output * 2
 
 
-def double_input(module: Any, args: Any) -> tuple[Tensor]:
-    return (args[0] * 2,)
-
-
-def double_gradient(module: Any, given: Any, _: Any) -> tuple[Tensor]:
-    return (given[0] * 2,)
-
-
-def forward_of_its_own(module: nn.Module) -> None:
+def forward_of_its_own(module):
     up = module.inside.up
     up.forward = lambda x: F.linear(x, up.weight) * 3
 
 
-def seeded(make: Callable[[], Any], put: Callable[[nn.Module, Any], None]) -> Callable[[nn.Module], None]:
-    def change(module: nn.Module) -> None:
-        torch.manual_seed(5)
-        put(module, make())
-
-    return change
+def seeded(make, put):
+    return lambda module: (torch.manual_seed(5), put(module, make()))
 
 
 CHANGES: dict[str, Callable[[nn.Module], Any]] = {
@@ -98,8 +71,8 @@ CHANGES: dict[str, Callable[[nn.Module], Any]] = {
     "frozen weight": lambda m: m.inside.up.weight.requires_grad_(False),
     "frozen norm": lambda m: m.inside.norm.requires_grad_(False),
     "forward hook": lambda m: m.inside.up.register_forward_hook(double_output),
-    "forward pre-hook": lambda m: m.inside.up.register_forward_pre_hook(double_input),
-    "backward hook": lambda m: m.inside.up.register_full_backward_hook(double_gradient),
+    "forward pre-hook": lambda m: m.inside.up.register_forward_pre_hook(lambda module, args: (args[0] * 2,)),
+    "backward hook": lambda m: m.inside.up.register_full_backward_hook(lambda module, given, _: (given[0] * 2,)),
     "forward on the instance": forward_of_its_own,
     "evaluation": lambda m: m.eval(),
     "part in evaluation": lambda m: m.inside.dropout.eval(),
@@ -113,13 +86,10 @@ CHANGES: dict[str, Callable[[nn.Module], Any]] = {
         CHANGES, *(CHANGES.keys() - {"dropout off", "frozen norm", "part in evaluation", "module without bias"})
     ),
 )
-def test_code_does_not_run_where_what_it_was_made_for_has_changed(
-    twins: Twins, step: Step, change: Callable[[nn.Module], Any], steps: int
-) -> None:
+def test_code_does_not_run_where_what_it_was_made_for_has_changed(twins, step, change, steps):
     twins.both(change)
     assert twins.runs_code(step) == 0
-    for _ in range(steps):
-        twins.step(step)
+    twins.steps(step, steps)
 
 
 SAME_CODE: dict[str, Callable[[nn.Module], Any]] = {
@@ -132,50 +102,48 @@ SAME_CODE: dict[str, Callable[[nn.Module], Any]] = {
 
 
 @pytest.mark.parametrize("change", SAME_CODE.values(), ids=SAME_CODE)
-def test_code_runs_on_other_weights(twins: Twins, step: Step, change: Callable[[nn.Module], Any]) -> None:
+def test_code_runs_on_other_weights(twins, step, change):
     twins.both(change)
     assert twins.runs_code(step) == 1
 
 
 class Scale:
-    def of(self, x: Tensor) -> Tensor:
+    def of(self, x):
         return x * 1.5
 
     @classmethod
-    def by_class(cls, x: Tensor) -> Tensor:
+    def by_class(cls, x):
         return x * 2.5
 
     @property
-    def factor(self) -> float:
+    def factor(self):
         return self.half()
 
-    def half(self) -> float:
+    def half(self):
         return 0.5
 
 
-class Shift(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + 1
+Shift = type("Shift", (nn.Module,), {"forward": lambda self, x: x + 1})
 
 
 class Scaled(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.linear, self.shift, self.scale = nn.Linear(SIZE, SIZE), Shift(), Scale()
+        self.linear, self.shift, self.scale = linear(), Shift(), Scale()
 
-    def scaled(self, x: Tensor) -> Tensor:
+    def scaled(self, x):
         return Scale.by_class(self.scale.of(x)) * self.scale.factor
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return F.gelu(self.scaled(self.shift(self.linear(x))))
 
 
 class ScaledTwice(Scaled):
-    def scaled(self, x: Tensor) -> Tensor:
+    def scaled(self, x):
         return super().scaled(super().scaled(x))
 
 
-def tripled(self: Any, x: Tensor) -> Tensor:
+def tripled(self, x):
     return x * 3
 
 
@@ -189,14 +157,12 @@ METHODS: dict[str, tuple[Any, str, Any]] = {
     "property": (Scale, "factor", property(lambda self: 3.0)),
     "method of a property": (Scale, "half", lambda self: 3.0),
     "code of a method": (Scale.of, "__code__", tripled.__code__),
-    "code of a property": (Scale.factor.fget, "__code__", (lambda self: 3.0).__code__),  # type: ignore[attr-defined]
+    "code of a property": (Scale.factor.fget, "__code__", (lambda self: 3.0).__code__),
 }
 
 
 @pytest.mark.parametrize("replaced", by_default(METHODS, "method in a subclass", "property"))
-def test_code_does_not_run_where_a_method_has_been_replaced(
-    monkeypatch: pytest.MonkeyPatch, step: Step, replaced: tuple[Any, str, Any]
-) -> None:
+def test_code_does_not_run_where_a_method_has_been_replaced(monkeypatch, step, replaced):
     twins = Twins(Around(ScaledTwice())).settle(step)
     monkeypatch.setattr(*replaced)
     assert twins.runs_code(step) == 0
@@ -205,10 +171,8 @@ def test_code_does_not_run_where_a_method_has_been_replaced(
     assert twins.runs_code(step) == 0
 
 
-def test_code_does_not_run_where_the_call_of_every_module_has_been_replaced(
-    monkeypatch: pytest.MonkeyPatch, twins: Twins, step: Step
-) -> None:
-    def called_twice(self: Any, *args: Any, **kwargs: Any) -> Any:
+def test_code_does_not_run_where_the_call_of_every_module_has_been_replaced(monkeypatch, twins, step):
+    def called_twice(self, *args, **kwargs):
         return self._call_impl(*args, **kwargs) + self._call_impl(*args, **kwargs)
 
     monkeypatch.setattr(nn.Module, "__call__", called_twice)
@@ -216,7 +180,7 @@ def test_code_does_not_run_where_the_call_of_every_module_has_been_replaced(
         assert twins.runs_code(step) == 0
 
 
-def test_code_runs_again_when_all_is_as_it_was(twins: Twins, step: Step) -> None:
+def test_code_runs_again_when_all_is_as_it_was(twins, step):
     hooks = []
     twins.both(lambda m: hooks.append(m.inside.up.register_forward_hook(double_output)))
     assert twins.runs_code(step) == 0
@@ -229,12 +193,9 @@ def test_code_runs_again_when_all_is_as_it_was(twins: Twins, step: Step) -> None
     assert twins.runs_code(step) == 1
 
 
-def test_code_does_not_run_while_modules_have_hooks_for_all(twins: Twins, step: Step) -> None:
-    hook = all_modules.register_module_forward_hook(lambda module, args, output: output * 2)
-    try:
+def test_code_does_not_run_while_modules_have_hooks_for_all(twins, step):
+    with all_modules.register_module_forward_hook(lambda module, args, output: output * 2):
         assert twins.runs_code(step) == 0
-    finally:
-        hook.remove()
     assert twins.runs_code(step) == 1
 
 
@@ -249,29 +210,28 @@ INPUTS: dict[str, Callable[[], tuple[Any, ...]]] = {
 
 
 @pytest.mark.parametrize("inputs", by_default(INPUTS, "strides", "a mask"))
-def test_other_inputs(twins: Twins, step: Step, inputs: Callable[[], tuple[Any, ...]]) -> None:
+def test_other_inputs(twins, step, inputs):
     other = train(*inputs())
     assert twins.runs_code(other) == 0
-    for _ in range(7):
-        twins.step(other)
+    twins.steps(other, 7)
     assert twins.runs_code(step) == 1
 
 
-def test_keywords_and_none(twins: Twins) -> None:
+def test_keywords_and_none(twins):
     x, mask = tokens(), tokens(grad=False)
     twins.step(train(x, mask=mask))
     twins.step(train(x, mask=None))
     twins.step(train(x, None))
 
 
-def test_another_dtype(twins: Twins, step: Step) -> None:
+def test_another_dtype(twins, step):
     twins.both(lambda module: module.double())
     assert twins.runs_code(train(tokens(dtype=torch.float64))) == 0
     twins.both(lambda module: module.float())
     assert twins.runs_code(step) == 1
 
 
-def sliced(offset: int) -> Step:
+def sliced(offset):
     """A step on a part of a larger tensor."""
     torch.manual_seed(5)
     whole = torch.randn(3 * ROWS, SIZE, requires_grad=True)
@@ -291,38 +251,24 @@ PLACES: dict[str, tuple[Callable[..., Any], bool]] = {
 
 
 @pytest.mark.parametrize(("forward", "runs"), PLACES.values(), ids=PLACES)
-def test_an_input_that_starts_elsewhere_in_its_storage(forward: Callable[..., Any], runs: bool) -> None:
-    twins = Twins(Around(body(forward, lin=nn.Linear(SIZE, SIZE)))).settle(sliced(0))
+def test_an_input_that_starts_elsewhere_in_its_storage(forward, runs):
+    twins = Twins(Around(body(forward, lin=linear()))).settle(sliced(0))
     assert twins.runs_code(sliced(2)) == runs
     assert twins.runs_code(sliced(0)) == 1
 
 
-def test_inputs_that_share_memory_and_did_not_before() -> None:
-    two = body(lambda self, x, y: self.lin(x) * torch.sigmoid(y) + x, lin=nn.Linear(SIZE, SIZE))
+def test_inputs_that_share_memory_and_did_not_before():
+    two = body(lambda self, x, y: self.lin(x) * torch.sigmoid(y) + x, lin=linear())
     twins = Twins(Around(two)).settle(train(tokens(), tokens()))
     for second in (lambda x: x, lambda x: x.view_as(x), lambda x: x.detach(), lambda x: x.flip(0)):
         twins.step(stepping(tokens(), lambda module, x: module(x, second(x))))  # noqa: B023
 
 
-@contextmanager
-def doubles() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
+doubles = functools.partial(set_by, torch.set_default_dtype, torch.float64, torch.float32)
+deterministic = functools.partial(set_by, torch.use_deterministic_algorithms, True, False)
 
 
-@contextmanager
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-def bfloat16() -> AbstractContextManager[Any]:
+def bfloat16():
     return torch.autocast("cpu", torch.bfloat16)
 
 
@@ -330,22 +276,20 @@ SETTINGS = {"default dtype": doubles, "determinism": deterministic, "autocast": 
 
 
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
-def test_a_setting_around_forward_or_backward_alone_or_both(setting: Callable[[], AbstractContextManager[Any]]) -> None:
+def test_a_setting_around_forward_or_backward_alone_or_both(setting):
     x = tokens()
 
-    def forward(self: Any, x: Tensor) -> Tensor:
+    def forward(self, x):
         return F.gelu(self.lin(x)) * torch.ones(SIZE) * torch.tensor(0.1)
 
-    twins = Twins(Around(body(forward, lin=nn.Linear(SIZE, SIZE)))).settle(stepping(x))
+    twins = Twins(Around(body(forward, lin=linear()))).settle(stepping(x))
     assert twins.runs_code(stepping(x, forward=setting)) == 0
     assert twins.runs_code(stepping(x, backward=setting)) == 1
     assert twins.runs_code(stepping(x, forward=setting, backward=setting)) == 0
 
 
 @pytest.mark.parametrize("setting", [nullcontext, *SETTINGS.values()], ids=["none", *SETTINGS])
-def test_an_output_that_others_saved_comes_back_under_the_settings_of_forward(
-    setting: Callable[[], AbstractContextManager[Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_output_that_others_saved_comes_back_under_the_settings_of_forward(setting, monkeypatch):
     """Where these are in force, none is put in force again: that takes as long as a norm."""
     x, put, replayed = tokens(), [], Numerics.replayed
     twins = captured_twins(Norm(), x)
@@ -357,20 +301,20 @@ def test_an_output_that_others_saved_comes_back_under_the_settings_of_forward(
     assert bool(put) is (setting is not nullcontext)
 
 
-def test_settings_that_stay_have_code_of_their_own(twins: Twins, step: Step) -> None:
+def test_settings_that_stay_have_code_of_their_own(twins, step):
     with deterministic():
         twins.settle(step)
         assert twins.runs_code(step) == 1
     assert twins.runs_code(step) == 1
 
 
-def test_attention_that_takes_another_algorithm_now() -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
+def test_attention_that_takes_another_algorithm_now():
+    def forward(self, x):
         heads = self.lin(x).view(1, 1, ROWS, SIZE)
         return F.scaled_dot_product_attention(heads, heads, heads)[0, 0]
 
     step = train(tokens())
-    twins = Twins(Around(body(forward, lin=nn.Linear(SIZE, SIZE)))).settle(step)
+    twins = Twins(Around(body(forward, lin=linear()))).settle(step)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         assert twins.runs_code(step) == 0
         twins.settle(step)
@@ -379,10 +323,10 @@ def test_attention_that_takes_another_algorithm_now() -> None:
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients(twins: Twins, step: Step, mode: Callable[[], AbstractContextManager[Any]]) -> None:
+def test_without_gradients(twins, step, mode):
     x = tokens(grad=False)
 
-    def evaluate(module: nn.Module) -> Any:
+    def evaluate(module):
         torch.manual_seed(0)
         with mode():
             return module(x)
@@ -391,32 +335,23 @@ def test_without_gradients(twins: Twins, step: Step, mode: Callable[[], Abstract
     assert twins.runs_code(step) == 1
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (project(x).unflatten(-1, (2, -1)).transpose(0, 1)[None] for project in (self.q, self.k, self.v))
-        return x + F.scaled_dot_product_attention(q, k, v)[0].transpose(0, 1).flatten(1)
+def attention(self, x):
+    q, k, v = (project(x).unflatten(-1, (2, -1)).transpose(0, 1)[None] for project in (self.q, self.k, self.v))
+    return x + F.scaled_dot_product_attention(q, k, v)[0].transpose(0, 1).flatten(1)
 
 
 @contextmanager
-def another_attention() -> Iterator[None]:
+def another_attention():
     """Deterministic algorithms choose another backend on CUDA; here it is switched."""
-    with deterministic():
-        torch.backends.cuda.enable_flash_sdp(False)  # the CPU's attention asks for it, too
-        try:
-            yield
-        finally:
-            torch.backends.cuda.enable_flash_sdp(True)
+    with deterministic(), set_by(torch.backends.cuda.enable_flash_sdp, False, True):  # the CPU's attention asks, too
+        yield
 
 
 @pytest.mark.parametrize("in_force", [*slow("for some frames"), "for the frame that is recorded"])
-def test_equal_layers_are_captured_anew_under_settings_that_choose_other_ops(in_force: str) -> None:
+def test_equal_layers_are_captured_anew_under_settings_that_choose_other_ops(in_force):
     model = Layers(5)
     for layer in model.layers:
-        layer.mixer = Attention()
+        layer.mixer = body(attention, q=linear(), k=linear(), v=linear())
     twins, step = Twins(model, rule("layers.*")), train(tokens())
     with another_attention():
         if in_force == "for some frames":

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -21,12 +21,13 @@ from capture_testing import (
     body,
     captured_twins,
     fresh,
+    linear,
     rule,
     tokens,
     train,
 )
 from engine_testing import GatedMLP, assert_same, loss_of, no_garbage_collection
-from torch import Tensor, nn
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -36,41 +37,36 @@ from recompute.compiled import captured_function, captured_graph
 from recompute.counters import memory_trace
 
 
-def mlp() -> nn.Module:
+def mlp():
     return nn.Sequential(nn.LayerNorm(SIZE), nn.Linear(SIZE, SIZE), nn.GELU(), nn.Linear(SIZE, SIZE))
 
 
 @contextmanager
-def watched() -> Iterator[list[StorageWeakRef]]:
+def watched():
     """References to all that frames keep of what they have made."""
-    found: list[StorageWeakRef] = []
+    found = []
     run = captured_function.CapturedFrame.run
 
-    def watch(frame: Any) -> Any:
+    def watch(frame):
         outputs = run(frame)
         found.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in frame._kept)
         return outputs
 
-    captured_function.CapturedFrame.run = watch  # type: ignore[method-assign]
-    gc.collect()
-    gc.disable()
-    try:
+    with pytest.MonkeyPatch.context() as patch, no_garbage_collection():
+        patch.setattr(captured_function.CapturedFrame, "run", watch)
         yield found
-    finally:
-        gc.enable()
-        captured_function.CapturedFrame.run = run  # type: ignore[method-assign]
 
 
-def frames_alive() -> int:
+def frames_alive():
     kinds = captured_function.CapturedFrame, captured_function._Outputs
     return sum(isinstance(each, kinds) for each in gc.get_objects())
 
 
-def alive(references: list[StorageWeakRef]) -> int:
+def alive(references):
     return sum(not reference.expired() for reference in references)
 
 
-def test_what_is_kept_dies_with_backward_or_with_the_graph() -> None:
+def test_what_is_kept_dies_with_backward_or_with_the_graph():
     x = tokens()
     twins = captured_twins(mlp(), x)
     with watched() as kept:
@@ -92,12 +88,12 @@ def test_what_is_kept_dies_with_backward_or_with_the_graph() -> None:
         assert frames_alive() == 0
 
 
-def outputs_left_by(monkeypatch: pytest.MonkeyPatch) -> list[StorageWeakRef]:
+def outputs_left_by(monkeypatch):
     """References to what each regeneration of outputs leaves for the region's backward, as they are made."""
-    left: list[StorageWeakRef] = []
+    left = []
     leave = captured_function.CapturedFrame.leave
 
-    def watch(frame: Any, tensors: Sequence[Tensor]) -> None:
+    def watch(frame, tensors):
         left.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in tensors)
         leave(frame, tensors)
 
@@ -105,9 +101,7 @@ def outputs_left_by(monkeypatch: pytest.MonkeyPatch) -> list[StorageWeakRef]:
     return left
 
 
-def test_what_a_regenerated_output_leaves_is_small_and_freed_by_the_regions_backward_or_with_the_graph(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_a_regenerated_output_leaves_is_small_and_freed_by_the_regions_backward_or_with_the_graph(monkeypatch):
     x = tokens()
     twins = Twins(Around(Norm(), after=nn.Linear(SIZE, SIZE))).settle(train(x))
     left = outputs_left_by(monkeypatch)
@@ -130,7 +124,7 @@ def test_what_a_regenerated_output_leaves_is_small_and_freed_by_the_regions_back
     assert alive(left) == 0
 
 
-def test_an_input_that_nobody_else_holds_dies_with_the_graph() -> None:
+def test_an_input_that_nobody_else_holds_dies_with_the_graph():
     x = tokens()
     twins = captured_twins(mlp(), x)
     with watched():
@@ -144,20 +138,20 @@ def test_an_input_that_nobody_else_holds_dies_with_the_graph() -> None:
         assert frames_alive() == 0
 
 
-def test_backward_frees_what_is_kept_as_it_goes() -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
+def test_backward_frees_what_is_kept_as_it_goes():
+    def forward(self, x):
         for part in self.parts:
             x = torch.tanh(part(x))
         return x
 
     class Look(TorchDispatchMode):
-        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
             counts.append(alive(kept))
             return op(*args, **(kwargs or {}))
 
     x = tokens()
     twins = captured_twins(body(forward, parts=nn.ModuleList(nn.Linear(SIZE, SIZE) for _ in range(4))), x)
-    counts: list[int] = []
+    counts = []
     with watched() as kept:
         loss = loss_of(twins.under.inside(fresh(x)))
         with Look():
@@ -166,12 +160,24 @@ def test_backward_frees_what_is_kept_as_it_goes() -> None:
     assert set(range(1, len(kept) + 1)) <= set(counts)  # one after the other
 
 
-def in_place(self: Any, x: Tensor) -> Tensor:
+def in_place(self, x):
     return self.b(F.relu(self.a(x).mul_(2).add_(1), inplace=True))
 
 
-def linear() -> nn.Module:
-    return nn.Linear(SIZE, SIZE)
+def counted_by_tape_and_not(model, rules, steps, around_the_last=nullcontext()):  # noqa: B008
+    """What a step after others counts by the tape, and where it may be captured; and the latter's handle."""
+    by_tape, step = copy.deepcopy(model), train(tokens())
+    on_the_tape = {"rules": [{**each, "capture": False} for each in rules["rules"]]}
+    handles = recompute.apply(by_tape, on_the_tape), recompute.apply(model, rules)
+    for _ in range(steps):
+        step(by_tape)
+        step(model)
+    before = [handle.stats() for handle in handles]
+    with around_the_last:
+        step(by_tape)
+        step(model)
+    expected, found = (handle.stats() - earlier for handle, earlier in zip(handles, before, strict=True))
+    return expected, found, handles[1]
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
@@ -196,19 +202,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
         for name, model in MODELS.items()
     ],
 )
-def test_a_step_counts_what_a_step_by_the_tape_counts(make: Callable[[], nn.Module], rules: dict[str, Any]) -> None:
-    model, step = make(), train(tokens())
-    by_tape = copy.deepcopy(model)
-    on_the_tape = {"rules": [{**each, "capture": False} for each in rules["rules"]]}
-    handles = recompute.apply(by_tape, on_the_tape), recompute.apply(model, rules)
-    for _ in range(7):
-        step(by_tape)
-        step(model)
-    before = [handle.stats() for handle in handles]
-    step(by_tape)
-    step(model)
-    expected, found = (handle.stats() - earlier for handle, earlier in zip(handles, before, strict=True))
-    regions = filter(None, (region_in(attachment.runner) for attachment in handles[1]._attachments))
+def test_a_step_counts_what_a_step_by_the_tape_counts(make, rules):
+    model = make()
+    expected, found, handle = counted_by_tape_and_not(model, rules, 7)
+    regions = filter(None, (region_in(attachment.runner) for attachment in handle._attachments))
     assert all(region.is_captured for region in regions)
     names = ("frames", "eager_nbytes", "dropped_tensors", "dropped_nbytes", "kept_nbytes")
     assert [getattr(found, name) for name in names] == [getattr(expected, name) for name in names]
@@ -220,7 +217,7 @@ def test_a_step_counts_what_a_step_by_the_tape_counts(make: Callable[[], nn.Modu
         assert found == expected
 
 
-def test_what_the_code_of_a_checkpoint_keeps_is_counted_as_kept() -> None:
+def test_what_the_code_of_a_checkpoint_keeps_is_counted_as_kept():
     model = Around(body(lambda self, x: F.dropout(self.a(x).exp(), 0.5).sin(), a=linear()))
     handle = recompute.apply(model, {"rules": [{"match": "inside", "action": "checkpoint"}]})
     x = tokens()
@@ -235,12 +232,12 @@ def test_what_the_code_of_a_checkpoint_keeps_is_counted_as_kept() -> None:
     assert all(step.kept_nbytes + step.dropped_nbytes == step.eager_nbytes for step in seen)
 
 
-def by_other_ops_if_compiled(self: Any, x: Tensor) -> Tensor:
+def by_other_ops_if_compiled(self, x):
     y = self.a(x).exp().sin()
     return self.b((y * 2 if torch.compiler.is_compiling() else y + y).tanh())
 
 
-def test_a_graph_that_is_given_up_before_it_ends_counts_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_that_is_given_up_before_it_ends_counts_nowhere(monkeypatch):
     # As with code of transformers, which may ask if it is compiled: its experts take other steps then.
     monkeypatch.setattr(captured_graph, "asks_about_tracing", lambda: False)
     model = Around(body(by_other_ops_if_compiled, a=linear(), b=linear()))
@@ -256,7 +253,7 @@ def test_a_graph_that_is_given_up_before_it_ends_counts_nowhere(monkeypatch: pyt
     assert max(held[4:]) <= by_tape, "nothing of it lives on"
 
 
-def memory_of(model: nn.Module, x: Tensor) -> int:
+def memory_of(model, x):
     """Bytes held after forward, which backward then frees."""
     with no_garbage_collection(), memory_trace(torch.device("cpu")) as trace:
         loss = loss_of(model(x))
@@ -265,30 +262,17 @@ def memory_of(model: nn.Module, x: Tensor) -> int:
     return trace.held_nbytes["forward"]
 
 
-def test_a_checkpoint_counts_a_call_that_goes_on_otherwise_than_the_recorded_one() -> None:
+def test_a_checkpoint_counts_a_call_that_goes_on_otherwise_than_the_recorded_one():
     """As under another autocast, where the first op is the same."""
-    model, step = Layers(), train(tokens())
-    by_checkpoint = copy.deepcopy(model)
-    whole = {"match": "layers.*", "action": "checkpoint"}
-    handles = [
-        recompute.apply(each, {"rules": [{**whole, "capture": capture}]})
-        for each, capture in ((by_checkpoint, False), (model, True))
-    ]
-    for _ in range(4):
-        step(by_checkpoint)
-        step(model)
-    before = [handle.stats() for handle in handles]
-    with torch.autocast("cpu", torch.bfloat16):
-        step(by_checkpoint)
-        step(model)
-    expected, found = (handle.stats() - earlier for handle, earlier in zip(handles, before, strict=True))
+    rules = {"rules": [{"match": "layers.*", "action": "checkpoint"}]}
+    expected, found, _ = counted_by_tape_and_not(Layers(), rules, 4, torch.autocast("cpu", torch.bfloat16))
     names = ("frames", "eager_nbytes", "dropped_nbytes", "kept_nbytes")
     assert expected.frames == 2
     assert [getattr(found, name) for name in names] == [getattr(expected, name) for name in names]
 
 
-def test_a_region_that_goes_on_otherwise_while_an_equal_one_is_captured_counts_each_call_once() -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
+def test_a_region_that_goes_on_otherwise_while_an_equal_one_is_captured_counts_each_call_once():
+    def forward(self, x):
         y = self.mlp(self.norm(x))
         return y.exp() if self.goes_on_otherwise else y + x
 
@@ -308,7 +292,7 @@ def test_a_region_that_goes_on_otherwise_while_an_equal_one_is_captured_counts_e
     [{"action": "recompute", "via": "hook", "rerun": ["gemm"]}, {"action": "checkpoint"}, {"action": "keep"}],
     ids=["gemms again", "checkpoint", "keep"],
 )
-def test_a_rule_inside_of_a_region_is_followed_in_each_step(inside: dict[str, Any]) -> None:
+def test_a_rule_inside_of_a_region_is_followed_in_each_step(inside):
     model = Layers()
     around = {"match": "layers.*", "action": "recompute", "via": "hook"}
     handle, step = recompute.apply(model, {"rules": [{"match": "**.mlp", **inside}, around]}), train(tokens())
@@ -321,7 +305,7 @@ def test_a_rule_inside_of_a_region_is_followed_in_each_step(inside: dict[str, An
     assert "stay on the tape: modules inside of it have rules of their own" in handle.explain(wide=True)
 
 
-def test_a_rule_inside_of_a_region_that_says_the_same_is_no_reason_to_stay_on_the_tape() -> None:
+def test_a_rule_inside_of_a_region_that_says_the_same_is_no_reason_to_stay_on_the_tape():
     model = Layers()
     alike = {"match": ["layers.*", "layers.*.mlp"], "action": "recompute", "via": "hook"}
     handle, step = recompute.apply(model, {"rules": [alike]}), train(tokens())

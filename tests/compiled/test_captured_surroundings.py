@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
-import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,18 +13,19 @@ import torch.nn.functional as F
 from capture_testing import (
     SIZE,
     Around,
+    DroppingBlock,
     Twins,
     body,
     captured_twins,
     fresh,
+    linear,
     observed,
     rule,
     stepping,
-    tokens,
     train,
 )
-from engine_testing import assert_same, loss_of
-from torch import Tensor, nn
+from engine_testing import assert_same, in_threads, loss_of
+from torch import nn
 from torch.autograd import forward_ad, grad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -34,114 +34,85 @@ from torch.utils.checkpoint import checkpoint
 from recompute.engine.bit_comparison import verifying
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(SIZE)
-        self.up, self.down = nn.Linear(SIZE, 2 * SIZE), nn.Linear(2 * SIZE, SIZE)
-        self.dropout = nn.Dropout(0.25)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.dropout(self.down(F.gelu(self.up(self.norm(x)))))
-
-
 @pytest.fixture(scope="module")
-def x() -> Tensor:
-    torch.manual_seed(1)
-    return tokens()
-
-
-@pytest.fixture(scope="module")
-def twins(x: Tensor) -> Twins:
-    return captured_twins(Block(), x)
+def twins(x):
+    return captured_twins(DroppingBlock(), x)
 
 
 class PlusOne(TorchDispatchMode):
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         output = op(*args, **(kwargs or {}))
         return output + 1 if op is torch.ops.aten.mul.Tensor else output
 
 
 class Doubled(TorchFunctionMode):
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, function, types, args=(), kwargs=None):
         output = function(*args, **(kwargs or {}))
         return output * 2 if getattr(function, "__name__", "") == "gelu" else output
 
 
-def on_cpu() -> Any:
-    return torch.autograd.graph.save_on_cpu()
-
-
-def own_hooks() -> Any:
-    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor * 1, lambda tensor: tensor * 1)
-
-
-def anomaly() -> Any:
-    return torch.autograd.detect_anomaly(check_nan=False)
+OTHERS = {
+    "a dispatch mode": PlusOne,
+    "a function mode": Doubled,
+    "on the CPU": torch.autograd.graph.save_on_cpu,
+    "hooks": lambda: torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor * 1, lambda tensor: tensor * 1),
+    "anomaly": lambda: torch.autograd.detect_anomaly(check_nan=False),
+}
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
-@pytest.mark.parametrize("around", [PlusOne, Doubled, on_cpu, own_hooks, anomaly])
-def test_code_does_not_run_where_others_change_what_forward_does(twins: Twins, x: Tensor, around: Any) -> None:
+@pytest.mark.parametrize("around", OTHERS.values(), ids=OTHERS)
+def test_code_does_not_run_where_others_change_what_forward_does_and_runs_under_them_in_backward(twins, x, around):
     assert twins.runs_code(stepping(x, forward=around)) == 0
     assert twins.runs_code(stepping(x)) == 1
-
-
-@pytest.mark.filterwarnings("ignore:Anomaly Detection")
-@pytest.mark.parametrize("around", [PlusOne, Doubled, on_cpu, own_hooks, anomaly])
-def test_others_around_backward_alone(twins: Twins, x: Tensor, around: Any) -> None:
     assert twins.runs_code(stepping(x, backward=around)) == 1
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_a_checkpoint_around_it(twins: Twins, x: Tensor, use_reentrant: bool) -> None:
-    def call(module: nn.Module, x: Tensor) -> Any:
-        return checkpoint(
-            module.inside, checkpoint(module, x, use_reentrant=use_reentrant), use_reentrant=use_reentrant
-        )
-
-    twins.step(stepping(x, call))
+def test_a_checkpoint_around_it(twins, x, use_reentrant):
+    once = functools.partial(checkpoint, use_reentrant=use_reentrant)
+    twins.step(stepping(x, lambda module, x: once(module.inside, once(module, x))))
 
 
-def by_functional_call(m: nn.Module, x: Tensor) -> list[Any]:
+def by_functional_call(m, x):
     weights = {name: weight.detach().clone().requires_grad_() for name, weight in m.named_parameters()}
     y = torch.func.functional_call(m, weights, (x,))
     return [y, *grad(loss_of(y), list(weights.values()))]
 
 
-def by_functional_grad(m: nn.Module, x: Tensor) -> list[Any]:
+def by_functional_grad(m, x):
     weights = {name: weight.detach() for name, weight in m.named_parameters()}
 
-    def loss(weights: dict[str, Tensor]) -> Tensor:
+    def loss(weights):
         return loss_of(torch.func.functional_call(m, weights, (x.detach(),)))
 
     return list(torch.func.grad(loss)(weights).values())
 
 
-def by_vmap(m: nn.Module, x: Tensor) -> list[Any]:
+def by_vmap(m, x):
     return [torch.vmap(m, randomness="different")(x.detach()[None])]
 
 
-def forward_mode(m: nn.Module, x: Tensor) -> list[Any]:
+def forward_mode(m, x):
     with forward_ad.dual_level():
         return list(forward_ad.unpack_dual(m(forward_ad.make_dual(x.detach(), torch.ones_like(x)))))
 
 
 @pytest.mark.parametrize("transform", [by_functional_call, by_functional_grad, by_vmap, forward_mode])
-def test_functional_transforms(twins: Twins, x: Tensor, transform: Callable[..., list[Any]]) -> None:
-    def step(module: nn.Module) -> list[Any]:
+def test_functional_transforms(twins, x, transform):
+    def step(module):
         torch.manual_seed(0)
         return transform(module, fresh(x))
 
     assert twins.runs_code(step) == 0
 
 
-def test_verifying_watches_the_tape(twins: Twins, x: Tensor) -> None:
+def test_verifying_watches_the_tape(twins, x):
     assert twins.runs_code(stepping(x, forward=verifying)) == 0
     assert twins.runs_code(stepping(x)) == 1
 
 
-def test_copies(twins: Twins, x: Tensor) -> None:
+def test_copies(twins, x):
     """A copy starts by the tape, and is captured in its turn."""
     for duplicate in (copy.deepcopy(twins.under), copy.deepcopy(twins.under)):
         for _ in range(7):
@@ -151,7 +122,7 @@ def test_copies(twins: Twins, x: Tensor) -> None:
     assert twins.runs_code(train(x)) == 1
 
 
-def test_pickle(x: Tensor) -> None:
+def test_pickle(x):
     module = Around(nn.Sequential(nn.Linear(SIZE, SIZE), nn.GELU()))
     twins = Twins(module).settle(train(x))
     loaded = pickle.loads(pickle.dumps(twins.under))
@@ -159,7 +130,7 @@ def test_pickle(x: Tensor) -> None:
     assert_same(observed(loaded, train(x)), observed(twins.plain, train(x)))
 
 
-def test_torch_compile_of_the_model_afterwards(x: Tensor) -> None:
+def test_torch_compile_of_the_model_afterwards(x):
     twins = captured_twins(nn.Sequential(nn.Linear(SIZE, SIZE), nn.GELU(), nn.Linear(SIZE, SIZE)), x)
     twins.both(lambda module: module.zero_grad())
     compiled = [torch.compile(module, backend="aot_eager") for module in (twins.under, twins.plain)]
@@ -168,18 +139,16 @@ def test_torch_compile_of_the_model_afterwards(x: Tensor) -> None:
     assert twins.runs_code(train(x)) == 1
 
 
-def test_the_policy_is_removed_while_graphs_are_alive(x: Tensor) -> None:
-    twins = captured_twins(Block(), x)
-    losses = []
-    for module in (twins.under, twins.plain):
-        torch.manual_seed(0)
-        losses.append(loss_of(module(x)))
-    twins.handle.remove()
-    for loss in losses:
+def test_the_policy_is_removed_while_graphs_are_alive(x):
+    twins = captured_twins(DroppingBlock(), x)
+
+    def step(module):
+        loss = loss_of(module(x))
+        twins.handle.remove()
         loss.backward()
-    for weight, expected in zip(twins.under.parameters(), twins.plain.parameters(), strict=True):
-        assert torch.equal(weight.grad, expected.grad)
-    assert torch.equal(losses[0], losses[1])
+        return [loss]
+
+    twins.step(lambda module: (torch.manual_seed(0), step(module))[1])
     twins.step(train(x))
 
 
@@ -191,20 +160,19 @@ NESTED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("inner", NESTED.values(), ids=NESTED)
-def test_rules_inside_of_it(x: Tensor, inner: dict[str, Any]) -> None:
+def test_rules_inside_of_it(x, inner):
     rules = {"rules": [{"match": "inside.up", **inner}, *rule()["rules"]]}
-    twins = Twins(Around(Block()), rules)
-    for _ in range(10):
-        twins.step(train(x))
+    twins = Twins(Around(DroppingBlock()), rules)
+    twins.steps(train(x), 10)
     assert twins.handle.stats().dropped_nbytes > 0
 
 
-def test_threads_that_run_one_region_from_the_start(x: Tensor) -> None:
+def test_threads_that_run_one_region_from_the_start(x):
     """While one of them traces, the others are not told that they are compiled."""
-    twins = Twins(Around(Block()))
-    same: list[bool] = []
+    twins = Twins(Around(DroppingBlock()))
+    same = []
 
-    def work() -> None:
+    def work():
         for _ in range(25):
             given = fresh(x)
             outcomes = []
@@ -214,22 +182,15 @@ def test_threads_that_run_one_region_from_the_start(x: Tensor) -> None:
                 outcomes.append((y, *grad(loss_of(y), (given, *module.parameters()))))
             same.append(all(map(torch.equal, *outcomes)))
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*[work] * 4)
     assert same == [True] * 100
 
 
-# Random numbers
-
-
-def drops_out(self: Any, x: Tensor) -> Tensor:
+def drops_out(self, x):
     return self.lin(F.dropout(F.gelu(self.lin(x)), 0.3))
 
 
-def draws_between(module: nn.Module, x: Tensor) -> list[Any]:
+def draws_between(module, x):
     first, second = module(x), module(x)
     noise = torch.rand(5)
     loss_of(first).backward()
@@ -238,25 +199,25 @@ def draws_between(module: nn.Module, x: Tensor) -> list[Any]:
     return [first, second, noise, after]
 
 
-def runs_again(module: nn.Module, x: Tensor) -> list[Any]:
+def runs_again(module, x):
     y = module.inside(x)
     noise = torch.rand(5)
     y.sum().backward()
     return [y, noise, torch.rand(5)]
 
 
-def by_the_tape_in_between(module: nn.Module, x: Tensor) -> list[Any]:
+def by_the_tape_in_between(module, x):
     found = [module(each) for each in (x, torch.cat([x, x[:1]]), x)]
     for y in found:
         loss_of(y).backward(retain_graph=True)
     return found
 
 
-def test_draws_inside_come_back_and_those_outside_are_what_they_were(x: Tensor) -> None:
-    twins = captured_twins(body(drops_out, lin=nn.Linear(SIZE, SIZE)), x)
+def test_draws_inside_come_back_and_those_outside_are_what_they_were(x):
+    twins = captured_twins(body(drops_out, lin=linear()), x)
     for run, count in ((draws_between, 2), (runs_again, 1), (runs_again, 1), (by_the_tape_in_between, 2)):
 
-        def step(module: nn.Module, run: Callable[..., list[Any]] = run) -> list[Any]:
+        def step(module, run=run):
             torch.manual_seed(3)
             given = fresh(x)
             return [*run(module, given), given.grad]

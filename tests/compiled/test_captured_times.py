@@ -1,15 +1,13 @@
 """What ``stats()`` says of the time that captured code takes to regenerate, and of what runs again in each step."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import functools
+from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from capture_testing import SIZE, STEPS_TO_SETTLE, Around, Layers, Norm, Twins, rule, tokens, train
+from capture_testing import STEPS_TO_SETTLE, Around, Layers, Norm, Twins, linear, rule, tokens, train
+from engine_testing import set_by
 from torch import nn
 
 import recompute
@@ -18,19 +16,19 @@ from recompute.engine import stopwatch
 
 
 @pytest.fixture
-def ticks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def ticks(monkeypatch):
     """A clock on which each op of captured code takes a second."""
     now, function_of, ticking = [0], Code._function, set()
 
-    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
+    def timed(function):
+        def run(*args, **kwargs):
             now[0] += 1
             return function(*args, **kwargs)
 
         ticking.add(run)
         return run
 
-    def name_of(code: Code, op: Any) -> str:
+    def name_of(code, op):
         name = function_of(code, op)
         if code.names[name] not in ticking:
             code.names[name] = timed(code.names[name])
@@ -41,36 +39,25 @@ def ticks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return now
 
 
-@contextmanager
-def otherwise() -> Iterator[None]:
-    """The span of another setting of torch than that of forward."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
+otherwise = functools.partial(set_by, torch.use_deterministic_algorithms, True, False)
+"""The span of another setting of torch than that of forward."""
 
 
-def norms() -> nn.Module:
+def norms():
     """Two norms, whose outputs others save."""
-    return nn.Sequential(Around(Norm(), after=nn.Linear(SIZE, SIZE)), Around(Norm(), after=nn.Linear(SIZE, SIZE)))
+    return nn.Sequential(*(Around(Norm(), after=linear()) for _ in range(2)))
 
 
-@pytest.mark.parametrize("around_backward", [nullcontext, otherwise])
+@pytest.mark.parametrize("around_backward", [nullcontext, otherwise], ids=["", "otherwise"])
 @pytest.mark.parametrize(
     ("make", "policy"), [(Layers, rule("layers.*")), (norms, rule("*.inside"))], ids=["layers", "outputs of others"]
 )
-def test_what_captured_code_runs_again_is_timed_and_nothing_else(
-    ticks: list[int],
-    make: Callable[[], nn.Module],
-    policy: dict[str, Any],
-    around_backward: Callable[[], AbstractContextManager[None]],
-) -> None:
+def test_what_captured_code_runs_again_is_timed_and_nothing_else(ticks, make, policy, around_backward):
     twins, x = Twins(make(), policy), tokens()
     twins.settle(train(x))
     twins.handle.time_regeneration()
 
-    def step(module: nn.Module) -> torch.Tensor:
+    def step(module):
         loss = module(x).square().sum()
         with around_backward():
             loss.backward()
@@ -83,7 +70,7 @@ def test_what_captured_code_runs_again_is_timed_and_nothing_else(
     assert of_step.regenerating_seconds == of_step.regenerations < ticks[0] - began
 
 
-def test_backward_that_is_not_as_recorded_is_timed_as_a_checkpoint_that_runs_again() -> None:
+def test_backward_that_is_not_as_recorded_is_timed_as_a_checkpoint_that_runs_again():
     twins, x = Twins(Layers(), rule("layers.*")), tokens()
     twins.settle(train(x))
     twins.handle.time_regeneration()
@@ -98,7 +85,7 @@ def test_backward_that_is_not_as_recorded_is_timed_as_a_checkpoint_that_runs_aga
 
 
 @pytest.mark.parametrize("options", [{}, {"action": "checkpoint"}], ids=["recompute", "checkpoint"])
-def test_every_step_counts_and_times_what_runs_again_also_those_that_capture(options: dict[str, Any]) -> None:
+def test_every_step_counts_and_times_what_runs_again_also_those_that_capture(options):
     model, x = Layers(), tokens()
     rules = {"rules": [{"match": "layers.*", "action": "recompute", **options}]}
     handle = recompute.apply(model, rules)

@@ -1,7 +1,5 @@
 """Compiled layers under a policy, shared out by two processes: values, memory, and collectives."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from two_compiled import POLICIES, WAYS, Seen, seen_by_two
@@ -10,14 +8,14 @@ SEEN = list[dict[tuple[str, str, bool], Seen]]
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> SEEN:
+def seen(tmp_path_factory):
     return seen_by_two(tmp_path_factory.mktemp("processes"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", [name for name in POLICIES if name != "none"])
-def test_compiled_layers_that_are_shared_out(seen: SEEN, way: str, name: str) -> None:
+def test_compiled_layers_that_are_shared_out(seen, way, name):
     for of_rank in seen:
         found, eager, plain = of_rank[way, name, True], of_rank[way, name, False], of_rank[way, "none", True]
         torch.testing.assert_close(found.values, eager.values)

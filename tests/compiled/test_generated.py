@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_testing import module_of, twins_of
 from generated_testing import as_one_kernel, generated, written
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -26,26 +27,26 @@ from recompute.compiled.program_writer import deciding
 interpreted = pytest.mark.skipif(not device_functions.is_interpreted, reason="Triton's interpreter is off")
 
 
-def rotated(q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotated(q, cos, sin):
     half = q.shape[-1] // 2
     return q * cos + torch.cat([-q[..., half:], q[..., :half]], -1) * sin
 
 
-def rotation_backward(gradient: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotation_backward(gradient, cos, sin):
     half, shape = gradient.shape[-1] // 2, list(gradient.shape)
     turned, slice_backward = gradient * sin, torch.ops.aten.slice_backward
     left = slice_backward(-turned[..., :half], shape, 3, half, shape[-1], 1)
     return left + slice_backward(turned[..., half:], shape, 3, 0, half, 1) + gradient * cos
 
 
-def written_in_place(x: Tensor, y: Tensor) -> Tensor:
+def written_in_place(x, y):
     x = x * 2
     before = x + 1
     x.mul_(y).div_(3.0).masked_fill_(y > 0, 0.5)
     return x.copy_(before - x) * before
 
 
-def filled_by_parts(x: Tensor, y: Tensor) -> Tensor:
+def filled_by_parts(x, y):
     """As keys are put together of a part for each head and one for all heads."""
     keys = x.new_empty(2, 3, 5, 12)
     keys[..., :8] = x.transpose(1, 2)
@@ -54,12 +55,12 @@ def filled_by_parts(x: Tensor, y: Tensor) -> Tensor:
     return keys.add_(1)
 
 
-def strided_gradients(even: Tensor, odd: Tensor) -> Tensor:
+def strided_gradients(even, odd):
     slice_backward, size = torch.ops.aten.slice_backward, [3, 8]
     return slice_backward(even * 2, size, 1, 0, 2**63 - 1, 2) + slice_backward(odd, size, 1, 1, 2**63 - 1, 2)
 
 
-def draw(*shape: int) -> Tensor:
+def draw(*shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
@@ -87,7 +88,7 @@ GROUPS: dict[str, tuple[Callable[..., Any], list[Tensor]]] = {
 
 @interpreted
 @pytest.mark.parametrize("name", GROUPS)
-def test_one_kernel_computes_a_group_of_calls(name: str) -> None:
+def test_one_kernel_computes_a_group_of_calls(name):
     function, given = GROUPS[name]
     found, expected = as_one_kernel(function, *given)()
     for one, other in zip(found, expected, strict=True):
@@ -98,7 +99,7 @@ def test_one_kernel_computes_a_group_of_calls(name: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", GROUPS)
-def test_a_group_gives_the_bits_of_aten(name: str, dtype: torch.dtype) -> None:
+def test_a_group_gives_the_bits_of_aten(name, dtype):
     function, given = GROUPS[name]
     given = [each.to("cuda", dtype if each.is_floating_point() else None) for each in given]
     found, expected = as_one_kernel(function, *given)()
@@ -107,32 +108,28 @@ def test_a_group_gives_the_bits_of_aten(name: str, dtype: torch.dtype) -> None:
         assert torch.equal(one, other)
 
 
-def kernels_of(
-    function: Callable[..., Any], *given: Tensor, generates: Generates = Generates.EXACT
-) -> tuple[list[GeneratedKernel], list[str]]:
+def kernels_of(function, *given, generates=Generates.EXACT):
     """The kernels that a function's calls become, and the lines that remain of ATen's."""
     code, numbers = written(function, *given, generates=generates)
-    names: dict[str, Any] = dict(code.names)
+    names = dict(code.names)
     statements = fused(code.statements, [code.tensors[number] for number in numbers], code.recording, names)
     kernels = [value for value in names.values() if isinstance(value, GeneratedKernel)]
     return kernels, [statement.text for statement in statements if "aten_" in statement.text]
 
 
-def two_of_products(x: Tensor) -> tuple[Tensor, ...]:
+def two_of_products(x):
     first, second = x @ x, x.t() @ x
     return x * 2 + 1, x * 3 + first + second
 
 
 @pytest.mark.parametrize(("function", "waits"), [(lambda x: (x @ x).sin() * 2, False), (two_of_products, True)])
-def test_threads_wait_for_each_other_before_they_overwrite_what_they_read(
-    function: Callable[..., Any], waits: bool
-) -> None:
+def test_threads_wait_for_each_other_before_they_overwrite_what_they_read(function, waits):
     """Triton may give an element to another thread where it is stored than where it is loaded."""
     ((kernel,), _) = kernels_of(function, draw(40, 40))
     assert ("tl.debug_barrier()" in kernel.source) is waits
 
 
-def scores_with_a_sink(scores: Tensor, mask: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+def scores_with_a_sink(scores, mask, sinks):
     """Attention with a further column that takes part in softmax alone, as gpt-oss has it."""
     heads, rows = scores.shape[1:3]
     scores = scores * 0.5 + mask
@@ -142,7 +139,7 @@ def scores_with_a_sink(scores: Tensor, mask: Tensor, sinks: Tensor) -> tuple[Ten
     return torch.softmax(both - most, -1), place
 
 
-def their_gradient(gradient: Tensor, output: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
+def their_gradient(gradient, output, place):
     columns = output.shape[-1]
     padded = torch.ops.aten.slice_backward(gradient, list(output.shape), 3, 0, columns - 1, 1)
     of_both = torch.ops.aten._softmax_backward_data(padded, output, -1, output.dtype)
@@ -153,7 +150,7 @@ def their_gradient(gradient: Tensor, output: Tensor, place: Tensor) -> tuple[Ten
 
 BY_ROWS: dict[str, tuple[Callable[..., Any], list[Tensor]]] = {
     "softmax": (lambda x: (x * 2 + 1).softmax(-1) * 3, [draw(300, 100)]),
-    "softmax of scores and a mask": (lambda x, m: (x * 0.1 + m).softmax(-1), [draw(2, 4, 64, 70), draw(1, 1, 64, 70)]),
+    "softmax of scores and a mask": (lambda x, m: (x * 0.1 + m).softmax(-1), [draw(1, 4, 64, 30), draw(1, 1, 64, 30)]),
     "softmax in float32": (lambda x: torch.softmax(x, -1, dtype=torch.float32).to(x.dtype) + x, [draw(256, 33)]),
     "softmax of slices": (lambda x: x[:, 3:60].softmax(-1) + 1, [draw(256, 70)]),
     "log_softmax": (lambda x: (x * 2).log_softmax(-1), [draw(260, 9)]),
@@ -168,10 +165,10 @@ BY_ROWS: dict[str, tuple[Callable[..., Any], list[Tensor]]] = {
     "a norm": (lambda x, w: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * w, [draw(512, 48), draw(48)]),
     "sums and rows of them": (lambda x, y: ((x * y).sum(-1), x * y.amax(-1, keepdim=True)), [draw(257, 40)] * 2),
     "a mean without its dimension": (lambda x: (x + 1).mean(-1).exp(), [draw(4, 64, 40)]),
-    "a sink": (scores_with_a_sink, [draw(2, 4, 64, 64), draw(1, 1, 64, 64), draw(4)]),
+    "a sink": (scores_with_a_sink, [draw(1, 4, 64, 16), draw(1, 1, 64, 16), draw(4)]),
     "a sink's backward": (
         their_gradient,
-        [draw(2, 4, 64, 64), draw(2, 4, 64, 65).softmax(-1), draw(2, 4, 64, 1).mul(20).long() % 65],
+        [draw(1, 4, 64, 16), draw(1, 4, 64, 17).softmax(-1), draw(1, 4, 64, 1).mul(20).long() % 17],
     ),
     "NaN and infinities": (
         lambda x: (x * 1).softmax(-1) + (x * 1).amax(-1, keepdim=True),
@@ -184,7 +181,7 @@ BY_ROWS: dict[str, tuple[Callable[..., Any], list[Tensor]]] = {
 class TestRows:
     @interpreted
     @pytest.mark.parametrize("name", BY_ROWS)
-    def test_one_kernel_goes_over_rows(self, name: str) -> None:
+    def test_one_kernel_goes_over_rows(self, name):
         function, given = BY_ROWS[name]
         kernels, others = kernels_of(function, *given, generates=Generates.ROUNDED)
         assert {kernel.name[:7] for kernel in kernels} == {"by_rows"}
@@ -197,7 +194,7 @@ class TestRows:
     @pytest.mark.gpu
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
     @pytest.mark.parametrize("name", BY_ROWS)
-    def test_rows_are_as_close_to_aten_as_a_sum_can_be(self, name: str, dtype: torch.dtype) -> None:
+    def test_rows_are_as_close_to_aten_as_a_sum_can_be(self, name, dtype):
         function, given = BY_ROWS[name]
         given = [each.to("cuda", dtype if each.is_floating_point() else None) for each in given]
         found, expected = as_one_kernel(function, *given)()
@@ -207,29 +204,29 @@ class TestRows:
             torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance, equal_nan=True)
 
     @pytest.mark.parametrize("name", BY_ROWS)
-    def test_a_policy_that_is_exact_leaves_rows_to_aten(self, name: str) -> None:
+    def test_a_policy_that_is_exact_leaves_rows_to_aten(self, name):
         function, given = BY_ROWS[name]
         kernels, others = kernels_of(function, *given)
         assert all(kernel.name.startswith("pointwise") for kernel in kernels)
         assert others != []
 
     @pytest.mark.parametrize("runs_again", [True, False])
-    def test_what_decides_in_forward_and_again_in_backward_has_atens_bits(self, runs_again: bool) -> None:
+    def test_what_decides_in_forward_and_again_in_backward_has_atens_bits(self, runs_again):
         """Two kernels may round in two ways: then a token would go to one expert in forward, to another in backward."""
 
-        def choose(x: Tensor) -> Tensor:
+        def choose(x):
             shares = (x * 2).softmax(-1)
             return shares * (shares > shares.mean(-1, keepdim=True))
 
         code, numbers = written(choose, draw(300, 8), generates=Generates.ROUNDED)
         calls = code.recording.calls
         code.recording.stable = deciding(calls, range(len(calls)) if runs_again else (), code.recording)
-        names: dict[str, Any] = dict(code.names)
+        names = dict(code.names)
         statements = fused(code.statements, [code.tensors[number] for number in numbers], code.recording, names)
         atens = [each.text.partition("aten_")[2].partition("(")[0] for each in statements if "aten_" in each.text]
         assert atens == (["mul_Tensor", "_softmax_default", "mean_dim"] if runs_again else [])
 
-    def test_columns_few_rows_and_long_rows_are_atens(self) -> None:
+    def test_columns_few_rows_and_long_rows_are_atens(self):
         for function, given in (
             (lambda x: (x * 2).softmax(0), draw(300, 300)),
             (lambda x: (x * 2).softmax(-1), draw(9, 100)),
@@ -238,7 +235,7 @@ class TestRows:
             _, others = kernels_of(function, given, generates=Generates.ROUNDED)
             assert [line for line in others if "softmax" in line or "sum" in line] != []
 
-    def test_what_is_read_in_another_order_is_a_kernel_of_its_own(self) -> None:
+    def test_what_is_read_in_another_order_is_a_kernel_of_its_own(self):
         kernels, others = kernels_of(
             lambda x: ((x * 2).softmax(-1).t() + 1).contiguous(), draw(300, 300), generates=Generates.ROUNDED
         )
@@ -256,7 +253,7 @@ ADDED = {
 
 class TestRowSums:
     @staticmethod
-    def of(name: str, device: str) -> tuple[Tensor, Tensor]:
+    def of(name, device):
         places, rows, shape, dtype = ADDED[name]
         index = torch.randint(-places, places, rows, generator=torch.Generator().manual_seed(0)).to(device)
         initial, values = draw(places, *shape).to(device, dtype), draw(*rows, *shape).to(device, dtype)
@@ -270,19 +267,19 @@ class TestRowSums:
 
     @interpreted
     @pytest.mark.parametrize("name", ADDED)
-    def test_rows_add_up_where_they_go_to(self, name: str) -> None:
+    def test_rows_add_up_where_they_go_to(self, name):
         torch.testing.assert_close(*self.of(name, "cpu"))
 
     @pytest.mark.gpu
     @pytest.mark.parametrize("name", ADDED)
-    def test_rows_add_up_in_the_same_order_each_time(self, name: str) -> None:
+    def test_rows_add_up_in_the_same_order_each_time(self, name):
         found, exact = self.of(name, "cuda")
         torch.testing.assert_close(found, exact)
         assert all(torch.equal(found, self.of(name, "cuda")[0]) for _ in range(5))
 
     @interpreted
-    def test_a_policy_that_may_round_adds_rows_by_a_kernel(self) -> None:
-        def gradient(x: Tensor, i: Tensor, v: Tensor) -> Tensor:
+    def test_a_policy_that_may_round_adds_rows_by_a_kernel(self):
+        def gradient(x, i, v):
             return x.index_put([i], v, accumulate=True)
 
         given = draw(4, 6), torch.tensor([1, 1, 3]), draw(3, 6)
@@ -297,12 +294,10 @@ class TestRowSums:
     @pytest.mark.parametrize(
         ("generates", "counts"), [(Generates.EXACT, [0, 1, 1]), (Generates.ROUNDED, [2, 1, 1])], ids=str
     )
-    def test_rows_that_were_sorted_by_their_experts_are_not_sorted_again(
-        self, device: str, generates: Generates, counts: list[int]
-    ) -> None:
+    def test_rows_that_were_sorted_by_their_experts_are_not_sorted_again(self, device, generates, counts):
         """counts: how often each of two places, and of all, gets its rows by an order that is known."""
 
-        def gradients(experts: Tensor, v: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
+        def gradients(experts, v, tokens):
             order = experts.sort().indices
             inverse = torch.empty_like(order)
             inverse[order] = torch.arange(len(order), device=order.device)
@@ -322,53 +317,53 @@ class TestRowSums:
             assert count != 1 or torch.equal(found, expected)
 
 
+def norm(x):
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def backward_of_a_gated_mlp(a, b, gradient, w):
+    """What it multiplies is made in the pass that makes the gradients."""
+    product = a * b
+    of_weight = gradient.t() @ product
+    inner = gradient @ w
+    return of_weight, inner * b, inner * a
+
+
+GROUPED: dict[str, tuple[Callable[..., Any], list[Tensor], list[int], list[str]]] = {
+    "what only a group reads never reaches memory": (lambda x: ((x * 2).exp() + 1).tanh(), [draw(64)], [1], []),
+    "a cast is made in each group that reads it": (norm, [draw(8, 16).bfloat16()], [1, 1], ["mean_dim"]),
+    "a GEMM between two calls keeps them apart": (
+        lambda x, w: ((x * 2).exp() @ w * 3).tanh(), [draw(8, 8)] * 2, [1, 1], ["mm_default"],
+    ),
+    "groups that read the same become one": (lambda g, a, b: (g * a, g * b), [draw(64)] * 3, [2], []),
+    "a GEMM waits for a group that needs another": (backward_of_a_gated_mlp, [draw(8, 8)] * 4, [3], ["mm_default"] * 2),
+    "what reads no tensor is no kernel": (
+        lambda x: x.new_zeros(1, 8).expand(64, 8).clone(), [draw(64)], [], ["new_zeros_default", "clone_default"],
+    ),
+    "what is not in the table stays with ATen": (
+        lambda x: torch.erfinv(x * 0.1) + torch.lgamma(x), [draw(64)], [],
+        ["mul_Tensor", "erfinv_default", "lgamma_default", "add_Tensor"],
+    ),
+}  # fmt: skip
+"""A function of tensors; how often each kernel stores; and the ops that remain ATen's."""
+
+
 class TestGrouping:
-    def test_what_only_a_group_reads_never_reaches_memory(self) -> None:
-        kernels, others = kernels_of(lambda x: ((x * 2).exp() + 1).tanh(), draw(64))
-        assert others == []
-        assert [kernel.source.count("tl.store") for kernel in kernels] == [1]
+    @pytest.mark.parametrize(("function", "given", "stores", "atens"), GROUPED.values(), ids=GROUPED)
+    def test_what_becomes_one_kernel(self, function, given, stores, atens):
+        kernels, others = kernels_of(function, *given)
+        assert [kernel.source.count("tl.store") for kernel in kernels] == stores
+        assert [line.partition(" = ")[2].partition("(")[0].removeprefix("aten_") for line in others] == atens
+        assert given[0].dtype is torch.float32 or all("tl.float32" in kernel.source for kernel in kernels)
 
-    def test_a_cast_is_made_in_each_group_that_reads_it(self) -> None:
-        def norm(x: Tensor) -> Tensor:
-            wide = x.float()
-            return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
-
-        kernels, others = kernels_of(norm, draw(8, 16).bfloat16())
-        assert len(kernels) == 2
-        assert [line.partition(" = ")[2].partition("(")[0] for line in others] == ["aten_mean_dim"]
-        assert all("tl.float32" in kernel.source for kernel in kernels)
-        assert [kernel.source.count("tl.store") for kernel in kernels] == [1, 1]
-
-    def test_a_gemm_between_two_calls_keeps_them_apart(self) -> None:
-        kernels, others = kernels_of(lambda x, w: ((x * 2).exp() @ w * 3).tanh(), draw(8, 8), draw(8, 8))
-        assert len(kernels) == 2
-        assert len(others) == 1
-
-    def test_groups_that_read_the_same_become_one(self) -> None:
-        kernels, others = kernels_of(lambda g, a, b: (g * a, g * b), draw(64), draw(64), draw(64))
-        assert len(kernels) == 1
-        assert others == []
-
-    def test_a_gemm_waits_for_a_group_that_needs_another(self) -> None:
-        """Backward of a gated MLP: what it multiplies is made in the pass that makes the gradients."""
-
-        def backward(a: Tensor, b: Tensor, gradient: Tensor, w: Tensor) -> tuple[Tensor, ...]:
-            product = a * b
-            of_weight = gradient.t() @ product
-            inner = gradient @ w
-            return of_weight, inner * b, inner * a
-
-        kernels, others = kernels_of(backward, draw(8, 8), draw(8, 8), draw(8, 8), draw(8, 8))
-        assert len(kernels) == 1
-        assert len(others) == 2
-
-    def test_memory_that_nobody_reads_afterwards_is_written_to(self) -> None:
+    def test_memory_that_nobody_reads_afterwards_is_written_to(self):
         kernels, _ = kernels_of(lambda x, w: (x @ w).exp() * 2, draw(8, 8), draw(8, 8))
         assert kernels[0]._reused == {0: 0}
         kernels, _ = kernels_of(lambda x: x.exp() * 2, draw(8, 8))
         assert kernels[0]._reused == {}
 
-        def attention(q: Tensor, k: Tensor, mask: Tensor, sinks: Tensor, v: Tensor) -> Tensor:
+        def attention(q, k, mask, sinks, v):
             scores, _ = scores_with_a_sink((q @ k).view(2, 4, 64, 64), mask, sinks)
             return scores[..., :-1].reshape(8, 64, 64) @ v
 
@@ -378,8 +373,8 @@ class TestGrouping:
         assert [kernel._reused for kernel in kernels] == [{0: 1}]
         assert len(others) == 2
 
-    def test_memory_that_is_filled_in_part_is_read(self) -> None:
-        def filled(x: Tensor, parts: int) -> Tensor:
+    def test_memory_that_is_filled_in_part_is_read(self):
+        def filled(x, parts):
             whole = x.new_empty(8, 8)
             for part in range(parts):
                 whole[part * 4 : part * 4 + 4] = x * part
@@ -391,24 +386,14 @@ class TestGrouping:
             assert len(kernels) == 1
             assert len(others) == others_left
 
-    def test_what_reads_no_tensor_is_no_kernel(self) -> None:
-        kernels, others = kernels_of(lambda x: x.new_zeros(1, 8).expand(64, 8).clone(), draw(64))
-        assert kernels == []
-        assert len(others) == 2
-
-    def test_a_kernel_of_its_own_repeats_an_operand(self) -> None:
+    def test_a_kernel_of_its_own_repeats_an_operand(self):
         masked = lambda x, mask: x.masked_fill(mask, 0.0)  # noqa: E731
         for rows, count in ((2**10, 1), (8, 0)):
             kernels, _ = kernels_of(masked, torch.zeros(rows, 2**10), torch.zeros(rows, 1, dtype=torch.bool))
             assert len(kernels) == count
 
-    def test_what_is_not_in_the_table_stays_with_aten(self) -> None:
-        kernels, others = kernels_of(lambda x: torch.erfinv(x * 0.1) + torch.lgamma(x), draw(64))
-        assert kernels == []
-        assert len(others) == 4
 
-
-def normed(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def normed(x, weight):
     wide = x.float()
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
     return scale, weight * (wide * scale).to(x.dtype)
@@ -417,10 +402,10 @@ def normed(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(
     "device", [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
 )
-def test_a_sum_in_another_order_may_round_what_is_computed_of_it_differently(device: str) -> None:
+def test_a_sum_in_another_order_may_round_what_is_computed_of_it_differently(device):
     """However exact the sum itself is, which is a result, too."""
     torch.manual_seed(0)
-    x, weight = (torch.randn(*shape).to(device, torch.bfloat16) for shape in ((256, 2048), (2048,)))
+    x, weight = (torch.randn(*shape).to(device, torch.bfloat16) for shape in ((256, 256), (256,)))
     kernel, given = generated(normed, x, weight)
     if device == "cpu":  # the order of a sum on CUDA may be ATen's, by chance
         assert not torch.equal(kernel._launch(*given)[1], normed(x, weight)[1])
@@ -433,27 +418,22 @@ def test_a_sum_in_another_order_may_round_what_is_computed_of_it_differently(dev
 
 @interpreted
 @pytest.mark.parametrize("action", [{"action": "recompute", "via": "hook"}, {"action": "checkpoint"}], ids=str)
-def test_a_captured_region_in_generated_kernels_is_exact(action: dict[str, str]) -> None:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            hidden = self.up(x)
-            parts = hidden.new_empty(4, 16)
-            parts[:, :8] = (F.relu(hidden) * hidden)[:, 8:]
-            parts[:, 8:] = hidden[:, ::2]
-            return x + self.down(parts.mul_(0.5)) * 0.25
+def test_a_captured_region_in_generated_kernels_is_exact(action):
+    def forward(self, x):
+        hidden = self.up(x)
+        parts = hidden.new_empty(4, 16)
+        parts[:, :8] = (F.relu(hidden) * hidden)[:, 8:]
+        parts[:, 8:] = hidden[:, ::2]
+        return x + self.down(parts.mul_(0.5)) * 0.25
 
     torch.manual_seed(0)
-    plain = nn.Sequential(Block(), Block())
-    lean = copy.deepcopy(plain)
-    made: list[GeneratedKernel] = []
+    block = module_of(forward, up=nn.Linear(8, 16), down=nn.Linear(16, 8))
+    lean, plain = twins_of(nn.Sequential(block, copy.deepcopy(block)))
+    made = []
     with generating_on("cpu"), pytest.MonkeyPatch.context() as patch:
         own = GeneratedKernel.__init__
         patch.setattr(GeneratedKernel, "__init__", lambda self, *args: (own(self, *args), made.append(self))[0])
-        recompute.apply(lean, {"version": 1, "rules": [{"type": "Block", **action}]})
+        recompute.apply(lean, {"version": 1, "rules": [{"match": "*", **action}]})
         for step in range(10):
             x = draw(4, 8) + step
             for net in (plain, lean):
@@ -469,7 +449,7 @@ def test_a_captured_region_in_generated_kernels_is_exact(action: dict[str, str])
 
 class TestAtRunTime:
     @staticmethod
-    def kernel(source: str, aten: Callable[..., Any]) -> GeneratedKernel:
+    def kernel(source, aten):
         from recompute.engine.cut.layout import Layout
 
         return GeneratedKernel(source, aten, Elements(1024), [Layout.of(torch.empty(1024))])
@@ -479,8 +459,8 @@ class TestAtRunTime:
         "    tl.store(p1 + a, tl.load(p0 + a) * {factor})\n"
     )
 
-    def test_aten_runs_until_the_kernel_is_compiled(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        waiting: list[Any] = []
+    def test_aten_runs_until_the_kernel_is_compiled(self, monkeypatch):
+        waiting = []
         monkeypatch.setattr(
             generated_kernel,
             "_compilers",
@@ -488,7 +468,7 @@ class TestAtRunTime:
         )
 
         class Never:
-            def done(self) -> bool:
+            def done(self):
                 return False
 
         kernel = self.kernel(self.SOURCE.format(factor=2.0), lambda x: (x * 2,))
@@ -498,7 +478,7 @@ class TestAtRunTime:
         assert not kernel.is_exact
 
     @interpreted
-    def test_a_kernel_of_other_bits_never_runs_again(self) -> None:
+    def test_a_kernel_of_other_bits_never_runs_again(self):
         kernel = self.kernel(self.SOURCE.format(factor=2.5), lambda x: (x * 2,))
         x = draw(1024)
         for _ in range(3):
@@ -510,16 +490,16 @@ class TestAtRunTime:
 
 class TestIndexForms:
     @pytest.mark.parametrize(("shape", "divisor", "modulus"), [(24, 4, 3), (24, 1, 4), (24, 12, 2), (24, 2, 6)])
-    def test_a_digit_of_a_variable(self, shape: int, divisor: int, modulus: int) -> None:
+    def test_a_digit_of_a_variable(self, shape, divisor, modulus):
         form = Form.of_variable("a", shape).digit(divisor, modulus)
         assert [eval(str(form), {"a": a}) for a in range(shape)] == [a // divisor % modulus for a in range(shape)]
 
-    def test_digits_that_count_on_are_one(self) -> None:
+    def test_digits_that_count_on_are_one(self):
         a = Form.of_variable("a", 24)
         low, high = a.digit(1, 4), a.digit(4, 6)
         assert low is not None
         assert high is not None
         assert str(Form.total([(low, 1), (high, 4)])) == "a"
 
-    def test_a_digit_that_is_no_sum_of_digits_has_no_form(self) -> None:
+    def test_a_digit_that_is_no_sum_of_digits_has_no_form(self):
         assert Form.of_variable("a", 30).digit(4, 3) is None

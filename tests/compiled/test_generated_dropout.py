@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from generated_testing import written
-from torch import Tensor, nn
+from torch import nn
 
 import recompute
 from recompute.compiled.generated import device_functions
@@ -21,7 +21,7 @@ from recompute.kernels.launch import jit, tl
 interpreted = pytest.mark.skipif(not device_functions.is_interpreted, reason="needs TRITON_INTERPRET=1")
 
 
-def philox(seed: int, counters: list[np.ndarray]) -> list[np.ndarray]:
+def philox(seed, counters):
     """Philox4x32-10, of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3"."""
     low, high, c = seed & 0xFFFFFFFF, seed >> 32, [each.astype(np.uint64) for each in counters]
     for _ in range(10):
@@ -47,7 +47,7 @@ def mask_kernel(out, seed, offset, vector: tl.constexpr, threads: tl.constexpr):
 @pytest.mark.parametrize(
     ("vector", "threads", "seed", "offset"), [(8, 256, 1234567890123, 8), (4, 512, 2**63 + 5, 2**34 + 4)]
 )
-def test_each_thread_of_atens_kernel_has_numbers_of_its_own(vector: int, threads: int, seed: int, offset: int) -> None:
+def test_each_thread_of_atens_kernel_has_numbers_of_its_own(vector, threads, seed, offset):
     place = np.arange(8192)
     found = torch.empty(len(place), dtype=torch.bool)
     mask_kernel[(len(place) // 1024,)](found, seed - (seed >> 63 << 64), offset, vector, threads)
@@ -58,11 +58,11 @@ def test_each_thread_of_atens_kernel_has_numbers_of_its_own(vector: int, threads
     assert (found.numpy() == (uniform < np.float32(0.7))).all()
 
 
-def dropped_twice(x: Tensor) -> tuple[Tensor, ...]:
+def dropped_twice(x):
     return F.dropout(x, 0.05), F.dropout(x, 0.3) * 2
 
 
-def gradient_alone(x: Tensor) -> Tensor:
+def gradient_alone(x):
     _, mask = torch.ops.aten.native_dropout(x, 0.1, True)
     return torch.ops.aten.native_dropout_backward(x, mask, 1 / 0.9) + x
 
@@ -83,7 +83,7 @@ SHAPES = {"large": (3, 1024, 4096), "small": (16, 64), "odd": (3, 5, 4)}
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_kernel_draws_atens_numbers(name: str, shape: str, dtype: torch.dtype) -> None:
+def test_a_kernel_draws_atens_numbers(name, shape, dtype):
     function, kernels = FUNCTIONS[name]
     torch.cuda.manual_seed(2**63 + 11)
     x = torch.randn(SHAPES[shape], device="cuda").to(dtype)
@@ -110,19 +110,19 @@ def test_a_kernel_draws_atens_numbers(name: str, shape: str, dtype: torch.dtype)
 class Adapted(nn.Module):
     """A frozen Linear beside thin ones behind dropouts, as LoRA has them."""
 
-    def __init__(self, size: int):
+    def __init__(self, size):
         super().__init__()
         self.norm, self.base = nn.LayerNorm(size), nn.Linear(size, size).requires_grad_(False)
         self.down, self.up = nn.Linear(size, 8), nn.Linear(8, size)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         y = self.norm(x)
         return x + F.dropout(F.gelu(self.base(y) + self.up(self.down(F.dropout(y, 0.05)))), 0.1)
 
 
 class TestRegions:
     @staticmethod
-    def twins(dtype: torch.dtype) -> tuple[nn.Module, nn.Module, list[GeneratedKernel], Callable[[], None]]:
+    def twins(dtype):
         """A model, the same under a policy, the kernels of the latter, and what gives these their first calls."""
         torch.manual_seed(0)
         plain = nn.Sequential(*[Adapted(256) for _ in range(3)]).to("cuda", dtype)
@@ -141,7 +141,7 @@ class TestRegions:
 
     @pytest.mark.gpu
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-    def test_a_model_draws_what_it_draws_without_a_policy(self, dtype: torch.dtype) -> None:
+    def test_a_model_draws_what_it_draws_without_a_policy(self, dtype):
         plain, lean, made, x = self.twins(dtype)
         for step in range(3):
             for model in (plain, lean):
@@ -161,7 +161,7 @@ class TestRegions:
         assert {kernel.is_exact for kernel in drawing if kernel._compiled is not None} == {True}
 
     @pytest.mark.gpu
-    def test_no_mask_is_held(self) -> None:
+    def test_no_mask_is_held(self):
         plain, lean, _, x = self.twins(torch.bfloat16)
         held = {}
         for name, model in (("plain", plain), ("lean", lean)):

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from generated_testing import as_one_kernel
-from torch import Tensor
 
 from recompute.compiled.generated.pointwise_ops import COPIES, EMPTY, PLACED, ROWS
 
@@ -81,7 +80,7 @@ OPS = {**UNARY, **BINARY}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def patterns(dtype: torch.dtype, device: str) -> Tensor:
+def patterns(dtype, device):
     """All values of a 16-bit dtype; of float32 2 ** 23 patterns, as many normal numbers, and special ones."""
     if dtype is not torch.float32:
         return torch.arange(-(2**15), 2**15, dtype=torch.int32, device=device).to(torch.int16).view(dtype)
@@ -92,7 +91,7 @@ def patterns(dtype: torch.dtype, device: str) -> Tensor:
     return torch.cat([some.to(torch.int32).view(dtype), normal, special.repeat(2**11)[: 2**14]])
 
 
-def operands(name: str, dtype: torch.dtype, device: str) -> list[Tensor]:
+def operands(name, dtype, device):
     x = patterns(dtype, device)
     if name in UNARY:
         return [x]
@@ -103,7 +102,7 @@ def operands(name: str, dtype: torch.dtype, device: str) -> list[Tensor]:
     return [torch.cat([x[::2], usual[0]]), torch.cat([y[::2], usual[1]])]
 
 
-def differing(found: Tensor, expected: Tensor) -> int:
+def differing(found, expected):
     """How many elements differ in a bit; every NaN is one value."""
     if not found.is_floating_point():
         return int((found != expected).sum())
@@ -115,13 +114,13 @@ def differing(found: Tensor, expected: Tensor) -> int:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", OPS)
-def test_a_row_gives_the_bits_of_aten(name: str, dtype: torch.dtype) -> None:
+def test_a_row_gives_the_bits_of_aten(name, dtype):
     found, expected = as_one_kernel(OPS[name], *operands(name, dtype, "cuda"))()
     assert [differing(one, other) for one, other in zip(found, expected, strict=True)] == [0]
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_a_row_gives_the_values_of_aten_in_the_interpreter(name: str) -> None:
+def test_a_row_gives_the_values_of_aten_in_the_interpreter(name):
     generator = torch.Generator().manual_seed(0)
     given = [torch.randn(1500, generator=generator) for _ in range(1 if name in UNARY else 2)]
     (found,), (expected,) = as_one_kernel(OPS[name], *given)()
@@ -131,12 +130,12 @@ def test_a_row_gives_the_values_of_aten_in_the_interpreter(name: str) -> None:
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=1e-6, equal_nan=True)
 
 
-def test_every_row_of_the_table_is_reviewed() -> None:
-    seen: set[Any] = set()
+def test_every_row_of_the_table_is_reviewed():
+    seen = set()
     x = torch.rand(4)
 
     class Sees(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
             seen.add(op)
             return op(*args, **(kwargs or {}))
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from tiers import slow
 from tiny import rules
-from torch import Tensor, nn
+from torch import nn
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -21,12 +20,12 @@ import recompute
 class Ops(nn.Module):
     """One op of each kind, whose output the op behind it saves."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.rand(16, 16))
         self.convolution = nn.Conv1d(16, 16, 3, padding=1)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         y = (x @ self.weight).sin()
         y = torch.bmm(y[None, :, :2], y[None, :2])[0].sin()
         y = self.convolution(y[None])[0].sin()
@@ -66,7 +65,7 @@ TABLE: list[tuple[dict[str, Any], set[str], set[str]]] = [
 
 
 @pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
+def fresh_compiler():
     torch.compiler.reset()
     yield
     torch.compiler.reset()
@@ -78,17 +77,17 @@ class CountOps(TorchDispatchMode):
     __module__ = "recompute.testing"  # the engine trusts it then, as it does torch's own modes, and shows it all
     supports_higher_order_operators = True
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.counts: Counter[str] = Counter()
+        self.counts = Counter()
 
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         inner = args[1] if isinstance(op, HigherOrderOperator) else op  # of run_with_rng_state(state, op, *args)
         self.counts[str(inner.overloadpacket)] += 1
         return op(*args, **(kwargs or {}))
 
 
-def backward_ops(fields: dict[str, Any], *, compiled: bool = False) -> Counter[str]:
+def backward_ops(fields, *, compiled=False):
     """How often each op runs in a backward of ``Ops`` under a rule."""
     torch.manual_seed(0)
     model = nn.Sequential(Ops())
@@ -103,7 +102,7 @@ def backward_ops(fields: dict[str, Any], *, compiled: bool = False) -> Counter[s
 
 
 @functools.cache
-def plain_ops() -> Counter[str]:
+def plain_ops():
     return backward_ops({"action": "keep"})
 
 
@@ -112,7 +111,7 @@ def plain_ops() -> Counter[str]:
     [*TABLE[:2], *slow(*TABLE[2:4]), TABLE[4], *slow(TABLE[5]), TABLE[6], *slow(*TABLE[7:])],
     ids=[str(fields) for fields, *_ in TABLE],
 )
-def test_what_runs_again(fields: dict[str, Any], eager: set[str], compiled: set[str]) -> None:
+def test_what_runs_again(fields, eager, compiled):
     plain = plain_ops()
     assert ALL & {*(backward_ops(fields) - plain)} == eager
     assert ALL & {*(backward_ops(fields, compiled=True) - plain)} == compiled

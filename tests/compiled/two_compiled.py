@@ -5,8 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ProcessPoolExecutor
 from datetime import timedelta
 from multiprocessing import get_context
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,7 +17,6 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.fx import GraphModule
 
 import recompute
 
@@ -44,14 +42,14 @@ class Seen(NamedTuple):
     """In each graph: forward's and backward's."""
 
 
-def seen_by_two(folder: Path) -> list[dict[tuple[str, str, bool], Seen]]:
+def seen_by_two(folder):
     """By rank: what each way was, compiled or not, under each policy, and compiled without one."""
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
         futures = [pool.submit(_all, rank, f"file://{folder / 'store'}") for rank in range(2)]
         return [future.result(timeout=900) for future in futures]
 
 
-def _all(rank: int, store: str) -> dict[tuple[str, str, bool], Seen]:
+def _all(rank, store):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(minutes=10))
     try:
@@ -67,23 +65,23 @@ def _all(rank: int, store: str) -> dict[tuple[str, str, bool], Seen]:
         dist.destroy_process_group()
 
 
-def _train(way: str, name: str, compiled: bool) -> Seen:
+def _train(way, name, compiled):
     """Tensor parallel, policy, compile, fully_shard: in the order of torchtitan."""
     torch.compiler.reset()
     model = decoder()
     mesh = init_device_mesh("cpu", WAYS[way], mesh_dim_names=("data", "tensor"))
-    layers: list[Any] = list(model.layers)
+    layers = list(model.layers)
     if "tensor" in way:
         plan = {**dict.fromkeys(_COLUMNS, ColwiseParallel()), **dict.fromkeys(_ROWS, RowwiseParallel())}
         for layer in layers:
             parallelize_module(layer, mesh["tensor"], plan)
     if (policy := POLICIES[name]) is not None:
         recompute.apply(model, policy)
-    graphs: list[GraphModule] = []
+    graphs = []
     if compiled:
         backend = aot_autograd(
-            fw_compiler=lambda graph, _: graphs.append(graph) or graph,  # type: ignore[func-returns-value]
-            bw_compiler=lambda graph, _: graphs.append(graph) or graph,  # type: ignore[func-returns-value]
+            fw_compiler=lambda graph, _: graphs.append(graph) or graph,
+            bw_compiler=lambda graph, _: graphs.append(graph) or graph,
             partition_fn=min_cut_rematerialization_partition,
         )
         for layer in layers:
@@ -95,11 +93,11 @@ def _train(way: str, name: str, compiled: bool) -> Seen:
         model.zero_grad()
         losses.append(next_token_loss(model, token_ids()))
         losses[-1].backward()
-    gradients = [parameter.grad._local_tensor for parameter in model.parameters()]  # type: ignore[union-attr]
+    gradients = [parameter.grad._local_tensor for parameter in model.parameters()]
     held_nbytes = held(model, lambda: next_token_loss(model, token_ids()))
     return Seen([losses[-1].detach(), *gradients], held_nbytes, [_collectives(graph) for graph in graphs])
 
 
-def _collectives(graph: GraphModule) -> int:
+def _collectives(graph):
     targets = [str(node.target) for node in graph.graph.nodes]
     return sum("c10d" in target and "wait" not in target for target in targets)

@@ -1,5 +1,3 @@
 """Every test of the engine starts clean and leaves its thread clean."""
 
-from __future__ import annotations
-
 from engine_testing import clean_thread  # noqa: F401  # around every test here

@@ -7,8 +7,7 @@ a program; whether autograd accepts it is another matter, and part of what is co
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy
 import torch
@@ -47,7 +46,7 @@ class Surroundings(NamedTuple):
 class Program(nn.Module):
     """Runs its steps from two values, one of them a keyword argument; returns the last values, nested."""
 
-    def __init__(self, steps: Sequence[Step], rule: str, around: Surroundings):
+    def __init__(self, steps, rule, around):
         super().__init__()
         self.steps = steps
         self.rule = rule
@@ -64,18 +63,18 @@ class Program(nn.Module):
             elif step.op in PARTS:
                 self.parts[key] = PARTS[step.op]()
 
-    def forward(self, x: Tensor, *, extra: Tensor | None = None, branch: bool = False) -> dict[str, Any]:
+    def forward(self, x, *, extra=None, branch=False):
         values = self._run(self.steps, "", [x if extra is None else extra, x], branch)
         if self.rule not in ("", "keep"):
             self.lend(x, self.borrowed, *self.parameters(), *([] if extra is None else [extra]))
         return {"last": values[-1], "others": (values[-2], [values[-3] if len(values) > 2 else None])}
 
-    def lend(self, *tensors: Tensor) -> None:
+    def lend(self, *tensors):
         """These are what they are until backward, or the region may refuse to run again."""
         if self.lent is not None:
             self.lent += [(tensor, tensor._version) for tensor in tensors]
 
-    def _run(self, steps: Sequence[Step], prefix: str, values: list[Tensor], branch: bool) -> list[Tensor]:
+    def _run(self, steps, prefix, values, branch):
         for index, step in enumerate(steps):
             x, y = (values[-1 - number % len(values)] for number in (step.x, step.y))
             key = f"{prefix}{index}"
@@ -89,7 +88,7 @@ class Program(nn.Module):
             values = values[-KEPT_VALUES:]  # others die, and their memory is used again
         return values
 
-    def _run_block(self, step: Step, key: str, values: list[Tensor], branch: bool) -> Any:
+    def _run_block(self, step, key, values, branch):
         if step.op == "module":
             module = self.parts[key]
             module.borrowed = values[0]
@@ -110,16 +109,16 @@ class Program(nn.Module):
         return checkpoint(self._run, step.body, prefix, values, branch, use_reentrant=False)[-1]
 
 
-def parse(code: bytes, names: Sequence[str], rules: Sequence[str]) -> tuple[Step, ...]:
+def parse(code, names, rules):
     """The program that ``code`` stands for, two bytes a step; all code stands for one.
 
     The first byte picks from ``names``, 0 being no step at all and the last ones the end of a body. Of the second byte,
     the lowest bits are operands, and the highest a nested module's rule.
     """
-    bodies: list[list[Step]] = [[]]
-    opened: list[Step] = []
+    bodies = [[]]
+    opened = []
 
-    def close() -> None:
+    def close():
         body = tuple(bodies.pop())
         bodies[-1].append(opened.pop()._replace(body=body))
 
@@ -142,11 +141,11 @@ def parse(code: bytes, names: Sequence[str], rules: Sequence[str]) -> tuple[Step
     return tuple(bodies[0])
 
 
-def is_repeatable(steps: Sequence[Step]) -> bool:
+def is_repeatable(steps):
     return all(step.op in (*REPEATABLE, *BLOCKS) and is_repeatable(step.body) for step in steps)
 
 
-def flattened(steps: Sequence[Step], prefix: str = "") -> Iterator[tuple[str, Step]]:
+def flattened(steps, prefix=""):
     """The steps of one module, with those in its blocks, by their keys."""
     for index, step in enumerate(steps):
         yield f"{prefix}{index}", step
@@ -157,7 +156,7 @@ def flattened(steps: Sequence[Step], prefix: str = "") -> Iterator[tuple[str, St
 class Model(nn.Module):
     """A program, what comes before it and what comes after."""
 
-    def __init__(self, steps: Sequence[Step], rule: str, before: str, after: str, watched: bool = False):
+    def __init__(self, steps, rule, before, after, watched=False):
         super().__init__()
         torch.default_generator.manual_seed(0)
         self.before, self.after = before, after
@@ -171,7 +170,7 @@ class Model(nn.Module):
         )
         self.inside = Program(steps, rule, self.around)
 
-    def forward(self, x: Tensor, extra: Tensor, branch: bool) -> Any:
+    def forward(self, x, extra, branch):
         if self.before == "free":
             x = x + 0.5
         elif self.before == "saved":
@@ -187,6 +186,6 @@ class Model(nn.Module):
                     parameter.mul_(0.9)
         return found, x.sin()
 
-    def changes_what_was_lent(self) -> bool:
+    def changes_what_was_lent(self):
         """Whether an argument or a parameter of a region has been changed after it ran, or a tensor it was to keep."""
         return any(tensor._version != version for tensor, version in self.around.lent or ())

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 import torch.nn.functional as F
+from engine_testing import function_of
 from torch import Tensor, nn
 
 import recompute
@@ -28,11 +29,11 @@ class Call(NamedTuple):
 Op = Callable[[Call], Any]
 
 
-def floating(x: Tensor) -> Tensor:
+def floating(x):
     return x if x.is_floating_point() else (x % 7).float() * 0.2
 
 
-def rows(x: Tensor, dtype: torch.dtype | None = torch.float32) -> Tensor:
+def rows(x, dtype=torch.float32):
     """``x`` seen, if it can be, as a matrix of WIDTH columns and at least two rows."""
     x = floating(x)
     x = x if dtype is None else x.to(dtype)
@@ -43,31 +44,31 @@ def rows(x: Tensor, dtype: torch.dtype | None = torch.float32) -> Tensor:
     return flat[: count * WIDTH].reshape(count, WIDTH) if count > 1 else flat.sum().expand(2, WIDTH)
 
 
-def like(y: Tensor, x: Tensor) -> Tensor:
+def like(y, x):
     """``y``, or one element of it, so that it can be broadcast to the shape of ``x``."""
     shape, other = tuple(x.shape), tuple(y.shape)
     fits = len(other) <= len(shape) and all(b in (a, 1) for a, b in zip(reversed(shape), reversed(other), strict=False))
     return y if fits else y.reshape(-1)[0] if y.numel() else y.sum()
 
 
-def own(x: Tensor) -> Tensor:
+def own(x):
     """``x``, or a copy of it if it may not be changed: a leaf's memory, or an element that is several."""
     extent = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     base = x if x._base is None else x._base
     return x.clone() if (base.is_leaf and base.requires_grad) or extent < x.numel() else x
 
 
-def flat(x: Tensor) -> Tensor:
+def flat(x):
     return x.reshape(-1)
 
 
-def at_least(dims: int, x: Tensor) -> Tensor:
+def at_least(dims, x):
     while x.dim() < dims:
         x = x.unsqueeze(0)
     return x
 
 
-def numbers(x: Tensor, below: int, count: int | None = None) -> Tensor:
+def numbers(x, below, count=None):
     """Indices from 0 to ``below`` that depend on the values of ``x``."""
     found = (rows(x).detach().nan_to_num(0.0, 0.0, 0.0) * 8).long().abs() % below
     return found.reshape(-1)[:count]
@@ -77,61 +78,51 @@ class Cube(torch.autograd.Function):
     """In PyTorch alone; reads what it saved twice."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx, x):
         ctx.save_for_backward(x, square := x * x)
         return square * x
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+    def backward(ctx, gradient):
         x, _ = ctx.saved_tensors
         _, square = ctx.saved_tensors
         return gradient * (square + x * x + x * x)
 
 
-class Numpy(torch.autograd.Function):
+def sine_by_numpy(x):
     """Fills its output where no dispatcher sees it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        y = torch.empty(x.shape)
-        numpy.sin(x.numpy(), out=y.numpy())
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (y,) = ctx.saved_tensors
-        return gradient * (1 - y * y)
+    y = torch.empty(x.shape)
+    numpy.sin(x.numpy(), out=y.numpy())
+    return y
 
 
-class ByAddress(torch.autograd.Function):
-    """Copies by address, into memory that it saves under another shape."""
+def copied_by_address(x):
+    """Memory that is saved under another shape."""
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    ctypes.memmove(y.data_ptr(), x.data_ptr(), y.nbytes)
+    return y.view(-1)
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        x = x.contiguous()
-        y = torch.empty_like(x)
-        ctypes.memmove(y.data_ptr(), x.data_ptr(), y.nbytes)
-        ctx.save_for_backward(y.view(-1))
-        return x.tanh()
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (y,) = ctx.saved_tensors
-        return gradient * (1 - y.tanh().square()).view(gradient.shape)
+Numpy = function_of(sine_by_numpy, lambda gradient, y: gradient * (1 - y * y), saves=lambda y, x: (y,))
+ByAddress = function_of(
+    lambda x: x.contiguous().tanh(),
+    lambda gradient, y: gradient * (1 - y.tanh().square()).view(gradient.shape),
+    saves=lambda y, x: (copied_by_address(x),),
+)
 
 
 class TanhInPlace(torch.autograd.Function):
     """Changes its input."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx, x):
         ctx.mark_dirty(x)
         ctx.save_for_backward(x.tanh_())
         return x
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+    def backward(ctx, gradient):
         (y,) = ctx.saved_tensors
         return gradient * (1 - y * y)
 
@@ -140,58 +131,58 @@ class Stash(torch.autograd.Function):
     """Keeps a tensor for backward where no hook sees it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+    def forward(ctx, x, y):
         ctx.factor = y.sigmoid()
         return x * ctx.factor
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx, gradient):
         return gradient * ctx.factor, None
 
 
-def unseen(c: Call) -> Tensor:
+def unseen(c):
     buffer = torch.empty(c.x.shape)
     buffer.numpy()[...] = c.y.detach().float().mean().numpy()
     return floating(c.x) * buffer
 
 
-def out_argument(c: Call) -> Tensor:
+def out_argument(c):
     with torch.no_grad():
         buffer = torch.empty(0)
         torch.exp(rows(c.y).clamp(max=1.0), out=buffer.resize_(rows(c.y).shape))
     return rows(c.x) * like(buffer, rows(c.x))
 
 
-def inner_gradient(c: Call) -> Tensor:
+def inner_gradient(c):
     with torch.enable_grad():
         z = rows(c.x).detach().requires_grad_()
         (gradient,) = torch.autograd.grad((z.sin() * z).sum(), z)
     return rows(c.x) * gradient
 
 
-def keep(c: Call, name: str | None = None) -> Tensor:
+def keep(c, name=None):
     x = c.x.clone()  # as what a replay has in its place is no leaf, by which later steps would go
     c.program.lend(x)
     return recompute.keep(x, name)
 
 
-def heads(x: Tensor) -> Tensor:
+def heads(x):
     return rows(x)[:2].reshape(1, 2, 2, 2)
 
 
-def set_item(c: Call) -> Tensor:
+def set_item(c):
     x = at_least(1, own(c.x))
     if x.shape[0] > 0:
         x[0] = flat(c.y).sum().to(x.dtype)
     return x
 
 
-def bits(c: Call) -> Tensor:
+def bits(c):
     kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     return c.x.view(kinds[c.x.element_size()]) if c.x.is_floating_point() else c.x
 
 
-def flip_a_bit(c: Call) -> Tensor:
+def flip_a_bit(c):
     """Through another dtype's view."""
     x = own(c.x)
     found = bits(c._replace(x=x.detach()))
@@ -199,10 +190,10 @@ def flip_a_bit(c: Call) -> Tensor:
     return x
 
 
-def in_place(change: Callable[[Tensor, Tensor], Any]) -> Op:
+def in_place(change):
     """An op that changes its first value, given the second with a shape and dtype that it can be changed by."""
 
-    def op(c: Call) -> Tensor:
+    def op(c):
         x = own(floating(c.x))
         change(x, like(c.y, x).to(x.dtype))
         return x
@@ -210,7 +201,7 @@ def in_place(change: Callable[[Tensor, Tensor], Any]) -> Op:
     return op
 
 
-def linear() -> nn.Module:
+def linear():
     return nn.Linear(WIDTH, WIDTH)
 
 

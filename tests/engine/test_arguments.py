@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from bodies.arguments import KINDS_OF_CACHES, Cache, attend
+from bodies.arguments import KINDS_OF_CACHES, Cache, Node, attend
 from engine_testing import (
     HIDDEN,
     INSIDE,
@@ -15,6 +15,7 @@ from engine_testing import (
     bits,
     calls,
     holding,
+    module_of,
     no_garbage_collection,
     policed,
     tokens,
@@ -32,8 +33,8 @@ ONCE: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("kind", ONCE)
-def test_an_argument_that_can_be_used_but_once_leaves_the_region_as_it_is(kind: str) -> None:
-    def forward(self: Any, x: Tensor, values: Any) -> Tensor:
+def test_an_argument_that_can_be_used_but_once_leaves_the_region_as_it_is(kind):
+    def forward(self, x, values):
         first = next(values)
         return (x * (first[0] if isinstance(first, tuple) else first)).exp().sin()
 
@@ -45,10 +46,7 @@ def test_an_argument_that_can_be_used_but_once_leaves_the_region_as_it_is(kind: 
     assert bits(torch.autograd.grad(result.sum(), x)[0]) == bits(expected)
 
 
-# Stateful arguments
-
-
-def test_a_graph_whose_tensors_are_in_a_cache_dies_with_the_cache() -> None:
+def test_a_graph_whose_tensors_are_in_a_cache_dies_with_the_cache():
     model, x = policed(holding(attend)), tokens()
     with no_garbage_collection() as engine_objects:
         cache = Cache()
@@ -60,7 +58,7 @@ def test_a_graph_whose_tensors_are_in_a_cache_dies_with_the_cache() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS_OF_CACHES.values(), ids=KINDS_OF_CACHES)
-def test_what_stands_for_a_cache_goes_by_reference_count(kind: Callable[[], Any]) -> None:
+def test_what_stands_for_a_cache_goes_by_reference_count(kind):
     model, x = policed(holding(attend)), tokens()
     with no_garbage_collection():
         cache = kind()
@@ -73,14 +71,14 @@ def test_what_stands_for_a_cache_goes_by_reference_count(kind: Callable[[], Any]
         assert reference.expired()
 
 
-def test_a_singleton_argument_is_not_written_to() -> None:
+def test_a_singleton_argument_is_not_written_to():
     class Single:
         """Copies of it are itself, as for loggers, modules' registries, process groups."""
 
-        def __init__(self) -> None:
+        def __init__(self):
             self.entries = [1.0]
 
-        def __copy__(self) -> Single:
+        def __copy__(self):
             return self
 
     single = Single()
@@ -90,7 +88,7 @@ def test_a_singleton_argument_is_not_written_to() -> None:
     assert single.entries is entries
 
 
-def test_a_tensor_of_an_object_argument_mutated_before_backward_is_refused() -> None:
+def test_a_tensor_of_an_object_argument_mutated_before_backward_is_refused():
     cache = Cache()
     cache.keys.append(torch.ones(2, HIDDEN))
     model, x = policed(holding(attend)), tokens()
@@ -100,7 +98,7 @@ def test_a_tensor_of_an_object_argument_mutated_before_backward_is_refused() -> 
         result.sum().backward()
 
 
-def test_inputs_graphs_are_not_kept_by_a_region_that_does_not_need_them() -> None:
+def test_inputs_graphs_are_not_kept_by_a_region_that_does_not_need_them():
     model, x = (
         policed(holding(lambda self, x: x.detach().exp() * self.scale, scale=nn.Parameter(torch.ones(())))),
         tokens(),
@@ -115,38 +113,16 @@ def test_inputs_graphs_are_not_kept_by_a_region_that_does_not_need_them() -> Non
     assert x.grad is None
 
 
-# Buffers
+def test_statistics_of_one_norm_used_inside_and_outside_of_a_region():
+    forward = lambda self, x: self.inside(self.norm(self.inside(self.norm(x)))).sin()  # noqa: E731
+    norm = nn.BatchNorm1d(HIDDEN)
+    assert_as_plain(module_of(forward, norm=norm, inside=nn.Sequential(norm, nn.Sigmoid())), INSIDE, tokens())
 
 
-def test_statistics_of_one_norm_used_inside_and_outside_of_a_region() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.BatchNorm1d(HIDDEN)
-            self.inside = nn.Sequential(self.norm, nn.Sigmoid())
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inside(self.norm(self.inside(self.norm(x)))).sin()
-
-    assert_as_plain(Model(), INSIDE, tokens())
-
-
-# Objects that are passed
-
-
-class Node:
-    """A tree whose nodes know their parent."""
-
-    def __init__(self, parent: Node | None, children: int):
-        self.parent = parent
-        self.children = [Node(self, 0) for _ in range(children)]
-        self.scale = 2.0
-
-
-def test_an_object_with_many_parts_costs_as_many_steps_as_it_has_parts() -> None:
+def test_an_object_with_many_parts_costs_as_many_steps_as_it_has_parts():
     model, x = policed(holding(lambda self, x, tree: (x * tree.scale).exp())), tokens()
 
-    def cost(parts: int) -> int:
+    def cost(parts):
         tree = Node(None, parts)
         return calls(lambda: model(x, tree))
 

@@ -1,9 +1,6 @@
 """Values come back in the precision that they had in forward, wherever backward runs."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -18,19 +15,16 @@ from engine_testing import (
     tokens,
 )
 from tiers import slow
-from torch import nn
 
 
 @every_policy_of_a_stack
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *slow(torch.float16)], ids=str)
 @pytest.mark.parametrize("where", ["outside", "inside", "inside another"])
-def test_backward_regenerates_in_the_autocast_dtype_of_forward(
-    rules: dict[str, Any], dtype: torch.dtype, where: str
-) -> None:
+def test_backward_regenerates_in_the_autocast_dtype_of_forward(rules, dtype, where):
     x = tokens()
     other = torch.float16 if dtype is torch.bfloat16 else torch.bfloat16
 
-    def run(model: nn.Module) -> Any:
+    def run(model):
         with torch.autocast("cpu", dtype=dtype):
             loss = loss_of(model(x))
         around = {"outside": None, "inside": dtype, "inside another": other}[where]
@@ -41,10 +35,10 @@ def test_backward_regenerates_in_the_autocast_dtype_of_forward(
 
 
 @every_rule
-def test_what_ran_outside_of_autocast_regenerates_outside_of_it(rules: dict[str, Any]) -> None:
+def test_what_ran_outside_of_autocast_regenerates_outside_of_it(rules):
     x = tokens()
 
-    def run(model: nn.Module) -> Any:
+    def run(model):
         result = model(x)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return torch.autograd.grad(result.sum(), [x, *model.parameters()])
@@ -54,7 +48,7 @@ def test_what_ran_outside_of_autocast_regenerates_outside_of_it(rules: dict[str,
 
 
 @every_rule
-def test_weights_that_autocast_casts_once_for_several_regions(rules: dict[str, Any]) -> None:
+def test_weights_that_autocast_casts_once_for_several_regions(rules):
     model = Stack(count=2)
     model.layers[1] = model.layers[0]
     assert_step_as_without(model, rules, tokens(), around=lambda: torch.autocast("cpu", dtype=torch.bfloat16))

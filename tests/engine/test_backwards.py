@@ -1,20 +1,14 @@
 """Runs of every kind: several backwards of one graph or parts of it, of gradients, in hooks, with frozen parts."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from bodies.runs import RUNS, Run
+from bodies.runs import RUNS
 from engine_testing import (
     HIDDEN,
     RULES_OF_SETTINGS,
     SETTINGS,
     Holder,
     RMSNorm,
-    Setting,
     Stack,
     assert_as_without,
     assert_step_as_without,
@@ -29,7 +23,7 @@ from engine_testing import (
     tokens,
 )
 from tiers import by_default, one_in, slow
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd import grad
 
 import recompute
@@ -40,10 +34,10 @@ import recompute
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
 @every_policy_of_a_stack
 @pytest.mark.parametrize("run", one_in(2, RUNS))
-def test_a_run_of_a_stack_gives_what_it_gives_without_a_policy(run: Run, rules: dict[str, Any]) -> None:
+def test_a_run_of_a_stack_gives_what_it_gives_without_a_policy(run, rules):
     x = tokens()
 
-    def observe(model: nn.Module) -> Any:
+    def observe(model):
         model.zero_grad()
         return run.run(model, x.detach().clone().requires_grad_())
 
@@ -62,7 +56,7 @@ FROZEN = {
 @every_policy_of_a_stack
 @pytest.mark.parametrize("frozen", FROZEN)
 @pytest.mark.parametrize("takes", [False, True])
-def test_parameters_and_inputs_that_require_no_gradient(rules: dict[str, Any], frozen: str, takes: bool) -> None:
+def test_parameters_and_inputs_that_require_no_gradient(rules, frozen, takes):
     model = Stack(count=3)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not any(part in name for part in FROZEN[frozen]))
@@ -71,8 +65,8 @@ def test_parameters_and_inputs_that_require_no_gradient(rules: dict[str, Any], f
 
 
 @pytest.mark.parametrize("rules", by_default(RULES_OF_SETTINGS, "recompute"))
-def test_what_is_frozen_may_change_from_step_to_step(rules: dict[str, Any]) -> None:
-    def run(model: nn.Module) -> Any:
+def test_what_is_frozen_may_change_from_step_to_step(rules):
+    def run(model):
         found = []
         for frozen in ("", "mlp", "", "norm", "layers", "norm", ""):
             for name, parameter in model.named_parameters():
@@ -88,7 +82,7 @@ def test_what_is_frozen_may_change_from_step_to_step(rules: dict[str, Any]) -> N
 
 
 @every_rule
-def test_where_nothing_requires_gradients_nothing_comes_to(rules: dict[str, Any]) -> None:
+def test_where_nothing_requires_gradients_nothing_comes_to(rules):
     model, x = Stack(p=0.0).requires_grad_(False), tokens(grad=False)
     expected = bits(model(x))
     recompute.apply(model, rules)
@@ -97,14 +91,11 @@ def test_where_nothing_requires_gradients_nothing_comes_to(rules: dict[str, Any]
     assert bits(result) == expected
 
 
-# Of one region
-
-
 @every_rule
-def test_saved_tensors_may_be_looked_at_outside_of_backward_and_again_inside_of_it(rules: dict[str, Any]) -> None:
+def test_saved_tensors_may_be_looked_at_outside_of_backward_and_again_inside_of_it(rules):
     x = tokens()
 
-    def run(model: nn.Module) -> Any:
+    def run(model):
         result = model(x)
         looks = [result.grad_fn._saved_self.clone() for _ in range(2)]
         return looks, grad(result.sum(), x), result.detach()
@@ -113,12 +104,12 @@ def test_saved_tensors_may_be_looked_at_outside_of_backward_and_again_inside_of_
 
 
 @every_rule
-def test_two_results_of_one_region_run_backward_one_after_the_other(rules: dict[str, Any]) -> None:
+def test_two_results_of_one_region_run_backward_one_after_the_other(rules):
     """They share nothing that a first backward, which retains no graph, would free."""
     model = holding(lambda self, x, y: (self.a(x).exp().sin(), self.b(y).exp().cos()), a=RMSNorm(), b=RMSNorm())
     x, y = tokens(), tokens()
 
-    def run(model: Any) -> Any:
+    def run(model):
         one, other = model(x, y)
         return grad(other.sum(), [y, model.inside.b.weight]), grad(one.sum(), [x, model.inside.a.weight])
 
@@ -126,15 +117,15 @@ def test_two_results_of_one_region_run_backward_one_after_the_other(rules: dict[
 
 
 @every_rule
-def test_graphs_of_several_paths_through_one_region_alive_at_once(rules: dict[str, Any]) -> None:
-    def forward(self: Any, x: Tensor, path: int) -> Tensor:
+def test_graphs_of_several_paths_through_one_region_alive_at_once(rules):
+    def forward(self, x, path):
         x = self.norm(x)
         x = x.exp() if path == 0 else x.sin().exp() if path == 1 else x.cos() * x.exp()
         return x.tanh() if path else x.sigmoid()
 
     x = tokens()
 
-    def run(model: Any) -> Any:
+    def run(model):
         losses = [model(x, path).sum() for path in (0, 1, 2, 1, 0)]
         return [grad(losses[i], [x, *model.parameters()]) for i in (3, 0, 4, 2, 1)]
 
@@ -142,38 +133,33 @@ def test_graphs_of_several_paths_through_one_region_alive_at_once(rules: dict[st
 
 
 @every_rule
-def test_a_region_of_integers_or_of_no_arguments(rules: dict[str, Any]) -> None:
+def test_a_region_of_integers_or_of_no_arguments(rules):
     embedding = holding(lambda self, ids: self.norm(self.table(ids)).sin(), table=nn.Embedding(5, 8), norm=RMSNorm())
     assert_step_as_without(embedding, rules, torch.tensor([[1, 2, 2], [0, 4, 1]]))
     learned = holding(lambda self: self.norm(self.start.exp()).sin(), start=nn.Parameter(tokens()), norm=RMSNorm())
     assert_step_as_without(learned, rules)
 
 
-# Hooks fire once
-
-
 class Shared(nn.Module):
     """A parameter, a norm's weight, that is used before, in and after a region, which uses it twice."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         norm = RMSNorm()
         self.inside = module_of(lambda self, x: self.norm(self.norm(x).exp()).sin() * self.norm.weight, norm=norm)
         self.norm = norm
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.norm(self.inside(self.norm(x))) * self.norm.weight
 
 
 @every_rule
 @pytest.mark.parametrize("backwards", [1, 2])
-def test_hooks_of_a_parameter_used_inside_and_outside_fire_once_a_backward(
-    rules: dict[str, Any], backwards: int
-) -> None:
+def test_hooks_of_a_parameter_used_inside_and_outside_fire_once_a_backward(rules, backwards):
     x = tokens()
 
-    def run(model: Any) -> Any:
-        fired: list[Any] = []
+    def run(model):
+        fired = []
         weight = model.norm.weight
         removable = [
             weight.register_hook(lambda gradient: fired.append(("gradient", bits(gradient)))),
@@ -191,15 +177,15 @@ def test_hooks_of_a_parameter_used_inside_and_outside_fire_once_a_backward(
 
 
 @every_rule
-def test_hooks_on_tensors_and_modules_inside_of_a_region_fire_once(rules: dict[str, Any]) -> None:
-    seen: list[Any] = []
+def test_hooks_on_tensors_and_modules_inside_of_a_region_fire_once(rules):
+    seen = []
 
-    def forward(self: Any, x: Tensor) -> Tensor:
+    def forward(self, x):
         y = self.norm(x)
         y.register_hook(lambda gradient: seen.append(("tensor", bits(gradient))))
         return self.linear(y).sin()
 
-    def note(module: nn.Module, *grads: Any) -> None:
+    def note(module, *grads):
         seen.append((type(module).__name__, [bits(gradient) for (gradient,) in grads]))
 
     model, x = holding(forward, norm=RMSNorm(), linear=nn.Linear(HIDDEN, HIDDEN)), tokens()
@@ -207,7 +193,7 @@ def test_hooks_on_tensors_and_modules_inside_of_a_region_fire_once(rules: dict[s
         module.register_full_backward_hook(note)
         module.register_full_backward_pre_hook(note)
 
-    def run(model: nn.Module) -> list[Any]:
+    def run(model):
         seen.clear()
         model(x).sum().backward()
         return seen.copy()
@@ -216,14 +202,11 @@ def test_hooks_on_tensors_and_modules_inside_of_a_region_fire_once(rules: dict[s
     assert [kind for kind, _ in seen].count("tensor") == 1
 
 
-# Regions in regions, and gradients of gradients
-
-
-def _nest() -> nn.Module:
+def _nest():
     """Three regions, one in another, and one beside each."""
 
-    def around(inner: nn.Module | None) -> nn.Module:
-        def forward(self: Any, x: Tensor) -> Tensor:
+    def around(inner):
+        def forward(self, x):
             y = self.linear(self.norm(x)).sin()
             return y if inner is None else self.beside(y) * self.region(y.exp())
 
@@ -236,11 +219,11 @@ def _nest() -> nn.Module:
 @pytest.mark.parametrize("inner", by_default(SETTINGS, "checkpoint", "recompute", "checkpoint without attention"))
 @pytest.mark.parametrize("outer", by_default(SETTINGS, "checkpoint", "recompute", "checkpoint without attention"))
 @pytest.mark.parametrize("order", [*slow(1, 2), 3])
-def test_nested_regions_and_siblings_to_third_order_gradients(outer: Setting, inner: Setting, order: int) -> None:
+def test_nested_regions_and_siblings_to_third_order_gradients(outer, inner, order):
     x = tokens(dtype=torch.float64)
     rules = {"rules": [*governing(outer, "inside", "**.beside")["rules"], *governing(inner, "**.region")["rules"]]}
 
-    def run(model: nn.Module) -> Any:
+    def run(model):
         value, found = model(x).pow(2).sum(), []
         for _ in range(order):
             (first, *others) = grad(value, [x, *model.parameters()], create_graph=True)
@@ -252,23 +235,23 @@ def test_nested_regions_and_siblings_to_third_order_gradients(outer: Setting, in
 
 
 @every_setting
-def test_decorated_functions_in_decorated_functions(setting: Setting) -> None:
+def test_decorated_functions_in_decorated_functions(setting):
     norm, x = RMSNorm(), tokens()
 
-    def decorate(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def decorate(function):
         return recompute.recompute(function, policy={"rules": [{"type": function.__name__, **setting}]})
 
-    def build(decorate: Callable[[Any], Any]) -> Callable[[Tensor], Tensor]:
-        def inner(x: Tensor) -> Tensor:
+    def build(decorate):
+        def inner(x):
             return norm(x).exp().sin()
 
-        def outer(x: Tensor) -> Tensor:
+        def outer(x):
             return (inside(x.cos()) * inside(x)).tanh()
 
         inside = decorate(inner)
         return decorate(outer)
 
-    def grads(function: Callable[[Tensor], Tensor]) -> list[Any]:
+    def grads(function):
         (first,) = grad(function(x).sum(), x, create_graph=True)
         return [bits(each) for each in (first, *grad(first.pow(2).sum(), [x, norm.weight]))]
 

@@ -1,19 +1,17 @@
 """Each body of the table, by a tape and as a checkpoint: all that a step shows is as in plain PyTorch, bit for bit."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
 from bodies import BODIES
 from corpus import FEW_STEPS, assert_as_plain, assert_function_as_plain
-from engine_testing import SETTINGS, Setting
+from engine_testing import SETTINGS
 from tiers import by_default, one_in
 
 pytestmark = pytest.mark.filterwarnings("ignore::recompute.errors.PolicyWarning")
 
 
-def claimed_of(setting: Setting) -> list[str]:
+def claimed_of(setting):
     return [name for name, body in BODIES.items() if not body.ways or setting["action"] in body.ways]
 
 
@@ -24,20 +22,20 @@ FUNCTIONS = [name for name in claimed_of(SETTINGS["checkpoint"]) if not BODIES[n
 
 
 @pytest.mark.parametrize("name", one_in(4, claimed_of(SETTINGS["checkpoint"])))
-def test_a_checkpoint_does_what_plain_pytorch_does(name: str) -> None:
+def test_a_checkpoint_does_what_plain_pytorch_does(name):
     assert_as_plain(BODIES[name], {**SETTINGS["checkpoint"], "capture": False}, FEW_STEPS)
 
 
 @pytest.mark.parametrize(
     "name", by_default(BY_TAPE, *[name for name in BY_TAPE if BODIES[name].captured is None][1::4])
 )
-def test_a_tape_does_what_plain_pytorch_does(name: str) -> None:
+def test_a_tape_does_what_plain_pytorch_does(name):
     assert_as_plain(BODIES[name], {**SETTINGS["recompute"], "capture": False}, FEW_STEPS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", claimed_of(SETTINGS["recompute"]))
-def test_so_does_a_tape_under_other_rules(name: str) -> None:
+def test_so_does_a_tape_under_other_rules(name):
     for setting in ("recompute with gemms", "checkpoint without attention"):
         assert_as_plain(BODIES[name]._replace(drops=False), {**SETTINGS[setting], "capture": False}, FEW_STEPS)
 
@@ -49,14 +47,14 @@ def test_so_does_a_tape_under_other_rules(name: str) -> None:
         for index, (name, setting) in enumerate(zip(FUNCTIONS, itertools.cycle(SETTINGS)))
     ],
 )
-def test_so_does_a_decorated_function(name: str, setting: str) -> None:
+def test_so_does_a_decorated_function(name, setting):
     """Each body under one rule: a function's runner is that of a module, under which each body runs by every rule."""
     assert_function_as_plain(BODIES[name], {**SETTINGS[setting], "capture": False})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", claimed_of(SETTINGS["checkpoint"]))
-def test_so_do_regions_in_a_region(name: str) -> None:
+def test_so_do_regions_in_a_region(name):
     """Its parts are under a rule, and so is what is around it."""
     for setting in (SETTINGS["checkpoint"], SETTINGS["recompute"]):
         if BODIES[name].ways and setting["action"] not in BODIES[name].ways:

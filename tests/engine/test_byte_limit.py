@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
 from itertools import pairwise
 
 import pytest
@@ -16,7 +15,7 @@ from recompute.engine.cut.minimum_cut import minimum_cut
 from recompute.errors import PolicyWarning
 
 
-def two_alike() -> Table:
+def two_alike():
     """Two GEMMs of one input, which take equally long."""
     table = Table()
     table.value("x", 100, saved=True)
@@ -25,7 +24,7 @@ def two_alike() -> Table:
     return table
 
 
-def test_of_two_that_cost_the_same_a_limit_keeps_one() -> None:
+def test_of_two_that_cost_the_same_a_limit_keeps_one():
     table = two_alike()
     values, ops = table.values, table.ops
     assert [costs_of(values, ops, cut)[1:] for _, cut in sweep(values, ops)] == [(1300, 0.0), (100, 2.0)]
@@ -33,7 +32,7 @@ def test_of_two_that_cost_the_same_a_limit_keeps_one() -> None:
     assert {most: costs_of(values, ops, best_cut(values, ops, 0.0, most)).nbytes for most in LIMITS} == LIMITS
 
 
-def test_a_limit_that_cannot_be_met_is_told() -> None:
+def test_a_limit_that_cannot_be_met_is_told():
     table = two_alike()
     with pytest.warns(
         PolicyWarning, match="hold: expected at most 99 B of a module's forward; holding 100 B, the least"
@@ -48,7 +47,7 @@ LIMITS = {10**9: 1300, 1300: 1300, 1299: 700, 700: 700, 699: 100, 100: 100, 99: 
 """What is held within each: the most that fits; where nothing does, the least there is."""
 
 
-def test_what_ran_for_the_sake_of_an_op_alone_does_not_run_without_it() -> None:
+def test_what_ran_for_the_sake_of_an_op_alone_does_not_run_without_it():
     table = Table()
     table.value("x", 10, saved=True)
     table.made("norm", "x", to="normed", nbytes=1000, flops=4e13)
@@ -59,19 +58,19 @@ def test_what_ran_for_the_sake_of_an_op_alone_does_not_run_without_it() -> None:
     assert ran == [set(), {"other"}, {"norm", "gemm"}, {"norm", "gemm", "other"}]
 
 
-def test_without_a_limit_the_price_decides_and_with_one_it_does_not() -> None:
+def test_without_a_limit_the_price_decides_and_with_one_it_does_not():
     table = two_alike()
     for price in (0.0, 1e6):
         assert best_cut(table.values, table.ops, price) == minimum_cut(table.values, table.ops, price)
         assert len(best_cut(table.values, table.ops, price, 700).rerun) == 1
 
 
-def test_a_decoder_layer_may_hold_gate_or_up_alone() -> None:
+def test_a_decoder_layer_may_hold_gate_or_up_alone():
     """By prices all three of gate, up and v run again or none does."""
     table = decoder_layer(())
     nothing_costly, without_three = 8 * H + 4 * K + 4 * INTER + ROWS, 8 * H + 2 * K + ROWS
 
-    def between(held: Iterable[int]) -> list[int]:
+    def between(held):
         return [nbytes for nbytes in held if without_three <= nbytes <= nothing_costly]
 
     prices = [costs_of(table.values, table.ops, cut).nbytes for _, cut in sweep(table.values, table.ops)]

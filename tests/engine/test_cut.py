@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
 from fractions import Fraction
 from itertools import compress, product
 
@@ -20,44 +19,44 @@ PRICE = 1e9  # bytes a second: regenerating 4 bytes a token may take 4 ns
 class Table:
     """A frame's values and ops, by name. An op takes as long as moving its bytes, or as its `flops` where given."""
 
-    def __init__(self, forbidden: Collection[str] = ()):
+    def __init__(self, forbidden=()):
         self.forbidden = forbidden
-        self.names: list[str] = []
-        self.values: list[Value] = []
-        self.ops: list[Op] = []
-        self.op_names: list[str] = []
+        self.names = []
+        self.values = []
+        self.ops = []
+        self.op_names = []
 
-    def value(self, name: str, nbytes: int | None, *, saved: bool = False, alive: bool = False) -> str:
+    def value(self, name, nbytes, *, saved=False, alive=False):
         self.names.append(name)
         self.values.append(Value(nbytes, demanded=saved, alive=alive))
         return name
 
-    def op(self, op: str, inputs: Collection[str], *outputs: str, flops: float = 0.0) -> None:
+    def op(self, op, inputs, *outputs, flops=0.0):
         sources, targets = tuple(map(self.names.index, inputs)), tuple(map(self.names.index, outputs))
         moved = sum(self.values[index].nbytes or 0 for index in (*sources, *targets))
         self.op_names.append(op)
         self.ops.append(Op(sources, targets, flops / MATH or moved / MEMORY, op not in self.forbidden))
 
-    def made(self, op: str, *inputs: str, to: str, nbytes: int | None, saved: bool = False, flops: float = 0.0) -> str:
+    def made(self, op, *inputs, to, nbytes, saved=False, flops=0.0):
         """Add an op and its only output."""
         self.value(to, nbytes, saved=saved)
         self.op(op, inputs, to, flops=flops)
         return to
 
-    def cut(self, price: float = 0.0) -> tuple[set[str], set[str]]:
+    def cut(self, price=0.0):
         """The names of the values kept and of the ops run again."""
         kept, rerun = minimum_cut(self.values, self.ops, price)
         return {self.names[index] for index in kept}, {self.op_names[index] for index in rerun}
 
-    def held_nbytes(self, price: float = 0.0) -> int:
+    def held_nbytes(self, price=0.0):
         kept = [self.values[index] for index in minimum_cut(self.values, self.ops, price).kept]
         return sum(value.nbytes or 0 for value in kept if not value.alive)
 
 
-def rms_norm(table: Table, x: str, name: str, hidden: int) -> str:
+def rms_norm(table, x, name, hidden):
     """Llama's, of one token in bfloat16; autograd saves 8 bytes an element and the 4 of rstd."""
 
-    def made(op: str, *inputs: str, to: str, nbytes: int, saved: bool = False) -> str:
+    def made(op, *inputs, to, nbytes, saved=False):
         return table.made(f"{name}.{op}", *inputs, to=f"{name}.{to}", nbytes=nbytes, saved=saved)
 
     weight = table.value(f"{name}.weight", 2 * hidden, saved=True, alive=True)
@@ -70,7 +69,7 @@ def rms_norm(table: Table, x: str, name: str, hidden: int) -> str:
     return made("weigh", weight, normed, to="out", nbytes=2 * hidden, saved=True)
 
 
-def swiglu(table: Table, gate: str, up: str, intermediate: int) -> str:
+def swiglu(table, gate, up, intermediate):
     silu = table.made("silu", gate, to="silu", nbytes=2 * intermediate, saved=True)
     return table.made("mul", silu, up, to="product", nbytes=2 * intermediate, saved=True)
 
@@ -78,18 +77,18 @@ def swiglu(table: Table, gate: str, up: str, intermediate: int) -> str:
 H, K, INTER, HEADS, LENGTH = 4096, 1024, 14336, 32, 8192  # Llama 8B: hidden, keys, intermediate, heads, sequence
 
 
-def decoder_layer(forbidden: Collection[str]) -> Table:
+def decoder_layer(forbidden):
     """What one token costs in a Llama layer in bfloat16."""
     table = Table(forbidden)
 
-    def made(op: str, *inputs: str, to: str, size: int, saved: bool = False) -> str:
+    def made(op, *inputs, to, size, saved=False):
         return table.made(op, *inputs, to=to, nbytes=2 * size, saved=saved)
 
-    def linear(x: str, to: str, rows: int, columns: int, *, saved: bool = False) -> str:
+    def linear(x, to, rows, columns, *, saved=False):
         weight = table.value(f"{to}.weight", 2 * rows * columns, saved=True, alive=True)
         return table.made(f"mm {to}", x, weight, to=to, nbytes=2 * columns, saved=saved, flops=2 * rows * columns)
 
-    def rotary(x: str, size: int) -> str:
+    def rotary(x, size):
         negative = made(f"neg {x}", x, to=f"{x}.negative", size=size // 2)
         half = made(f"cat {x}", x, negative, to=f"{x}.half", size=size)
         parts = [
@@ -135,11 +134,11 @@ ROWS = 4 * HEADS + 2 * 4  # bytes of what is one number a row: the logsumexp, an
         pytest.param((), 0, 2 * H, id="checkpoint"),  # 8,192
     ],
 )
-def test_bytes_a_decoder_layer_holds(forbidden: Collection[str], price: float, nbytes: int) -> None:
+def test_bytes_a_decoder_layer_holds(forbidden, price, nbytes):
     assert decoder_layer(forbidden).held_nbytes(price) == nbytes
 
 
-def test_recompute_of_a_decoder_layer_keeps_what_gemms_and_attention_made() -> None:
+def test_recompute_of_a_decoder_layer_keeps_what_gemms_and_attention_made():
     table = decoder_layer(GEMMS | ATTENTION)
     kept, rerun = table.cut(PRICE)
     free = {name for name, value in zip(table.names, table.values, strict=True) if value.alive}
@@ -153,13 +152,13 @@ def test_recompute_of_a_decoder_layer_keeps_what_gemms_and_attention_made() -> N
     assert kept >= free
 
 
-def test_at_a_high_price_all_that_is_saved_is_kept() -> None:
+def test_at_a_high_price_all_that_is_saved_is_kept():
     table = decoder_layer(())
     saved = {name for name, value in zip(table.names, table.values, strict=True) if value.demanded}
     assert table.cut(1e30) == table.cut(1.7e308) == (saved, set())
 
 
-def test_one_byte_of_many_decides() -> None:
+def test_one_byte_of_many_decides():
     for nbytes, kept in ((2**60 - 1, "x"), (2**60 + 1, "y")):
         table = Table()
         table.value("x", nbytes)
@@ -174,7 +173,7 @@ EXACT_PRICES = st.sampled_from([0.0, 2.0**-18, 0.25, 0.5, 1.0, 2.0, 3.0, 1000.0,
 
 
 @st.composite
-def tables(draw: st.DrawFn) -> Tables:
+def tables(draw):
     """Up to five ops of up to two outputs, with the values that they are given and those that they make."""
     often = st.sampled_from([True, True, True, False])
     values = st.builds(Value, NBYTES, st.booleans(), often.map(lambda often: not often))
@@ -190,7 +189,7 @@ def tables(draw: st.DrawFn) -> Tables:
     return table, ops
 
 
-def choices(values: Sequence[Value], ops: Sequence[Op]) -> Iterator[tuple[frozenset[int], set[int]]]:
+def choices(values, ops):
     """Every set of ops that could run again, with the values that would have to be kept."""
     for bits in product((False, True), repeat=len(ops)):
         rerun = list(compress(ops, bits))
@@ -200,9 +199,7 @@ def choices(values: Sequence[Value], ops: Sequence[Op]) -> Iterator[tuple[frozen
             yield frozenset(compress(range(len(ops)), bits)), kept
 
 
-def cost(
-    values: Sequence[Value], ops: Sequence[Op], price: float, rerun: Collection[int], kept: Collection[int]
-) -> Fraction:
+def cost(values, ops, price, rerun, kept):
     nbytes = sum(values[index].nbytes or 0 for index in kept if not values[index].alive)
     return nbytes + Fraction(price) * sum(Fraction(ops[index].seconds) for index in rerun)
 

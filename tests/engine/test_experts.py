@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,12 +19,13 @@ from engine_testing import (
     governing,
     holding,
     loss_of,
+    module_of,
     no_garbage_collection,
     tokens,
     weak,
 )
 from tiny import counted_ops
-from torch import Tensor, nn
+from torch import nn
 
 import recompute
 from recompute.errors import RegenerationError
@@ -35,28 +35,19 @@ from recompute.errors import RegenerationError
 EXPERTS, CHOSEN = 4, 2
 
 
-class Mixture(nn.Module):
+def mixture(self, x):
     """Each token goes to the two experts that a router prefers."""
-
-    def __init__(self, jitter: Callable[[Tensor], Tensor], keeps: bool):
-        super().__init__()
-        self.norm, self.router = RMSNorm(), nn.Linear(HIDDEN, EXPERTS, bias=False)
-        self.experts = nn.ModuleList(GatedMLP() for _ in range(EXPERTS))
-        self.jitter, self.keeps = jitter, keeps
-        self.routes: list[list[int]] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(x)
-        logits = self.jitter(self.router(x))
-        if self.keeps:
-            logits = recompute.keep(logits)
-        weights, chosen = logits.softmax(-1).topk(CHOSEN)
-        NOTE_ROUTE(chosen.tolist())
-        result = torch.zeros_like(x)
-        for index, expert in enumerate(self.experts):
-            rows, places = (chosen == index).nonzero(as_tuple=True)
-            result = result.index_add(0, rows, expert(x[rows]) * weights[rows, places, None])
-        return result
+    x = self.norm(x)
+    logits = self.jitter(self.router(x))
+    if self.keeps:
+        logits = recompute.keep(logits)
+    weights, chosen = logits.softmax(-1).topk(CHOSEN)
+    NOTE_ROUTE(chosen.tolist())
+    result = torch.zeros_like(x)
+    for index, expert in enumerate(self.experts):
+        rows, places = (chosen == index).nonzero(as_tuple=True)
+        result = result.index_add(0, rows, expert(x[rows]) * weights[rows, places, None])
+    return result
 
 
 ROUTES: list[Any] = []
@@ -68,37 +59,32 @@ NOTE_ROUTE = ROUTES.append
 class Unsteady:
     """Turns the router's preferences around in every second run, which no engine can know of."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.sign = np.ones(1)
 
-    def __call__(self, logits: Tensor) -> Tensor:
+    def __call__(self, logits):
         self.sign *= -1
         return logits * 1.0 + float(self.sign[0]) * torch.linspace(-5.0, 5.0, EXPERTS)
 
 
-def _randomly(logits: Tensor) -> Tensor:
+def _randomly(logits):
     return logits * (0.5 + torch.rand_like(logits))
 
 
-def _mixture(jitter: Callable[[Tensor], Tensor], keeps: bool = False) -> nn.Module:
-    class Holds(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList([Mixture(jitter, keeps)])
+def _mixture(jitter, keeps=False):
 
-        def forward(self, x: Tensor) -> Tensor:
-            return (x + self.layers[0](x)).sin()
-
-    return Holds()
+    router, experts = nn.Linear(HIDDEN, EXPERTS, bias=False), nn.ModuleList(GatedMLP() for _ in range(EXPERTS))
+    inside = module_of(mixture, norm=RMSNorm(), router=router, experts=experts, jitter=jitter, keeps=keeps)
+    return module_of(lambda self, x: (x + self.layers[0](x)).sin(), layers=nn.ModuleList([inside]))
 
 
 @every_rule
-def test_a_router_with_random_jitter_decides_the_same_again(rules: dict[str, Any]) -> None:
+def test_a_router_with_random_jitter_decides_the_same_again(rules):
     assert_step_as_without(_mixture(_randomly), rules, tokens())
 
 
-def _run_unsteady(x: Tensor) -> Callable[[Any], Any]:
-    def run(model: Any) -> Any:
+def _run_unsteady(x):
+    def run(model):
         model.layers[0].jitter.sign[:] = 1.0
         ROUTES.clear()
         result = model(x)
@@ -110,11 +96,11 @@ def _run_unsteady(x: Tensor) -> Callable[[Any], Any]:
 
 
 @every_rule
-def test_routing_that_the_user_keeps_is_not_decided_differently(rules: dict[str, Any]) -> None:
+def test_routing_that_the_user_keeps_is_not_decided_differently(rules):
     assert_as_without(_mixture(Unsteady(), keeps=True), rules, _run_unsteady(tokens()))
 
 
-def test_routing_that_nobody_keeps_is_decided_differently_where_python_runs_again() -> None:
+def test_routing_that_nobody_keeps_is_decided_differently_where_python_runs_again():
     """What the test above guards against does happen."""
     model, x = _mixture(Unsteady()), tokens()
     recompute.apply(model, governing(SETTINGS["checkpoint"]))
@@ -126,15 +112,15 @@ def test_routing_that_nobody_keeps_is_decided_differently_where_python_runs_agai
 
 
 @every_tape
-def test_the_tape_decides_no_routing_again(rules: dict[str, Any]) -> None:
+def test_the_tape_decides_no_routing_again(rules):
     assert_as_without(_mixture(Unsteady()), rules, _run_unsteady(tokens()))
     assert len(ROUTES) == 1
 
 
-def test_recompute_runs_neither_router_nor_experts_again() -> None:
+def test_recompute_runs_neither_router_nor_experts_again():
     model, x = _mixture(_randomly), tokens()
 
-    def products() -> int:
+    def products():
         torch.manual_seed(1)
         loss = loss_of(model(x))
         with counted_ops() as ops:
@@ -148,10 +134,10 @@ def test_recompute_runs_neither_router_nor_experts_again() -> None:
 
 
 @every_rule
-def test_what_the_user_keeps_stays_alive_until_the_graph_is_gone(rules: dict[str, Any]) -> None:
-    kept: list[Any] = []
+def test_what_the_user_keeps_stays_alive_until_the_graph_is_gone(rules):
+    kept = []
 
-    def forward(self: Any, x: Tensor) -> Tensor:
+    def forward(self, x):
         logits = recompute.keep(self.norm(x).cos())
         kept.append(weak(logits))
         return (logits.sin() * x).sin()

@@ -7,15 +7,13 @@ import ctypes
 import operator
 import subprocess
 import sys
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
-from engine_testing import holding
+from engine_testing import function_of, holding
 from tiers import one_in, slow
 from torch import Tensor, nn
 
@@ -25,83 +23,61 @@ from recompute.engine.tape import exposed_memory
 SIZE = 8
 
 
-def _through_numpy(tensor: Tensor) -> None:
-    tensor.detach().numpy()[:] += 1
-
-
-def _through_asarray(tensor: Tensor) -> None:
-    np.asarray(tensor.detach())[:] += 1
-
-
-def _through_dlpack(tensor: Tensor) -> None:
-    _add_one(np.from_dlpack(tensor.detach()).ctypes.data)
-
-
-def _through_a_capsule(tensor: Tensor) -> None:
-    with torch.no_grad():
-        torch.from_dlpack(torch.utils.dlpack.to_dlpack(tensor.detach())).add_(1)
-
-
-def _through_torch_from_dlpack(tensor: Tensor) -> None:
-    with torch.no_grad():
-        torch.from_dlpack(tensor.detach()).add_(1)
-
-
-def _add_one(address: int) -> None:
+def _add_one(address):
     memory = (ctypes.c_float * SIZE).from_address(address)
     for index in range(SIZE):
         memory[index] += 1
 
 
-def _through_an_address(tensor: Tensor) -> None:
+def _add_to_array(array):
+    array[:] += 1
+
+
+def _through_an_address(tensor):
     _add_one(tensor.data_ptr())
 
 
-def _through_a_storages_address(tensor: Tensor) -> None:
-    _add_one(tensor.untyped_storage().data_ptr())
-
-
-def _through_a_storages_bytes(tensor: Tensor) -> None:
-    tensor.untyped_storage()[3] = 64
-
-
-def _through_a_storages_fill(tensor: Tensor) -> None:
-    tensor.untyped_storage().fill_(64)
-
-
-WRITES: dict[str, Callable[[Tensor], None]] = {
-    name.removeprefix("_through_"): function for name, function in globals().items() if name.startswith("_through_")
+WRITES = {
+    "numpy": lambda tensor: _add_to_array(tensor.detach().numpy()),
+    "asarray": lambda tensor: _add_to_array(np.asarray(tensor.detach())),
+    "dlpack": lambda tensor: _add_one(np.from_dlpack(tensor.detach()).ctypes.data),
+    "a_capsule": lambda tensor: torch.from_dlpack(torch.utils.dlpack.to_dlpack(tensor.detach())).data.add_(1),
+    "torch_from_dlpack": lambda tensor: torch.from_dlpack(tensor.detach()).data.add_(1),
+    "an_address": _through_an_address,
+    "a_storages_address": lambda tensor: _add_one(tensor.untyped_storage().data_ptr()),
+    "a_storages_bytes": lambda tensor: tensor.untyped_storage().__setitem__(3, 64),
+    "a_storages_fill": lambda tensor: tensor.untyped_storage().fill_(64),
 }
 every_write = pytest.mark.parametrize("write", one_in(2, WRITES))
 
 
-def _saved_before_and_after(x: Tensor, write: Callable[[Tensor], None]) -> Tensor:
+def _saved_before_and_after(x, write):
     made = x.exp()
     y = made.sin() * x.cos()  # saves what is made of it before it is written to
     write(made)
     return y * made * made.cos()
 
 
-def _written_between(x: Tensor, write: Callable[[Tensor], None]) -> Tensor:
+def _written_between(x, write):
     made = x.detach().exp()
     write(made)
     return x * made * x.sin()
 
 
-def _an_argument(x: Tensor, write: Callable[[Tensor], None]) -> Tensor:
+def _an_argument(x, write):
     y = x.sin().cos()
     write(x)
     return y * x.exp().sin()
 
 
-def _a_view(x: Tensor, write: Callable[[Tensor], None]) -> Tensor:
+def _a_view(x, write):
     made = x.exp()
     y = made * made.sin()
     write(made.view(2, -1))
     return y * made.cos()
 
 
-def _written_in_place_afterwards(x: Tensor, write: Callable[[Tensor], None]) -> Tensor:
+def _written_in_place_afterwards(x, write):
     made = x.detach().exp()
     write(made)
     made.mul_(2)
@@ -114,7 +90,7 @@ BODIES = [_saved_before_and_after, _written_between, _an_argument, _a_view, _wri
 every_body = pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__[1:])
 
 
-def gradients(function: Callable[..., Tensor], *frames: Any) -> list[Tensor]:
+def gradients(function, *frames):
     """The gradients of x in frames that get these arguments beside it."""
     found = []
     for seed, argument in enumerate(frames):
@@ -126,7 +102,7 @@ def gradients(function: Callable[..., Tensor], *frames: Any) -> list[Tensor]:
     return found
 
 
-def assert_as_without(function: Callable[..., Tensor], *frames: Any) -> None:
+def assert_as_without(function, *frames):
     expected = gradients(function, *frames)
     actual = gradients(recompute.recompute(function), *frames)
     assert [torch.equal(ours, plain) for ours, plain in zip(actual, expected, strict=True)] == [True] * len(frames)
@@ -134,27 +110,23 @@ def assert_as_without(function: Callable[..., Tensor], *frames: Any) -> None:
 
 @every_body
 @every_write
-def test_what_is_written_past_the_dispatcher_is_what_backward_sees(
-    write: Callable[[Tensor], None], body: Callable[..., Tensor]
-) -> None:
+def test_what_is_written_past_the_dispatcher_is_what_backward_sees(write, body):
     assert_as_without(body, *[write] * 3)
 
 
 @pytest.mark.parametrize("body", [*BODIES[:1], *slow(*BODIES[1:])], ids=lambda body: body.__name__[1:])
 @every_write
-def test_a_frame_that_follows_a_plan_of_frames_in_which_nothing_was_handed_out(
-    write: Callable[[Tensor], None], body: Callable[..., Tensor]
-) -> None:
+def test_a_frame_that_follows_a_plan_of_frames_in_which_nothing_was_handed_out(write, body):
     assert_as_without(body, _nothing, _nothing, _nothing, write, _nothing, write, write, _nothing)
 
 
-def _nothing(tensor: Tensor) -> None:
+def _nothing(tensor):
     pass
 
 
 @pytest.mark.parametrize("action", ["recompute", "checkpoint"])
-def test_an_array_made_before_the_region_that_has_the_memory_of_its_input(action: str) -> None:
-    def gradient(policy: bool) -> Tensor:
+def test_an_array_made_before_the_region_that_has_the_memory_of_its_input(action):
+    def gradient(policy):
         array = np.linspace(-1, 1, SIZE, dtype=np.float32)
         x = torch.from_numpy(array)
         w = torch.ones(SIZE, requires_grad=True)
@@ -171,7 +143,7 @@ def test_an_array_made_before_the_region_that_has_the_memory_of_its_input(action
         assert torch.equal(gradient(True), gradient(False))
 
 
-def _scales(x: Tensor, w: Tensor, array: np.ndarray) -> Tensor:
+def _scales(x, w, array):
     y = x.sin() * w
     array += 1
     return y * (x.cos() * w)
@@ -180,16 +152,16 @@ def _scales(x: Tensor, w: Tensor, array: np.ndarray) -> Tensor:
 @pytest.mark.parametrize(
     "export", [operator.methodcaller("numpy"), np.asarray, np.from_dlpack], ids=["numpy", "asarray", "dlpack"]
 )
-def test_an_array_of_an_earlier_frame_that_a_later_one_writes_to(export: Callable[[Tensor], np.ndarray]) -> None:
-    def run(policy: bool) -> list[Tensor]:
+def test_an_array_of_an_earlier_frame_that_a_later_one_writes_to(export):
+    def run(policy):
         shared = torch.linspace(-1, 1, SIZE)
-        arrays: list[np.ndarray] = []
+        arrays = []
 
-        def first(x: Tensor) -> Tensor:
+        def first(x):
             arrays.append(export(shared))
             return x * shared.sin()
 
-        def second(x: Tensor) -> Tensor:
+        def second(x):
             y = x * shared.sin() * x.cos()
             _add_one(arrays[0].ctypes.data)
             return y * shared.cos()
@@ -203,36 +175,32 @@ def test_an_array_of_an_earlier_frame_that_a_later_one_writes_to(export: Callabl
             found.append(x.grad)
         return found
 
-    def second_without(x: Tensor) -> Tensor:
+    def second_without(x):
         return x.sin()
 
     for ours, plain in zip(run(True), run(False), strict=True):
         assert torch.equal(ours, plain)
 
 
-class Doubles(torch.autograd.Function):
+def _doubles(x, other):
     """Doubles its argument by its address, and what it returns, as a kernel launched by hand may."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, other: Tensor) -> Tensor:
-        memory = (ctypes.c_float * SIZE).from_address(other.data_ptr())
-        for index in range(SIZE):
-            memory[index] *= 2
-        return x * other
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+    memory = (ctypes.c_float * SIZE).from_address(other.data_ptr())
+    for index in range(SIZE):
+        memory[index] *= 2
+    return x * other
 
 
-def _kernel_in_a_function(x: Tensor, write: Callable[[Tensor], None]) -> Tensor:
+Doubles = function_of(_doubles, lambda gradient: (gradient, None), saves=lambda *_: ())
+
+
+def _kernel_in_a_function(x, write):
     made = x.exp()
     y = made.sin() * x.cos()
     write(made)
     return Doubles.apply(y, made.detach()).sin() * made * made.cos()
 
 
-def test_what_a_custom_function_is_given_the_address_of_counts_as_overwritten() -> None:
+def test_what_a_custom_function_is_given_the_address_of_counts_as_overwritten():
     assert_as_without(_kernel_in_a_function, *[_nothing] * 3, _through_an_address, _nothing)
 
 
@@ -242,13 +210,13 @@ def _add_one_kernel(pointer, size: tl.constexpr):
     tl.store(pointer + offsets, tl.load(pointer + offsets) + 1)
 
 
-def _through_triton(tensor: Tensor) -> None:
+def _through_triton(tensor):
     _add_one_kernel[(1,)](tensor.detach(), SIZE)
 
 
 @every_body
-def test_an_array_made_inside_that_nobody_else_has_costs_no_bytes(body: Callable[..., Tensor]) -> None:
-    def region(self: Any, x: Tensor) -> Tensor:
+def test_an_array_made_inside_that_nobody_else_has_costs_no_bytes(body):
+    def region(self, x):
         noise = (
             torch.from_numpy(np.linspace(0, 1, SIZE, dtype=np.float32)) if self.of_numpy else torch.linspace(0, 1, SIZE)
         )
@@ -259,18 +227,18 @@ def test_an_array_made_inside_that_nobody_else_has_costs_no_bytes(body: Callable
 
 
 @every_body
-def test_a_triton_kernel_launched_by_hand(body: Callable[..., Tensor]) -> None:
+def test_a_triton_kernel_launched_by_hand(body):
     assert_as_without(body, _nothing, _nothing, _through_triton, _through_triton)
 
 
-def _dropped_nbytes(module: nn.Module) -> int:
+def _dropped_nbytes(module):
     handle = recompute.apply(module, {"rules": [{"match": "inside", "action": "recompute", "via": "hook"}]})
     for _ in range(3):
         module(torch.ones(SIZE, requires_grad=True)).sum().backward()
     return handle.stats().dropped_nbytes
 
 
-def _asks(self: Any, x: Tensor) -> Tensor:
+def _asks(self, x):
     if self.asks:
         assert self.weight.data_ptr() % 4 == 0
         assert x.untyped_storage().nbytes() > 0
@@ -292,14 +260,14 @@ def reads(x: Tensor) -> Tensor:
 reads.register_autograd(lambda ctx, gradient: gradient * 2)
 
 
-def test_who_only_asks_and_what_ops_do_inside_costs_no_bytes() -> None:
+def test_who_only_asks_and_what_ops_do_inside_costs_no_bytes():
     weight = nn.Parameter(torch.ones(SIZE))
     asked, silent = (_dropped_nbytes(holding(_asks, weight=weight, asks=asks)) for asks in (True, False))
     assert asked == silent > 0
 
 
-def test_explain_says_that_memory_was_handed_out() -> None:
-    def body(self: Any, x: Tensor) -> Tensor:
+def test_explain_says_that_memory_was_handed_out():
+    def body(self, x):
         made = x.detach().exp()
         made.numpy()
         return x * made
@@ -310,8 +278,8 @@ def test_explain_says_that_memory_was_handed_out() -> None:
     assert "its memory was handed out" in handle.explain(wide=True)
 
 
-def test_what_was_handed_out_is_forgotten_when_it_dies() -> None:
-    def body(x: Tensor) -> Tensor:
+def test_what_was_handed_out_is_forgotten_when_it_dies():
+    def body(x):
         made = x.exp()
         made.data_ptr()
         return x * made
@@ -323,7 +291,7 @@ def test_what_was_handed_out_is_forgotten_when_it_dies() -> None:
 
 
 @pytest.mark.slow
-def test_methods_are_wrapped_only_once_a_region_is_made_and_go_on_as_before() -> None:
+def test_methods_are_wrapped_only_once_a_region_is_made_and_go_on_as_before():
     code = (
         "import torch, recompute; before = torch.Tensor.numpy\n"
         "assert not hasattr(before, '__wrapped__')\n"
@@ -335,7 +303,7 @@ def test_methods_are_wrapped_only_once_a_region_is_made_and_go_on_as_before() ->
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_compiled_code_that_makes_arrays_and_asks_for_addresses() -> None:
+def test_compiled_code_that_makes_arrays_and_asks_for_addresses():
     recompute.recompute(torch.sin)  # which wraps the methods
     whole = torch.compile(lambda x: torch.from_numpy(x.numpy() * 2), backend="eager", fullgraph=True)
     assert torch.equal(whole(torch.ones(3)), torch.full((3,), 2.0))

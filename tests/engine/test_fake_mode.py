@@ -9,6 +9,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from engine_testing import function_of
 from tiers import by_default
 from tiny import decoder, rule, rules, token_ids
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ tl = triton.language
 
 
 @triton.jit
-def _double_kernel(x, y, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _double_kernel(x, y, size, BLOCK: tl.constexpr):
     places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(y + places, 2 * tl.load(x + places, mask=places < size), mask=places < size)
 
@@ -33,38 +34,21 @@ def _double_kernel(x, y, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-
 _tuned_kernel = triton.heuristics({"BLOCK": lambda arguments: 64})(_double_kernel)
 
 
-def _launch(x: Tensor) -> Tensor:
+def _launch(x):
     y = torch.empty_like(x)
     _double_kernel[(1,)](x, y, x.numel(), BLOCK=64)
     return y
 
 
-def _launch_tuned(x: Tensor) -> Tensor:
+def _launch_tuned(x):
     y = torch.empty_like(x)
     _tuned_kernel[(1,)](x, y, x.numel())
     return y
 
 
-class Double(torch.autograd.Function):
-    """As Liger's Functions are: a kernel in forward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return _launch(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return 2 * gradient
-
-
-class DoubleBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return _launch(gradient)
+Double = function_of(_launch, lambda gradient: 2 * gradient, saves=lambda *_: ())
+"""As Liger's Functions are: a kernel in forward."""
+DoubleBackward = function_of(lambda x: 2 * x, _launch, saves=lambda *_: ())
 
 
 @torch.library.triton_op("recompute_tests::double", mutates_args=())
@@ -95,19 +79,17 @@ READERS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 }
 
 
-class Reader(nn.Module):
-    def __init__(self, reader: str) -> None:
-        super().__init__()
-        self.linear, self.reader = nn.Linear(8, 8), reader
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.linear(x)
+class Reader(nn.Linear):
+    def forward(self, x):
+        x = super().forward(x)
         y = READERS[self.reader][0](x)
         return x + y if isinstance(y, Tensor) else x
 
 
-def model_of(reader: str) -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Tanh(), Reader(reader)))
+def model_of(reader):
+    last = Reader(8, 8)
+    last.reader = reader
+    return nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Tanh(), last))
 
 
 BATCH = (torch.ones(4, 8),)
@@ -120,7 +102,7 @@ RUNS: dict[str, Callable[[nn.Module], Any]] = {
 
 @pytest.mark.parametrize("run", by_default(list(RUNS), "an estimate"))
 @pytest.mark.parametrize("reader", READERS)
-def test_what_would_launch_is_refused_and_named(reader: str, run: str) -> None:
+def test_what_would_launch_is_refused_and_named(reader, run):
     with pytest.raises(ModelError) as refused:
         RUNS[run](model_of(reader))
     # In a backward without a tracker of modules there is only the place.
@@ -130,7 +112,7 @@ def test_what_would_launch_is_refused_and_named(reader: str, run: str) -> None:
     assert run == "a plan without a device" or "module '1.1' (Reader)" in str(refused.value)  # others know no path
 
 
-def test_an_operator_with_a_fake_implementation_is_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_operator_with_a_fake_implementation_is_estimated(monkeypatch):
     READERS["an operator"] = _double, ""
     try:
         assert recompute.estimate(model_of("an operator"), batch=BATCH).peak_bytes > 0
@@ -138,8 +120,8 @@ def test_an_operator_with_a_fake_implementation_is_estimated(monkeypatch: pytest
         del READERS["an operator"]
 
 
-def test_our_own_kernels_are_not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(*_: Any, **__: Any) -> None:
+def test_our_own_kernels_are_not_launched(monkeypatch):
+    def run(*_, **__):
         raise AssertionError("a kernel was launched")
 
     for kind in (type(_double_kernel), triton.runtime.JITFunction):
@@ -151,28 +133,28 @@ def test_our_own_kernels_are_not_launched(monkeypatch: pytest.MonkeyPatch) -> No
 class Steps(torch.optim.SGD):
     """An optimizer whose kernel it launches by hand."""
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure=None):
         for parameter in self.param_groups[0]["params"]:
             state = torch.zeros_like(parameter)
             assert not state.data_ptr(), "a kernel would write to address 0"
 
 
-def test_an_optimizer_that_would_launch_is_refused() -> None:
+def test_an_optimizer_that_would_launch_is_refused():
     with pytest.raises(ModelError, match=rf"{MEMORY}.* in {__file__}:"):
         roofline(nn.Linear(8, 8), BATCH, "H100", optimizer=Steps)
 
 
-def factory(**_: Any) -> Any:
+def factory(**_):
     return model_of("Triton"), BATCH
 
 
-def test_explain_names_what_it_cannot_run() -> None:
+def test_explain_names_what_it_cannot_run():
     source = f"{__name__}:factory"
     options = {"sequence_length": 4, "batch_size": 4, "dtype": torch.float32, "device": torch.device("cpu")}
     with pytest.raises(ModelError, match=f"Reader {KERNEL}"), build_fake(source, **options) as (model, batch):
         model(*batch)
 
 
-def test_other_errors_pass_as_they_are() -> None:
+def test_other_errors_pass_as_they_are():
     with pytest.raises(ZeroDivisionError), FakeMode():
         F.relu(torch.ones(1)) / (1 // 0)

@@ -1,18 +1,14 @@
 """Fault injection: whatever raises, at whatever point of a step, nothing stays behind and the next step is right."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
 from engine_testing import Boom, assert_same, tokens
 from tiers import by_default
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 import recompute
@@ -30,22 +26,22 @@ RULES = {
 class Faults:
     """Counts the points that a step passes, and raises at number ``at``: an error, or an interruption."""
 
-    def __init__(self, at: int = 0):
+    def __init__(self, at=0):
         self.at = at
         self.passed = 0
 
-    def point(self) -> None:
+    def point(self):
         self.passed += 1
         if self.passed == self.at:
             raise (Boom, KeyboardInterrupt)[self.at % 2]
 
 
 @contextmanager
-def in_ops(faults: Faults) -> Iterator[None]:
+def in_ops(faults):
     """At every op below autograd, of forward, of regeneration and of backward."""
 
     class Mode(TorchDispatchMode):
-        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
             faults.point()
             return op(*args, **(kwargs or {}))
 
@@ -54,10 +50,10 @@ def in_ops(faults: Faults) -> Iterator[None]:
 
 
 @contextmanager
-def in_hooks_around(faults: Faults) -> Iterator[None]:
+def in_hooks_around(faults):
     """At everything that saved-tensor hooks around the model pack and unpack."""
 
-    def passed(tensor: Tensor) -> Tensor:
+    def passed(tensor):
         faults.point()
         return tensor
 
@@ -66,13 +62,13 @@ def in_hooks_around(faults: Faults) -> Iterator[None]:
 
 
 @contextmanager
-def in_hooks_on_modules(faults: Faults) -> Iterator[None]:
+def in_hooks_on_modules(faults):
     """At every call of a module, before and after it, and at the gradient of what it returns."""
 
-    def before(module: nn.Module, args: Any) -> None:
+    def before(module, args):
         faults.point()
 
-    def after(module: nn.Module, args: Any, result: Tensor) -> None:
+    def after(module, args, result):
         faults.point()
         result.register_hook(lambda gradient: faults.point())
 
@@ -86,11 +82,11 @@ def in_hooks_on_modules(faults: Faults) -> Iterator[None]:
 
 
 @contextmanager
-def in_generators(faults: Faults) -> Iterator[None]:
+def in_generators(faults):
     """Whenever the state of a random generator has been taken or put back."""
 
-    def passing(original: Callable[..., Any]) -> Callable[..., Any]:
-        def passed(*args: Any) -> Any:
+    def passing(original):
+        def passed(*args):
             result = original(*args)
             faults.point()
             return result
@@ -107,13 +103,13 @@ POINTS = (in_ops, in_hooks_around, in_hooks_on_modules, in_generators)
 
 
 class Layer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm = nn.BatchNorm1d(8)
         self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
         self.calls = 0
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         self.calls += 1
         hidden = F.silu(self.up(self.norm(x)))
         hidden = F.dropout(hidden * torch.rand_like(hidden), 0.3).clone().mul_(2.0)
@@ -123,26 +119,40 @@ class Layer(nn.Module):
 class Trial:
     """One model, and what a step of it gives."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.model = nn.Sequential(Layer(), Layer())
         self.x = tokens()
         self._start = copy.deepcopy(self.model.state_dict())
 
-    def step(self, around: AbstractContextManager[None] | None = None) -> dict[str, Any]:
+    def step(self, around=None):
         self.model.load_state_dict(self._start)
         torch.manual_seed(3)
         with around or nullcontext():
             return self._step()
 
-    def _step(self) -> dict[str, Any]:
+    def _step(self):
         result = self.model(self.x)
         stream, calls = torch.get_rng_state(), [layer.calls for layer in self.model]
         wanted = [self.x, *self.model.parameters()]
+        buffers = [buffer.clone() for buffer in self.model.buffers()]
+        loss, self.retried = result.sum(), None
         try:
-            gradients = torch.autograd.grad(result.sum(), wanted)
+            gradients = torch.autograd.grad(loss, wanted, retain_graph=True)
+        except (Boom, KeyboardInterrupt):
+            self._assert_as_before(stream, calls, buffers)
+            gradients = torch.autograd.grad(loss, wanted)
+            self.retried = self._values(result, gradients)
+            raise
         finally:
-            assert torch.equal(torch.get_rng_state(), stream)
-            assert [layer.calls for layer in self.model] == calls
+            self._assert_as_before(stream, calls, buffers)
+        return self._values(result, gradients)
+
+    def _assert_as_before(self, stream, calls, buffers):
+        assert torch.equal(torch.get_rng_state(), stream)
+        assert [layer.calls for layer in self.model] == calls
+        assert all(map(torch.equal, self.model.buffers(), buffers))
+
+    def _values(self, result, gradients):
         values = [result, *gradients, *self.model.buffers()]
         return {str(index): value.detach().clone() for index, value in enumerate(values)}
 
@@ -153,9 +163,9 @@ class Trial:
     "frames", by_default({"in the first frame": 0, "in the second frame": 1}, "in the second frame")
 )
 @pytest.mark.parametrize("rule", by_default(RULES, "recompute", "checkpoint"))
-def test_an_exception_at_any_point_of_a_step_leaves_nothing_behind_and_the_next_step_is_right(
-    rule: dict[str, Any], frames: int, points: Any, at_all_points: bool
-) -> None:
+def test_an_exception_at_any_point_of_a_step_leaves_nothing_behind_and_a_retry_and_the_next_step_are_right(
+    rule, frames, points, at_all_points
+):
     trial = Trial()
     expected = trial.step()
 
@@ -165,8 +175,7 @@ def test_an_exception_at_any_point_of_a_step_leaves_nothing_behind_and_the_next_
             trial.step()
         trial.step(points(count))
     assert count.passed > 0
-    first_middle_last = sorted({1, (1 + count.passed) // 2, count.passed})
-    for at in range(1, count.passed + 1) if at_all_points else first_middle_last:
+    for at in {*range(1, count.passed + 1, 1 if at_all_points else max(count.passed // 8, 1)), count.passed}:
         with recompute.apply(trial.model, {"rules": [{"match": "*", **rule}]}):
             for _ in range(frames):
                 trial.step()
@@ -177,4 +186,5 @@ def test_an_exception_at_any_point_of_a_step_leaves_nothing_behind_and_the_next_
             assert (local.books, local.active_frames, local.regenerating) == ([], [], 0)
             assert _get_current_dispatch_mode_stack() == []
             assert torch.is_grad_enabled()
+            assert trial.retried is None or assert_same(trial.retried, expected) is None, "a backward that runs again"
             assert_same(trial.step(), expected)

@@ -10,20 +10,20 @@ from hypothesis import strategies as st
 from test_cut import ATTENTION, INTER, ROWS, H, K, Table, Tables, choices, cost, decoder_layer, tables
 
 from recompute.engine.cut.best_cuts import sweep
-from recompute.engine.cut.minimum_cut import Cut, minimum_cut
+from recompute.engine.cut.minimum_cut import minimum_cut
 
 
-def nbytes_of(table: Tables, cut: Cut) -> int:
+def nbytes_of(table, cut):
     values, _ = table
     return sum(values[index].nbytes or 0 for index in cut.kept if not values[index].alive)
 
 
-def seconds_of(table: Tables, cut: Cut) -> float:
+def seconds_of(table, cut):
     _, ops = table
     return sum(ops[index].seconds for index in cut.rerun)
 
 
-def test_of_two_tensors_the_one_that_takes_long_for_its_bytes_is_kept_first() -> None:
+def test_of_two_tensors_the_one_that_takes_long_for_its_bytes_is_kept_first():
     table = Table()
     table.value("x", 100, saved=True)
     table.made("quick", "x", to="large", nbytes=1000, saved=True, flops=4e14)  # a second
@@ -34,7 +34,7 @@ def test_of_two_tensors_the_one_that_takes_long_for_its_bytes_is_kept_first() ->
     assert [seconds_of((table.values, table.ops), cut) for _, cut in points] == [0, 1, 3]
 
 
-def test_what_shares_an_input_is_dropped_together() -> None:
+def test_what_shares_an_input_is_dropped_together():
     table = Table()
     table.value("x", 100, saved=True)
     table.made("first", "x", to="shared", nbytes=10**6, flops=4e14)
@@ -45,7 +45,7 @@ def test_what_shares_an_input_is_dropped_together() -> None:
 
 
 @pytest.mark.parametrize(("more", "count"), [(1, 2), (10**4, 3)])
-def test_a_point_on_a_hair_of_prices_is_none(more: int, count: int) -> None:
+def test_a_point_on_a_hair_of_prices_is_none(more, count):
     table = Table()
     table.value("x", 100, saved=True)
     for name, nbytes in (("one", 10**9), ("other", 10**9 + more)):
@@ -53,20 +53,20 @@ def test_a_point_on_a_hair_of_prices_is_none(more: int, count: int) -> None:
     assert len(sweep(table.values, table.ops)) == count
 
 
-def test_without_a_choice_there_is_one_point() -> None:
+def test_without_a_choice_there_is_one_point():
     table = Table(forbidden={"neg"})
     table.made("neg", table.value("x", 8), to="y", nbytes=8, saved=True)
     assert sweep(table.values, table.ops) == [(0.0, minimum_cut(table.values, table.ops, 0.0))]
 
 
-def test_what_can_neither_be_kept_nor_made_is_an_error() -> None:
+def test_what_can_neither_be_kept_nor_made_is_an_error():
     table = Table(forbidden={"rand"})
     table.made("rand", table.value("x", 8), to="noise", nbytes=None, saved=True)
     with pytest.raises(ValueError, match="neither kept nor regenerated"):
         sweep(table.values, table.ops)
 
 
-def test_the_frontier_of_a_decoder_layer_goes_from_everything_to_its_input() -> None:
+def test_the_frontier_of_a_decoder_layer_goes_from_everything_to_its_input():
     table = decoder_layer(())
     points = sweep(table.values, table.ops)
     held = [nbytes_of((table.values, table.ops), cut) for _, cut in points]
@@ -80,13 +80,13 @@ def test_the_frontier_of_a_decoder_layer_goes_from_everything_to_its_input() -> 
     ]
 
 
-def test_attention_is_what_is_run_again_last() -> None:
+def test_attention_is_what_is_run_again_last():
     table = decoder_layer(())
     reruns = [{table.op_names[index] for index in cut.rerun} for _, cut in sweep(table.values, table.ops)]
     assert [rerun >= ATTENTION for rerun in reruns] == [False] * (len(reruns) - 2) + [True] * 2
 
 
-def exact(table: Tables) -> list[tuple[int, float]]:
+def exact(table):
     """The corners of the lower hull of bytes over seconds of all choices."""
     values, ops = table
     found = {
@@ -96,10 +96,10 @@ def exact(table: Tables) -> list[tuple[int, float]]:
         )
         for rerun, kept in choices(values, ops)
     }
-    least: dict[float, int] = {}
+    least = {}
     for nbytes, seconds in found:
         least[seconds] = min(nbytes, least.get(seconds, nbytes))
-    corners: list[tuple[int, float]] = []
+    corners = []
     for seconds, nbytes in sorted(least.items()):
         if corners and nbytes >= corners[-1][0]:
             continue
@@ -109,7 +109,7 @@ def exact(table: Tables) -> list[tuple[int, float]]:
     return corners
 
 
-def slope(left: tuple[int, float], right: tuple[int, float]) -> float:
+def slope(left, right):
     return (left[0] - right[0]) / (right[1] - left[1])
 
 

@@ -26,43 +26,30 @@ class Turn:
     step = 0
 
 
-def write(target: Tensor, values: Tensor) -> None:
+def write(target, values):
     """As a kernel does: no version tells."""
     assert values.is_contiguous()
     ctypes.memmove(target.data_ptr(), values.data_ptr(), target.nbytes)
 
 
-def write_at(step: int) -> Callable[[Any, Tensor], None]:
+def write_at(step):
     return lambda ctx, x: write(x, x * 2) if Turn.step == step else None
 
 
-def by_an_op_at_the_end(ctx: Any, x: Tensor) -> None:
-    if Turn.step == STEPS - 1:
-        x.mul_(2)
-
-
-def hold(ctx: Any, x: Tensor) -> None:
-    ctx.held = [x.view(-1)]
-
-
-def nothing(ctx: Any, x: Tensor) -> None:
+def nothing(ctx, x):
     pass
 
 
-def save(ctx: Any, x: Tensor) -> None:
+def save(ctx, x):
     ctx.save_for_backward(x.t())
 
 
-def overwrite_what_was_saved(ctx: Any) -> None:
+def overwrite_what_was_saved(ctx):
     for tensor in (*ctx.saved_tensors, *getattr(ctx, "held", ())):
         write(tensor.t() if tensor.t().is_contiguous() else tensor, torch.rand(tensor.numel()))
 
 
-def overwrite_at(step: int) -> Callable[[Any], None]:
-    return lambda ctx: overwrite_what_was_saved(ctx) if Turn.step == step else None
-
-
-def read_what_was_saved(ctx: Any) -> None:
+def read_what_was_saved(ctx):
     assert all(tensor.isfinite().all() for tensor in ctx.saved_tensors)
 
 
@@ -75,26 +62,30 @@ ACTS: dict[str, tuple[Act, Callable[[Any], Any], bool]] = {
     "writes unseen": (lambda ctx, x: write(x, x * 2), read_what_was_saved, False),
     "moves what is there": (lambda ctx, x: write(x, x.flip(0).contiguous()), read_what_was_saved, False),
     "writes in its second run": (write_at(1), read_what_was_saved, False),
-    "writes in its last run, by an op": (by_an_op_at_the_end, read_what_was_saved, False),
+    "writes in its last run, by an op": (
+        lambda ctx, x: x.mul_(2) if Turn.step == STEPS - 1 else None, read_what_was_saved, False,
+    ),
     "saves": (save, read_what_was_saved, True),
     "saves, and writes there": (save, overwrite_what_was_saved, False),
-    "saves, and writes there in its second run": (save, overwrite_at(1), False),
-    "holds": (hold, overwrite_what_was_saved, False),
-}
+    "saves, and writes there in its second run": (
+        save, lambda ctx: overwrite_what_was_saved(ctx) if Turn.step == 1 else None, False,
+    ),
+    "holds": (lambda ctx, x: setattr(ctx, "held", [x.view(-1)]), overwrite_what_was_saved, False),
+}  # fmt: skip
 
 
-def function_that(act: Act, act_in_backward: Callable[[Any], Any] = read_what_was_saved) -> Any:
+def function_that(act, act_in_backward=read_what_was_saved):
     class Acts(Function):
         given: Any
 
         @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
+        def forward(ctx, x):
             act(ctx, x)
             Acts.given = weak(x)
             return x.cumsum(0)
 
         @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        def backward(ctx, gradient):
             saved = sum(tensor.sum() for tensor in ctx.saved_tensors)
             act_in_backward(ctx)
             return gradient * (2 + saved)
@@ -112,7 +103,7 @@ def test_what_a_function_leaves_as_it_is_comes_back(
     """What comes before the Function and what comes after it read the same tensor."""
     function = function_that(act, act_in_backward)
 
-    def forward(self: nn.Module, x: Tensor) -> Tensor:
+    def forward(self, x):
         h = self.lin(x).sigmoid() * 3
         before = h.tanh()
         return function.apply(h) * h.sin() + before
@@ -127,7 +118,7 @@ def test_what_a_function_leaves_as_it_is_comes_back(
     del y
 
 
-def test_a_sum_of_bytes_tells_any_word_and_any_order() -> None:
+def test_a_sum_of_bytes_tells_any_word_and_any_order():
     memory = torch.randint(0, 256, (8 * (1 << 18) + 8 * 5 + 3,), dtype=torch.uint8)
     known = {checksum(memory)}
     for position in (0, 9, 8 * (1 << 18) + 1, -1):
@@ -139,8 +130,8 @@ def test_a_sum_of_bytes_tells_any_word_and_any_order() -> None:
     assert len(known) == 7
 
 
-def test_what_was_learned_in_the_first_runs_is_not_compared_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    sums: list[Tensor] = []
+def test_what_was_learned_in_the_first_runs_is_not_compared_again(monkeypatch):
+    sums = []
     real = checksum
     monkeypatch.setattr(
         "recompute.engine.tape.function_writes.checksum", lambda memory: (sums.append(memory), real(memory))[1]

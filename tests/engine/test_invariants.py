@@ -12,20 +12,16 @@
 11. What forward read: test_surrounding_state.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import pytest
 import torch
 from engine_testing import (
     HIDDEN,
     POLICIES,
+    ROW_NBYTES,
     TOKENS,
     Holder,
     Projections,
@@ -37,53 +33,39 @@ from engine_testing import (
     every_policy,
     every_policy_of_a_stack,
     holding,
+    in_threads,
     loss_of,
+    module_of,
     no_garbage_collection,
     policed,
     policy,
     tokens,
+    watched,
     weak,
 )
 from tiers import by_default, slow
 from tiny import counted_ops
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import recompute
 from recompute.counters import memory_trace
 from recompute.errors import MutationError
 
-FLOAT_NBYTES = 4
-ROW_NBYTES = TOKENS * HIDDEN * FLOAT_NBYTES
-
-
-# 1. Exact
-
 
 @every_policy_of_a_stack
-@pytest.mark.parametrize("precision", ["float32", "bfloat16", "autocast"])
-def test_1_outputs_and_all_gradients_are_those_of_the_plain_model_bit_for_bit(
-    rules: dict[str, Any], precision: str
-) -> None:
-    model, x = Stack(), tokens()
-    around: Callable[[], AbstractContextManager[Any]] = nullcontext
-    if precision == "bfloat16":
-        model, x = model.bfloat16(), tokens(dtype=torch.bfloat16)
-    elif precision == "autocast":
-        around = functools.partial(torch.autocast, "cpu", dtype=torch.bfloat16)
-    stats = assert_as_plain(model, rules, x, around=around)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_1_outputs_and_all_gradients_are_those_of_the_plain_model_bit_for_bit(rules, dtype):
+    stats = assert_as_plain(Stack().to(dtype), rules, tokens(dtype=dtype))
     assert stats.dropped_tensors > 0
     assert stats.regenerations > 0
 
 
-# 2. Never written
-
-
 @every_policy
-def test_2_backward_writes_into_no_tensor_that_it_did_not_make(rules: dict[str, Any]) -> None:
+def test_2_backward_writes_into_no_tensor_that_it_did_not_make(rules):
     model, x = Stack(), tokens()
     recompute.apply(model, rules)
-    hidden: list[Tensor] = []
+    hidden = []
     for module in model.modules():
         module.register_forward_hook(lambda module, args, result: hidden.extend([*args, result]))
     loss = loss_of(model(x))
@@ -96,40 +78,32 @@ def test_2_backward_writes_into_no_tensor_that_it_did_not_make(rules: dict[str, 
     assert [bits(grad) for grad in second] == [bits(grad) for grad in first]
 
 
-# 3. A storage is known by its StorageImpl, held weakly
+def test_3_a_storage_at_the_address_of_a_dead_one_does_not_get_its_recipe():
+    addresses, reused = set(), []
 
+    def forward(self, x):
+        total = x.new_zeros(())
+        for index in range(40):
+            addresses.add(self.norm(x).data_ptr())
+            fresh = x * (index + 2.0)
+            reused.append(fresh.data_ptr() in addresses)
+            total = total + self.linear(fresh).sum()
+        return total
 
-def test_3_a_storage_at_the_address_of_a_dead_one_does_not_get_its_recipe() -> None:
-    class Recycler(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.linear = RMSNorm(), nn.Linear(HIDDEN, HIDDEN)
-            self.norm.requires_grad_(False)
-            self.addresses: set[int] = set()
-            self.reused = 0
-
-        def forward(self, x: Tensor) -> Tensor:
-            total = x.new_zeros(())
-            for index in range(40):
-                self.addresses.add(self.norm(x).data_ptr())
-                fresh = x * (index + 2.0)
-                self.reused += fresh.data_ptr() in self.addresses
-                total = total + self.linear(fresh).sum()
-            return total
-
-    model, x = Recycler(), tokens(grad=False)
-    expected = torch.autograd.grad(model(x), model.linear.weight)
+    norm, linear = RMSNorm().requires_grad_(False), nn.Linear(HIDDEN, HIDDEN)
+    model, x = module_of(forward, norm=norm, linear=linear), tokens(grad=False)
+    expected = torch.autograd.grad(model(x), linear.weight)
     recompute.apply(model, policy(("norm", "recompute")))
-    model.reused = 0
-    found = torch.autograd.grad(model(x), model.linear.weight)
-    assert model.reused > 0, "this test tests nothing if no address is used twice"
+    reused.clear()
+    found = torch.autograd.grad(model(x), linear.weight)
+    assert any(reused), "this test tests nothing if no address is used twice"
     assert bits(found[0]) == bits(expected[0])
 
 
-def test_3_knowing_a_storage_keeps_it_not_alive() -> None:
-    alive: list[bool] = []
+def test_3_knowing_a_storage_keeps_it_not_alive():
+    alive = []
 
-    def forward(self: Any, x: Tensor) -> Tensor:
+    def forward(self, x):
         y = self.norm(x)
         reference = weak(y)
         del y
@@ -142,10 +116,7 @@ def test_3_knowing_a_storage_keeps_it_not_alive() -> None:
     assert alive == [False]
 
 
-# 5. Versions are checked
-
-
-def test_5_an_input_mutated_after_the_region_is_refused_by_its_name() -> None:
+def test_5_an_input_mutated_after_the_region_is_refused_by_its_name():
     model, x = policed(holding(lambda self, x: x.exp().sin())), tokens()
     given = x * 1.0
     result = model(given)
@@ -156,17 +127,16 @@ def test_5_an_input_mutated_after_the_region_is_refused_by_its_name() -> None:
 
 
 @pytest.mark.parametrize("updated", ["weight", "bias"])
-def test_5_a_parameter_updated_before_backward_is_refused_by_its_name(updated: str) -> None:
+def test_5_a_parameter_updated_before_backward_is_refused_by_its_name(updated):
     model = policed(holding(lambda self, x: self.linear(x).sin(), linear=nn.Linear(HIDDEN, HIDDEN)))
-    loss = loss_of(model(tokens()))
-    optimizer = torch.optim.SGD([getattr(model.inside.linear, updated)], lr=0.1)
-    getattr(model.inside.linear, updated).grad = torch.ones_like(getattr(model.inside.linear, updated))
-    optimizer.step()
+    loss, parameter = loss_of(model(tokens())), getattr(model.inside.linear, updated)
+    parameter.grad = torch.ones_like(parameter)
+    torch.optim.SGD([parameter], lr=0.1).step()
     with pytest.raises(MutationError, match=rf"inside \(Body\).*linear\.{updated}.*modified in place"):
         loss.backward()
 
 
-def test_5_a_parameter_that_autograd_saved_outside_of_regions_is_checked_too() -> None:
+def test_5_a_parameter_that_autograd_saved_outside_of_regions_is_checked_too():
     model = Projections()
     recompute.apply(model, policy(("norm", "recompute")))
     loss = loss_of(model(tokens()))
@@ -176,14 +146,11 @@ def test_5_a_parameter_that_autograd_saved_outside_of_regions_is_checked_too() -
         loss.backward()
 
 
-# 6. Random state: in test_bodies.py and test_rng.py
-
-
 # 7. What lives anyway is neither copied nor counted
 
 
-def test_7_dropped_bytes_are_those_of_the_intermediates_and_nothing_else() -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
+def test_7_dropped_bytes_are_those_of_the_intermediates_and_nothing_else():
+    def forward(self, x):
         return ((x * self.scale).exp() * self.table).sin()  # saves x, scale; exp; table; the product
 
     model = holding(forward, scale=nn.Parameter(torch.rand(HIDDEN)))
@@ -196,10 +163,10 @@ def test_7_dropped_bytes_are_those_of_the_intermediates_and_nothing_else() -> No
     assert stats.kept_nbytes == 0
 
 
-def test_7_a_norm_saved_by_three_linears_is_not_held_after_forward() -> None:
+def test_7_a_norm_saved_by_three_linears_is_not_held_after_forward():
     model, x = Projections(), tokens()
 
-    def held(model: nn.Module) -> int:
+    def held(model):
         with memory_trace(torch.device("cpu")) as trace:
             result = model(x)
             trace.mark("after forward")
@@ -207,25 +174,20 @@ def test_7_a_norm_saved_by_three_linears_is_not_held_after_forward() -> None:
         return trace.held_nbytes["after forward"]
 
     plain = held(model)
-    rows = TOKENS * FLOAT_NBYTES
+    rows = TOKENS * 4
     # wide (x itself), rsqrt's result a row, what the weight is multiplied with; and the norm's output; then the sum
     assert plain == ROW_NBYTES + ROW_NBYTES + rows + ROW_NBYTES
     recompute.apply(model, policy(("norm", "recompute")))
     assert held(model) == ROW_NBYTES, "the result alone: the region's input lives anyway"
 
 
-# 8. Memory is released by reference count
-
-
 @every_policy_of_a_stack
 @pytest.mark.parametrize("backwards", [0, *slow(1), 2])
 @pytest.mark.parametrize("retain_last", [False, True])
-def test_8_the_graph_dies_without_garbage_collection(rules: dict[str, Any], backwards: int, retain_last: bool) -> None:
+def test_8_the_graph_dies_without_garbage_collection(rules, backwards, retain_last):
     model, x = Stack(), tokens()
     recompute.apply(model, rules)
-    activations: list[Any] = []
-    for module in model.modules():
-        module.register_forward_hook(lambda module, args, result: activations.append(weak(result)))
+    activations = watched(model)
     with no_garbage_collection() as engine_objects:
         for step in range(2):
             loss = loss_of(model(x))
@@ -238,20 +200,15 @@ def test_8_the_graph_dies_without_garbage_collection(rules: dict[str, Any], back
             assert left == 0 or step == 0, "nothing of the step is left to the garbage collector"
 
 
-# 9. Regions compose
-
-
 @every_policy
-def test_9_the_users_own_saved_tensor_hooks_hold_all_that_is_held(rules: dict[str, Any]) -> None:
-    def hooks() -> AbstractContextManager[Any]:
+def test_9_the_users_own_saved_tensor_hooks_hold_all_that_is_held(rules):
+    def hooks():
         return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.clone(), lambda tensor: tensor)
 
     model, x = Stack(p=0.0), tokens()
     assert_as_plain(model, rules, x, around=hooks)
     recompute.apply(model, rules)
-    activations: list[Any] = []
-    for module in model.modules():
-        module.register_forward_hook(lambda module, args, result: activations.append(weak(result)))
+    activations = watched(model)
     with hooks():
         result = model(x)
     assert [reference.expired() for reference in activations].count(False) == 2, "the head's result, the model's"
@@ -259,46 +216,42 @@ def test_9_the_users_own_saved_tensor_hooks_hold_all_that_is_held(rules: dict[st
 
 
 @pytest.mark.parametrize("rules", by_default(POLICIES, "both"))
-def test_9_several_threads_train_one_model_at_once(rules: dict[str, Any]) -> None:
+def test_9_several_threads_train_one_model_at_once(rules):
     model, x = Stack(count=2, p=0.0), tokens(grad=False)
     wanted = list(model.parameters())
     expected = [bits(grad) for grad in torch.autograd.grad(loss_of(model(x)), wanted)]
     recompute.apply(model, rules)
-    found: list[list[Any]] = []
+    found = []
 
-    def train() -> None:
+    def train():
         for _ in range(3):
             found.append([bits(grad) for grad in torch.autograd.grad(loss_of(model(x)), wanted)])
 
-    threads = [threading.Thread(target=train) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*[train] * 3)
     assert found == [expected] * 9
 
 
-def test_9_scopes_of_threads_that_overlap_do_not_see_each_other() -> None:
+def test_9_scopes_of_threads_that_overlap_do_not_see_each_other():
     """One thread is in the middle of a region when another opens its scope, and leaves before that one goes on."""
     first_is_inside, second_is_in, first_is_out = (threading.Event() for _ in range(3))
 
     class Waiting(RMSNorm):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             if threading.current_thread() is first and not first_is_out.is_set():
                 first_is_inside.set()
                 assert second_is_in.wait(100)
             return super().forward(x)
 
-    def wait_for_first(module: nn.Module, args: Any) -> None:
+    def wait_for_first(module, args):
         if threading.current_thread() is second:
             second_is_in.set()
             assert first_is_out.wait(100)
 
-    def run_first() -> None:
+    def run_first():
         model(x)
         first_is_out.set()
 
-    def run_second() -> None:
+    def run_second():
         assert first_is_inside.wait(100)
         results.append(model(x))
 
@@ -306,24 +259,21 @@ def test_9_scopes_of_threads_that_overlap_do_not_see_each_other() -> None:
     model.norm = Waiting()
     model.norm.register_forward_pre_hook(wait_for_first)
     handle = recompute.apply(model, policy(("norm", "recompute")))
-    results: list[Tensor] = []
+    results = []
     first, second = threading.Thread(target=run_first), threading.Thread(target=run_second)
     for thread in (first, second):
         thread.start()
     for thread in (first, second):
         thread.join()
     results[0].sum().backward()
-    assert handle.stats().dropped_nbytes == 2 * (2 * ROW_NBYTES + TOKENS * FLOAT_NBYTES)
-
-
-# 10. The cost is bounded
+    assert handle.stats().dropped_nbytes == 2 * (2 * ROW_NBYTES + TOKENS * 4)
 
 
 @every_policy
-def test_10_forward_runs_no_op_that_it_would_not_run_without_the_policy(rules: dict[str, Any]) -> None:
+def test_10_forward_runs_no_op_that_it_would_not_run_without_the_policy(rules):
     model, x = Stack(), tokens()
 
-    def forward() -> dict[str, int]:
+    def forward():
         with counted_ops() as counts:
             model(x)
         return {name: count for name, count in counts.items() if name not in ("aten.detach", "aten.alias")}
@@ -333,17 +283,15 @@ def test_10_forward_runs_no_op_that_it_would_not_run_without_the_policy(rules: d
     assert forward() == expected
 
 
-def test_10_a_region_costs_a_bounded_number_of_calls_and_a_saved_tensor_a_few() -> None:
-    def chain(length: int) -> Callable[..., Tensor]:
-        def forward(self: Any, x: Tensor) -> Tensor:
-            for _ in range(length):
-                x = x.exp()
-            return x
+def chain(self, x):
+    for _ in range(self.length):
+        x = x.sin()
+    return x
 
-        return forward
 
-    def extra(length: int) -> int:
-        model, x = holding(chain(length)), tokens()
+def test_10_a_region_costs_a_bounded_number_of_calls_and_a_saved_tensor_a_few():
+    def extra(length):
+        model, x = holding(chain, length=length), tokens()
         model(x)
         plain = calls(lambda: model(x))
         policed(model)
@@ -356,13 +304,8 @@ def test_10_a_region_costs_a_bounded_number_of_calls_and_a_saved_tensor_a_few() 
 
 
 @pytest.mark.parametrize("is_step", [False, True], ids=["forward", "step"])
-def test_10_a_saved_tensor_costs_no_more_calls_than_under_torchs_checkpoint(is_step: bool) -> None:
-    def chain(self: Any, x: Tensor) -> Tensor:
-        for _ in range(self.length):
-            x = x.sin()
-        return x
-
-    def of_a_tensor(attach: Callable[[nn.Module], Callable[..., Tensor]]) -> float:
+def test_10_a_saved_tensor_costs_no_more_calls_than_under_torchs_checkpoint(is_step):
+    def of_a_tensor(attach):
         counts = []
         for length in (10, 110):
             run, x = attach(holding(chain, length=length)), tokens()
@@ -371,19 +314,13 @@ def test_10_a_saved_tensor_costs_no_more_calls_than_under_torchs_checkpoint(is_s
             counts.append(calls(function))
         return (counts[1] - counts[0]) / 100
 
-    def under_policy(model: nn.Module) -> nn.Module:
-        policed(model)
-        return model
-
-    def under_torchs(model: nn.Module) -> Callable[..., Tensor]:
-        return lambda x: checkpoint(model, x, use_reentrant=False)
-
-    ours, torchs = of_a_tensor(under_policy), of_a_tensor(under_torchs)
+    torchs = of_a_tensor(lambda model: functools.partial(checkpoint, model, use_reentrant=False))
+    ours = of_a_tensor(policed)
     assert ours <= torchs + 1  # torch 2.11's checkpoint makes one fewer than later ones
 
 
-def test_10_a_module_inside_of_a_checkpoint_costs_a_bounded_number_of_calls() -> None:
-    def of_a_step(count: int) -> int:
+def test_10_a_module_inside_of_a_checkpoint_costs_a_bounded_number_of_calls():
+    def of_a_step(count):
         model, x = Holder(nn.Sequential(*(nn.Identity() for _ in range(count)), nn.Tanh())), tokens()
         plain = calls(lambda: model(x).sum().backward())
         policed(model)
@@ -395,7 +332,7 @@ def test_10_a_module_inside_of_a_checkpoint_costs_a_bounded_number_of_calls() ->
 
 
 @pytest.mark.parametrize("rules", by_default(POLICIES, "both"))
-def test_10_a_region_that_is_never_captured_costs_what_its_second_run_did_in_the_end(rules: dict[str, Any]) -> None:
+def test_10_a_region_that_is_never_captured_costs_what_its_second_run_did_in_the_end(rules):
     model, x = Stack(count=1), tokens()
     recompute.apply(model, rules)
     model(x)

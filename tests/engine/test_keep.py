@@ -1,9 +1,5 @@
 """What is kept because a rule or the user says so: modules, tensors, and tensors by a name."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 from engine_testing import (
     INSIDE,
@@ -13,19 +9,19 @@ from engine_testing import (
     assert_step_as_without,
     governing,
     holding,
+    module_of,
     policy,
     tokens,
     weak,
 )
-from torch import Tensor, nn
 
 import recompute
 
 
-def test_a_kept_tensor_stays_alive_in_checkpoint_and_among_dropped_outputs() -> None:
-    references: list[Any] = []
+def test_a_kept_tensor_stays_alive_in_checkpoint_and_among_dropped_outputs():
+    references = []
 
-    def forward(self: Any, x: Tensor) -> Tensor:
+    def forward(self, x):
         y = recompute.keep(self.norm(x))
         references.append(weak(y))
         return y.sin()
@@ -39,16 +35,15 @@ def test_a_kept_tensor_stays_alive_in_checkpoint_and_among_dropped_outputs() -> 
         result.sum().backward()
 
 
-def test_a_kept_module_inside_a_checkpointed_one_keeps_what_it_saves() -> None:
-    references: list[Any] = []
+def test_a_kept_module_inside_a_checkpointed_one_keeps_what_it_saves():
+    references = []
 
-    class Kept(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            hidden = x.exp()
-            references.append(weak(hidden))
-            return hidden.sin()
+    def forward(self, x):
+        hidden = x.exp()
+        references.append(weak(hidden))
+        return hidden.sin()
 
-    model = holding(lambda self, x: self.kept(x.cos()).tan(), kept=Kept())
+    model = holding(lambda self, x: self.kept(x.cos()).tan(), kept=module_of(forward))
     recompute.apply(model, policy(("inside.kept", "keep"), ("inside", "checkpoint")))
     result = model(tokens())
     assert not references[0].expired()
@@ -56,7 +51,7 @@ def test_a_kept_module_inside_a_checkpointed_one_keeps_what_it_saves() -> None:
     assert_as_plain(model, {"rules": "none"}, tokens())
 
 
-def test_keep_returns_the_tensor_itself_outside_of_regions_and_takes_nothing_else() -> None:
+def test_keep_returns_the_tensor_itself_outside_of_regions_and_takes_nothing_else():
     x = tokens()
     assert recompute.keep(x) is x
     with pytest.raises(TypeError, match="takes a tensor, got list"):
@@ -64,17 +59,17 @@ def test_keep_returns_the_tensor_itself_outside_of_regions_and_takes_nothing_els
 
 
 @pytest.mark.parametrize("name", ["a name", "gemm", 3])
-def test_keep_refuses_what_no_rule_can_list_as_a_name(name: Any) -> None:
+def test_keep_refuses_what_no_rule_can_list_as_a_name(name):
     with pytest.raises(ValueError, match=f"a name that a rule's keep can list, .* got {name!r}"):
         recompute.keep(tokens(), name)
 
 
 @pytest.mark.parametrize("listed", [False, True])
 @pytest.mark.parametrize("setting", [SETTINGS["checkpoint"], SETTINGS["recompute"]])
-def test_a_name_is_kept_where_the_rule_lists_it(setting: dict[str, Any], listed: bool) -> None:
-    named: list[Any] = []
+def test_a_name_is_kept_where_the_rule_lists_it(setting, listed):
+    named = []
 
-    def forward(self: Any, x: Tensor) -> Tensor:
+    def forward(self, x):
         logits = recompute.keep(self.norm(x).cos(), "router_logits")
         named.append(weak(logits))
         return (logits.sin() * x).sin()

@@ -41,8 +41,8 @@ OPS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 @pytest.mark.parametrize("op", OPS.values(), ids=list(OPS))
 @pytest.mark.parametrize("other", [lambda x: x, lambda x: x.mT.contiguous().mT], ids=["dense", "transposed"])
-def test_what_an_op_returned_before_is_returned_as_torch_makes_it(op: Any, other: Any) -> None:
-    def told(mode: Any) -> list[Any]:
+def test_what_an_op_returned_before_is_returned_as_torch_makes_it(op, other):
+    def told(mode):
         with mode:
             x, y = (other(torch.empty(2, 3, 4)) for _ in range(2))
             op(x, y)  # its layouts are remembered
@@ -53,32 +53,32 @@ def test_what_an_op_returned_before_is_returned_as_torch_makes_it(op: Any, other
     assert told(FakeMode()) == told(FakeTensorMode())
 
 
-def _told(tensor: Tensor, given: list[int]) -> tuple[Any, ...]:
+def _told(tensor, given):
     storage = tensor.untyped_storage()
     layout = tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device, storage.nbytes()
     shares = [storage._cdata == each for each in given]
     return *layout, shares, type(tensor), tensor.is_conj(), tensor._is_view(), tensor.requires_grad
 
 
-def places(tensor: Tensor) -> set[int]:
+def places(tensor):
     count = tensor.untyped_storage().nbytes() // tensor.element_size()
     return {*torch.arange(count).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).flatten().tolist()}
 
 
-def is_known_to_be_apart(one: Tensor, other: Tensor) -> bool:
+def is_known_to_be_apart(one, other):
     return are_apart(Layout.of(one), Layout.of(other))
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
-def test_slices_along_any_dimension_are_apart(dim: int, order: tuple[int, ...]) -> None:
+def test_slices_along_any_dimension_are_apart(dim, order):
     parts = torch.zeros(4, 6, 5).permute(order).split([1, 2, 1], dim) if order[dim] == 0 else None
     parts = parts or torch.zeros(4, 6, 5).permute(order).chunk(3, dim)
     for number, part in enumerate(parts):
         assert [is_known_to_be_apart(part, other) for other in parts] == [each != number for each in range(len(parts))]
 
 
-def test_tensors_that_are_said_to_be_apart_have_no_element_in_common() -> None:
+def test_tensors_that_are_said_to_be_apart_have_no_element_in_common():
     generator = random.Random(0)
     for _ in range(1000):
         strides = [generator.randint(0, 6) for _ in range(2)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ now = 0
 """The step that runs."""
 
 
-def fresh() -> torch.Generator:
+def fresh():
     return torch.Generator().manual_seed(int(torch.randint(1000, ())))
 
 
@@ -44,7 +44,7 @@ DRAWS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-def library_op(name: str, function: Callable[[Tensor], Any], result: str = "Tensor", **options: Any) -> Any:
+def library_op(name, function, result="Tensor", **options):
     op = torch.library.custom_op(
         f"library_ops_test::{name}", function, mutates_args=(), schema=f"(Tensor x) -> {result}", **options
     )
@@ -57,11 +57,11 @@ def library_op(name: str, function: Callable[[Tensor], Any], result: str = "Tens
     return op
 
 
-def drawing(draw: Callable[[Tensor], Any]) -> Callable[[Tensor], Tensor]:
+def drawing(draw):
     return lambda x: x * draw(x)
 
 
-def noting(name: str, gives: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+def noting(name, gives):
     return lambda x: (RUNS.append(name), gives(x))[1]
 
 
@@ -84,16 +84,16 @@ EFFECTS = {
 
 
 @pytest.fixture(autouse=True)
-def registered() -> Iterator[None]:
+def registered():
     handle = _register_effectful_op(torch.ops.library_ops_test.registered.default, _EffectType.ORDERED)
     yield
     handle.destroy()
 
 
-def steps(model: Callable[..., Any]) -> list[Any]:
+def steps(model):
     """Training steps, each of two forwards in front of their backwards: gradients, streams, and what ran."""
     global now
-    found: list[Any] = []
+    found = []
     for now in range(STEPS):
         torch.manual_seed(now)
         random.seed(now)
@@ -112,19 +112,19 @@ def steps(model: Callable[..., Any]) -> list[Any]:
 
 @both_actions
 @pytest.mark.parametrize("name", one_in(2, list(NOISE)))
-def test_what_an_op_draws_it_draws_again(name: str, action: str) -> None:
+def test_what_an_op_draws_it_draws_again(name, action):
     model = holding(lambda self, x: (NOISE[name](x.sigmoid()).exp() * x).tanh())
     expected = steps(model)
     assert steps(policed(model, action)) == expected
 
 
-def by_its_kind(self: Any, x: Tensor) -> Tensor:
+def by_its_kind(self, x):
     h = x.sigmoid()
     result = EFFECTS[self.kind](h if self.kind == "registered" else h.detach())
     return ((result if isinstance(result, Tensor) else h).exp() * x).tanh()
 
 
-def late(self: Any, x: Tensor) -> Tensor:
+def late(self, x):
     self.runs += 1
     return by_its_kind(self, x) if self.runs % 5 == 4 else (x.sigmoid().exp() * x).tanh()
 
@@ -136,13 +136,13 @@ HAPPENING += [("gives nothing", by_its_kind, "checkpoint")]
 
 
 @pytest.mark.parametrize(("kind", "forward", "action"), HAPPENING)
-def test_an_effect_happens_once(kind: str, forward: Callable[..., Tensor], action: str) -> None:
+def test_an_effect_happens_once(kind, forward, action):
     model = holding(forward, kind=kind, runs=0)
     under = policed(copy.deepcopy(model), action)
     assert steps(under) == steps(model)
 
 
-def test_a_checkpoint_around_an_effect_drops_what_is_around_it() -> None:
+def test_a_checkpoint_around_an_effect_drops_what_is_around_it():
     model = holding(lambda self, x: EFFECTS["registered"](x.sigmoid().exp().sin()).exp().sin())
     with recompute.apply(model, {"rules": [{"match": "inside", "action": "checkpoint"}]}) as handle:
         x = tokens()
@@ -152,8 +152,8 @@ def test_a_checkpoint_around_an_effect_drops_what_is_around_it() -> None:
         assert handle.stats().regenerations > 0
 
 
-def test_a_function_under_a_checkpoint_runs_an_effect_once() -> None:
-    def function(x: Tensor) -> Tensor:
+def test_a_function_under_a_checkpoint_runs_an_effect_once():
+    def function(x):
         return (EFFECTS["registered"](x.sigmoid()).exp() * x).tanh()
 
     expected = steps(function)
@@ -161,11 +161,11 @@ def test_a_function_under_a_checkpoint_runs_an_effect_once() -> None:
 
 
 class Layer(nn.Module):
-    def __init__(self, op: str):
+    def __init__(self, op):
         super().__init__()
         self.up, self.op = nn.Linear(8, 8), op
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         h = self.up(x).sigmoid()
         return (COMPILED[self.op](h).exp() * h).tanh()
 
@@ -175,7 +175,7 @@ COMPILED = {"a draw": NOISE["torch"], "an effect": EFFECTS["registered"]}
 
 @pytest.mark.parametrize("action", ["recompute", *slow("checkpoint")])
 @pytest.mark.parametrize("op", COMPILED)
-def test_in_compiled_code_no_op_of_a_library_runs_again(op: str, action: str) -> None:
+def test_in_compiled_code_no_op_of_a_library_runs_again(op, action):
     """Nobody sees there what it draws."""
     model = nn.Sequential(Layer(op), Layer(op))
     under = copy.deepcopy(model)

@@ -1,12 +1,9 @@
 """Precision in which values come back, and memory: what is held, when it dies, and what costs nothing."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import weakref
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -27,6 +24,7 @@ from engine_testing import (
     every_policy_of_a_stack,
     every_rule,
     every_setting,
+    function_of,
     governing,
     holding,
     loss_of,
@@ -38,7 +36,6 @@ from engine_testing import (
 )
 from tiers import by_default
 from tiny import counted_ops
-from torch import Tensor, nn
 from torch.nn import functional as F
 
 import recompute
@@ -48,7 +45,7 @@ from recompute.errors import PolicyWarning
 # Peak
 
 
-def _memory(count: int, rules: dict[str, Any] | None, *, retains_graph: bool = False) -> tuple[int, int]:
+def _memory(count, rules, *, retains_graph=False):
     """Bytes held after forward of a stack of ``count`` layers, and at the peak of forward and backward."""
     model, x = Stack(count=count, p=0.0), tokens(32, HIDDEN)
     if rules is not None:
@@ -63,7 +60,7 @@ def _memory(count: int, rules: dict[str, Any] | None, *, retains_graph: bool = F
 
 
 @every_policy_of_a_stack
-def test_a_step_holds_less_and_peaks_lower_than_without_the_policy(rules: dict[str, Any]) -> None:
+def test_a_step_holds_less_and_peaks_lower_than_without_the_policy(rules):
     plain_held, plain_peak = _memory(6, None)
     held, peak = _memory(6, rules)
     assert held < plain_held
@@ -71,13 +68,13 @@ def test_a_step_holds_less_and_peaks_lower_than_without_the_policy(rules: dict[s
 
 
 @every_rule
-def test_what_is_regenerated_for_one_layer_is_gone_before_the_next(rules: dict[str, Any]) -> None:
+def test_what_is_regenerated_for_one_layer_is_gone_before_the_next(rules):
     few_held, few_peak = _memory(4, rules, retains_graph=True)
     many_held, many_peak = _memory(9, rules, retains_graph=True)
     assert many_peak - few_peak <= many_held - few_held
 
 
-def test_at_no_price_a_tape_without_a_plan_holds_only_what_autograd_saves() -> None:
+def test_at_no_price_a_tape_without_a_plan_holds_only_what_autograd_saves():
     """If running again had a price, it would hold what each op gives, to choose from."""
     peaks = {}
     for price in (0, 1):
@@ -90,16 +87,13 @@ def test_at_no_price_a_tape_without_a_plan_holds_only_what_autograd_saves() -> N
     assert peaks[0] < 0.95 * peaks[1]
 
 
-# Death of the graph
-
-
 @every_rule
-def test_a_graph_of_gradients_dies_without_garbage_collection(rules: dict[str, Any]) -> None:
+def test_a_graph_of_gradients_dies_without_garbage_collection(rules):
     model, x = Stack(count=1, p=0.0), tokens()
     model.layers[0].attention = model.layers[0].attention.q  # the CPU's fused attention has no second derivative
     recompute.apply(model, rules)
 
-    def run() -> Any:
+    def run():
         (first,) = torch.autograd.grad(loss_of(model(x)), x, create_graph=True)
         torch.autograd.grad(first.pow(2).sum(), x)
         return weak(first)
@@ -111,7 +105,7 @@ def test_a_graph_of_gradients_dies_without_garbage_collection(rules: dict[str, A
 
 
 @every_rule
-def test_a_retained_backward_leaves_no_more_held_than_before_it(rules: dict[str, Any]) -> None:
+def test_a_retained_backward_leaves_no_more_held_than_before_it(rules):
     model, x = Stack(count=2, p=0.0), tokens()
     recompute.apply(model, rules)
     loss_of(model(x)).backward()
@@ -128,12 +122,9 @@ def test_a_retained_backward_leaves_no_more_held_than_before_it(rules: dict[str,
     assert held["gone"] == 0
 
 
-# Many steps
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("rules", by_default({name: governing(each) for name, each in SETTINGS.items()}, "recompute"))
-def test_memory_does_not_grow_over_100_steps(rules: dict[str, Any]) -> None:
+def test_memory_does_not_grow_over_100_steps(rules):
     model = Stack(count=1)
     recompute.apply(model, rules)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -152,7 +143,7 @@ def test_memory_does_not_grow_over_100_steps(rules: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("rules", by_default({**RULES_OF_SETTINGS, "both": BOTH}, "both"))
-def test_objects_do_not_grow_over_100_steps(rules: dict[str, Any]) -> None:
+def test_objects_do_not_grow_over_100_steps(rules):
     model, x = Stack(count=1), tokens()
     handle = recompute.apply(model, rules)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -169,13 +160,11 @@ def test_objects_do_not_grow_over_100_steps(rules: dict[str, Any]) -> None:
     assert handle.stats().regenerations > 0
 
 
-# Where nothing is trained
-
 WAYS = {"eval": nullcontext, "no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
 every_way = pytest.mark.parametrize("way", WAYS)
 
 
-def _forward_only(way: str) -> tuple[nn.Module, nn.Module, Tensor]:
+def _forward_only(way):
     """A model to put under a policy, one to leave as it is, and an input."""
     model = Stack(count=2, p=0.0)
     model.train(way != "eval")
@@ -184,11 +173,11 @@ def _forward_only(way: str) -> tuple[nn.Module, nn.Module, Tensor]:
 
 @every_policy_of_a_stack
 @every_way
-def test_without_training_nothing_more_is_held(rules: dict[str, Any], way: str) -> None:
+def test_without_training_nothing_more_is_held(rules, way):
     under, plain, x = _forward_only(way)
     recompute.apply(under, rules)
 
-    def held(model: nn.Module) -> tuple[int, Any]:
+    def held(model):
         with WAYS[way]():
             model(x)
             with no_garbage_collection() as engine_objects, Census() as census:
@@ -201,11 +190,11 @@ def test_without_training_nothing_more_is_held(rules: dict[str, Any], way: str) 
 
 @every_policy_of_a_stack
 @every_way
-def test_without_training_no_op_is_added_and_few_calls(rules: dict[str, Any], way: str) -> None:
+def test_without_training_no_op_is_added_and_few_calls(rules, way):
     under, plain, x = _forward_only(way)
     handle = recompute.apply(under, rules)
 
-    def cost(model: nn.Module) -> tuple[dict[str, int], int]:
+    def cost(model):
         with WAYS[way]():
             model(x)
             with counted_ops() as ops:
@@ -219,10 +208,10 @@ def test_without_training_no_op_is_added_and_few_calls(rules: dict[str, Any], wa
 
 
 @every_setting
-def test_a_decorated_function_without_gradients_holds_nothing(setting: dict[str, Any]) -> None:
-    references: list[Any] = []
+def test_a_decorated_function_without_gradients_holds_nothing(setting):
+    references = []
 
-    def function(x: Tensor) -> Tensor:
+    def function(x):
         hidden = x.exp()
         references.append(weak(hidden))
         return hidden.sin()
@@ -235,9 +224,8 @@ def test_a_decorated_function_without_gradients_holds_nothing(setting: dict[str,
         assert gc.collect() == 0
 
 
-def test_what_autograd_saved_of_a_dropout_and_what_runs_again_reads_is_held_once_and_counted_once() -> None:
-    model = holding(lambda self, x: F.dropout(x.exp(), 0.5).sin())
-    x = tokens()
+def test_what_autograd_saved_of_a_dropout_and_what_runs_again_reads_is_held_once_and_counted_once():
+    model, x = holding(lambda self, x: F.dropout(x.exp(), 0.5).sin()), tokens()
     handle = recompute.apply(model, policy(("inside", "recompute")))
     for _ in range(2):  # the second frame follows the plan of the first
         before = handle.stats()
@@ -248,66 +236,30 @@ def test_what_autograd_saved_of_a_dropout_and_what_runs_again_reads_is_held_once
         assert census.alive_nbytes() - result.nbytes == step.kept_nbytes
 
 
-# When values die
-
-
-def test_an_intermediate_dies_as_soon_as_its_region_ends() -> None:
-    references = []
-
-    def forward(self: Any, x: Tensor) -> Tensor:
-        hidden = x.exp()
-        references.append(weak(hidden))
-        return hidden.sin()
-
-    model = policed(holding(forward))
-    references.clear()
-    result = model(tokens())
-    assert [reference.expired() for reference in references] == [True]
-    result.sum().backward()
-
-
-def test_a_dropped_norm_output_dies_when_its_last_consumer_has_run_and_comes_back_once_for_all_three() -> None:
+def test_a_dropped_norm_output_dies_when_its_last_consumer_has_run_and_comes_back_once_for_all_three():
     model = Projections()
-    references: list[Any] = []
+    references = []
     model.norm.register_forward_hook(lambda module, args, result: references.append(weak(result)))
     handle = recompute.apply(model, policy(("norm", "recompute")))
-    runs: list[int] = []
+    runs = []
     model.norm.register_forward_pre_hook(lambda module, args: runs.append(1))
     result = model(tokens())
     assert [reference.expired() for reference in references] == [True]
+    # Of all three once x * rsqrt and the norm's output; pow saves the input, which lives anyway; rsqrt's is one a row.
+    assert handle.stats().dropped_nbytes == 2 * ROW_NBYTES + TOKENS * 4
     for backwards in (1, 2):
         result.sum().backward(retain_graph=True)
         assert runs == [1], "its ops run again, not its Python"
         assert handle.stats().regenerations == backwards * 6  # pow, mean, add, rsqrt, two products
 
 
-def test_dropped_bytes_count_a_norms_output_once_however_many_save_it() -> None:
-    model = Projections()
-    handle = recompute.apply(model, policy(("norm", "recompute")))
-    loss_of(model(tokens())).backward()
-    # x * rsqrt and the norm's output; pow saves the input, which lives anyway; mean's rsqrt is a number a row
-    assert handle.stats().dropped_nbytes == 2 * ROW_NBYTES + TOKENS * 4
-
-
-def test_regenerated_values_are_freed_during_backward_when_their_last_consumer_had_them() -> None:
-    seen: list[bool] = []
-    values: list[Any] = []
-
-    class Watch(torch.autograd.Function):
-        """Its backward runs after that of all that comes later in forward."""
-
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            seen.append(all(value.expired() for value in values))
-            return grad
-
+def test_regenerated_values_are_freed_during_backward_when_their_last_consumer_had_them():
+    seen, values = [], []
+    # Its backward runs after that of all that comes later in forward.
+    watch = function_of(lambda x: x.clone(), lambda grad, _: (seen.append(all(v.expired() for v in values)), grad)[1])
     note = values.append  # a checkpoint would have a list that it sees appended to but once
 
-    def forward(self: Any, x: Tensor) -> Tensor:
+    def forward(self, x):
         hidden = x.exp()
         note(weak(hidden))
         return hidden.sin()
@@ -315,17 +267,16 @@ def test_regenerated_values_are_freed_during_backward_when_their_last_consumer_h
     model = policed(holding(forward))
     values.clear()
     x = tokens()
-    model(Watch.apply(x)).sum().backward()
+    model(watch.apply(x)).sum().backward()
     assert len(values) == 2, "run in forward and in backward"
     assert seen == [True]
 
 
 @both_actions
-def test_a_region_that_is_not_dropped_holds_no_more_than_plain_eager_holds(action: str) -> None:
-    model = holding(lambda self, x: (x.mul_(2.0) + 1.0).sin())
-    x = tokens()
+def test_a_region_that_is_not_dropped_holds_no_more_than_plain_eager_holds(action):
+    model, x = holding(lambda self, x: (x.mul_(2.0) + 1.0).sin()), tokens()
 
-    def held() -> bool:
+    def held():
         hidden = x * 1.0
         reference = weak(hidden)
         result = model(hidden)
@@ -340,7 +291,7 @@ def test_a_region_that_is_not_dropped_holds_no_more_than_plain_eager_holds(actio
         assert not held()
 
 
-def test_looking_at_a_saved_tensor_outside_of_backward_gives_its_value_and_holds_nothing() -> None:
+def test_looking_at_a_saved_tensor_outside_of_backward_gives_its_value_and_holds_nothing():
     model = policed(holding(lambda self, x: x.exp().sin()))
     x = tokens()
     result = model(x)
@@ -353,7 +304,7 @@ def test_looking_at_a_saved_tensor_outside_of_backward_gives_its_value_and_holds
             assert reference.expired()
 
 
-def test_a_module_that_a_graph_outlives_dies_when_the_graph_does() -> None:
+def test_a_module_that_a_graph_outlives_dies_when_the_graph_does():
     model = policed(holding(lambda self, x: x.exp().sin()))
     reference = weakref.ref(model.inside)
     with no_garbage_collection():
@@ -362,15 +313,3 @@ def test_a_module_that_a_graph_outlives_dies_when_the_graph_does() -> None:
         result.sum().backward()
         del result
         assert reference() is None
-
-
-def test_memory_trace_sees_nothing_held_after_the_graph_is_gone() -> None:
-    model, x = Stack(), tokens()
-    recompute.apply(model, BOTH)
-    loss_of(model(x)).backward()
-    model.zero_grad()
-    with memory_trace(CPU) as trace:
-        loss = loss_of(model(x))
-        del loss
-        trace.mark("gone")
-    assert trace.held_nbytes["gone"] == 0

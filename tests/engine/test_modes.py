@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from engine_testing import set_by
 from tiers import slow
 from tiny import BATCH, LENGTH, VOCABULARY, TinyDecoder
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
@@ -32,69 +34,75 @@ REGIONS: dict[str, Callable[[Any], Any]] = {
 every_region = pytest.mark.parametrize("region_of", REGIONS.values(), ids=REGIONS)
 
 
-class DispatchPlusOne(TorchDispatchMode):
+def dispatch_mode(alter):
+    """A dispatch mode, which turns what ops give into ``alter(op, output)``."""
+
+    class Alters(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            return alter(op, op(*args, **(kwargs or {})))
+
+    Alters.__name__ = alter.__name__
+    return Alters
+
+
+def function_mode(alter):
+    """The same of functions, by their names."""
+
+    class Alters(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            return alter(getattr(function, "__name__", ""), function(*args, **(kwargs or {})))
+
+    Alters.__name__ = alter.__name__
+    return Alters
+
+
+def plus_one(op, output):
     """Turns every mul into mul + 1, and every sin into twice that."""
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = op(*args, **(kwargs or {}))
-        if op is torch.ops.aten.mul.Tensor:
-            return output + 1
-        return output * 2 if op is torch.ops.aten.sin.default else output
+    if op is torch.ops.aten.mul.Tensor:
+        return output + 1
+    return output * 2 if op is torch.ops.aten.sin.default else output
 
 
-class DispatchNoise(TorchDispatchMode):
+def noise(op, output):
     """Adds noise to every output of floating point in memory of its own."""
+    if isinstance(output, Tensor) and output.is_floating_point() and not op.is_view:
+        output = output + torch.rand_like(output) / 8
+    return output
 
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = op(*args, **(kwargs or {}))
-        if isinstance(output, Tensor) and output.is_floating_point() and not op.is_view:
-            output = output + torch.rand_like(output) / 8
-        return output
+
+def function_plus_one(name, output):
+    """Turns every mul into mul + 1, and doubles what other functions give, a detach too."""
+    if "mul" in name:
+        return output + 1
+    return output * 2 if name in ("sin", "detach", "as_strided", "clone") else output
+
+
+def function_noise(name, output):
+    if isinstance(output, Tensor) and name in ("mul", "sin", "cos", "exp", "detach", "clone"):
+        return output + torch.rand_like(output) / 8
+    return output
 
 
 class DispatchCount(TorchDispatchMode):
     """Counts ops."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
+    count = 0
 
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         self.count += 1
         return op(*args, **(kwargs or {}))
 
 
-class FunctionPlusOne(TorchFunctionMode):
-    """Turns every mul into mul + 1, and doubles what other functions give, a detach too."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = function(*args, **(kwargs or {}))
-        name = getattr(function, "__name__", "")
-        if "mul" in name:
-            return output + 1
-        return output * 2 if name in ("sin", "detach", "as_strided", "clone") else output
-
-
-class FunctionNoise(TorchFunctionMode):
-    """Adds noise to what functions give."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = function(*args, **(kwargs or {}))
-        name = getattr(function, "__name__", "")
-        if isinstance(output, Tensor) and name in ("mul", "sin", "cos", "exp", "detach", "clone"):
-            return output + torch.rand_like(output) / 8
-        return output
-
-
-ALTERING = [DispatchPlusOne, DispatchNoise, FunctionPlusOne, FunctionNoise]
+DispatchPlusOne, FunctionPlusOne = dispatch_mode(plus_one), function_mode(function_plus_one)
+ALTERING = [DispatchPlusOne, dispatch_mode(noise), FunctionPlusOne, function_mode(function_noise)]
 every_mode = pytest.mark.parametrize("kind", [ALTERING[0], *slow(*ALTERING[1:-1]), ALTERING[-1]])
 
 
-def _chain(x: Tensor) -> Tensor:
+def _chain(x):
     return (x.sin() * x.cos()).exp() * x.t().t() * x[:4].exp().sum()
 
 
-def _in_place(x: Tensor) -> Tensor:
+def _in_place(x):
     y = x.exp().mul(2)
     y.mul_(x.cos())
     return y.sin() * F.dropout(x.sin(), 0.5)
@@ -104,11 +112,7 @@ BODIES = [_chain, _in_place]
 every_body = pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__[1:])
 
 
-def gradients(
-    function: Callable[[Tensor], Tensor],
-    forward: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    backward: Callable[[], AbstractContextManager[Any]] = nullcontext,
-) -> list[Tensor]:
+def gradients(function, forward=nullcontext, backward=nullcontext):
     """Those of a few frames, ``forward`` around forward and ``backward`` around backward; and random draws."""
     found = []
     for seed in range(3):
@@ -123,16 +127,14 @@ def gradients(
     return found
 
 
-def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:
+def assert_same(actual, expected):
     assert [torch.equal(ours, plain) for ours, plain in zip(actual, expected, strict=True)] == [True] * len(expected)
 
 
 @every_region
 @every_mode
 @every_body
-def test_a_mode_around_forward_alone(
-    region_of: Callable[[Any], Any], kind: Callable[[], AbstractContextManager[Any]], body: Callable[..., Tensor]
-) -> None:
+def test_a_mode_around_forward_alone(region_of, kind, body):
     expected = gradients(body, kind)
     assert_same(gradients(region_of(body), kind), expected)
 
@@ -140,10 +142,8 @@ def test_a_mode_around_forward_alone(
 @every_region
 @every_mode
 @every_body
-def test_a_mode_inside_of_the_region(
-    region_of: Callable[[Any], Any], kind: Callable[[], AbstractContextManager[Any]], body: Callable[..., Tensor]
-) -> None:
-    def inside(x: Tensor) -> Tensor:
+def test_a_mode_inside_of_the_region(region_of, kind, body):
+    def inside(x):
         y = x.exp()
         with kind():
             z = body(x) * y
@@ -154,38 +154,31 @@ def test_a_mode_inside_of_the_region(
 
 @every_mode
 @every_body
-def test_a_mode_around_forward_and_backward_sees_what_a_tape_runs_again_and_changes_it_not(
-    kind: Callable[[], AbstractContextManager[Any]], body: Callable[..., Tensor]
-) -> None:
+def test_a_mode_around_forward_and_backward_sees_what_a_tape_runs_again_and_changes_it_not(kind, body):
     assert_same(gradients(recompute.recompute(body), kind, kind), gradients(body, kind, kind))
     assert_same(gradients(recompute.recompute(body), nullcontext, kind), gradients(body, nullcontext, kind))
 
 
 @every_region
-def test_two_modes_of_which_one_is_around_backward_too(region_of: Callable[[Any], Any]) -> None:
-    def run(function: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        outer = DispatchCount()
-        found = []
-        for seed in range(3):
-            torch.manual_seed(seed)
-            x = torch.randn(SIZE, requires_grad=True)
-            with outer:
-                with DispatchPlusOne(), FunctionPlusOne():
-                    y = function(x)
-                y.sum().backward()
-            assert x.grad is not None
-            found.append(x.grad)
+def test_two_modes_of_which_one_is_around_backward_too(region_of):
+    @contextmanager
+    def both():
+        with outer, DispatchPlusOne(), FunctionPlusOne():
+            yield
+
+    def run(function):
+        outer.count = 0
+        found = gradients(function, both, lambda: outer)
         assert outer.count > 0
         return found
 
+    outer = DispatchCount()
     assert_same(run(region_of(_chain)), run(_chain))
 
 
 @every_region
-def test_a_mode_that_counts_sees_in_forward_what_it_would_see_and_in_backward_what_runs_again(
-    region_of: Callable[[Any], Any],
-) -> None:
-    def counts(function: Callable[[Tensor], Tensor]) -> tuple[int, int]:
+def test_a_mode_that_counts_sees_in_forward_what_it_would_see_and_in_backward_what_runs_again(region_of):
+    def counts(function):
         forward = 0
         backward = DispatchCount()
         for _ in range(2):
@@ -203,8 +196,8 @@ def test_a_mode_that_counts_sees_in_forward_what_it_would_see_and_in_backward_wh
 
 
 @every_region
-def test_flops_are_counted_as_they_run(region_of: Callable[[Any], Any]) -> None:
-    def flops(function: Callable[[Tensor], Tensor]) -> tuple[int, int]:
+def test_flops_are_counted_as_they_run(region_of):
+    def flops(function):
         x = torch.ones(SIZE, SIZE, requires_grad=True)
         with FlopCounterMode(display=False) as forward:
             y = function(x)
@@ -212,7 +205,7 @@ def test_flops_are_counted_as_they_run(region_of: Callable[[Any], Any]) -> None:
             y.sum().backward()
         return forward.get_total_flops(), backward.get_total_flops()
 
-    def body(x: Tensor) -> Tensor:
+    def body(x):
         return (x.sin() @ x.cos()).exp()
 
     plain, ours = flops(body), flops(region_of(body))
@@ -220,7 +213,7 @@ def test_flops_are_counted_as_they_run(region_of: Callable[[Any], Any]) -> None:
     assert ours[1] == plain[1] + (plain[0] if region_of is REGIONS["checkpoint"] else 0)
 
 
-def _a_module(policy: Any) -> nn.Module:
+def _a_module(policy):
     torch.manual_seed(0)
     model = TinyDecoder(layers=1)
     recompute.apply(model, policy)
@@ -229,10 +222,10 @@ def _a_module(policy: Any) -> nn.Module:
 
 @pytest.mark.parametrize("policy", ["elementwise", "hook", "full"])
 @every_mode
-def test_a_mode_around_the_forward_of_a_decoder(policy: str, kind: Callable[[], AbstractContextManager[Any]]) -> None:
+def test_a_mode_around_the_forward_of_a_decoder(policy, kind):
     ids = torch.arange(BATCH * LENGTH).view(BATCH, LENGTH) % VOCABULARY
 
-    def gradients_of(policy: str) -> list[Tensor]:
+    def gradients_of(policy):
         model = _a_module(policy)
         for seed in range(2):
             torch.manual_seed(seed)
@@ -245,10 +238,8 @@ def test_a_mode_around_the_forward_of_a_decoder(policy: str, kind: Callable[[], 
 
 
 @pytest.mark.parametrize("kind", ALTERING)
-def test_what_ops_that_know_themselves_gave_is_not_what_a_mode_made_of_it(
-    kind: Callable[[], AbstractContextManager[Any]],
-) -> None:
-    def gradient(scope: bool) -> Tensor:
+def test_what_ops_that_know_themselves_gave_is_not_what_a_mode_made_of_it(kind):
+    def gradient(scope):
         torch.manual_seed(0)
         x = torch.randn(SIZE, requires_grad=True)
         with scopes.RecipeScope(region_statistics.RegionStatistics("a test")) if scope else nullcontext(), kind():
@@ -263,75 +254,43 @@ def test_what_ops_that_know_themselves_gave_is_not_what_a_mode_made_of_it(
     assert torch.equal(gradient(True), gradient(False))
 
 
-def _numbers(x: Tensor) -> Tensor:
+def _numbers(x):
     """What the default dtype decides of: promotion from whole numbers, and random factories."""
     whole = torch.arange(1, SIZE + 1)
     y = x * whole.sin() * (whole / 3) * (whole * 1.5).cos() * torch.rand(SIZE) * whole.double().mean(dtype=None)
     return y.sin() * torch.full((SIZE,), 0.3) * torch.linspace(0, 1, SIZE).exp() * torch.tensor(0.7) * whole.sqrt()
 
 
-def _changing(x: Tensor) -> Tensor:
+def _changing(x):
     """The default dtype changes inside."""
     with default_dtype(torch.float64):
         y = x * torch.rand(SIZE).sin() * torch.arange(SIZE).cos()
     return y * torch.rand(SIZE).sin() * torch.arange(SIZE).cos()
 
 
-@contextmanager
-def set_by(put: Callable[[Any], Any], value: Any, before: Any) -> Iterator[None]:
-    put(value)
-    try:
-        yield
-    finally:
-        put(before)
+flushing = partial(set_by, torch.set_flush_denormal, True, False)
+SETTINGS = {
+    "doubles": partial(set_by, torch.set_default_dtype, torch.float64, torch.float32),
+    "flushing": flushing,
+    "medium": partial(set_by, torch.set_float32_matmul_precision, "medium", "highest"),
+    "threads": lambda: set_by(torch.set_num_threads, torch.get_num_threads() + 1, torch.get_num_threads()),
+    "deterministic": partial(set_by, torch.use_deterministic_algorithms, True, False),
+    "no mkldnn": partial(torch.backends.mkldnn.flags, enabled=False),
+    "plain attention": lambda: sdpa_kernel(SDPBackend.MATH),
+    # As an attribute it cannot be set where OpInfo was imported.
+    "newer precision": lambda: torch.backends.flags(fp32_precision="tf32"),
+}
+every_setting = pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
 
 
-def _doubles() -> AbstractContextManager[None]:
-    return set_by(torch.set_default_dtype, torch.float64, torch.float32)
-
-
-def _flushing() -> AbstractContextManager[None]:
-    return set_by(torch.set_flush_denormal, True, False)
-
-
-def _medium() -> AbstractContextManager[None]:
-    return set_by(torch.set_float32_matmul_precision, "medium", "highest")
-
-
-def _threads() -> AbstractContextManager[None]:
-    return set_by(torch.set_num_threads, torch.get_num_threads() + 1, torch.get_num_threads())
-
-
-def _deterministic() -> AbstractContextManager[None]:
-    return set_by(torch.use_deterministic_algorithms, True, False)
-
-
-def _no_mkldnn() -> AbstractContextManager[None]:
-    return torch.backends.mkldnn.flags(enabled=False)
-
-
-def _plain_attention() -> AbstractContextManager[None]:
-    return sdpa_kernel(SDPBackend.MATH)
-
-
-def _newer_precision() -> AbstractContextManager[None]:
-    return torch.backends.flags(fp32_precision="tf32")  # as an attribute it cannot be set where OpInfo was imported
-
-
-SETTINGS = [_doubles, _flushing, _medium, _threads, _deterministic, _no_mkldnn, _plain_attention, _newer_precision]
-every_setting = pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.__name__[1:])
-
-
-def _settings() -> list[Any]:
+def _settings():
     return numerics.Numerics()._values
 
 
 @every_region
 @every_setting
 @pytest.mark.parametrize("body", [_numbers, _changing], ids=["numbers", "changing"])
-def test_settings_around_forward_alone(
-    region_of: Callable[[Any], Any], setting: Callable[[], AbstractContextManager[None]], body: Callable[..., Tensor]
-) -> None:
+def test_settings_around_forward_alone(region_of, setting, body):
     with setting():  # which may leave something else behind than it found
         pass
     before = _settings()
@@ -342,13 +301,11 @@ def test_settings_around_forward_alone(
 
 @every_region
 @every_setting
-def test_what_runs_again_runs_under_the_settings_of_its_forward(
-    region_of: Callable[[Any], Any], setting: Callable[[], AbstractContextManager[None]]
-) -> None:
-    seen: list[Any] = []
+def test_what_runs_again_runs_under_the_settings_of_its_forward(region_of, setting):
+    seen = []
 
     class Sees(TorchDispatchMode):
-        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
             if op is torch.ops.aten.cos.default:
                 seen.append(_settings())
             return op(*args, **(kwargs or {}))
@@ -366,21 +323,21 @@ def test_what_runs_again_runs_under_the_settings_of_its_forward(
 
 
 @every_region
-def test_denormals_matrices_and_long_sums_come_back_bit_for_bit(region_of: Callable[[Any], Any]) -> None:
-    def body(x: Tensor) -> Tensor:
+def test_denormals_matrices_and_long_sums_come_back_bit_for_bit(region_of):
+    def body(x):
         small = x * 1e-30 * 1e-10
         return (small * 1e30).exp() * (small * 1e30 * 1e10)
 
-    assert_same(gradients(region_of(body), _flushing), gradients(body, _flushing))
+    assert_same(gradients(region_of(body), flushing), gradients(body, flushing))
 
 
 @every_region
 @pytest.mark.parametrize("set_globally", [True, False])
-def test_a_default_device_in_force_in_forward_alone(region_of: Callable[[Any], Any], set_globally: bool) -> None:
-    def on_meta() -> AbstractContextManager[Any]:
+def test_a_default_device_in_force_in_forward_alone(region_of, set_globally):
+    def on_meta():
         return set_by(torch.set_default_device, "meta", None) if set_globally else torch.device("meta")
 
-    def body(x: Tensor) -> Tensor:
+    def body(x):
         made = torch.rand(SIZE)
         assert made.device.type == "meta"
         assert torch.ones(2).sin().device.type == "meta"
@@ -388,14 +345,14 @@ def test_a_default_device_in_force_in_forward_alone(region_of: Callable[[Any], A
 
     assert_same(gradients(region_of(body), on_meta), gradients(body, on_meta))
 
-    def on_cpu(x: Tensor) -> Tensor:
+    def on_cpu(x):
         return x * torch.rand(SIZE).sin() * torch.arange(SIZE).cos()
 
     assert_same(gradients(region_of(on_cpu), nullcontext, on_meta), gradients(on_cpu, nullcontext, on_meta))
 
 
 @pytest.fixture
-def unwarned() -> Iterator[None]:
+def unwarned():
     scopes._goes_without.cache_clear()
     yield
     scopes._goes_without.cache_clear()
@@ -414,7 +371,7 @@ def unwarned() -> Iterator[None]:
     ],
     ids=["elementwise", "hook", "full", "auto", "kernel", "keep"],
 )
-def test_a_forward_without_saved_tensor_hooks_runs_as_without_a_policy_and_says_so_once(policy: Any) -> None:
+def test_a_forward_without_saved_tensor_hooks_runs_as_without_a_policy_and_says_so_once(policy):
     ids = torch.arange(BATCH * LENGTH).view(BATCH, LENGTH) % VOCABULARY
     plain, ours = _a_module("none"), _a_module(policy)
     with disable_saved_tensors_hooks("no hooks here"):
@@ -435,8 +392,8 @@ def test_a_forward_without_saved_tensor_hooks_runs_as_without_a_policy_and_says_
 
 
 @every_region
-def test_a_backward_without_saved_tensor_hooks(region_of: Callable[[Any], Any]) -> None:
-    def without() -> AbstractContextManager[None]:
+def test_a_backward_without_saved_tensor_hooks(region_of):
+    def without():
         return disable_saved_tensors_hooks("no hooks here")
 
     assert_same(gradients(region_of(_chain), nullcontext, without), gradients(_chain, nullcontext, without))

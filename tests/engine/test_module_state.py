@@ -1,34 +1,31 @@
 """What modules are made of: statistics, flags, parameters frozen, swapped, sharded, lazy, borrowed or updated."""
 
-from __future__ import annotations
-
-import copy
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
 from engine_testing import (
     HIDDEN,
     INSIDE,
-    POLICIES,
+    TAPES,
     TOKENS,
     Holder,
-    Stack,
     assert_as_plain,
     bits,
     both_actions,
+    function_of,
     governing,
     holding,
     loss_of,
+    module_of,
     policed,
     policy,
+    set_by,
     tokens,
+    twins_of,
     weak,
 )
 from tiny import counted_ops
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 import recompute
@@ -37,9 +34,9 @@ from recompute.errors import MutationError, RegenerationError, UnsupportedError
 # Statistics and flags
 
 
-def between(model: nn.Module, x: Tensor, other: Callable[[], Any]) -> list[Any]:
+def between(model, x, other):
     """Gradients of a loss where ``other`` runs between its forward and its backward; thrice, and the buffers then."""
-    found: list[Any] = []
+    found = []
     for _ in range(3):
         loss = model(x).sum()
         other()
@@ -50,25 +47,23 @@ def between(model: nn.Module, x: Tensor, other: Callable[[], Any]) -> list[Any]:
 class Counting(nn.Module):
     """Changes a buffer in those runs only in which it is told to."""
 
-    def __init__(self, size: int = HIDDEN) -> None:
+    def __init__(self, size=HIDDEN):
         super().__init__()
         self.register_buffer("seen", torch.ones(size))
         self.linear, self.counts = nn.Linear(HIDDEN, HIDDEN), False
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         if self.counts:
             self.seen.add_(1.0)
         return (self.linear(x) * self.seen.mean()).exp().sin()
 
 
 @pytest.mark.parametrize("how", ["graph", "no graph", "by hand"])
-def test_a_small_buffer_that_changes_between_forward_and_backward_is_as_it_was_when_the_region_runs_again(
-    how: str,
-) -> None:
-    def run(model: nn.Module) -> list[Any]:
+def test_a_small_buffer_that_changes_between_forward_and_backward_is_as_it_was_when_the_region_runs_again(how):
+    def run(model):
         part, x = model.inside.part, torch.ones(TOKENS, HIDDEN, requires_grad=True)
 
-        def other() -> None:
+        def other():
             part.counts = how in ("graph", "no graph")
             with torch.set_grad_enabled(how == "graph"):
                 model(x)
@@ -82,7 +77,7 @@ def test_a_small_buffer_that_changes_between_forward_and_backward_is_as_it_was_w
     assert run(policed(make())) == run(make())
 
 
-def test_a_large_buffer_that_changes_between_forward_and_backward_is_refused_by_name() -> None:
+def test_a_large_buffer_that_changes_between_forward_and_backward_is_refused_by_name():
     model = policed(holding(lambda self, x: self.part(x), part=Counting(1 << 15)))
     for _ in range(2):
         result = model(tokens())
@@ -91,7 +86,7 @@ def test_a_large_buffer_that_changes_between_forward_and_backward_is_refused_by_
             result.sum().backward()
 
 
-def test_small_buffers_that_nobody_changes_are_copied_once_for_all_runs() -> None:
+def test_small_buffers_that_nobody_changes_are_copied_once_for_all_runs():
     model, x = policed(holding(lambda self, x: self.part(x), part=Counting())), tokens()
     with counted_ops() as counts:
         for _ in range(3):
@@ -99,32 +94,14 @@ def test_small_buffers_that_nobody_changes_are_copied_once_for_all_runs() -> Non
     assert counts["aten.clone"] == 1
 
 
-@pytest.mark.parametrize(
-    "rules",
-    [*POLICIES.values(), policy(("layers.*", "checkpoint"), ("**.norm*", "recompute"), ("**.mlp", "recompute"))],
-    ids=[*POLICIES, "nested"],
-)
-def test_removing_the_policy_between_forward_and_backward_changes_nothing(rules: dict[str, Any]) -> None:
-    model, x = Stack(), tokens()
-
-    def grads(remove: Callable[[], None] = lambda: None) -> list[Any]:
-        torch.manual_seed(0)
-        loss = loss_of(model(x))
-        remove()
-        return [bits(grad) for grad in torch.autograd.grad(loss, [x, *model.parameters()])]
-
-    expected = grads()
-    assert grads(recompute.apply(model, rules).remove) == expected
-
-
-def test_freezing_a_weight_between_forward_and_backward_changes_nothing() -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
+def test_freezing_a_weight_between_forward_and_backward_changes_nothing():
+    def forward(self, x):
         return self.second(self.first(x).exp())
 
     model = holding(forward, first=nn.Linear(HIDDEN, HIDDEN), second=nn.Linear(HIDDEN, HIDDEN))
     x = tokens(HIDDEN, HIDDEN)
 
-    def grad() -> Any:
+    def grad():
         loss = loss_of(model(x))
         model.inside.first.weight.requires_grad_(False)
         found = torch.autograd.grad(loss, [x, *model.inside.second.parameters()])
@@ -137,11 +114,11 @@ def test_freezing_a_weight_between_forward_and_backward_changes_nothing() -> Non
 
 
 @both_actions
-def test_weights_swapped_in_by_functional_call_are_those_that_run_again(action: str) -> None:
+def test_weights_swapped_in_by_functional_call_are_those_that_run_again(action):
     model, x = holding(lambda self, x: (x * self.scale).exp().sin(), scale=nn.Parameter(torch.rand(HIDDEN))), tokens()
     other = torch.rand(HIDDEN, requires_grad=True)
 
-    def grads() -> list[Any]:
+    def grads():
         result = torch.func.functional_call(model, {"inside.scale": other * 2}, (x,))
         return [bits(grad) for grad in torch.autograd.grad(result.sum(), [x, other])]
 
@@ -150,11 +127,11 @@ def test_weights_swapped_in_by_functional_call_are_those_that_run_again(action: 
     assert grads() == expected
 
 
-def test_a_parameter_replaced_before_backward_is_refused_or_does_what_eager_does() -> None:
+def test_a_parameter_replaced_before_backward_is_refused_or_does_what_eager_does():
     model, x = holding(lambda self, x: (x * self.scale).exp().sin(), scale=nn.Parameter(torch.rand(HIDDEN))), tokens()
     old = model.inside.scale
 
-    def grads() -> list[Any]:
+    def grads():
         model.inside.scale = old
         result = model(x)
         model.inside.scale = nn.Parameter(torch.rand(HIDDEN))
@@ -169,37 +146,26 @@ def test_a_parameter_replaced_before_backward_is_refused_or_does_what_eager_does
     assert found == expected
 
 
-# Parameters that come and go
-
-
-class SavesTheWeightItself(torch.autograd.Function):
-    """A linear layer that saves no view of its weight, which would keep the gathered memory alive."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        return grad @ weight, grad.t() @ x
+SavesTheWeightItself = function_of(
+    lambda x, weight: x @ weight.t(), lambda gradient, x, weight: (gradient @ weight, gradient.t() @ x)
+)
+"""A linear layer that saves no view of its weight, which would keep the gathered memory alive."""
 
 
 class Sharded(nn.Module):
     """A linear layer whose weight exists only while it runs, as sharding optimizers do it."""
 
-    def __init__(self, how: str):
+    def __init__(self, how):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(HIDDEN, HIDDEN))
         self.shard, self.how = self.weight.detach().clone(), how
-        self.references: list[Any] = []
+        self.references = []
         self.register_forward_pre_hook(lambda module, args: module.gather())
         self.register_forward_hook(lambda module, args, result: module.free())
         self.register_full_backward_pre_hook(lambda module, gradient: module.gather())
         self.free()
 
-    def gather(self) -> None:
+    def gather(self):
         if self.how == "data":
             self.weight.data = self.shard.clone()
             self.references.append(weak(self.weight))
@@ -208,24 +174,24 @@ class Sharded(nn.Module):
                 self.weight.untyped_storage().resize_(self.shard.untyped_storage().nbytes())
                 self.weight.copy_(self.shard)
 
-    def free(self) -> None:
+    def free(self):
         if self.how == "data":
             self.weight.data = torch.empty(0)
         else:
             self.weight.untyped_storage().resize_(0)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return SavesTheWeightItself.apply(x, self.weight)
 
 
 @pytest.mark.parametrize("how", ["data", "storage"])
 @pytest.mark.parametrize("which", ["the layer", "around the layer"])
-def test_weights_that_are_gathered_for_each_run_and_freed_after_it(how: str, which: str) -> None:
+def test_weights_that_are_gathered_for_each_run_and_freed_after_it(how, which):
     """How ZeRO-3 (``param.data``) and FSDP2 (the storage) keep memory down: both run under torch's checkpoint."""
     inside = holding(lambda self, x: self.linear(x.exp()).sin(), linear=Sharded(how))
     linear, x = inside.inside.linear, tokens()
 
-    def run() -> list[Any]:
+    def run():
         result = inside(x)
         held = [reference for reference in linear.references if not reference.expired()]
         assert not held, "a gathered weight is freed after forward"
@@ -239,7 +205,7 @@ def test_weights_that_are_gathered_for_each_run_and_freed_after_it(how: str, whi
     assert run() == expected
 
 
-def test_lazy_modules_are_refused_until_they_have_their_shapes() -> None:
+def test_lazy_modules_are_refused_until_they_have_their_shapes():
     model, x = holding(lambda self, x: self.linear(x).sin(), linear=nn.LazyLinear(4)), tokens()
     with pytest.raises(UnsupportedError, match=r"inside\.linear.*without a shape.*Run the model once"):
         policed(model)
@@ -247,12 +213,12 @@ def test_lazy_modules_are_refused_until_they_have_their_shapes() -> None:
     assert_as_plain(model, INSIDE, x)
 
 
-def test_a_parametrized_weight_cached_across_regions_is_right_or_refused() -> None:
+def test_a_parametrized_weight_cached_across_regions_is_right_or_refused():
     linear = parametrizations.weight_norm(nn.Linear(HIDDEN, HIDDEN))
     model = holding(lambda self, x: self.linear(x.exp()).sin(), linear=linear)
     x = tokens()
 
-    def run() -> list[Any]:
+    def run():
         with parametrize.cached():
             shared = linear.weight.sum()
             loss = model(x).sum() + shared
@@ -267,42 +233,31 @@ def test_a_parametrized_weight_cached_across_regions_is_right_or_refused() -> No
     assert found == expected
 
 
-# Memory that is swapped under a parameter, which no version tells
-
-
-class Weighted(nn.Module):
+def weighted(end=lambda y: y):
     """Uses one weight as it is, and another by a view."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.rand(HIDDEN))
-        self.linear = nn.Linear(HIDDEN, HIDDEN)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.linear(x.exp()) * torch.cos(x)).sin() + self.scale * x.sin()
+    part = module_of(
+        lambda self, x: (self.linear(x.exp()) * torch.cos(x)).sin() + self.scale * x.sin(),
+        scale=nn.Parameter(torch.rand(HIDDEN)),
+        linear=nn.Linear(HIDDEN, HIDDEN),
+    )
+    return holding(lambda self, x: end(self.part(x)), part=part)
 
 
-def replace_once(parameter: Tensor) -> None:
+def replace(parameter):
     parameter.data = torch.rand_like(parameter)
 
 
-def replace_twice(parameter: Tensor) -> None:
-    """The second time, perhaps, by what lies where the original lay."""
-    replace_once(parameter)
-    replace_once(parameter)
-
-
-def swap(parameter: Tensor) -> None:
-    torch.utils.swap_tensors(parameter, nn.Parameter(torch.rand_like(parameter)))
-
-
-CHANGES = {"data": replace_once, "data twice": replace_twice, "swapped": swap}
+CHANGES = {
+    "data": replace,
+    "data twice": lambda each: (replace(each), replace(each)),  # perhaps by what lies where the original lay
+    "swapped": lambda each: torch.utils.swap_tensors(each, nn.Parameter(torch.rand_like(each))),
+}
 
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("name", ["linear.weight", "linear.bias", "scale"])
-def test_a_checkpoint_refuses_a_parameter_whose_data_has_been_replaced_and_names_it(name: str, change: str) -> None:
-    model = policed(holding(lambda self, x: self.part(x), part=Weighted()))
+def test_a_checkpoint_refuses_a_parameter_whose_data_has_been_replaced_and_names_it(name, change):
+    model = policed(weighted())
     for _ in range(2):
         result = model(tokens())
         CHANGES[change](model.get_parameter(f"inside.part.{name}"))
@@ -312,8 +267,8 @@ def test_a_checkpoint_refuses_a_parameter_whose_data_has_been_replaced_and_names
             result.sum().backward()
 
 
-def test_data_that_is_put_back_before_backward_or_replaced_by_itself_is_no_change() -> None:
-    model = policed(holding(lambda self, x: self.part(x), part=Weighted()))
+def test_data_that_is_put_back_before_backward_or_replaced_by_itself_is_no_change():
+    model = policed(weighted())
     x, part = tokens(), model.inside.part
     (expected,) = torch.autograd.grad(model(x).sum(), x)
     result = model(x)
@@ -325,19 +280,14 @@ def test_data_that_is_put_back_before_backward_or_replaced_by_itself_is_no_chang
 
 
 @pytest.mark.parametrize("name", ["linear.weight", "linear.bias", "scale"])
-@pytest.mark.parametrize("rules", ["recompute", "gemms", "checkpoint that keeps"])
-def test_a_tape_uses_the_data_of_forward_where_plain_eager_does(name: str, rules: str) -> None:
+@pytest.mark.parametrize("setting", TAPES.values(), ids=TAPES)
+def test_a_tape_uses_the_data_of_forward_where_plain_eager_does(name, setting):
     """Plain eager holds a view's memory; a parameter itself it asks again, and gets the new data."""
-    setting = {
-        "recompute": {"action": "recompute", "via": "hook"},
-        "gemms": {"action": "recompute", "via": "hook", "rerun": ["gemm"]},
-        "checkpoint that keeps": {"action": "checkpoint", "keep": ["attention"]},
-    }[rules]
-    model, x = holding(lambda self, x: self.part(x).exp(), part=Weighted()), tokens()
+    model, x = weighted(torch.exp), tokens()
     changed = model.get_parameter(f"inside.part.{name}")
     original = changed.data
 
-    def grads() -> list[Any]:
+    def grads():
         found = []
         for _ in range(2):
             changed.data = original
@@ -347,55 +297,44 @@ def test_a_tape_uses_the_data_of_forward_where_plain_eager_does(name: str, rules
         return [bits(grad) for grad in found]
 
     expected = grads()
-    recompute.apply(model, {"rules": [{"match": "inside", **setting}]})
+    recompute.apply(model, governing(setting))
     assert grads() == expected
 
 
 @both_actions
-def test_moving_a_model_by_swapping_its_parameters_works_after_a_step(action: str) -> None:
+def test_moving_a_model_by_swapping_its_parameters_works_after_a_step(action):
     """``Module.to`` may do so, and refuses parameters that anything refers to weakly."""
-    model, x = policed(holding(lambda self, x: self.part(x), part=Weighted()), action), tokens()
+    model, x = policed(weighted(), action), tokens()
     model(x).sum().backward()
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
+    with set_by(torch.__future__.set_swap_module_params_on_conversion, True, False):
         model.double()
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
     (found,) = torch.autograd.grad(model(x.double()).sum(), x)
     assert found.dtype is torch.float32
 
 
-class NormsByHand(nn.Module):
+def norms_by_hand(self, x):
     """Writes to its statistics by a kernel that counts no version, and only in later runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(HIDDEN))
-        self.register_buffer("variance", torch.ones(HIDDEN))
-        self.runs = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.runs += 1
-        return F.batch_norm(x, self.mean, self.variance, training=True) if self.runs > 3 else x * 2  # type: ignore[arg-type]
+    self.runs += 1
+    return F.batch_norm(x, self.mean, self.variance, training=True) if self.runs > 3 else x * 2
 
 
-class AveragesInPlace(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(HIDDEN))
+def averages_in_place(self, x):
+    self.mean.mul_(0.9).add_(0.1 * x.detach().mean(0))
+    return (x - self.mean).exp()
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.mean.mul_(0.9).add_(0.1 * x.detach().mean(0))  # type: ignore[operator]
-        return (x - self.mean).exp()  # type: ignore[operator]
+
+def with_statistics(forward):
+    module = module_of(forward, runs=0)
+    module.register_buffer("mean", torch.zeros(HIDDEN))
+    module.register_buffer("variance", torch.ones(HIDDEN))
+    return module
 
 
 @pytest.mark.parametrize("capture", [False, True], ids=["not captured", "captured"])
-@pytest.mark.parametrize("kind", [lambda: nn.BatchNorm1d(HIDDEN), NormsByHand, AveragesInPlace])
-def test_a_buffer_that_forward_writes_but_whose_value_is_the_same_at_first_is_written_once(
-    kind: Callable[[], nn.Module], capture: bool
-) -> None:
-    plain = Holder(nn.Sequential(kind(), nn.Tanh()))
-    governed = copy.deepcopy(plain)
+@pytest.mark.parametrize("forward", [None, norms_by_hand, averages_in_place])
+def test_a_buffer_that_forward_writes_but_whose_value_is_the_same_at_first_is_written_once(forward, capture):
+    norm = nn.BatchNorm1d(HIDDEN) if forward is None else with_statistics(forward)
+    governed, plain = twins_of(Holder(nn.Sequential(norm, nn.Tanh())))
     recompute.apply(governed, governing({"action": "checkpoint", "capture": capture}))
     other = tokens()
     for step in range(7):

@@ -1,9 +1,6 @@
 """Tensors and weights that change between forward and backward: right gradients, or a refusal by name."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -18,11 +15,12 @@ from engine_testing import (
     every_rule,
     holding,
     loss_of,
+    module_of,
     policed,
     policy,
     tokens,
 )
-from torch import Tensor, nn
+from torch import nn
 
 import recompute
 from recompute.errors import MutationError
@@ -31,8 +29,8 @@ from recompute.errors import MutationError
 
 
 @every_rule
-def test_a_mutated_tensor_that_the_user_keeps_raises(rules: dict[str, Any]) -> None:
-    def forward(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+def test_a_mutated_tensor_that_the_user_keeps_raises(rules):
+    def forward(self, x):
         kept = recompute.keep(self.norm(x))
         return kept, kept.exp() * kept
 
@@ -46,18 +44,10 @@ def test_a_mutated_tensor_that_the_user_keeps_raises(rules: dict[str, Any]) -> N
 
 
 @every_rule
-def test_a_mutated_tensor_that_a_rule_keeps_raises(rules: dict[str, Any]) -> None:
+def test_a_mutated_tensor_that_a_rule_keeps_raises(rules):
     """As it does without a policy: what a rule keeps, autograd holds and checks itself."""
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inside, self.outside = Stack(count=1).layers[0], nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Tanh())
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.outside(self.inside(x))
-
-    model = Model()
+    outside = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Tanh())
+    model = nn.Sequential(OrderedDict(inside=Stack(count=1).layers[0], outside=outside))
     recompute.apply(model, {"rules": [*rules["rules"], {"match": "outside", "action": "keep"}]})
     result = model(tokens())
     loss = result.sum()
@@ -67,8 +57,6 @@ def test_a_mutated_tensor_that_a_rule_keeps_raises(rules: dict[str, Any]) -> Non
         loss.backward()
 
 
-# Changes after the region has run
-
 REFUSED_LATER = {
     "its op saved it": (lambda self, x: self.norm(x).sigmoid(), lambda y: y.mul_(2.0)),
     "of which its op saved a view": (lambda self, x: self.norm(x).exp().t(), lambda y: y[0].zero_()),
@@ -77,12 +65,12 @@ REFUSED_LATER = {
 
 @every_rule
 @pytest.mark.parametrize("kind", REFUSED_LATER)
-def test_a_mutation_that_plain_eager_refuses_gives_no_wrong_gradient(rules: dict[str, Any], kind: str) -> None:
+def test_a_mutation_that_plain_eager_refuses_gives_no_wrong_gradient(rules, kind):
     """It is refused, or the gradient is that of the value which forward had: a dropped one comes back as it was."""
     forward, mutate = REFUSED_LATER[kind]
     model, x = holding(forward, norm=RMSNorm()), tokens()
 
-    def grads(mutate: Callable[[Tensor], Any]) -> list[Any]:
+    def grads(mutate):
         y = model(x)
         with torch.no_grad():
             mutate(y)
@@ -102,10 +90,10 @@ def test_a_mutation_that_plain_eager_refuses_gives_no_wrong_gradient(rules: dict
 
 @every_rule
 @pytest.mark.parametrize("updated", ["layers.0.mlp.down_proj.weight", "layers.1.norm1.weight", "layers.1.norm2.weight"])
-def test_a_weight_updated_before_backward_is_refused_as_in_plain_eager(rules: dict[str, Any], updated: str) -> None:
+def test_a_weight_updated_before_backward_is_refused_as_in_plain_eager(rules, updated):
     model, x = Stack(count=2), tokens()
 
-    def update() -> Tensor:
+    def update():
         loss = loss_of(model(x))
         weight = model.get_parameter(updated)
         weight.grad = torch.ones_like(weight)
@@ -119,11 +107,8 @@ def test_a_weight_updated_before_backward_is_refused_as_in_plain_eager(rules: di
         update().backward()
 
 
-# A region's own intermediates and results, changed in place
-
-
 @both_actions
-def test_a_saved_tensor_overwritten_later_in_its_region_is_refused_as_in_plain_eager(action: str) -> None:
+def test_a_saved_tensor_overwritten_later_in_its_region_is_refused_as_in_plain_eager(action):
     model = holding(lambda self, x: x.sigmoid().mul_(2.0).sin())
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         model(tokens()).sum().backward()
@@ -133,25 +118,21 @@ def test_a_saved_tensor_overwritten_later_in_its_region_is_refused_as_in_plain_e
 
 
 @both_actions
-def test_a_regions_result_mutated_before_a_consumer_saves_it(action: str) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.linear = RMSNorm(), nn.Linear(HIDDEN, HIDDEN)
+def test_a_regions_result_mutated_before_a_consumer_saves_it(action):
+    def forward(self, x):
+        y = self.norm(x)
+        y.mul_(2.0)
+        y[0] += 1.0
+        return self.linear(y)
 
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.norm(x)
-            y.mul_(2.0)
-            y[0] += 1.0
-            return self.linear(y)
-
-    assert_as_plain(Model(), policy(("norm", action)), tokens())
+    model = module_of(forward, norm=RMSNorm(), linear=nn.Linear(HIDDEN, HIDDEN))
+    assert_as_plain(model, policy(("norm", action)), tokens())
 
 
-def after_mutation(action: str) -> tuple[Any, Any]:
+def after_mutation(action):
     """A gradient that needs a norm's output as it was before it was mutated, in plain eager and under ``action``."""
     model, x = Projections(), tokens()
-    outputs: list[Tensor] = []
+    outputs = []
     (expected,) = torch.autograd.grad(loss_of(model(x)), model.q.weight)
     recompute.apply(model, policy(("norm", action)))
     model.norm.register_forward_hook(lambda module, args, result: outputs.append(result))
@@ -162,27 +143,20 @@ def after_mutation(action: str) -> tuple[Any, Any]:
     return bits(found), bits(expected)
 
 
-def test_a_regions_result_that_a_consumer_saved_and_that_is_mutated_is_refused_if_it_is_kept() -> None:
+def test_a_mutated_result_that_a_consumer_saved_is_refused_if_it_is_kept_and_comes_back_as_it_was_if_it_is_dropped():
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         after_mutation("checkpoint")
-
-
-def test_a_regions_result_that_a_consumer_saved_and_that_is_mutated_comes_back_as_it_was_if_it_is_dropped() -> None:
     found, expected = after_mutation("recompute")
     assert found == expected
 
 
-def test_a_kept_tensor_that_was_mutated_raises_and_names_the_op_that_wants_it() -> None:
+def test_a_kept_tensor_that_was_mutated_raises_and_names_the_op_that_wants_it():
     model, x = Projections(), tokens()
     recompute.apply(model, policy(("norm", "recompute")))
     given = x * 1.0
     hidden = given.exp()
 
-    class Outside(nn.Module):
-        def forward(self, y: Tensor) -> Tensor:
-            return y.exp()
-
-    model.q = nn.Sequential(model.q, Outside())
+    model.q = nn.Sequential(model.q, module_of(lambda self, y: y.exp()))
     saved = []
     model.q.register_forward_hook(lambda module, args, result: saved.append(result))
     loss = loss_of(model(hidden))

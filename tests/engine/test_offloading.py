@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -17,13 +16,14 @@ from engine_testing import (
     assert_step_as_without,
     bits,
     every_rule,
+    function_of,
     holding,
     loss_of,
     module_of,
     tokens,
     weak,
 )
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import save_on_cpu
 
 import recompute
@@ -33,29 +33,25 @@ import recompute
 
 @every_rule
 @pytest.mark.parametrize("kind", VIEWS)
-def test_views_with_offsets_are_offloaded_and_come_back(rules: dict[str, Any], kind: str) -> None:
+def test_views_with_offsets_are_offloaded_and_come_back(rules, kind):
     """The view goes in, is made inside, and is made of the result by whoever comes after."""
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inside = module_of(lambda self, x, whole: (self.norm(whole) * x.sum()).exp(), norm=RMSNorm())
+    def forward(self, x):
+        hidden = x * 1.0
+        result = self.inside(VIEWS[kind](hidden), hidden)
+        return VIEWS[kind](result).sin() * result.cos().sum()
 
-        def forward(self, x: Tensor) -> Tensor:
-            hidden = x * 1.0
-            result = self.inside(VIEWS[kind](hidden), hidden)
-            return VIEWS[kind](result).sin() * result.cos().sum()
-
-    assert_step_as_without(Model(), rules, tokens(), around=save_on_cpu)
+    inside = module_of(lambda self, x, whole: (self.norm(whole) * x.sum()).exp(), norm=RMSNorm())
+    assert_step_as_without(module_of(forward, inside=inside), rules, tokens(), around=save_on_cpu)
 
 
 @every_rule
-def test_a_whole_model_offloads_only_what_is_left_to_hold(rules: dict[str, Any]) -> None:
+def test_a_whole_model_offloads_only_what_is_left_to_hold(rules):
     assert_step_as_without(Stack(), rules, tokens(), around=save_on_cpu)
     model, x, offloaded = Stack(p=0.0), tokens(), {True: 0, False: 0}
 
-    def run(under: bool) -> list[Any]:
-        def pack(tensor: Tensor) -> Tensor:
+    def run(under):
+        def pack(tensor):
             offloaded[under] += tensor.nbytes
             return tensor.clone()
 
@@ -69,21 +65,15 @@ def test_a_whole_model_offloads_only_what_is_left_to_hold(rules: dict[str, Any])
     assert offloaded[True] < offloaded[False]
 
 
-class GivesBackWhatItSaved(torch.autograd.Function):
-    """Its gradient is a view of the tensor that it saved."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, saved: Tensor) -> Tensor:
-        ctx.save_for_backward(saved)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (saved,) = ctx.saved_tensors
-        return saved.view(HIDDEN, -1).view_as(grad), None
+GivesBackWhatItSaved = function_of(
+    lambda x, saved: x.clone(),
+    lambda grad, saved: (saved.view(HIDDEN, -1).view_as(grad), None),
+    saves=lambda result, x, saved: (saved,),
+)
+"""Its gradient is a view of the tensor that it saved."""
 
 
-def _chain(self: Any, x: Tensor) -> Tensor:
+def _chain(self, x):
     for _ in range(3):
         hidden = self.norm(x)
         x = GivesBackWhatItSaved.apply(hidden, hidden.detach().exp())
@@ -98,10 +88,10 @@ GRADIENTS: list[Tensor] = []
 
 @every_rule
 @pytest.mark.parametrize("offloads", [False, True])
-def test_gradients_that_view_an_unpacked_tensor_are_not_overwritten(rules: dict[str, Any], offloads: bool) -> None:
+def test_gradients_that_view_an_unpacked_tensor_are_not_overwritten(rules, offloads):
     x = tokens()
 
-    def run(model: nn.Module) -> Any:
+    def run(model):
         GRADIENTS.clear()
         with save_on_cpu() if offloads else nullcontext():
             result = model(x)
@@ -119,21 +109,21 @@ def test_gradients_that_view_an_unpacked_tensor_are_not_overwritten(rules: dict[
 
 
 @every_rule
-def test_a_gradient_that_views_an_unpacked_tensor_may_be_changed_by_who_gets_it(rules: dict[str, Any]) -> None:
+def test_a_gradient_that_views_an_unpacked_tensor_may_be_changed_by_who_gets_it(rules):
     """As clipping does in place. A second backward is right, or refused as in plain eager."""
 
-    def forward(self: Any, x: Tensor) -> Tensor:
+    def forward(self, x):
         y = self.norm(x)
         return GivesBackWhatItSaved.apply(x, y.detach().exp()) + y
 
     model, x = holding(forward, norm=RMSNorm()), tokens()
 
-    def grad(result: Tensor) -> Tensor:
+    def grad(result):
         return torch.autograd.grad(result, x, torch.ones_like(result), retain_graph=True)[0]
 
     expected = bits(grad(model(x)))
     recompute.apply(model, rules)
-    changed: list[Tensor] = []
+    changed = []
     x.register_hook(changed.append)
     result = model(x)
     first = grad(result)
@@ -149,10 +139,10 @@ def test_a_gradient_that_views_an_unpacked_tensor_may_be_changed_by_who_gets_it(
 
 
 @every_rule
-def test_what_was_offloaded_is_freed_with_the_graph(rules: dict[str, Any]) -> None:
-    packed: list[Any] = []
+def test_what_was_offloaded_is_freed_with_the_graph(rules):
+    packed = []
 
-    def pack(tensor: Tensor) -> Tensor:
+    def pack(tensor):
         copied = tensor.clone()
         packed.append(weak(copied))
         return copied
@@ -168,11 +158,11 @@ def test_what_was_offloaded_is_freed_with_the_graph(rules: dict[str, Any]) -> No
 
 
 @every_rule
-def test_expanded_tensors_are_unpacked_as_they_were_packed(rules: dict[str, Any]) -> None:
+def test_expanded_tensors_are_unpacked_as_they_were_packed(rules):
     model = holding(lambda self, x: ExpWith.apply(x.cos(), x[:1].sin().expand(50, -1), SEEN.append).sin().cos())
     x = tokens()
 
-    def run(model: nn.Module) -> Any:
+    def run(model):
         SEEN.clear()
         with save_on_cpu():
             result = model(x)

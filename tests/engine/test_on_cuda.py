@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -29,33 +29,31 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(autouse=True)
-def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def deterministic(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
 
 
-def tokens(*shape: int, grad: bool = True) -> Tensor:
+def tokens(*shape, grad=True):
     return torch.randn(*(shape or (64, HIDDEN)), device="cuda").requires_grad_(grad)
 
 
-def loss_of(result: Tensor) -> Tensor:
+def loss_of(result):
     return (result.float() * torch.linspace(0.5, 1.5, result.numel(), device="cuda").reshape(result.shape)).sum()
 
 
-def stack(count: int = 3, p: float = 0.25) -> nn.Module:
+def stack(count=3, p=0.25):
     return Stack(count, p).cuda()
 
 
 @every_rule
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_backward_regenerates_in_the_autocast_dtype_of_forward_on_cuda(
-    rules: dict[str, Any], dtype: torch.dtype
-) -> None:
+def test_backward_regenerates_in_the_autocast_dtype_of_forward_on_cuda(rules, dtype):
     x = tokens()
 
-    def run(model: nn.Module) -> Any:
+    def run(model):
         with torch.autocast("cuda", dtype=dtype):
             loss = loss_of(model(x))
         return [torch.autograd.grad(loss, [x, *model.parameters()], retain_graph=True) for _ in range(2)]
@@ -63,7 +61,7 @@ def test_backward_regenerates_in_the_autocast_dtype_of_forward_on_cuda(
     assert_as_without(stack(), rules, run)
 
 
-def _memory(model: nn.Module, x: Tensor) -> tuple[int, int]:
+def _memory(model, x):
     """Bytes held after forward, and the peak, of the second step."""
     for _ in range(2):
         torch.cuda.synchronize()
@@ -77,7 +75,7 @@ def _memory(model: nn.Module, x: Tensor) -> tuple[int, int]:
 
 
 @every_rule
-def test_the_peak_on_cuda_is_below_the_peak_without_the_policy(rules: dict[str, Any]) -> None:
+def test_the_peak_on_cuda_is_below_the_peak_without_the_policy(rules):
     model, x = stack(count=6), tokens(1 << 12, 8, HIDDEN)
     plain_held, plain_peak = _memory(model, x)
     recompute.apply(model, rules)
@@ -87,10 +85,10 @@ def test_the_peak_on_cuda_is_below_the_peak_without_the_policy(rules: dict[str, 
 
 
 @every_tape
-def test_the_tape_keeps_what_atomics_added_up_in_whatever_order(rules: dict[str, Any]) -> None:
+def test_the_tape_keeps_what_atomics_added_up_in_whatever_order(rules):
     torch.use_deterministic_algorithms(False)
 
-    def forward(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x):
         x = self.linear(self.norm(x))
         total = torch.zeros(2, HIDDEN, device="cuda").index_add(0, self.rows, x)
         return total, total.sin()
@@ -106,7 +104,7 @@ def test_the_tape_keeps_what_atomics_added_up_in_whatever_order(rules: dict[str,
 
 
 @every_rule
-def test_the_graph_dies_on_cuda_without_garbage_collection(rules: dict[str, Any]) -> None:
+def test_the_graph_dies_on_cuda_without_garbage_collection(rules):
     model, x = stack(), tokens()
     recompute.apply(model, rules)
     loss_of(model(x)).backward()
@@ -128,7 +126,7 @@ DRAWS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
-def _forked(x: Tensor) -> Tensor:
+def _forked(x):
     with torch.random.fork_rng(devices=[x.device]):
         torch.cuda.manual_seed(5)
         noise = torch.rand_like(x)
@@ -138,17 +136,15 @@ def _forked(x: Tensor) -> Tensor:
 @every_rule
 @pytest.mark.parametrize("kind", DRAWS)
 @pytest.mark.parametrize("by_name", [False, True], ids=["positional", "by name"])
-def test_draws_on_two_devices_and_both_streams_go_on_where_they_were(
-    rules: dict[str, Any], kind: str, by_name: bool
-) -> None:
+def test_draws_on_two_devices_and_both_streams_go_on_where_they_were(rules, kind, by_name):
     generator, x = torch.Generator("cuda"), tokens()
 
-    def forward(self: Any, x: Tensor) -> Tensor:
+    def forward(self, x):
         return DRAWS[kind](self, self.norm(x).sin()).exp().sin().reshape(-1, HIDDEN)
 
     model = holding(forward, norm=RMSNorm()).cuda()
 
-    def run(model: Any) -> Any:
+    def run(model):
         model.inside.generator = generator
         generator.manual_seed(3)
         result = model(x=x) if by_name else model(x)
@@ -160,11 +156,11 @@ def test_draws_on_two_devices_and_both_streams_go_on_where_they_were(
 
 
 @every_rule
-def test_a_region_that_crosses_devices(rules: dict[str, Any]) -> None:
+def test_a_region_that_crosses_devices(rules):
     model = holding(lambda self, x: self.there(self.here(x).cuda()).cpu().sin(), here=Layer(), there=Layer().cuda())
     x = torch.randn(64, HIDDEN, requires_grad=True)
 
-    def run(model: nn.Module) -> Any:
+    def run(model):
         result = model(x)
         return [torch.autograd.grad(result.sum(), [x, *model.parameters()], retain_graph=True) for _ in range(2)]
 
@@ -172,10 +168,10 @@ def test_a_region_that_crosses_devices(rules: dict[str, Any]) -> None:
 
 
 @every_rule
-def test_data_parallel_over_all_devices(rules: dict[str, Any]) -> None:
+def test_data_parallel_over_all_devices(rules):
     x = tokens()
 
-    def run(model: nn.Module) -> Any:
+    def run(model):
         replicated = nn.DataParallel(model)
         for _ in range(2):
             loss_of(replicated(x)).backward()
@@ -186,10 +182,10 @@ def test_data_parallel_over_all_devices(rules: dict[str, Any]) -> None:
 
 @every_rule
 @pytest.mark.parametrize("offloads", [False, True])
-def test_streams_on_and_off_give_equal_bits(rules: dict[str, Any], offloads: bool) -> None:
+def test_streams_on_and_off_give_equal_bits(rules, offloads):
     model, x = stack(), tokens(1 << 11, 8, HIDDEN)
 
-    def run(model: nn.Module, stream: torch.cuda.Stream) -> list[Tensor]:
+    def run(model, stream):
         torch.manual_seed(1)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream), save_on_cpu(pin_memory=True) if offloads else nullcontext():
@@ -207,7 +203,7 @@ def test_streams_on_and_off_give_equal_bits(rules: dict[str, Any], offloads: boo
 
 
 @every_rule
-def test_memory_on_cuda_does_not_grow_over_100_steps(rules: dict[str, Any]) -> None:
+def test_memory_on_cuda_does_not_grow_over_100_steps(rules):
     model, x = stack(count=2), tokens()
     recompute.apply(model, rules)
     allocated = []
@@ -221,7 +217,7 @@ def test_memory_on_cuda_does_not_grow_over_100_steps(rules: dict[str, Any]) -> N
 
 @every_rule
 @pytest.mark.parametrize("way", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
-def test_without_gradients_nothing_is_held_on_cuda(rules: dict[str, Any], way: Callable[[], Any]) -> None:
+def test_without_gradients_nothing_is_held_on_cuda(rules, way):
     model, x = stack(p=0.0), tokens(grad=False)
     recompute.apply(model, rules)
     with way():

@@ -1,20 +1,16 @@
 """What one op policy says of ops that a tape and a compiler treat differently, and who shares one."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 
-from recompute.engine.cut.op_policy import OpPolicy, op_policy
+from recompute.engine.cut.op_policy import op_policy
 from recompute.policy.meaning import meaning_of
 from recompute.policy.rules import Rule
 
 aten = torch.ops.aten
 
 
-def policy(**fields: Any) -> OpPolicy:
+def policy(**fields):
     return op_policy(meaning_of(Rule(match="**", **fields)))
 
 
@@ -40,28 +36,28 @@ STATISTICS = (X, None, None, torch.zeros(2), torch.ones(2), True, 0.1, 1e-5)
     ],
     ids=lambda value: str(value) if isinstance(value, torch._ops.OpOverload) else "",
 )
-def test_which_ops_may_run_again(op: Any, args: tuple, eager: bool, compiled: bool) -> None:
+def test_which_ops_may_run_again(op, args, eager, compiled):
     decision = RECOMPUTE.decide(op)
     assert (decision.reason == "") == eager
     assert RECOMPUTE.decisions[op] is decision
     assert RECOMPUTE.may_rerun_compiled(op, args, {}) == compiled
 
 
-def test_a_reason_names_what_the_rule_says() -> None:
+def test_a_reason_names_what_the_rule_says():
     assert RECOMPUTE.decide(aten.mm.default).reason == "gemm, which the rule does not run again"
     assert ALL_BUT_SILU.decide(aten.silu.default).reason == "the rule keeps aten.silu"
     assert ALL_BUT_SILU.decide(aten.mm.default).reason == ""
     assert policy(action="recompute", keep="gemm").decide(aten.mm.default).reason == "the rule keeps gemm"
 
 
-def test_a_checkpoint_without_exceptions_runs_every_op_of_compiled_code_again() -> None:
+def test_a_checkpoint_without_exceptions_runs_every_op_of_compiled_code_again():
     checkpoint = policy(action="checkpoint")
     for op in (aten.mm.default, aten.nonzero.default, torch.ops._c10d_functional.all_reduce.default):
         assert checkpoint.may_rerun_compiled(op, (X, X), {})
         assert not policy(action="keep").may_rerun_compiled(op, (X, X), {})
 
 
-def test_what_is_passed_to_keep() -> None:
+def test_what_is_passed_to_keep():
     router = policy(action="recompute", keep="router")
     assert router.keeps_tensor("router")
     assert not router.keeps_tensor("logits")
@@ -69,7 +65,7 @@ def test_what_is_passed_to_keep() -> None:
     assert not RECOMPUTE.keeps_tensor("router")
 
 
-def test_rules_that_say_the_same_of_ops_share_one_policy() -> None:
+def test_rules_that_say_the_same_of_ops_share_one_policy():
     assert policy(action="recompute", via="kernel", capture=False) is RECOMPUTE
     assert policy(action="checkpoint", keep=["aten.silu"]) is ALL_BUT_SILU
     assert policy(action="recompute", price=2.0) is not policy(action="recompute", price=3.0)

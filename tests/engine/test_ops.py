@@ -1,15 +1,10 @@
 """What is claimed of each op: test_ops_review.py holds them to it."""
 
-from __future__ import annotations
-
 import importlib
-from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry
 
 from recompute.attach.check_effect import is_op
@@ -50,7 +45,7 @@ GPU = pytest.param("cuda", marks=pytest.mark.gpu)
         (torch.ops.prims.sin.default, Kind.OPAQUE, None),
     ],
 )
-def test_kinds_and_families(op: Any, kind: Kind, family: str | None) -> None:
+def test_kinds_and_families(op, kind, family):
     known = facts(op)
     assert (known.kind, known.family, known.writes) == (kind, family, ())
     assert bool(known.reason) == (kind is Kind.OPAQUE)
@@ -75,7 +70,7 @@ def test_kinds_and_families(op: Any, kind: Kind, family: str | None) -> None:
         (aten.native_layer_norm_backward.default, ops.UNKNOWN),
     ],
 )
-def test_what_is_not_provably_regenerable_is_opaque_with_a_reason(op: OpOverload, reason: str) -> None:
+def test_what_is_not_provably_regenerable_is_opaque_with_a_reason(op, reason):
     known = facts(op)
     assert (known.kind, known.reason, known.writes) == (Kind.OPAQUE, reason, ())
 
@@ -106,29 +101,29 @@ def test_what_is_not_provably_regenerable_is_opaque_with_a_reason(op: OpOverload
         (aten.batch_norm_update_stats.default, Kind.OPAQUE, (1, 2)),
     ],
 )
-def test_what_is_written_to(op: OpOverload, kind: Kind, writes: tuple[int | str, ...]) -> None:
+def test_what_is_written_to(op, kind, writes):
     known = facts(op)
     assert (known.kind, known.writes) == (kind, writes)
 
 
-def test_facts_are_the_same_object_each_time() -> None:
+def test_facts_are_the_same_object_each_time():
     assert facts(aten.mm.default) is facts(aten.mm.default)
     assert facts(aten.mm.default).name == "aten.mm"
 
 
-def test_is_op() -> None:
+def test_is_op():
     assert is_op("aten._softmax")
     assert is_op("higher_order.flex_attention")
     assert not any(map(is_op, ("aten.no_such_op", "nowhere.mm", "mm", "aten.mm.default", "")))
 
 
-def test_only_the_first_two_outputs_of_an_attention_are_sure_to_be_set() -> None:
+def test_only_the_first_two_outputs_of_an_attention_are_sure_to_be_set():
     attention = aten._scaled_dot_product_efficient_attention.default
     assert [ops.is_defined(attention, slot) for slot in range(4)] == [True, True, False, False]
     assert ops.is_defined(aten.native_layer_norm.default, 2)
 
 
-def test_names_in_the_lists_are_ops() -> None:
+def test_names_in_the_lists_are_ops():
     reviewed = reviewed_ops.PURE | reviewed_ops.RANDOM | reviewed_ops.DIFFER | reviewed_ops.REORDER
     listed = reviewed | reviewed_ops.UNANNOTATED_VIEWS | reviewed_ops.UNANNOTATED_WRITES.keys()
     assert [name for name in sorted(listed) if not is_op(f"aten.{name.partition('.')[0]}")] == []
@@ -140,7 +135,7 @@ class TestCalls:
     @pytest.mark.parametrize(
         "op", [aten._scaled_dot_product_flash_attention.default, aten._flash_attention_forward.default]
     )
-    def test_attention_draws_only_with_dropout(self, op: OpOverload) -> None:
+    def test_attention_draws_only_with_dropout(self, op):
         q = torch.zeros(1, 1, 1, 1)
         arguments = {
             "query": q,
@@ -152,7 +147,7 @@ class TestCalls:
             "return_debug_mask": False,
         }
 
-        def args(dropout: float) -> tuple[Any, ...]:
+        def args(dropout):
             names = [argument.name for argument in op._schema.arguments if not argument.kwarg_only]
             return tuple(({**arguments, "dropout_p": dropout}).get(name) for name in names)
 
@@ -160,7 +155,7 @@ class TestCalls:
         assert not draws(op, args(0.0), {})
         assert facts_of_call(op, args(0.0), {}) == ops.OpFacts(facts(op).name, Kind.PURE, "attention")
 
-    def test_an_omitted_dropout_is_its_default(self) -> None:
+    def test_an_omitted_dropout_is_its_default(self):
         q = torch.zeros(1, 1, 1, 1)
         assert not draws(aten._scaled_dot_product_flash_attention.default, (q, q, q), {})
         assert draws(aten.native_dropout.default, (q, 0.5, True), {})
@@ -175,12 +170,12 @@ class TestCalls:
             ([None, torch.tensor([1, 0], dtype=torch.uint8)], ops.DATA_DEPENDENT),
         ],
     )
-    def test_an_index_of_booleans_gives_a_shape_that_depends_on_data(self, indices: list[Any], reason: str) -> None:
+    def test_an_index_of_booleans_gives_a_shape_that_depends_on_data(self, indices, reason):
         assert facts_of_call(aten.index.Tensor, (torch.zeros(2, 2), indices), {}).reason == reason
         assert facts(aten.index.Tensor).reason == ops.DATA_DEPENDENT
 
     @pytest.mark.parametrize("op", [aten.native_batch_norm.default, aten.cudnn_batch_norm.default])
-    def test_a_batch_norm_is_pure_where_it_updates_nothing(self, op: OpOverload) -> None:
+    def test_a_batch_norm_is_pure_where_it_updates_nothing(self, op):
         x, stats = torch.zeros(2, 3), torch.zeros(3)
         training = facts_of_call(op, (x, stats, stats, stats, stats, True, 0.1, 1e-5), {})
         assert (training.kind, training.writes, training.running_statistics) == (Kind.OPAQUE, (3, 4), (3, 4))
@@ -198,16 +193,14 @@ class TestCalls:
         ],
     )
     @pytest.mark.parametrize("op", [aten.cumsum.default, aten.cumsum_.default, aten.cumprod.default])
-    def test_a_scan_of_floats_differs_from_run_to_run_on_cuda(
-        self, op: OpOverload, device: str, dtype: torch.dtype, asked: torch.dtype | None, reason: str
-    ) -> None:
+    def test_a_scan_of_floats_differs_from_run_to_run_on_cuda(self, op, device, dtype, asked, reason):
         tensor = SimpleNamespace(is_cuda=device == "cuda", dtype=dtype)
         known = facts_of_call(op, (tensor, 0), {"dtype": asked} if asked else {})
         assert known.reason == reason
         assert known.writes == ((0,) if op is aten.cumsum_.default else ())
 
-    def test_a_transposed_convolution_may_differ_from_run_to_run_on_cuda(self) -> None:
-        def known(is_cuda: bool, transposed: bool) -> ops.OpFacts:
+    def test_a_transposed_convolution_may_differ_from_run_to_run_on_cuda(self):
+        def known(is_cuda, transposed):
             tensor = SimpleNamespace(is_cuda=is_cuda)
             return facts_of_call(
                 aten.convolution.default, (tensor, tensor, None, [1], [0], [1], transposed, [0], 1), {}
@@ -221,7 +214,7 @@ class TestCalls:
         assert {known(True, False), known(False, True)} == {ops.OpFacts("aten.convolution", Kind.PURE, "convolution")}
 
     @pytest.mark.parametrize(("op", "kind"), [(aten._to_copy.default, Kind.PURE), (aten.copy_.default, Kind.IN_PLACE)])
-    def test_a_copy_that_is_not_waited_for_is_kept(self, op: OpOverload, kind: Kind) -> None:
+    def test_a_copy_that_is_not_waited_for_is_kept(self, op, kind):
         tensor = torch.zeros(1)
         args, keywords = ((tensor, tensor), {}) if op is aten.copy_.default else ((tensor,), {"dtype": torch.bfloat16})
         assert facts_of_call(op, args, keywords).kind is kind
@@ -236,10 +229,10 @@ class TestLibraries:
     """Ops of other libraries are taken at the word of their schemas, tags and names."""
 
     @pytest.fixture
-    def define(self) -> Iterator[Callable[..., OpOverload]]:
+    def define(self):
         library = torch.library.Library("ops_of_a_test", "DEF")
 
-        def define(schema: str, *tags: torch.Tag) -> OpOverload:
+        def define(schema, *tags):
             library.define(schema, tags=tags)
             return getattr(torch.ops.ops_of_a_test, schema.partition("(")[0]).default
 
@@ -266,24 +259,16 @@ class TestLibraries:
             ("quick_all_reduce(Tensor x) -> Tensor", (), Kind.OPAQUE, "collective", ()),
         ],
     )
-    def test_by_schema_tags_and_name(
-        self,
-        define: Callable[..., OpOverload],
-        schema: str,
-        tags: tuple[torch.Tag, ...],
-        kind: Kind,
-        family: str | None,
-        writes: tuple[int | str, ...],
-    ) -> None:
+    def test_by_schema_tags_and_name(self, define, schema, tags, kind, family, writes):
         known = facts(define(schema, *tags))
         assert (known.kind, known.family, known.writes) == (kind, family, writes)
         assert bool(known.reason) == (kind is Kind.OPAQUE)
 
-    def test_dropout_of_zero_draws_nothing(self, define: Callable[..., OpOverload]) -> None:
+    def test_dropout_of_zero_draws_nothing(self, define):
         op = define("fmha(Tensor q, float dropout_p=0.0, Tensor? dropout_mask=None) -> Tensor")
         assert [draws(op, args, {}) for args in ((0,), (0, 0.0, torch.ones(2)), (0, 0.1))] == [False, False, True]
 
-    def test_the_projects_own_kernels_are_pure(self) -> None:
+    def test_the_projects_own_kernels_are_pure(self):
         for module in ("norm_ops", "gated_mlp"):
             importlib.import_module(f"recompute.kernels.{module}")  # registers them
         assert {
@@ -291,7 +276,7 @@ class TestLibraries:
             facts(torch.ops.recompute.glu_forward.default),
         } == {ops.OpFacts("recompute.rms_norm_forward", Kind.PURE), ops.OpFacts("recompute.glu_forward", Kind.PURE)}
 
-    def test_collectives_are_opaque_and_those_of_c10d_write_without_saying_so(self) -> None:
+    def test_collectives_are_opaque_and_those_of_c10d_write_without_saying_so(self):
         c10d, functional = torch.ops.c10d, torch.ops._c10d_functional
         found = {
             op: facts(op)
@@ -310,14 +295,14 @@ class TestLibraries:
 
 
 class TestSeconds:
-    def test_costly_ops_by_their_arithmetic(self) -> None:
+    def test_costly_ops_by_their_arithmetic(self):
         a, b, bias = (torch.empty(shape, device="meta") for shape in ((4096, 8192), (8192, 2048), (2048,)))
         expected = 2 * 4096 * 8192 * 2048 / ops.FLOPS
         assert seconds(aten.mm.default, (a, b), {}, a @ b) == pytest.approx(expected)
         assert seconds(aten.addmm.default, (bias, a, b), {}, a @ b) == pytest.approx(expected)
 
     @pytest.mark.parametrize("transposed", [False, True])
-    def test_convolutions_and_batches_as_torch_counts_them(self, transposed: bool) -> None:
+    def test_convolutions_and_batches_as_torch_counts_them(self, transposed):
         image = torch.empty(2, 64, 32, 32, device="meta")
         weight = torch.empty(64, 64, 3, 3, device="meta")
         args = (image, weight, None, [2, 2], [1, 1], [1, 1], transposed, [0, 0], 1)
@@ -325,7 +310,7 @@ class TestSeconds:
         counted = flop_registry[aten.convolution](*args, out_val=output)
         assert op_costs._flops(facts(aten.convolution.default), args, output) == counted
 
-    def test_attention_with_grouped_heads_as_torch_counts_it_without(self) -> None:
+    def test_attention_with_grouped_heads_as_torch_counts_it_without(self):
         query, key = torch.empty(2, 8, 512, 64), torch.empty(2, 8, 256, 64)
         counted = flop_registry[aten._scaled_dot_product_flash_attention](query, key, key, out_val=(query,))
         known = facts(aten._scaled_dot_product_flash_attention.default)
@@ -335,10 +320,8 @@ class TestSeconds:
         assert op_costs._flops(facts(aten._flash_attention_forward.default), tuple(by_token), (query,)) == counted
 
     @pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 400), (torch.float16, 400), (torch.float32, 100)])
-    def test_a_gemm_is_thin_up_to_so_many_products_that_it_takes_as_long_as_a_copy(
-        self, dtype: torch.dtype, most: int
-    ) -> None:
-        def is_thin(products: int) -> bool:
+    def test_a_gemm_is_thin_up_to_so_many_products_that_it_takes_as_long_as_a_copy(self, dtype, most):
+        def is_thin(products):
             a, b = (torch.empty(shape, dtype=dtype, device="meta") for shape in ((8192, products), (products, 8192)))
             thin = facts_of_call(aten.mm.default, (a, b), {}).is_thin
             assert facts_of_call(aten.addmm.default, (a[0], a), {"mat2": b}).is_thin == thin
@@ -348,7 +331,7 @@ class TestSeconds:
 
         assert [is_thin(products) for products in (1, most, most + 1)] == [True, True, False]
 
-    def test_other_ops_by_what_they_move(self) -> None:
+    def test_other_ops_by_what_they_move(self):
         x = torch.empty(1000)
         assert seconds(aten.add.Tensor, (x, x), {"alpha": 1}, x) == 3 * 4000 / ops.BANDWIDTH
         assert seconds(aten.cat.default, ([x, x],), {}, torch.empty(2000)) == 4 * 4000 / ops.BANDWIDTH

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,16 +21,16 @@ aten = torch.ops.aten
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 
 
-def _storages(values: Any) -> dict[int, torch.UntypedStorage]:
+def _storages(values):
     storages = (leaf.untyped_storage() for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
     return {storage._cdata: storage for storage in storages}
 
 
-def _bytes(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
+def _bytes(storage):
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _is_same(a: Any, b: Any) -> bool:
+def _is_same(a, b):
     """Whether two outputs of an op agree in every bit, and lie alike in memory."""
     if not isinstance(a, Tensor):
         return a == b
@@ -39,12 +39,12 @@ def _is_same(a: Any, b: Any) -> bool:
     return torch.equal(*(tensor.contiguous().view(-1).view(torch.uint8) for tensor in (a, b)))
 
 
-def _are_same(op: OpOverload, a: Any, b: Any) -> bool:
+def _are_same(op, a, b):
     pairs = zip(tree_leaves(a), tree_leaves(b), strict=True)
     return all(_is_same(*pair) for slot, pair in enumerate(pairs) if is_defined(op, slot))
 
 
-def _generator(args: Any, kwargs: dict[str, Any]) -> torch.Generator:
+def _generator(args, kwargs):
     """The one that an op draws from, if it draws."""
     for value in kwargs.values():
         if isinstance(value, torch.Generator):
@@ -57,7 +57,7 @@ def _generator(args: Any, kwargs: dict[str, Any]) -> torch.Generator:
     return torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
 
 
-def _is_plain(values: Any) -> bool:
+def _is_plain(values):
     tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
     return all(
         type(leaf) in (Tensor, torch.nn.Parameter)
@@ -69,19 +69,19 @@ def _is_plain(values: Any) -> bool:
     )
 
 
-def _is_lazy(values: Any) -> bool:
+def _is_lazy(values):
     return any(isinstance(leaf, Tensor) and (leaf.is_conj() or leaf.is_neg()) for leaf in tree_leaves(values))
 
 
 class Review(TorchDispatchMode):
     """Runs each op twice, and notes where it does not do what is claimed of it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.seen: dict[Kind, set[str]] = {kind: set() for kind in Kind}
-        self.wrong: set[tuple[str, str]] = set()
+        self.seen = {kind: set() for kind in Kind}
+        self.wrong = set()
 
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if not isinstance(op, OpOverload) or not _is_plain((args, kwargs)):
             return op(*args, **kwargs)
@@ -112,7 +112,7 @@ class Review(TorchDispatchMode):
         return output
 
     @staticmethod
-    def _compare(op: OpOverload, output: Any, again: Any, shared: Iterable[int]) -> Iterator[str]:
+    def _compare(op, output, again, shared):
         if shared:
             yield "shares memory with an argument"
         if len(_storages(output)) < sum(isinstance(leaf, Tensor) for leaf in tree_leaves(output)):
@@ -123,15 +123,13 @@ class Review(TorchDispatchMode):
             yield "gives other bits when run again"
 
     @staticmethod
-    def _repeat_in_place(
-        op: OpOverload, args: Any, kwargs: Any, inputs: Any, before: dict[int, Tensor]
-    ) -> Iterator[str]:
-        def as_it_was(leaf: Any) -> Any:
+    def _repeat_in_place(op, args, kwargs, inputs, before):
+        def as_it_was(leaf):
             if not isinstance(leaf, Tensor):
                 return leaf
             storage = before[leaf.untyped_storage()._cdata].untyped_storage()
             old = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
-            old.set_(storage, leaf.storage_offset(), leaf.size(), leaf.stride())  # type: ignore[call-overload]
+            old.set_(storage, leaf.storage_offset(), leaf.size(), leaf.stride())
             return torch._conj(old) if leaf.is_conj() else old
 
         args, kwargs = tree_map(as_it_was, (args, kwargs))
@@ -143,16 +141,16 @@ class Review(TorchDispatchMode):
 
 
 @pytest.fixture(scope="module")
-def op_db() -> list[Any]:
+def op_db():
     """torch's own samples of the arguments of some 700 ops."""
     from torch.testing._internal import common_methods_invocations
 
     # Which forbids, for good, to set torch.backends' flags otherwise than by context managers.
-    torch.backends.__allow_nonbracketed_mutation_flag = True  # type: ignore[attr-defined]
+    torch.backends.__allow_nonbracketed_mutation_flag = True
     return common_methods_invocations.op_db
 
 
-def _review_samples(review: Review, info: Any, device: str, dtype: torch.dtype, count: int) -> None:
+def _review_samples(review, info, device, dtype, count):
     is_differentiable = info.supports_autograd and dtype is torch.float32
     # What info.sample_inputs() wraps into something that walks the stack for each sample.
     samples = info.sample_inputs_func(info, device, dtype, is_differentiable)
@@ -180,11 +178,11 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 DTYPES = (torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.bool)
 
 
-def _ramp(device: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def _ramp(device, *shape, dtype=torch.float32):
     return torch.linspace(-3, 3, torch.Size(shape).numel(), device=device).view(shape).to(dtype)
 
 
-def _batch_norm_arguments(device: str) -> tuple[Tensor, ...]:
+def _batch_norm_arguments(device):
     weight = torch.ones(3, device=device)
     return _ramp(device, 4, 3, 5, 5), weight, weight.clone(), weight.clone(), weight.clone()
 
@@ -226,7 +224,7 @@ BY_HAND: dict[str, Callable[[str], Any]] = {
 }
 
 
-def _halves(device: str) -> tuple[Tensor, Tensor, Tensor]:
+def _halves(device):
     """q, k, v: (2, 4, 256, 64)"""
     q, k, v = (torch.randn(2, 4, 256, 64, device=device, dtype=torch.bfloat16) for _ in range(3))
     return q, k, v
@@ -300,18 +298,18 @@ LARGE_ON_CUDA: list[Callable[[str], Any]] = [
 ]
 
 
-def _noise(device: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def _noise(device, *shape, dtype=torch.float32):
     return torch.randn(shape, device=device, dtype=dtype)
 
 
-def _norm() -> Any:
+def _norm():
     return aten.native_batch_norm(*_batch_norm_arguments("cpu"), True, 0.1, 1e-5)
 
 
 class TestReview:
     @pytest.mark.parametrize("device", ["cpu", GPU])
     @pytest.mark.slow
-    def test_ops_do_what_is_claimed_of_them(self, op_db: list[Any], device: str) -> None:
+    def test_ops_do_what_is_claimed_of_them(self, op_db, device):
         review = Review()
         torch.manual_seed(0)
         for info in op_db:
@@ -332,7 +330,7 @@ class TestReview:
 
     @pytest.mark.gpu
     @pytest.mark.parametrize("index", range(len(LARGE_ON_CUDA)))
-    def test_large_calls_give_the_same_bits_each_time(self, index: int) -> None:
+    def test_large_calls_give_the_same_bits_each_time(self, index):
         torch.manual_seed(0)
         with Review() as review:
             LARGE_ON_CUDA[index]("cuda")
@@ -352,8 +350,8 @@ class TestReview:
         ],
     )
     def test_a_batch_norm_gives_the_same_bits_without_the_statistics_that_it_collects(
-        self, device: str, op: Any, dtype: torch.dtype, memory_format: torch.memory_format
-    ) -> None:
+        self, device, op, dtype, memory_format
+    ):
         torch.manual_seed(0)
         for shape in ((2, 3, 5, 5), (32, 64, 28, 28)):
             x = torch.randn(shape, device=device).to(dtype, memory_format=memory_format)
@@ -386,15 +384,13 @@ class TestReview:
             ),
         ],
     )
-    def test_a_wrong_claim_is_noticed(
-        self, monkeypatch: pytest.MonkeyPatch, op: OpOverload, kind: Kind, run: Callable[[], Any], finding: str
-    ) -> None:
+    def test_a_wrong_claim_is_noticed(self, monkeypatch, op, kind, run, finding):
         _claim(monkeypatch, op, kind)
         with Review() as review:
             run()
         assert (op._schema.name, finding) in review.wrong
 
-    def test_an_op_that_gives_other_bits_each_time_is_noticed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_op_that_gives_other_bits_each_time_is_noticed(self, monkeypatch):
         library = torch.library.Library("ops_of_a_test", "DEF")
         counter = itertools.count()
         library.define("count(Tensor x) -> Tensor")
@@ -412,7 +408,7 @@ class TestReview:
         library._destroy()
 
 
-def _claim(monkeypatch: pytest.MonkeyPatch, op: OpOverload, kind: Kind) -> None:
+def _claim(monkeypatch, op, kind):
     truth = ops.facts_of_call
     writes = (0,) if kind is Kind.IN_PLACE else ()
     claim = ops.OpFacts("a wrong claim", kind, writes=writes)

@@ -1,17 +1,15 @@
 """Parameters whose memory a library gives them for each use: they are held by the object that they are."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from engine_testing import HIDDEN, bits, holding, policy, tokens
-from torch import Tensor, nn
+from torch import nn
 
 import recompute
 from recompute.engine.parameter_memory import is_managed_elsewhere, may_hold_memory
 
 
-def _gradient(action: str, *, is_partitioned: bool) -> tuple[Tensor, Tensor]:
+def _gradient(action, *, is_partitioned):
     """The gradient of the input where the weight gets other memory after forward, and the plain one."""
     model = holding(lambda self, x: torch.exp(x @ self.linear.weight.t()), linear=nn.Linear(HIDDEN, HIDDEN))
     weight, x = model.inside.linear.weight, tokens()
@@ -28,17 +26,17 @@ def _gradient(action: str, *, is_partitioned: bool) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("action", ["recompute", "checkpoint"])
-def test_backward_reads_a_managed_parameter_where_its_memory_is_then(action: str) -> None:
+def test_backward_reads_a_managed_parameter_where_its_memory_is_then(action):
     found, expected = _gradient(action, is_partitioned=True)
     assert bits(found) == bits(expected)
 
 
-def test_backward_reads_any_other_parameter_where_its_memory_was() -> None:
+def test_backward_reads_any_other_parameter_where_its_memory_was():
     found, expected = _gradient("recompute", is_partitioned=False)
     assert bits(found) != bits(expected), "as in plain PyTorch, which holds the memory of a view"
 
 
-def test_only_parameters_of_the_library_are_managed() -> None:
+def test_only_parameters_of_the_library_are_managed():
     plain, partitioned = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     partitioned.ds_id = 0
     assert not is_managed_elsewhere(plain)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -17,6 +17,7 @@ from random_modules import BLOCKS, Model, Program, Step, is_repeatable, parse
 from random_ops import MENUS, OPS, WIDTH
 from tiers import by_default
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import recompute
@@ -35,54 +36,42 @@ FRAMES = ((2, False), (3, False), (2, True), (2, False))
 """Batch and branch of each run: the last one finds what was decided in the first."""
 
 
-class Watched(torch.autograd.graph.saved_tensors_hooks):
+def watched():
     """Hooks of the user's that refuse what autograd refuses without hooks."""
 
-    def __init__(self) -> None:
-        super().__init__(self.pack, self.unpack)
-
-    @staticmethod
-    def pack(tensor: Tensor) -> tuple[Tensor, int]:
-        return tensor.detach(), tensor._version
-
-    @staticmethod
-    def unpack(packed: tuple[Tensor, int]) -> Tensor:
+    def unpack(packed):
         tensor, version = packed
         if tensor._version != version:
             raise RuntimeError("modified by an inplace operation")
         return tensor
 
+    return saved_tensors_hooks(lambda tensor: (tensor.detach(), tensor._version), unpack)
 
-class Copying(torch.autograd.graph.saved_tensors_hooks):
+
+def copying_hooks():
     """Has autograd copy what is changed after it was saved, rather than refuse it."""
 
-    def __init__(self) -> None:
-        super().__init__(self.pack, self.unpack)
-
-    @staticmethod
-    def pack(tensor: Tensor) -> tuple[Tensor, Tensor, int]:
-        return tensor.detach(), tensor.detach().clone(), tensor._version
-
-    @staticmethod
-    def unpack(packed: tuple[Tensor, Tensor, int]) -> Tensor:
+    def unpack(packed):
         tensor, copied, version = packed
         return tensor if tensor._version == version else copied  # RReLU's noise is filled after it was saved
+
+    return saved_tensors_hooks(lambda tensor: (tensor.detach(), tensor.detach().clone(), tensor._version), unpack)
 
 
 AROUND: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "nothing": nullcontext,
     "autocast": functools.partial(torch.autocast, "cpu", dtype=torch.bfloat16),
-    "hooks": Watched,
+    "hooks": watched,
     "checkpoint": nullcontext,
 }
 
 
-def is_refusal(error: RuntimeError) -> bool:
+def is_refusal(error):
     """Whether autograd raises it because a tensor that backward needs has been changed in place."""
     return "modified by an inplace operation" in str(error)
 
 
-def result_of(stage: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def result_of(stage):
     """What ``stage`` gives, or the error that it raises, under the name of "error"."""
     try:
         return stage()
@@ -93,16 +82,16 @@ def result_of(stage: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 class Frame:
     """One run of ``model``, and its backward passes."""
 
-    def __init__(self, model: Model, number: int, leaf: bool, around: str, copying: bool):
+    def __init__(self, model, number, leaf, around, copying):
         self.model = model
         size, branch = FRAMES[number]
         torch.default_generator.manual_seed(number)  # torch.manual_seed takes a millisecond
         self.x, self.extra = (torch.randn(size, WIDTH).requires_grad_(leaf) for _ in range(2))
-        self.loss: Tensor | None = None
-        with AROUND[around](), Copying() if copying else nullcontext():
+        self.loss = None
+        with AROUND[around](), copying_hooks() if copying else nullcontext():
             self.forward = result_of(lambda: self._forward(branch, around == "checkpoint"))
 
-    def _forward(self, branch: bool, checkpointed: bool) -> dict[str, Any]:
+    def _forward(self, branch, checkpointed):
         run = functools.partial(checkpoint, self.model, use_reentrant=False) if checkpointed else self.model
         outputs = leaves(run(self.x, self.extra, branch))
         if any(isinstance(output, Tensor) and output.requires_grad for output in outputs):
@@ -114,7 +103,7 @@ class Frame:
         found |= {f"buffer {name}": buffer.clone() for name, buffer in self.model.named_buffers()}
         return found | random_streams(self.model)
 
-    def backward(self) -> list[dict[str, Any]]:
+    def backward(self):
         """Twice, and once more to differentiate again."""
         if self.loss is None:
             return [{}] * 4
@@ -123,13 +112,13 @@ class Frame:
         self.loss = None
         return [*found, random_streams(self.model)]
 
-    def _gradients(self, **options: bool) -> dict[str, Any]:
+    def _gradients(self, **options):
         gradients = torch.autograd.grad(
             self.loss, list(self.wanted.values()), retain_graph=True, allow_unused=True, **options
         )
         return {f"gradient of {name}": gradient for name, gradient in zip(self.wanted, gradients, strict=True)}
 
-    def _second_gradients(self) -> dict[str, Any]:
+    def _second_gradients(self):
         first = self._gradients(create_graph=True)
         found = {name: noted(gradient) for name, gradient in first.items()}
         if any(gradient is not None and gradient.requires_grad for gradient in first.values()):
@@ -138,12 +127,12 @@ class Frame:
         return found
 
 
-def noted(value: Any) -> Any:
+def noted(value):
     """What can be compared later, without the graph and memory that ``value`` holds."""
     return (value.detach().clone(), value.requires_grad) if isinstance(value, Tensor) else value
 
 
-def random_streams(model: Model) -> dict[str, Any]:
+def random_streams(model):
     """Where each stream of random numbers is."""
     return {
         "torch's": torch.get_rng_state(),
@@ -153,7 +142,7 @@ def random_streams(model: Model) -> dict[str, Any]:
     }
 
 
-def trial(model: Model, leaf: bool, around: str, together: bool, *, copying: bool = False) -> list[dict[str, Any]]:
+def trial(model, leaf, around, together, *, copying=False):
     """The stages of all frames. ``together``: all run forward before the first runs backward."""
     found, waiting = [], []
     for number in range(len(FRAMES)):
@@ -167,7 +156,7 @@ def trial(model: Model, leaf: bool, around: str, together: bool, *, copying: boo
     return found
 
 
-def is_same(one: Any, other: Any) -> bool:
+def is_same(one, other):
     """Bit for bit; NaN is NaN."""
     if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
         return all(map(is_same, one, other))
@@ -179,12 +168,7 @@ def is_same(one: Any, other: Any) -> bool:
     return torch.equal(one.view(integer), other.view(integer))
 
 
-def assert_as_plain(
-    found: Sequence[dict[str, Any]],
-    expected: Sequence[dict[str, Any]],
-    copying: Sequence[dict[str, Any]],
-    may_refuse: bool,
-) -> None:
+def assert_as_plain(found, expected, copying, may_refuse):
     """``copying``: what is expected if autograd copies rather than refuses."""
     for number, (stage, plain, copied) in enumerate(zip(found, expected, copying, strict=True)):
         if "error" in stage:
@@ -199,16 +183,7 @@ def assert_as_plain(
         assert not different, f"stage {number} differs in {different}"
 
 
-def compare(
-    steps: Sequence[Step],
-    rule: str,
-    *,
-    before: str = "free",
-    after: str = "",
-    leaf: bool = True,
-    around: str = "nothing",
-    together: bool = False,
-) -> int:
+def compare(steps, rule, *, before="free", after="", leaf=True, around="nothing", together=False):
     """The program as it is and under its rules. Returns the bytes dropped."""
     if around == "checkpoint" and (after or not is_repeatable(steps)):
         around = "nothing"  # torch's checkpoint would change twice what changes
@@ -256,13 +231,13 @@ any_module = given(
 @pytest.mark.parametrize("theme", ["views", "in place", "blocks", "everything"])
 @settings(reproducibly, max_examples=15)
 @any_module
-def test_any_module_is_bit_for_bit_what_it_is_without(theme: str, code: bytes, rule: str, **options: Any) -> None:
+def test_any_module_is_bit_for_bit_what_it_is_without(theme, code, rule, **options):
     steps = parse(code, THEMES[theme], sorted(NESTED_RULES))
     note(str(steps))
     compare(steps, rule, **options)
 
 
-def test_a_plan_is_given_up_where_memory_is_handed_out() -> None:
+def test_a_plan_is_given_up_where_memory_is_handed_out():
     steps = (Step("mul", 0, 0), Step("attention", 1, 0), Step("function by numpy", 0, 0))
     compare(steps, "hold", before="", after="", leaf=True, around="nothing", together=False)
 
@@ -271,7 +246,7 @@ def test_a_plan_is_given_up_where_memory_is_handed_out() -> None:
 @pytest.mark.parametrize("theme", THEMES)
 @reproducibly
 @any_module
-def test_so_are_as_many_modules_as_the_profile_says(theme: str, code: bytes, rule: str, **options: Any) -> None:
+def test_so_are_as_many_modules_as_the_profile_says(theme, code, rule, **options):
     steps = parse(code, THEMES[theme], sorted(NESTED_RULES))
     note(str(steps))
     compare(steps, rule, **options)
@@ -279,6 +254,6 @@ def test_so_are_as_many_modules_as_the_profile_says(theme: str, code: bytes, rul
 
 @pytest.mark.parametrize("rule", by_default(list(RULES), "recompute"))
 @pytest.mark.parametrize("op", by_default(list(OPS), *list(OPS)[::4]))
-def test_each_op_alone(op: str, rule: str) -> None:
+def test_each_op_alone(op, rule):
     dropped = compare((Step("exp"), Step("tanh"), Step(op), Step("sigmoid")), rule)
     assert dropped > 0 or op == "function's stash"  # which may, for all that is seen, have written to what it reads

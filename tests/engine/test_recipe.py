@@ -1,15 +1,9 @@
 """Recipes: what ops record of themselves, handles and their views, the book that knows storages, held tensors."""
 
-from __future__ import annotations
-
-import threading
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from engine_testing import ROW_NBYTES, bits, holding, no_garbage_collection, policy, tokens, weak
-from torch import Tensor, nn
+from engine_testing import ROW_NBYTES, bits, holding, in_threads, module_of, no_garbage_collection, policy, tokens, weak
+from torch import nn
 
 import recompute
 from recompute.engine.cut.layout import Layout
@@ -25,31 +19,36 @@ from recompute.errors import MutationError, RegenerationError
 class Cube:
     """An op that knows itself: counts how often it is regenerated."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.regenerated = 0
-        self.given: list[Any] = []
+        self.given = []
 
-    def __call__(self, x: Tensor, scale: float = 1.0) -> Tensor:
+    def __call__(self, x, scale=1.0):
         y = x.pow(3) * scale
         record(y, self.again, x, scale)
         return y
 
-    def again(self, x: Tensor, scale: float) -> Tensor:
+    def again(self, x, scale):
         self.regenerated += 1
         self.given.append((x, scale))
         assert not torch.is_grad_enabled()
         return x.pow(3) * scale
 
 
-def scoped(function: Callable[..., Any], *args: Any, statistics: RegionStatistics | None = None) -> Any:
+def scoped(function, *args, statistics=None):
     with RecipeScope(statistics or RegionStatistics("the model")):
         return function(*args)
 
 
-def test_a_recorded_output_is_dropped_wherever_it_is_saved_and_regenerated_once_for_all() -> None:
+def assert_gradient(result, x, plain):
+    found, expected = (torch.autograd.grad(y.sum(), x, retain_graph=True)[0] for y in (result, plain(x)))
+    assert bits(found) == bits(expected)
+
+
+def test_a_recorded_output_is_dropped_wherever_it_is_saved_and_regenerated_once_for_all():
     cube, references = Cube(), []
 
-    def forward(x: Tensor) -> Tensor:
+    def forward(x):
         y = cube(x)
         references.append(weak(y))
         return y.sin() + y.cos() + y * y
@@ -58,14 +57,11 @@ def test_a_recorded_output_is_dropped_wherever_it_is_saved_and_regenerated_once_
     result = scoped(forward, x)
     assert references[0].expired()
     for turn in (1, 2):
-        (found,) = torch.autograd.grad(result.sum(), x, retain_graph=True)
+        assert_gradient(result, x, lambda x: (y := x.pow(3) * 1.0).sin() + y.cos() + y * y)
         assert cube.regenerated == turn
-        y = x.pow(3) * 1.0
-        (expected,) = torch.autograd.grad((y.sin() + y.cos() + y * y).sum(), x)
-        assert bits(found) == bits(expected)
 
 
-def test_recorded_inputs_are_passed_by_value_and_others_as_they_are() -> None:
+def test_recorded_inputs_are_passed_by_value_and_others_as_they_are():
     cube, x, scale = Cube(), tokens(), 2.0
     scoped(lambda x: cube(x, scale).sin(), x).sum().backward()
     ((given, given_scale),) = cube.given
@@ -74,10 +70,10 @@ def test_recorded_inputs_are_passed_by_value_and_others_as_they_are() -> None:
     assert not given.requires_grad
 
 
-def test_recipes_chain_through_dropped_inputs() -> None:
+def test_recipes_chain_through_dropped_inputs():
     cube, references = Cube(), []
 
-    def forward(x: Tensor) -> Tensor:
+    def forward(x):
         for _ in range(3):
             x = cube(x, 0.5)
             references.append(weak(x))
@@ -87,30 +83,25 @@ def test_recipes_chain_through_dropped_inputs() -> None:
     with no_garbage_collection() as engine_objects:
         result = scoped(forward, x)
         assert all(reference.expired() for reference in references)
-        (found,) = torch.autograd.grad(result.sum(), x)
+        thrice = lambda x: (((x.pow(3) * 0.5).pow(3) * 0.5).pow(3) * 0.5).sin()  # noqa: E731
+        assert_gradient(result, x, thrice)
         del result
         assert engine_objects() == {}
-    y = x
-    for _ in range(3):
-        y = y.pow(3) * 0.5
-    (expected,) = torch.autograd.grad(y.sin().sum(), x)
-    assert bits(found) == bits(expected)
 
 
 @pytest.mark.parametrize("depth", [1, 8])
-def test_a_look_at_a_saved_tensor_runs_each_op_once_and_holds_nothing(depth: int) -> None:
-    class Block(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            for _ in range(depth):
-                x = x.sin() * x.cos()  # both come from x, which must not come back for each of them anew
-            return x.exp().square()
+def test_a_look_at_a_saved_tensor_runs_each_op_once_and_holds_nothing(depth):
+    def forward(self, x):
+        for _ in range(depth):
+            x = x.sin() * x.cos()  # both come from x, which must not come back for each of them anew
+        return x.exp().square()
 
-    model = nn.Sequential(Block())
+    model = nn.Sequential(module_of(forward))
     handle = recompute.apply(model, policy(("0", "recompute")))
     x = tokens()
     for _ in range(2):
         result = model(x)
-    expected = Block()(x).grad_fn._saved_self
+    expected = forward(None, x).grad_fn._saved_self
     for turn in (1, 2):
         seen = result.grad_fn._saved_self
         assert bits(seen) == bits(expected)
@@ -120,7 +111,7 @@ def test_a_look_at_a_saved_tensor_runs_each_op_once_and_holds_nothing(depth: int
         assert reference.expired()
 
 
-def test_nothing_is_recorded_outside_of_a_scope_or_without_gradients() -> None:
+def test_nothing_is_recorded_outside_of_a_scope_or_without_gradients():
     cube, x = Cube(), tokens()
     assert open_book() is None
     cube(x).sin().sum().backward()
@@ -133,26 +124,24 @@ def test_nothing_is_recorded_outside_of_a_scope_or_without_gradients() -> None:
     assert cube.regenerated == 0
 
 
-def test_a_recorded_output_that_is_mutated_is_kept_as_it_was_when_saved() -> None:
+def test_a_recorded_output_that_is_mutated_is_kept_as_it_was_when_saved():
     cube = Cube()
 
-    def forward(x: Tensor) -> Tensor:
+    def forward(x):
         y = cube(x)
         y.add_(1.0)
         return y.sin()
 
     x = tokens()
-    (found,) = torch.autograd.grad(scoped(forward, x).sum(), x)
-    (expected,) = torch.autograd.grad((x.pow(3) + 1).sin().sum(), x)
+    assert_gradient(scoped(forward, x), x, lambda x: (x.pow(3) + 1).sin())
     assert cube.regenerated == 0
-    assert bits(found) == bits(expected)
 
 
-def test_an_input_of_a_recipe_that_is_mutated_before_backward_is_refused() -> None:
+def test_an_input_of_a_recipe_that_is_mutated_before_backward_is_refused():
     cube, x = Cube(), tokens()
     given = x * 1.0
 
-    def forward(given: Tensor) -> Tensor:
+    def forward(given):
         return cube(given.detach()).mul(x)
 
     result = scoped(forward, given, statistics=RegionStatistics("the model"))
@@ -166,14 +155,14 @@ def test_an_input_of_a_recipe_that_is_mutated_before_backward_is_refused() -> No
 
 
 @pytest.mark.parametrize("what", ["shape", "stride", "dtype"])
-def test_a_recipe_that_gives_back_another_layout_is_refused(what: str) -> None:
-    others: dict[str, Callable[[Tensor], Tensor]] = {
+def test_a_recipe_that_gives_back_another_layout_is_refused(what):
+    others = {
         "shape": lambda x: x.exp()[:3],
         "stride": lambda x: x.exp().t().contiguous().t(),
         "dtype": lambda x: x.exp().double(),
     }
 
-    def forward(x: Tensor) -> Tensor:
+    def forward(x):
         y = x.exp()
         record(y, others[what], x)
         return y.t().sin()
@@ -183,29 +172,26 @@ def test_a_recipe_that_gives_back_another_layout_is_refused(what: str) -> None:
         result.sum().backward()
 
 
-def test_dropped_bytes_are_counted_once_a_storage_and_only_if_something_saves_it() -> None:
+def test_dropped_bytes_are_counted_once_a_storage_and_only_if_something_saves_it(monkeypatch):
     cube, statistics, x = Cube(), RegionStatistics("the model"), tokens()
-    outer, local.statistics = local.statistics, statistics
-    try:
-        scoped(cube, x)
-        assert (statistics.dropped_tensors, statistics.dropped_nbytes) == (0, 0)
-        result = scoped(lambda x: (y := cube(x)).sin() + y[1:].cos().sum() + y.t().exp().sum(), x)
-    finally:
-        local.statistics = outer
+    monkeypatch.setattr(local, "statistics", statistics)
+    scoped(cube, x)
+    assert (statistics.dropped_tensors, statistics.dropped_nbytes) == (0, 0)
+    result = scoped(lambda x: (y := cube(x)).sin() + y[1:].cos().sum() + y.t().exp().sum(), x)
     assert (statistics.dropped_tensors, statistics.dropped_nbytes) == (1, ROW_NBYTES)
     result.sum().backward()
     assert statistics.regenerations == 1
 
 
-def test_values_are_freed_when_the_backward_that_wanted_some_of_them_only_ends() -> None:
-    values: list[Any] = []
+def test_values_are_freed_when_the_backward_that_wanted_some_of_them_only_ends():
+    values = []
 
-    def again(x: Tensor) -> Tensor:
+    def again(x):
         y = x.exp()
         values.append(weak(y))
         return y
 
-    def forward(x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(x):
         y = x.detach().exp()
         record(y, again, x.detach())
         return y * x, y * x.cos()
@@ -219,15 +205,15 @@ def test_values_are_freed_when_the_backward_that_wanted_some_of_them_only_ends()
         assert [value.expired() for value in values] == [True, True]
 
 
-def test_a_regeneration_that_raises_is_tried_again_by_the_next_backward() -> None:
+def test_a_regeneration_that_raises_is_tried_again_by_the_next_backward():
     failures = [KeyError("first")]
 
-    def again(x: Tensor) -> Tensor:
+    def again(x):
         if failures:
             raise failures.pop()
         return x.exp()
 
-    def forward(x: Tensor) -> Tensor:
+    def forward(x):
         y = x.detach().exp()
         record(y, again, x.detach())
         return y * x
@@ -240,34 +226,27 @@ def test_a_regeneration_that_raises_is_tried_again_by_the_next_backward() -> Non
     assert bits(found) == bits(x.exp())
 
 
-def test_two_threads_in_backward_of_one_graph_regenerate_right_values() -> None:
+def test_two_threads_in_backward_of_one_graph_regenerate_right_values():
     cube, x = Cube(), tokens(64, 64)
     result = scoped(lambda x: (y := cube(x, 0.1)).sin() * y.cos(), x)
     (expected,) = torch.autograd.grad(result.sum(), x, retain_graph=True)
-    found: list[Any] = []
+    found = []
 
-    def backward() -> None:
+    def backward():
         for _ in range(20):
             found.append(bits(torch.autograd.grad(result.sum(), x, retain_graph=True)[0]))
 
-    threads = [threading.Thread(target=backward) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*[backward] * 3)
     assert found == [bits(expected)] * 60
 
 
-# Scopes
-
-
-def test_scopes_inside_share_the_book_of_the_outermost() -> None:
+def test_scopes_inside_share_the_book_of_the_outermost():
     cube, references = Cube(), []
 
-    def inner(y: Tensor) -> Tensor:
+    def inner(y):
         return scoped(lambda: y.sin() + cube(y).cos())
 
-    def forward(x: Tensor) -> Tensor:
+    def forward(x):
         y = cube(x)
         references.append(weak(y))
         return inner(y)
@@ -279,10 +258,10 @@ def test_scopes_inside_share_the_book_of_the_outermost() -> None:
     assert cube.regenerated == 2
 
 
-def test_a_keep_span_keeps_what_is_saved_in_it_also_inside_of_a_scope() -> None:
+def test_a_keep_span_keeps_what_is_saved_in_it_also_inside_of_a_scope():
     cube, references = Cube(), []
 
-    def forward(x: Tensor) -> Tensor:
+    def forward(x):
         with KeepScope():
             y = cube(x)
             references.append(weak(y))
@@ -294,24 +273,21 @@ def test_a_keep_span_keeps_what_is_saved_in_it_also_inside_of_a_scope() -> None:
     assert cube.regenerated == 0
 
 
-def test_a_scopes_memory_of_storages_ends_with_it_while_its_graph_lives() -> None:
+def test_a_scopes_memory_of_storages_ends_with_it_while_its_graph_lives():
     with no_garbage_collection() as engine_objects:
         result = scoped(lambda x: (x.exp() * x).sin(), tokens())
         assert "RecipeBook" not in engine_objects()
         result.sum().backward()
 
 
-# The parts
-
-
-def test_a_layout_is_all_there_is_to_a_view_but_its_bytes() -> None:
+def test_a_layout_is_all_there_is_to_a_view_but_its_bytes():
     x = torch.zeros(4, 6)
     assert Layout.of(x) == Layout.of(torch.ones(4, 6))
     others = (x.t(), x[1:], x[:, :3], x.double(), x.flatten(), x[:2], x[2:])
     assert len({Layout.of(other) for other in (x, *others)}) == len(others) + 1
 
 
-def test_a_kept_tensor_is_itself_until_it_is_mutated() -> None:
+def test_a_kept_tensor_is_itself_until_it_is_mutated():
     tensor = torch.ones(3)
     kept = KeptTensor(tensor, "somewhere")
     assert kept.get() is tensor
@@ -320,10 +296,10 @@ def test_a_kept_tensor_is_itself_until_it_is_mutated() -> None:
         kept.get()
 
 
-def test_holding_goes_through_the_users_hooks_and_fetching_comes_back_through_them() -> None:
-    packed: list[str] = []
+def test_holding_goes_through_the_users_hooks_and_fetching_comes_back_through_them():
+    packed = []
 
-    def pack(tensor: Tensor) -> str:
+    def pack(tensor):
         packed.append(str(tensor.tolist()))
         return packed[-1]
 
@@ -335,11 +311,15 @@ def test_holding_goes_through_the_users_hooks_and_fetching_comes_back_through_th
     assert fetch("anything else") == "anything else"
 
 
-def test_a_book_knows_a_storage_under_every_view_and_forgets_it_when_told() -> None:
-    book, cube = RecipeBook(), Cube()
-    y = torch.ones(4, 4)
-    recipe = OpRecipe(RegionStatistics("op"), RecordedCall(cube.again, (torch.ones(4, 4), 1.0), {}), "cube")
-    book.enter(y, recipe, 0)
+def book_with_a_cube():
+    book, y = RecipeBook(), torch.ones(4, 4)
+    call = RecordedCall(Cube().again, (torch.ones(4, 4), 1.0), {})
+    book.enter(y, OpRecipe(RegionStatistics("op"), call, "cube"), 0)
+    return book, y
+
+
+def test_a_book_knows_a_storage_under_every_view_and_forgets_it_when_told():
+    book, y = book_with_a_cube()
     assert book.handle(torch.ones(4, 4)) is None
     assert book.handle(y.view(torch.int32)) is None, "other bytes"
     assert bits(book.handle(y).get()) == bits(y.clone())
@@ -348,29 +328,23 @@ def test_a_book_knows_a_storage_under_every_view_and_forgets_it_when_told() -> N
     assert book.handle(y) is None
 
 
-def test_a_book_drops_nothing_that_has_become_an_array() -> None:
-    book, cube = RecipeBook(), Cube()
-    y = torch.ones(4, 4)
-    book.enter(y, OpRecipe(RegionStatistics("op"), RecordedCall(cube.again, (torch.ones(4, 4), 1.0), {}), "cube"), 0)
+def test_a_book_drops_nothing_that_has_become_an_array():
+    book, y = book_with_a_cube()
     assert book.handle(y) is not None
     y.numpy()[:] = 2
     assert book.handle(y) is None
 
 
-def test_only_strided_tensors_have_a_storage_of_their_own() -> None:
+def test_only_strided_tensors_have_a_storage_of_their_own():
     assert storage_key(torch.eye(3).to_sparse()) is None
     assert storage_key(torch.zeros(2, 2)) != storage_key(torch.zeros(2, 2).clone())
     x = torch.zeros(2, 2)
     assert storage_key(x) == storage_key(x[1:].t())
 
 
-def test_an_op_may_record_itself_inside_of_a_region() -> None:
+def test_an_op_may_record_itself_inside_of_a_region():
     cube = Cube()
     model, x = holding(lambda self, x: (y := cube(x)).sin() + y.cos()), tokens()
     recompute.apply(model, policy(("inside", "checkpoint")))
     cube.given.clear()
-    (found,) = torch.autograd.grad(model(x).sum(), x)
-    y = x.pow(3)
-    (expected,) = torch.autograd.grad((y.sin() + y.cos()).sum(), x)
-    assert bits(found) == bits(expected)
-    assert isinstance(model, nn.Module)
+    assert_gradient(model(x), x, lambda x: (y := x.pow(3)).sin() + y.cos())

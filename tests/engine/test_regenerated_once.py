@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import copy
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
-from engine_testing import HIDDEN, bits, holding, policy, tokens, weak
+from engine_testing import HIDDEN, Census, bits, holding, policy, tokens, twins_of
 from tiers import by_default, one_in
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import recompute
 from recompute.engine.bit_comparison import verifying
@@ -20,73 +18,39 @@ from recompute.engine.bit_comparison import verifying
 TAPE = policy(("inside", "recompute"))
 
 
-class Counted(TorchDispatchMode):
+NOT_COUNTED = ("detach", "alias", "clone", "equal", "view", "reshape", "as_strided")
+
+
+class Counted(Census):
     """Counts the ops, but copies, views and comparisons, whoever runs them, and knows what memory they made."""
 
-    __module__ = "recompute.testing"  # the engine trusts it then, as it does torch's own modes, and shows it all
+    __module__ = Census.__module__
+    ops = 0
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.ops = 0
-        self._made: dict[int, tuple[Any, int]] = {}
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        self.ops += not any(
-            word in str(function) for word in ("detach", "alias", "clone", "equal", "view", "reshape", "as_strided")
-        )
-        if isinstance(result, Tensor):
-            self._made[result.untyped_storage()._cdata] = weak(result), result.untyped_storage().nbytes()
-        return result
-
-    def alive_nbytes(self) -> int:
-        return sum(nbytes for reference, nbytes in self._made.values() if not reference.expired())
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.ops += not any(word in str(function) for word in NOT_COUNTED)
+        return super().__torch_dispatch__(function, types, args, kwargs)
 
 
-def _diamonds(x: Tensor, count: int) -> Tensor:
-    for _ in range(count):
-        x = x.sin() * x.tanh()
-    return x
+def repeated(step):
+    return lambda x, count: functools.reduce(lambda x, _: step(x), range(count), x)
 
 
-def _wide(x: Tensor, count: int) -> Tensor:
-    for _ in range(count):
-        x = torch.stack([x.sin(), x.cos(), x.tanh(), x.sigmoid()]).mean(0)
-    return x
-
-
-def _chain(x: Tensor, count: int) -> Tensor:
-    for _ in range(count):
-        x = x.sin().exp()
-    return x
-
-
-def _all_before(x: Tensor, count: int) -> Tensor:
+def _all_before(x, count):
     values = [x]
     for _ in range(count):
         values.append(torch.stack(values).sin().sum(0))
     return values[-1]
 
 
-def _views(x: Tensor, count: int) -> Tensor:
-    for _ in range(count):
-        x = x.t().sin().t() * x[:].tanh()
-    return x
-
-
-def _in_place(x: Tensor, count: int) -> Tensor:
-    for _ in range(count):
-        x = (x.sin() * 2).add_(x.cos()).tanh()
-    return x
-
-
-SHAPES: dict[str, Callable[[Tensor, int], Tensor]] = {
+_diamonds = repeated(lambda x: x.sin() * x.tanh())
+SHAPES = {
     "diamonds": _diamonds,
-    "four branches": _wide,
-    "a chain": _chain,
+    "four branches": repeated(lambda x: torch.stack([x.sin(), x.cos(), x.tanh(), x.sigmoid()]).mean(0)),
+    "a chain": repeated(lambda x: x.sin().exp()),
     "all that came before": _all_before,
-    "views": _views,
-    "in place": _in_place,
+    "views": repeated(lambda x: x.t().sin().t() * x[:].tanh()),
+    "in place": repeated(lambda x: (x.sin() * 2).add_(x.cos()).tanh()),
 }
 ENDINGS: dict[str, Sequence[Callable[[Tensor], Tensor]]] = {
     "another op": (lambda y: y.sigmoid() * y, lambda y: y.exp() * y),
@@ -97,19 +61,19 @@ every_shape = pytest.mark.parametrize("shape", one_in(2, SHAPES))
 verified = pytest.mark.parametrize("verify", by_default({"": False, "verified": True}, ""))
 
 
-def branching(shape: Callable[[Tensor, int], Tensor], endings: Sequence[Callable[[Tensor], Tensor]]) -> nn.Module:
+def branching(shape, endings):
     """A model whose region goes on as ``model.inside.turn`` says."""
     return holding(lambda self, x: endings[self.turn](shape(self.linear(x), 5)), linear=nn.Linear(HIDDEN, HIDDEN))
 
 
-def run(model: nn.Module, turn: int, x: Tensor) -> tuple[Tensor, Counted]:
+def run(model, turn, x):
     model.inside.turn = turn
     with Counted() as counted:
         result = model(x)
     return result, counted
 
 
-def gradients(model: nn.Module, result: Tensor, x: Tensor) -> tuple[list[Any], int]:
+def gradients(model, result, x):
     with Counted() as counted:
         found = torch.autograd.grad(result.sum(), [x, *model.parameters()], retain_graph=True)
     return [bits(grad) for grad in found], counted.ops
@@ -118,11 +82,8 @@ def gradients(model: nn.Module, result: Tensor, x: Tensor) -> tuple[list[Any], i
 @every_shape
 @verified
 @pytest.mark.parametrize("ending", ENDINGS.values(), ids=ENDINGS)
-def test_a_frame_that_leaves_its_plan_and_each_backward_run_every_op_again_at_most_once(
-    shape: Callable[[Tensor, int], Tensor], ending: Sequence[Callable[[Tensor], Tensor]], verify: bool
-) -> None:
-    plain = branching(shape, ending)
-    model, x = copy.deepcopy(plain), tokens(HIDDEN, HIDDEN)
+def test_a_frame_that_leaves_its_plan_and_each_backward_run_every_op_again_at_most_once(shape, ending, verify):
+    (model, plain), x = twins_of(branching(shape, ending)), tokens(HIDDEN, HIDDEN)
     handle = recompute.apply(model, TAPE)
     with verifying() if verify else nullcontext():
         for turn in (0, 1, 0, 1):
@@ -142,17 +103,16 @@ def test_a_frame_that_leaves_its_plan_and_each_backward_run_every_op_again_at_mo
 
 @every_shape
 @verified
-def test_a_graph_that_nobody_wants_costs_nothing(shape: Callable[[Tensor, int], Tensor], verify: bool) -> None:
+def test_a_graph_that_nobody_wants_costs_nothing(shape, verify):
     """One result is abandoned before the frame leaves its plan, another one after the frame."""
 
-    def body(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    def body(self, x):
         y = self.linear(x)
         shape(y, 4)
         other = shape(y + 1, 5)
         return (other.exp() * other if self.turn else other.sin()), shape(y + 2, 4)
 
-    plain = holding(body, linear=nn.Linear(HIDDEN, HIDDEN))
-    model, x = copy.deepcopy(plain), tokens(HIDDEN, HIDDEN)
+    (model, plain), x = twins_of(holding(body, linear=nn.Linear(HIDDEN, HIDDEN))), tokens(HIDDEN, HIDDEN)
     recompute.apply(model, TAPE)
     with verifying() if verify else nullcontext():
         for turn in (0, 0, 1, 1):
@@ -165,14 +125,13 @@ def test_a_graph_that_nobody_wants_costs_nothing(shape: Callable[[Tensor, int], 
             assert ops <= backward + forward.ops
 
 
-def test_a_gradient_taken_inside_of_a_frame_that_follows_its_plan_runs_every_op_again_at_most_once() -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
+def test_a_gradient_taken_inside_of_a_frame_that_follows_its_plan_runs_every_op_again_at_most_once():
+    def forward(self, x):
         y = _diamonds(self.linear(x), 5)
         (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
         return y.exp() * slope
 
-    plain = holding(forward, linear=nn.Linear(HIDDEN, HIDDEN))
-    model, x = copy.deepcopy(plain), tokens(HIDDEN, HIDDEN)
+    (model, plain), x = twins_of(holding(forward, linear=nn.Linear(HIDDEN, HIDDEN))), tokens(HIDDEN, HIDDEN)
     recompute.apply(model, TAPE)
     for _ in range(3):
         expected, ops = run(plain, 0, x)
@@ -181,7 +140,7 @@ def test_a_gradient_taken_inside_of_a_frame_that_follows_its_plan_runs_every_op_
         assert gradients(model, result, x)[0] == gradients(plain, expected, x)[0]
 
 
-def test_looking_at_saved_tensors_outside_of_backward_holds_nothing() -> None:
+def test_looking_at_saved_tensors_outside_of_backward_holds_nothing():
     model, x = branching(_diamonds, ENDINGS["another op"]), tokens(HIDDEN, HIDDEN)
     recompute.apply(model, TAPE)
     for _ in range(2):

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from engine_testing import CPU, Tracker, bits, holding, policed, tokens
-from torch import Tensor, nn
+from torch import nn
 
 from recompute.counters import memory_trace
 from recompute.engine import rng
@@ -21,8 +21,8 @@ from recompute.engine.reachable_objects import find_generators
 from recompute.engine.rng import RngState, is_random_source
 
 
-def test_random_state_is_held_only_by_regions_that_draw() -> None:
-    def held(probability: float) -> int:
+def test_random_state_is_held_only_by_regions_that_draw():
+    def held(probability):
         model = holding(lambda self, x: (F.dropout(x, self.p) if self.p else x.cos()).exp().sum(), p=probability)
         policed(model)
         model(tokens()).backward()
@@ -41,11 +41,11 @@ def test_random_state_is_held_only_by_regions_that_draw() -> None:
     assert held(0.5) == 1
 
 
-def states_alive() -> int:
+def states_alive():
     return sum(type(value) is RngState for value in gc.get_objects())
 
 
-def states() -> list[Any]:
+def states():
     return [torch.get_rng_state().tolist(), random.getstate(), [str(part) for part in np.random.get_state()[1:]]]
 
 
@@ -71,7 +71,7 @@ MOVES: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("kind", MOVES)
-def test_whatever_moves_a_default_generator_is_seen_and_undone(kind: str) -> None:
+def test_whatever_moves_a_default_generator_is_seen_and_undone(kind):
     """Also what moves only what a generator holds back: every second normal number, which the first one draws."""
     for seed in (1, 1, 2):
         for source in (torch.manual_seed, random.seed, np.random.seed):
@@ -88,9 +88,9 @@ def test_whatever_moves_a_default_generator_is_seen_and_undone(kind: str) -> Non
                     assert states() == before
 
 
-def test_python_and_numpy_are_read_only_where_code_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_and_numpy_are_read_only_where_code_names_them(monkeypatch):
     """To read them takes 50 us, which a region that leaves them alone does not pay."""
-    reads: list[Any] = []
+    reads = []
     read = rng.RandomSource.state  # torch's own sources have another
     monkeypatch.setattr(rng.RandomSource, "state", lambda self: (reads.append(1), read(self))[1])
     draws = rand_of_numpy, sample
@@ -101,28 +101,25 @@ def test_python_and_numpy_are_read_only_where_code_names_them(monkeypatch: pytes
         assert bool(reads) == is_read
 
 
-def rand_of_numpy(self: Any, x: Tensor) -> Tensor:
+def rand_of_numpy(self, x):
     return (x * np.random.rand()).exp().sin()
 
 
-def sample(self: Any, x: Tensor) -> Tensor:
+def sample(self, x):
     return (x * gauss(0, 1)).exp().sin()
 
 
-# Generators
-
-
-def test_a_generator_that_is_not_drawn_from_is_left_alone() -> None:
+def test_a_generator_that_is_not_drawn_from_is_left_alone():
     class Guarded:
         """Counts how often its state is put back."""
 
-        def __init__(self) -> None:
+        def __init__(self):
             self.sets = 0
 
-        def get_states(self) -> dict[str, Any]:
+        def get_states(self):
             return {"a": torch.zeros(1)}
 
-        def set_states(self, states: dict[str, Any]) -> None:
+        def set_states(self, states):
             self.sets += 1
 
     tracker, x = Guarded(), tokens()
@@ -131,10 +128,7 @@ def test_a_generator_that_is_not_drawn_from_is_left_alone() -> None:
     assert tracker.sets == 0
 
 
-# The unit itself
-
-
-def test_drawn_says_which_sources_changed() -> None:
+def test_drawn_says_which_sources_changed():
     idle, drawn = torch.Generator(), torch.Generator()
     state = RngState([idle, drawn])
     assert state.drawn() is None
@@ -149,7 +143,7 @@ def test_drawn_says_which_sources_changed() -> None:
     assert torch.equal(drawn.get_state(), before[1])
 
 
-def test_replayed_puts_states_back_after_an_error() -> None:
+def test_replayed_puts_states_back_after_an_error():
     state = RngState()
     torch.rand(1)
     changed = state.drawn()
@@ -159,9 +153,9 @@ def test_replayed_puts_states_back_after_an_error() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_generators_and_trackers_are_sources_and_nothing_else_is() -> None:
+def test_generators_and_trackers_are_sources_and_nothing_else_is():
     class Half:
-        def get_states(self) -> None: ...
+        def get_states(self): ...
 
     own = random.Random(1)
     for source in (
@@ -178,7 +172,7 @@ def test_generators_and_trackers_are_sources_and_nothing_else_is() -> None:
         assert not is_random_source(other)
 
 
-def test_numpys_global_functions_may_draw_from_another_bit_generator() -> None:
+def test_numpys_global_functions_may_draw_from_another_bit_generator():
     state = RngState()
     before = np.random.get_bit_generator()
     np.random.set_bit_generator(np.random.PCG64(1))
@@ -198,29 +192,26 @@ def test_numpys_global_functions_may_draw_from_another_bit_generator() -> None:
         np.random.set_bit_generator(before)
 
 
-# Generators of one's own, as far as names lead to them
-
-
-def test_the_search_for_generators_runs_no_code_and_ends() -> None:
+def test_the_search_for_generators_runs_no_code_and_ends():
     own = random.Random(1)
 
     class Trap:
         rng = own
 
         @property
-        def touched(self) -> float:
+        def touched(self):
             raise AssertionError("a property was run")
 
-        def __getattr__(self, name: str) -> Any:
+        def __getattr__(self, name):
             raise AssertionError("an attribute was asked for")
 
-        def again(self) -> Any:
+        def again(self):
             return self.again().touched, self.rng
 
     trap = Trap()
     trap.__dict__["me"] = [trap, {"me": trap}]
 
-    def function() -> Any:
+    def function():
         return trap.touched, trap.again(), trap.me, function()
 
     assert find_generators([function]) == [own]

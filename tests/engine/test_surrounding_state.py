@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import contextvars
-import copy
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from engine_testing import HIDDEN, bits, governing, tokens
+from engine_testing import HIDDEN, bits, function_of, governing, in_threads, module_of, tokens, twins_of
 from tiers import one_in
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
@@ -27,10 +27,10 @@ class Settings:
     __slots__ = ("__dict__", "in_a_slot")
 
 
-def _variable_of_a_closure() -> tuple[Callable[[], float], Callable[[float], None]]:
+def _variable_of_a_closure():
     value = 1.0
 
-    def put(new: float) -> None:
+    def put(new):
         nonlocal value
         value = new
 
@@ -52,7 +52,7 @@ READS: dict[str, Callable[[], float]] = {
     "environment": lambda: float(os.environ["RECOMPUTE_TESTS_SCALE"]),
     "environment by getenv": lambda: float(os.getenv("RECOMPUTE_TESTS_SCALE", "1")),
     "closure": CELL,
-    "attribute": lambda: SETTINGS.scale,  # type: ignore[attr-defined]
+    "attribute": lambda: SETTINGS.scale,
     "attribute by a constant name": lambda: getattr(SETTINGS, "scale"),  # noqa: B009
     "attribute in a slot": lambda: SETTINGS.in_a_slot,
     "attribute of a class": lambda: Settings.of_the_class,
@@ -60,36 +60,27 @@ READS: dict[str, Callable[[], float]] = {
 }
 
 
-def put(value: float) -> None:
+def put(value):
     global NUMBER
     NUMBER = ENTRIES["scale"] = ITEMS[0] = NESTED["inside"][0] = value
-    LOCAL.scale = SETTINGS.scale = SETTINGS.in_a_slot = Settings.of_the_class = value  # type: ignore[attr-defined]
+    LOCAL.scale = SETTINGS.scale = SETTINGS.in_a_slot = Settings.of_the_class = value
     os.environ["RECOMPUTE_TESTS_SCALE"] = str(value)
     VARIABLE.set(value)
     PUT_IN_CELL(value)
 
 
-class Reader(nn.Module):
-    def __init__(self, read: Callable[[], float]):
-        super().__init__()
-        self.read, self.up = [read], nn.Linear(HIDDEN, HIDDEN)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + (self.up(x.sin()) * self.read[0]()).tanh()
+def reader(read):
+    forward = lambda self, x: x + (self.up(x.sin()) * self.read[0]()).tanh()  # noqa: E731
+    return around(module_of(forward, read=[read], up=nn.Linear(HIDDEN, HIDDEN)))
 
 
-class Around(nn.Module):
-    def __init__(self, inside: nn.Module):
-        super().__init__()
-        self.inside = inside
-
-    def forward(self, *args: Any) -> Any:
-        return self.inside(*args).sin()
+def around(inside):
+    return module_of(lambda self, *args: self.inside(*args).sin(), inside=inside)
 
 
-def gradients(model: nn.Module, x: Tensor, steps: tuple[float, ...]) -> list[Any]:
+def gradients(model, x, steps):
     """Those of steps in each of which forward reads a value, and backward would read another one."""
-    found: list[Any] = []
+    found = []
     for value in steps:
         put(value)
         loss = model(x).sum()
@@ -102,16 +93,15 @@ def gradients(model: nn.Module, x: Tensor, steps: tuple[float, ...]) -> list[Any
 
 @pytest.mark.parametrize("capture", [False, True], ids=["not captured", "captured"])
 @pytest.mark.parametrize("place", one_in(2, list(READS)))
-def test_a_region_that_runs_again_reads_what_forward_read(place: str, capture: bool) -> None:
-    plain, x = Around(Reader(READS[place])), tokens()
-    governed = copy.deepcopy(plain)
+def test_a_region_that_runs_again_reads_what_forward_read(place, capture):
+    (governed, plain), x = twins_of(reader(READS[place])), tokens()
     handle = recompute.apply(governed, governing({"action": "checkpoint", "capture": capture}))
     steps = (2.0,) * 7 + (3.0, 2.0) if capture else (2.0, 3.0)  # the last ones meet other code than was captured
     assert gradients(governed, x, steps) == gradients(plain, x, steps)
     assert handle.stats().dropped_tensors
 
 
-def test_a_decorated_function_and_a_backward_on_another_thread_read_what_forward_read() -> None:
+def test_a_decorated_function_and_a_backward_on_another_thread_read_what_forward_read():
     scale = recompute.recompute(
         lambda x: (x.sin() * VARIABLE.get() * LOCAL.scale * ENTRIES["scale"]).exp(),
         policy={"rules": [{"match": "**", "action": "checkpoint"}]},
@@ -120,17 +110,15 @@ def test_a_decorated_function_and_a_backward_on_another_thread_read_what_forward
     put(2.0)
     expected = torch.autograd.grad((x.sin() * 8.0).exp().sum(), x)[0]
     loss, found = scale(x).sum(), []
-    thread = threading.Thread(target=lambda: found.append(torch.autograd.grad(loss, x)[0]))
-    thread.start()
-    thread.join()
+    in_threads(lambda: found.append(torch.autograd.grad(loss, x)[0]))
     torch.testing.assert_close(found[0], expected)
 
 
-def test_what_forward_changes_in_its_surroundings_it_changes_once() -> None:
-    log: list[int] = []
+def test_what_forward_changes_in_its_surroundings_it_changes_once():
+    log = []
     counts = {"runs": 0}
 
-    def forward(x: Tensor) -> Tensor:
+    def forward(x):
         counts["runs"] += 1
         log.append(counts["runs"])
         return (x * counts["runs"]).exp().sin()
@@ -142,40 +130,34 @@ def test_what_forward_changes_in_its_surroundings_it_changes_once() -> None:
     assert (counts, log) == ({"runs": 3}, [1, 2, 3])
 
 
-def _gradient_of(x: Tensor, number: int) -> Tensor:
+def _gradient_of(x, number):
     return torch.autograd.grad((x * number).exp().sin().sum(), x)[0]
 
 
-def test_a_function_and_an_object_that_come_in_later_runs_are_looked_into() -> None:
-    class Box:
-        def __init__(self, value: float):
-            self.value = value
-
-        def read(self) -> float:
+def test_a_function_and_an_object_that_come_in_later_runs_are_looked_into():
+    class Box(SimpleNamespace):
+        def read(self):
             return self.value
 
-    model, x = Around(Reader(lambda: 1.0)), tokens()
+    model, x = reader(lambda: 1.0), tokens()
     recompute.apply(model, governing({"action": "checkpoint", "capture": False}))
     model(x).sum().backward()
     for value in (2.0, 3.0):
-        box = Box(value)
-        model.inside.read[0] = box.read  # type: ignore[index, union-attr]
+        box = Box(value=value)
+        model.inside.read[0] = box.read
         expected = torch.autograd.grad(model.eval()(x).sum(), x)[0]
         loss = model.train()(x).sum()
         box.value = 5.0
         assert bits(torch.autograd.grad(loss, x)[0]) == bits(expected)
 
 
-# Tensors that forward reads, and that are others in backward
-
-
-def fast_weights(step: Callable[[Any], Any]) -> list[Any]:
+def fast_weights(step):
     """Meta-gradients as ``higher`` takes them: a closure holds a list of weights, and each step makes others."""
     torch.manual_seed(2)
     start = [torch.randn(HIDDEN, HIDDEN, dtype=torch.float64, requires_grad=True) for _ in range(2)]
     box = [start]
 
-    def forward(x: Tensor) -> Tensor:
+    def forward(x):
         for weight in box[0]:
             x = (x @ weight).tanh()
         return x
@@ -187,25 +169,25 @@ def fast_weights(step: Callable[[Any], Any]) -> list[Any]:
     return [bits(each) for each in torch.autograd.grad(run(x).square().mean(), start)]
 
 
-def test_weights_that_a_closure_holds_and_each_step_replaces_give_the_meta_gradients_of_plain_pytorch() -> None:
+def test_weights_that_a_closure_holds_and_each_step_replaces_give_the_meta_gradients_of_plain_pytorch():
     checkpointed = recompute.recompute(policy={"rules": [{"match": "**", "action": "checkpoint"}]})
     assert fast_weights(checkpointed) == fast_weights(lambda forward: forward)
 
 
-def test_a_module_to_which_a_library_copies_anothers_attributes_is_itself_what_runs_again() -> None:
-    model, x = Around(nn.Linear(HIDDEN, HIDDEN)), tokens()
+def test_a_module_to_which_a_library_copies_anothers_attributes_is_itself_what_runs_again():
+    model, x = around(nn.Linear(HIDDEN, HIDDEN)), tokens()
     recompute.apply(model, governing({"action": "checkpoint", "capture": False}))
     clone = object.__new__(type(model.inside))
     vars(clone).update(vars(model.inside))
-    weight = (model.inside.weight * 2.0).detach().requires_grad_()  # type: ignore[operator]
+    weight = (model.inside.weight * 2.0).detach().requires_grad_()
     clone._parameters = {**model.inside._parameters, "weight": weight}
-    expected = torch.autograd.grad(F.linear(x, weight, model.inside.bias).sum(), x)[0]  # type: ignore[arg-type]
+    expected = torch.autograd.grad(F.linear(x, weight, model.inside.bias).sum(), x)[0]
     loss = clone(x).sum()
     clone._parameters["weight"] = model.inside.weight
     assert bits(torch.autograd.grad(loss, x)[0]) == bits(expected)
 
 
-def test_a_tensor_in_a_list_of_a_closure_that_is_changed_in_place_is_refused() -> None:
+def test_a_tensor_in_a_list_of_a_closure_that_is_changed_in_place_is_refused():
     weights = [torch.randn(HIDDEN, HIDDEN, requires_grad=True)]
     run = recompute.recompute(
         lambda x: (x @ weights[0]).exp(), policy={"rules": [{"match": "**", "action": "checkpoint"}]}
@@ -217,25 +199,21 @@ def test_a_tensor_in_a_list_of_a_closure_that_is_changed_in_place_is_refused() -
         loss.backward()
 
 
-# Hooks for state that nothing can see
-
-
-def test_state_hooks_note_in_forward_what_is_in_force_again_in_backward() -> None:
+def test_state_hooks_note_in_forward_what_is_in_force_again_in_backward():
     hidden = iter([2.0, 5.0])  # as a setting of a library in C
     now = [next(hidden)]
     read = now.__getitem__  # a checkpoint does not see what this leads to
     note, spans = now.__setitem__, []
 
     @contextmanager
-    def restored(value: float) -> Iterator[None]:
+    def restored(value):
         before = read(0)
         note(0, value)
         spans.append(value)
         yield
         note(0, before)
 
-    model = Around(Reader(lambda: read(0)))
-    plain, x = copy.deepcopy(model), tokens()
+    (model, plain), x = twins_of(reader(lambda: read(0))), tokens()
     expected = bits(torch.autograd.grad(plain(x).sum(), x)[0])
     recompute.apply(model, governing({"action": "checkpoint"}), state_hooks=[(lambda: read(0), restored)])
     loss = model(x).sum()
@@ -244,29 +222,26 @@ def test_state_hooks_note_in_forward_what_is_in_force_again_in_backward() -> Non
     assert (now, spans) == ([5.0], [2.0])
 
 
-def test_state_hooks_that_are_no_pairs_of_functions_are_refused() -> None:
+def test_state_hooks_that_are_no_pairs_of_functions_are_refused():
     with pytest.raises(TypeError, match=r"pairs of functions, \(snapshot, restored\)"):
-        recompute.apply(Around(nn.Linear(2, 2)), "none", state_hooks=[lambda: None])  # type: ignore[list-item]
-
-
-# Tensors of subclasses that wrap others
+        recompute.apply(around(nn.Linear(2, 2)), "none", state_hooks=[lambda: None])
 
 
 class Quantized(Tensor):
     """Codes and a scale, as a quantized weight has."""
 
     @staticmethod
-    def __new__(cls, codes: Tensor, scale: Tensor) -> Any:
+    def __new__(cls, codes, scale):
         return Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scale.dtype, device=codes.device)
 
-    def __init__(self, codes: Tensor, scale: Tensor):
+    def __init__(self, codes, scale):
         self.codes, self.scale = codes, scale
 
-    def plain(self) -> Tensor:
+    def plain(self):
         return self.codes.to(self.scale.dtype) * self.scale
 
     @classmethod
-    def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, op, types, args=(), kwargs=None):
         if op in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             return cls(args[0].codes, args[0].scale)
         unwrap = lambda value: value.plain() if isinstance(value, Quantized) else value  # noqa: E731
@@ -274,23 +249,19 @@ class Quantized(Tensor):
 
 
 class Flattened(Quantized):
-    def __tensor_flatten__(self) -> Any:
+    def __tensor_flatten__(self):
         return ["codes", "scale"], None
 
     @staticmethod
-    def __tensor_unflatten__(inner: Any, meta: Any, size: Any, stride: Any) -> Any:
+    def __tensor_unflatten__(inner, meta, size, stride):
         return Flattened(inner["codes"], inner["scale"])
 
 
-class ByWrapper(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Quantized) -> Tensor:
-        ctx.save_for_backward(weight)
-        return x @ weight.plain()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient @ ctx.saved_tensors[0].plain().t(), None
+ByWrapper = function_of(
+    lambda x, weight: x @ weight.plain(),
+    lambda gradient, weight: (gradient @ weight.plain().t(), None),
+    saves=lambda result, x, weight: (weight,),
+)
 
 
 WHERE: dict[str, Callable[[nn.Module, Quantized], Any]] = {
@@ -301,29 +272,24 @@ WHERE: dict[str, Callable[[nn.Module, Quantized], Any]] = {
 }
 
 
-class Wrapping(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(HIDDEN)
-
-    def forward(self, x: Tensor, *weight: Any) -> Tensor:
-        return x + ByWrapper.apply(self.norm(x), *(weight or (self.weight,))).tanh()
+def wraps(self, x, *weight):
+    return x + ByWrapper.apply(self.norm(x), *(weight or (self.weight,))).tanh()
 
 
-def wrapping(kind: Any, where: str) -> tuple[Any, tuple[Tensor, ...], Any]:
+def wrapping(kind, where):
     """A model with a wrapper, its arguments, and the wrapper."""
     weight = kind(torch.randint(-3, 3, (HIDDEN, HIDDEN), dtype=torch.int8), torch.rand(HIDDEN, 1))
-    model, x = Around(Wrapping()), tokens()
+    model, x = around(module_of(wraps, norm=nn.LayerNorm(HIDDEN))), tokens()
     WHERE[where](model.inside, weight)
     return model, (x, weight) if where == "argument" else (x,), weight
 
 
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("kind", [Quantized, Flattened], ids=["without a flatten", "with a flatten"])
-def test_wrappers_are_the_same_if_they_hold_the_same(kind: Any, where: str) -> None:
+def test_wrappers_are_the_same_if_they_hold_the_same(kind, where):
     model, args, _ = wrapping(kind, where)
 
-    def step() -> list[Any]:
+    def step():
         return [*map(bits, torch.autograd.grad(model(*args).sum(), [args[0], *model.inside.norm.parameters()]))]
 
     expected = step()
@@ -334,7 +300,7 @@ def test_wrappers_are_the_same_if_they_hold_the_same(kind: Any, where: str) -> N
 
 @pytest.mark.parametrize("where", ["parameter", "attribute", "argument"])
 @pytest.mark.parametrize("kind", [Quantized, Flattened], ids=["without a flatten", "with a flatten"])
-def test_a_wrapper_whose_parts_are_changed_in_place_before_backward_is_refused(kind: Any, where: str) -> None:
+def test_a_wrapper_whose_parts_are_changed_in_place_before_backward_is_refused(kind, where):
     model, args, weight = wrapping(kind, where)
     recompute.apply(model, governing({"action": "checkpoint", "capture": False}))
     loss = model(*args).sum()

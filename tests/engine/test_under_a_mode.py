@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
-from engine_testing import Holder, assert_as_plain, bits, both_actions, holding, policy, tokens
+from engine_testing import assert_as_plain, bits, both_actions, holding, policy, tokens
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -24,12 +24,12 @@ from recompute.policy.meaning import meaning_of
 Around = Callable[[], AbstractContextManager[Any]]
 
 
-def _autocast() -> AbstractContextManager[Any]:
+def _autocast():
     return torch.autocast("cpu", torch.bfloat16)
 
 
 @contextmanager
-def _autocast_and(other: Around) -> Iterator[None]:
+def _autocast_and(other):
     with _autocast(), other():
         yield
 
@@ -56,16 +56,16 @@ CAST_INSIDE = {
 CHEAP_OPS = op_policy(meaning_of(recompute.Rule(match="**", action="recompute", via="hook")))
 
 
-def name_of(info: Any) -> str:
+def name_of(info):
     return f"{info.name}.{info.variant_test_name}" if info.variant_test_name else str(info.name)
 
 
-def outcome(function: Callable[..., Any], args: Any, kwargs: Any, around: str, tape: bool) -> list[Any]:
+def outcome(function, args, kwargs, around, tape):
     """The bits of all results and gradients, or the error."""
     args, kwargs = tree_map(_fresh, (args, kwargs))
     torch.manual_seed(0)
 
-    def inside(*args: Any, **kwargs: Any) -> Any:
+    def inside(*args, **kwargs):
         with AROUND[around]():
             return function(*args, **kwargs)
 
@@ -87,11 +87,11 @@ def outcome(function: Callable[..., Any], args: Any, kwargs: Any, around: str, t
     return found
 
 
-def _fresh(value: Any) -> Any:
+def _fresh(value):
     return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
 
-def sampled() -> list[Any]:
+def sampled():
     """Those ops that are known to need something, and some others."""
     from torch.testing._internal.common_methods_invocations import op_db  # which takes seconds
 
@@ -102,7 +102,7 @@ def sampled() -> list[Any]:
 
 
 @pytest.mark.slow
-def test_a_sample_of_torchs_ops_under_autocast_and_other_modes() -> None:
+def test_a_sample_of_torchs_ops_under_autocast_and_other_modes():
     different = []
     for info in sampled():
         for sample in itertools.islice(info.sample_inputs("cpu", torch.float32, requires_grad=True), 1):
@@ -113,7 +113,7 @@ def test_a_sample_of_torchs_ops_under_autocast_and_other_modes() -> None:
     assert [found for found in different if found[0] not in ROUNDS_OTHERWISE] == []
 
 
-def test_the_comparison_notices_an_op_that_a_mode_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_comparison_notices_an_op_that_a_mode_changes(monkeypatch):
     monkeypatch.setattr("recompute.engine.tape.recorder.left_out", list)
     args = (torch.randn(5, 4), torch.randn(5, 6), torch.randn(3, 4, 6, requires_grad=True))
     call = (nn.functional.bilinear, args, {}, "autocast")
@@ -122,21 +122,17 @@ def test_the_comparison_notices_an_op_that_a_mode_changes(monkeypatch: pytest.Mo
 
 @both_actions
 @pytest.mark.parametrize("around", ["nothing", "autocast"])
-def test_a_bilinear_layer_under_autocast_trains_as_without_the_policy(around: str, action: str) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second, self.bilinear = nn.Linear(8, 8), nn.Linear(8, 8), nn.Bilinear(8, 8, 8)
+def test_a_bilinear_layer_under_autocast_trains_as_without_the_policy(around, action):
+    def forward(self, x):
+        y = self.bilinear(self.first(x).float().sin(), self.second(x).float().tanh())
+        return y.exp().sin() * y.sigmoid()
 
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.bilinear(self.first(x).float().sin(), self.second(x).float().tanh())
-            return y.exp().sin() * y.sigmoid()
-
-    assert_as_plain(Holder(Model()), policy(("inside", action)), tokens(), around=AROUND[around])
+    model = holding(forward, first=nn.Linear(8, 8), second=nn.Linear(8, 8), bilinear=nn.Bilinear(8, 8, 8))
+    assert_as_plain(model, policy(("inside", action)), tokens(), around=AROUND[around])
 
 
 @pytest.mark.parametrize("around", ["no_grad", "autocast and no_grad"])
-def test_fast_paths_of_torchs_attention_in_eval_mode(around: str) -> None:
+def test_fast_paths_of_torchs_attention_in_eval_mode(around):
     attention = nn.MultiheadAttention(8, 2, batch_first=True).eval()
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
     x = torch.randn(2, 3, 8)
@@ -146,7 +142,7 @@ def test_fast_paths_of_torchs_attention_in_eval_mode(around: str) -> None:
 
 
 @both_actions
-def test_what_cannot_be_told_apart_is_refused(action: str) -> None:
+def test_what_cannot_be_told_apart_is_refused(action):
     for function in (torch.pinverse, lambda x: torch.linalg.pinv(x, rtol=1e-6)):
         model = holding(lambda self, x: function(x.float()))  # noqa: B023
         recompute.apply(model, policy(("inside", action)))

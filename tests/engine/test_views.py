@@ -1,10 +1,5 @@
 """Aliases, views and layouts of what goes into a region and comes out of it; tensors that are not plain."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from engine_testing import (
@@ -23,14 +18,14 @@ from engine_testing import (
     policy,
     tokens,
 )
-from torch import Tensor, nn
+from torch import nn
 
 import recompute
 
 # Aliases
 
 
-def test_an_input_that_a_region_returns_stays_alive_and_is_not_counted() -> None:
+def test_an_input_that_a_region_returns_stays_alive_and_is_not_counted():
     model = holding(lambda self, x: (x, x.exp().sin().cos()))
     handle = recompute.apply(model, policy(("inside", "recompute")))
     hidden = tokens() * 1.0
@@ -39,30 +34,22 @@ def test_an_input_that_a_region_returns_stays_alive_and_is_not_counted() -> None
     result.sum().backward()
 
 
-# Views of dropped outputs
-
-
 @both_actions
 @pytest.mark.parametrize("around", ["save_on_cpu", "contiguous copies"])
-def test_users_hooks_that_give_inputs_back_in_another_layout(action: str, around: str) -> None:
+def test_users_hooks_that_give_inputs_back_in_another_layout(action, around):
     """As ``save_on_cpu`` does: what it gives back of a transposed tensor is contiguous."""
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = RMSNorm(TOKENS)
+    def forward(self, x):
+        y = self.norm((x * 1.0).t())
+        return y.sin() * y.t().cos().t()
 
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.norm((x * 1.0).t())
-            return y.sin() * y.t().cos().t()
-
-    def hooks() -> Any:
+    def hooks():
         if around == "save_on_cpu":
             return torch.autograd.graph.save_on_cpu()
         copy = lambda tensor: tensor.clone(memory_format=torch.contiguous_format)  # noqa: E731
         return torch.autograd.graph.saved_tensors_hooks(copy, lambda tensor: tensor)
 
-    assert_as_plain(Model(), policy(("norm", action)), tokens(), around=hooks)
+    assert_as_plain(module_of(forward, norm=RMSNorm(TOKENS)), policy(("norm", action)), tokens(), around=hooks)
 
 
 @pytest.mark.parametrize(
@@ -75,12 +62,10 @@ def test_users_hooks_that_give_inputs_back_in_another_layout(action: str, around
     ],
     ids=["rows", "flat", "a part", "transposed"],
 )
-def test_an_input_that_autograd_saves_in_another_shape_than_the_first_op_reads(
-    first: Callable[[Tensor], Tensor], follows: bool
-) -> None:
+def test_an_input_that_autograd_saves_in_another_shape_than_the_first_op_reads(first, follows):
     """As a kernel does that reads the rows of what it saves. Later frames follow the plan if both see the same."""
 
-    def forward(self: Any, x: Tensor) -> Tensor:
+    def forward(self, x):
         first(x).sum()
         return (x * x).exp()
 
@@ -95,16 +80,13 @@ def test_an_input_that_autograd_saves_in_another_shape_than_the_first_op_reads(
     assert ("inside" in handle.plans()) is follows
 
 
-def loss_and_gradient(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+def loss_and_gradient(model, x):
     loss = model(x).sum()
     return loss.detach(), torch.autograd.grad(loss, x)[0]
 
 
-# Subclasses and other tensors
-
-
 @both_actions
-def test_models_on_the_meta_device_run_without_values(action: str) -> None:
+def test_models_on_the_meta_device_run_without_values(action):
     with torch.device("meta"):
         model = holding(lambda self, x: self.batch(x).exp().sin(), batch=nn.BatchNorm1d(HIDDEN))
         x = torch.empty(TOKENS, HIDDEN, requires_grad=True)
@@ -113,14 +95,11 @@ def test_models_on_the_meta_device_run_without_values(action: str) -> None:
     assert x.grad.shape == x.shape
 
 
-# Views
-
-
 @every_rule
-def test_an_expanded_tensor_comes_back_as_small_as_it_was(rules: dict[str, Any]) -> None:
-    sizes: list[int] = []
+def test_an_expanded_tensor_comes_back_as_small_as_it_was(rules):
+    sizes = []
 
-    def forward(self: Any, x: Tensor) -> Tensor:
+    def forward(self, x):
         small = x[:1].exp().mul(2.0)
         return ExpWith.apply(x, small.expand(1000, -1), lambda seen: sizes.append(seen.untyped_storage().nbytes()))
 
@@ -130,21 +109,14 @@ def test_an_expanded_tensor_comes_back_as_small_as_it_was(rules: dict[str, Any])
     assert sizes == [HIDDEN * 4]
 
 
-# Aliases
-
-
 @every_rule
-def test_a_chain_of_regions_that_return_what_they_are_given(rules: dict[str, Any]) -> None:
-    class Chain(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            through = [lambda self, x: x, lambda self, x: x.view_as(x), lambda self, x: self.norm(x), lambda self, x: x]
-            self.layers = nn.ModuleList(module_of(forward, norm=RMSNorm()) for forward in through)
+def test_a_chain_of_regions_that_return_what_they_are_given(rules):
+    def forward(self, x):
+        results = [x * 1.0]
+        for layer in self.layers:
+            results.append(layer(results[-1]))
+        return torch.stack([result.sin() for result in results]).exp()
 
-        def forward(self, x: Tensor) -> Tensor:
-            results = [x * 1.0]
-            for layer in self.layers:
-                results.append(layer(results[-1]))
-            return torch.stack([result.sin() for result in results]).exp()
-
-    assert_step_as_without(Chain(), rules, tokens())
+    through = [lambda self, x: x, lambda self, x: x.view_as(x), lambda self, x: self.norm(x), lambda self, x: x]
+    layers = nn.ModuleList(module_of(each, norm=RMSNorm()) for each in through)
+    assert_step_as_without(module_of(forward, layers=layers), rules, tokens())

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from engine_testing import assert_same, module_of, outcome
 from tiny import counted_ops
-from torch import Tensor, nn
+from torch import nn
 
 import recompute
 
@@ -19,7 +18,7 @@ HIDDEN = HEADS * SIZE
 SQUARE_NBYTES = HEADS * TOKENS * TOKENS * 4
 
 
-def attention(self: Any, x: Tensor) -> Tensor:
+def attention(self, x):
     """As eager code writes it out."""
     q, k, v = (one.unflatten(-1, (HEADS, SIZE)).transpose(0, 1) for one in self.qkv(x).chunk(3, -1))
     scores = (q @ k.transpose(1, 2) / SIZE**0.5).masked_fill(self.mask, float("-inf"))
@@ -27,32 +26,32 @@ def attention(self: Any, x: Tensor) -> Tensor:
     return self.out((shares @ v).transpose(0, 1).flatten(1))
 
 
-def attention_by_hand() -> nn.Module:
+def attention_by_hand():
     mask = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
     return module_of(attention, qkv=nn.Linear(HIDDEN, 3 * HIDDEN), out=nn.Linear(HIDDEN, HIDDEN), mask=mask)
 
 
-def biased(self: Any, x: Tensor) -> Tensor:
+def biased(self, x):
     """Attention's scores, added to a bias of the positions by the GEMM that makes them, as in BLOOM."""
     heads = x.unflatten(-1, (HEADS, SIZE)).transpose(0, 1)
     return self.positions.baddbmm(heads, heads.transpose(1, 2)).softmax(-1)
 
 
-def adapter(self: Any, x: Tensor) -> Tensor:
+def adapter(self, x):
     return self.up(self.down(x)).sin()
 
 
-def per_head(self: Any, x: Tensor) -> Tensor:
+def per_head(self, x):
     """RMSNorm of each head, as in Qwen3."""
     heads = x.unflatten(-1, (-1, self.size))
     return heads * torch.rsqrt(heads.pow(2).mean(-1, keepdim=True) + 1e-6)
 
 
-def linear(columns: int, rows: int) -> nn.Linear:
+def linear(columns, rows):
     return nn.Linear(columns, rows, bias=False)
 
 
-def then_sin(columns: int, rows: int) -> nn.Module:
+def then_sin(columns, rows):
     return module_of(lambda self, x: self.linear(x).sin(), linear=linear(columns, rows))
 
 
@@ -74,12 +73,12 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str, int]] = {
 }  # fmt: skip
 
 
-def under(model: nn.Module, **options: Any) -> Any:
+def under(model, **options):
     rules = [{"match": "**", "action": "recompute", "via": "hook", **options}]
     return recompute.apply(model, {"rules": rules})
 
 
-def backward_ops(model: nn.Module, *shape: int) -> dict[str, int]:
+def backward_ops(model, *shape):
     for _ in range(2):  # what is best to hold is known after the first step
         loss = model(torch.rand(shape, requires_grad=True)).sum()
     with counted_ops() as counts:
@@ -87,25 +86,25 @@ def backward_ops(model: nn.Module, *shape: int) -> dict[str, int]:
     return dict(counts)
 
 
-def times_again(model: nn.Module, shape: tuple[int, ...], op: str, **options: Any) -> int:
+def times_again(model, shape, op, **options):
     plain = backward_ops(copy.deepcopy(model), *shape).get(op, 0)
     under(model, **options)
     return backward_ops(model, *shape).get(op, 0) - plain
 
 
 @pytest.mark.parametrize(("make", "shape", "op", "times"), CASES.values(), ids=CASES)
-def test_what_runs_again(make: Callable[[], nn.Module], shape: tuple[int, ...], op: str, times: int) -> None:
+def test_what_runs_again(make, shape, op, times):
     torch.manual_seed(0)
     assert times_again(make(), shape, op) == times
 
 
 @pytest.mark.parametrize("keep", ["gemm", "aten.bmm"])
-def test_a_rule_that_keeps_gemms_keeps_thin_ones(keep: str) -> None:
+def test_a_rule_that_keeps_gemms_keeps_thin_ones(keep):
     assert times_again(attention_by_hand(), (TOKENS, HIDDEN), "aten.bmm", keep=keep) == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_attention_written_out_holds_nothing_of_tokens_by_tokens_and_changes_no_bit(dtype: torch.dtype) -> None:
+def test_attention_written_out_holds_nothing_of_tokens_by_tokens_and_changes_no_bit(dtype):
     torch.manual_seed(0)
     plain = attention_by_hand().to(dtype)
     model, x = copy.deepcopy(plain), torch.rand(TOKENS, HIDDEN, dtype=dtype, requires_grad=True)

@@ -22,11 +22,7 @@ TABLE: list[tuple[dict[str, Any], Meaning]] = [
     (
         {"action": "checkpoint", "keep": ["attention", "router"], "capture": False},
         Meaning(
-            Mechanism.TAPE,
-            "all ops run again; attention, router kept",
-            REPEATABLE,
-            ATTENTION | {"router"},
-            price=0.0,
+            Mechanism.TAPE, "all ops run again; attention, router kept", REPEATABLE, ATTENTION | {"router"}, price=0.0
         ),
     ),
     (
@@ -65,20 +61,20 @@ TABLE: list[tuple[dict[str, Any], Meaning]] = [
 
 
 @pytest.mark.parametrize(("fields", "meaning"), TABLE, ids=[str(fields) for fields, _ in TABLE])
-def test_what_a_rule_means(fields: dict[str, Any], meaning: Meaning) -> None:
+def test_what_a_rule_means(fields, meaning):
     found = meaning_of(Rule(match="**", **fields))
     assert found == meaning
     assert found.note == meaning.note
 
 
-def test_where_a_rule_applies_is_no_part_of_its_meaning() -> None:
+def test_where_a_rule_applies_is_no_part_of_its_meaning():
     assert meaning_of(Rule(match="a", action="keep")) == meaning_of(Rule(type="B", layers=1, action="keep"))
 
 
-def test_a_tape_never_runs_a_collective_again() -> None:
+def test_a_tape_never_runs_a_collective_again():
     assert {"gemm", "convolution", "attention"} == REPEATABLE
     with pytest.raises(PolicyError, match="rerun: expected 'gemm', 'convolution' or 'attention'; found 'collective'"):
-        Rule(match="**", action="recompute", rerun="collective")  # type: ignore[arg-type]
+        Rule(match="**", action="recompute", rerun="collective")
 
 
 @pytest.mark.parametrize(
@@ -96,6 +92,6 @@ def test_a_tape_never_runs_a_collective_again() -> None:
         ({"action": "recompute", "hold": 0}, True, False, True),
     ],
 )
-def test_what_follows_from_a_meaning(fields: dict[str, Any], drops: bool, is_exact: bool, tapes_kernels: bool) -> None:
+def test_what_follows_from_a_meaning(fields, drops, is_exact, tapes_kernels):
     meaning = meaning_of(Rule(match="**", **fields))
     assert (meaning.has_effect, meaning.is_exact, meaning.tapes_kernels) == (drops, is_exact, tapes_kernels)

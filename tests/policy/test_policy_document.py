@@ -54,60 +54,6 @@ REFUSED = [
     ("rules: 3", "1:8: rules: expected a list; found 3"),
     ("rules: [3]", "1:9: rules[0]: expected a mapping; found 3"),
     ("name:\n\nrules: none", "1:1: name: expected a string; found null"),  # on the line of its key
-    (
-        "rules:\n- match: a\n  action: recompute\n  via: kernal",
-        "4:8: rules[0].via: expected 'hook', 'kernel' or 'auto'; found 'kernal' (did you mean 'kernel'?)",
-    ),
-    (
-        "rules:\n- via: hook\n  match: a\n  action: checkpoint",
-        "2:8: rules[0].via: expected no 'via' beside action 'checkpoint': it belongs to action 'recompute'; "
-        "found 'hook'",
-    ),
-    *(
-        (
-            f"rules:\n- match: a\n  action: recompute\n  rerun: {value}",
-            f"4:{column}: rules[0].{key}: expected 'gemm', 'convolution' or 'attention'; "
-            "found 'atention' (did you mean 'attention'?)",
-        )
-        for value, column, key in (("atention", 10, "rerun"), ("[gemm, atention]", 17, "rerun[1]"))
-    ),
-    *(
-        (
-            "\n  ".join(("rules:\n- match: a\n  action: recompute", *keys)),
-            f"{line}:9: rules[0].keep: expected 'gemm' in 'rerun' or in 'keep', not in both; "
-            "found ['attention', 'gemm']",
-        )
-        for line, keys in (
-            (5, ("rerun: [convolution, gemm]", "keep: [attention, gemm]")),
-            (4, ("keep: [attention, gemm]", "rerun: [convolution, gemm]")),
-        )
-    ),
-    *(
-        (
-            f"rules:\n- match: a\n  action: recompute\n  price: {value}",
-            "4:10: rules[0].price: expected a number from 0 up: the bytes that may be held to save a second, such "
-            f"as 3.2e10; found {found}",
-        )
-        for value, found in (("-1", "-1"), (".inf", "inf"), (".nan", "nan"), ("true", "true"))
-    ),
-    (
-        "rules:\n- match: a\n  action: recompute\n  keep:\n  - gemm\n  - aten.mm.default",
-        "6:5: rules[0].keep[1]: expected an op as 'namespace.name', without an overload, such as 'aten.mm'; "
-        "found 'aten.mm.default'",
-    ),
-    (
-        "rules:\n- {action: keep, layers: [0-3, every 0]}",
-        "2:32: rules[0].layers[1]: expected a step of at least 1; found 'every 0'",
-    ),
-    ("name: x\nrules:\n- match: a", "3:3: rules[0].action: this key is required, and missing"),
-    (
-        "rules:\n- action: keep",
-        "2:3: rules[0]: expected at least one of match, type and layers; found {'action': 'keep'}",
-    ),
-    (
-        "version: 2\nrules: none",
-        "1:10: version: expected 1, the only version of this format that this release reads; found 2",
-    ),
     ("version: 1.0\nrules: none", "1:10: version: expected an integer; found 1.0"),
     *(
         (text, f"{1 + text.count(chr(10))}:1: expected a policy, which is a mapping; found {found}")
@@ -122,15 +68,28 @@ REFUSED = [
         "6:1: name: duplicate key; it is first given on line 1\n"
         "p.yaml:5:3: rules[0].match: duplicate key; it is first given on line 3",
     ),
-    (
-        "rules: none\n---\nrules: none\n",
-        "3:1: expected one policy a file; found a second document, which starts here",
-    ),
+    ("rules: none\n---\nrules: none\n", "3:1: expected one policy a file; found a second document, which starts here"),
     ("rules: none\n1: 2\n", "2:1: 1: expected a string as key; found 1"),
     ("rules: none\nname: '\x07'\n", "2: not valid YAML: the control character '\\x07' has to be escaped"),
     *((text, " expected a policy; found an empty file") for text in ("", "\n\n", "# only a comment\n")),
 ]
+A_RULE = "rules:\n- match: a\n  action: recompute\n  "
 REFUSED_AS = [
+    (A_RULE + "via: kernal", "4:8: rules[0].via: expected 'hook', 'kernel' or 'auto'", "(did you mean 'kernel'?)"),
+    ("rules:\n- via: hook\n  match: a\n  action: checkpoint", "2:8: rules[0].via: expected no 'via' ", "'hook'"),
+    (A_RULE + "rerun: atention", "4:10: rules[0].rerun: expected 'gemm'", "(did you mean 'attention'?)"),
+    (A_RULE + "rerun: [gemm, atention]", "4:17: rules[0].rerun[1]: expected 'gemm'", "(did you mean 'attention'?)"),
+    (A_RULE + "rerun: [gemm]\n  keep: [attention, gemm]", "5:9: rules[0].keep: ", "found ['attention', 'gemm']"),
+    (A_RULE + "keep: [attention, gemm]\n  rerun: [gemm]", "4:9: rules[0].keep: ", "found ['attention', 'gemm']"),
+    *(
+        (A_RULE + f"price: {value}", "4:10: rules[0].price: expected a number", f"found {value.strip('.')}")
+        for value in ("-1", ".inf", ".nan", "true")
+    ),
+    (A_RULE + "keep:\n  - gemm\n  - aten.mm.default", "6:5: rules[0].keep[1]: expected an op", "'aten.mm.default'"),
+    ("rules:\n- {action: keep, layers: [0-3, every 0]}", "2:32: rules[0].layers[1]: expected a step", "'every 0'"),
+    ("name: x\nrules:\n- match: a", "3:3: rules[0].action: this key is required, and missing", ""),
+    ("rules:\n- action: keep", "2:3: rules[0]: expected at least one of", "found {'action': 'keep'}"),
+    ("version: 2\nrules: none", "1:10: version: expected 1, the only version", "found 2"),
     *(
         (f"rules:\n- action: keep\n  match: {glob}\n", "3:1", "; a value that starts with '*' has to be in quotes")
         for glob in ("**.mlp", "*.mlp", "*")
@@ -143,7 +102,7 @@ REFUSED_AS = [
     ("rules: &a [*a]", "1:8: rules[0]: expected a mapping; found [[", ""),
     ("rules: " + "[" * 700, " a value cannot be read: maximum recursion", ""),
 ]
-"""What the message begins with after the file, and what it ends with."""
+"""What the message begins with after the file, and what it ends with: of most test_policy_rules says all of it."""
 
 
 @pytest.mark.parametrize(("text", "message"), REFUSED, ids=[message[:50] for _, message in REFUSED])
@@ -152,7 +111,7 @@ def test_a_mistake_is_reported_where_it_stands_with_what_is_expected(text, messa
 
 
 @pytest.mark.parametrize(("text", "start", "end"), REFUSED_AS, ids=[text[:40] for text, *_ in REFUSED_AS])
-def test_so_is_what_yaml_itself_refuses(text, start, end):
+def test_so_is_what_a_rule_and_what_yaml_itself_refuse(text, start, end):
     message = refusal_of(text)
     assert message.startswith(f"p.yaml:{start}")
     assert message.endswith(end)
@@ -180,30 +139,20 @@ def test_several_mistakes_are_reported_one_a_line_in_the_order_of_the_file():
 
 def test_anchors_merge_keys_and_dates_are_read_as_people_mean_them():
     policy = parse_document(
-        Policy,
-        "name: 2024-02-30\nrules:\n- &mlp {match: '**.mlp', action: recompute}\n- {<<: *mlp, layers: 0-3}\n",
+        Policy, "name: 2024-02-30\nrules:\n- &mlp {match: '**.mlp', action: recompute}\n- {<<: *mlp, layers: 0-3}\n"
     )
     assert policy.name == "2024-02-30"
     assert policy.rules[1].match == policy.rules[0].match
     assert policy.rules[1].layers[0].selects(3, 4)
 
 
-def test_a_file_that_does_not_exist_says_so(tmp_path):
-    assert file_refusal(tmp_path / "gone.yaml") == (
-        "/gone.yaml: cannot be read as a policy file: No such file or directory"
-    )
-
-
-def test_a_directory_says_so(tmp_path):
-    folder = tmp_path / "policies"
+def test_what_is_no_file_of_text_says_so(tmp_path):
+    gone, folder, latin = (tmp_path / name for name in ("gone.yaml", "policies", "latin.yaml"))
     folder.mkdir()
+    latin.write_bytes(b"rules: none\nname: caf\xe9\n")
+    assert file_refusal(gone) == "/gone.yaml: cannot be read as a policy file: No such file or directory"
     assert file_refusal(folder) == "/policies: cannot be read as a policy file: Is a directory"
-
-
-def test_a_file_that_is_not_utf8_names_the_line_and_the_byte(tmp_path):
-    path = tmp_path / "latin.yaml"
-    path.write_bytes(b"rules: none\nname: caf\xe9\n")
-    assert file_refusal(path) == "/latin.yaml:2: expected UTF-8 text; found byte 0xe9"
+    assert file_refusal(latin) == "/latin.yaml:2: expected UTF-8 text; found byte 0xe9"
 
 
 class Colour(enum.Enum):
@@ -238,26 +187,20 @@ def test_another_model_gets_the_same_errors_without_a_word_of_policies():
     )
 
 
-def test_a_bound_is_stated_with_the_value_found():
-    assert config_refusal("shapes: {big: {hidden_size: 0}}") == (
-        "p.yaml:2:29: shapes.big.hidden_size: expected greater than 0; found 0"
-    )
-
-
-def test_the_alternatives_of_a_union_share_a_line():
-    assert config_refusal("text: 3") == "p.yaml:2:7: text: expected a string or a list; found 3"
-
-
-def test_a_word_of_an_optional_choice_is_suggested():
-    assert config_refusal("dtype: float23") == (
-        "p.yaml:2:8: dtype: expected 'float32' or 'bfloat16'; found 'float23' (did you mean 'float32'?)"
-    )
-
-
-def test_a_word_of_an_enumeration_is_suggested():
-    assert config_refusal("shapes: {big: {hidden_size: 1, colour: blu}}").endswith(
-        "shapes.big.colour: expected 'red' or 'blue'; found 'blu' (did you mean 'blue'?)"
-    )
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("shapes: {big: {hidden_size: 0}}", "2:29: shapes.big.hidden_size: expected greater than 0; found 0"),
+        ("text: 3", "2:7: text: expected a string or a list; found 3"),
+        ("dtype: float23", "2:8: dtype: expected 'float32' or 'bfloat16'; found 'float23' (did you mean 'float32'?)"),
+        (
+            "shapes: {big: {hidden_size: 1, colour: blu}}",
+            "2:40: shapes.big.colour: expected 'red' or 'blue'; found 'blu' (did you mean 'blue'?)",
+        ),
+    ],
+)
+def test_bounds_unions_choices_and_enumerations_are_stated_with_the_value_found(text, message):
+    assert config_refusal(text) == f"p.yaml:{message}"
 
 
 @given(

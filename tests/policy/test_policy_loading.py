@@ -56,12 +56,9 @@ def test_a_relative_path_is_read_and_named_in_errors_as_it_was_given(tmp_path, m
     assert refusal_of("mine.yaml").startswith("mine.yaml:3:11: rules[0].action: expected ")
 
 
-def test_an_empty_file_is_an_empty_policy_file(tmp_path):
+def test_an_empty_file_is_an_empty_policy_file_and_a_directory_is_none(tmp_path):
     (tmp_path / "mine.yaml").touch()
     assert refusal_of(tmp_path / "mine.yaml").endswith("mine.yaml: expected a policy; found an empty file")
-
-
-def test_a_directory_is_no_policy(tmp_path):
     assert refusal_of(tmp_path) == f"{tmp_path}: cannot be read as a policy file: Is a directory"
 
 
@@ -76,16 +73,17 @@ def test_a_path_that_is_a_presets_name_is_that_preset():
     assert load_policy(Path("full")) == load_policy("full")
 
 
-def test_an_unknown_name_suggests_the_nearest_preset_and_lists_them_all():
-    assert refusal_of("hok") == f"no preset and no file is named 'hok' (did you mean 'hook'?); {PRESETS}"
-    assert refusal_of("xyzzy") == f"no preset and no file is named 'xyzzy'; {PRESETS}"
-
-
-def test_a_path_that_does_not_exist_suggests_a_preset_of_that_name():
-    assert refusal_of("conf/kernal.yaml") == (
-        f"no preset and no file is named 'conf/kernal.yaml' (did you mean 'kernel'?); {PRESETS}"
-    )
-    assert refusal_of(Path("plan.yaml")) == f"no preset and no file is named 'plan.yaml'; {PRESETS}"
+@pytest.mark.parametrize(
+    ("source", "suggestion"),
+    [
+        ("hok", " (did you mean 'hook'?)"),
+        ("xyzzy", ""),
+        ("conf/kernal.yaml", " (did you mean 'kernel'?)"),
+        (Path("plan.yaml"), ""),
+    ],
+)
+def test_an_unknown_name_or_path_suggests_the_nearest_preset_and_lists_them_all(source, suggestion):
+    assert refusal_of(source) == f"no preset and no file is named '{source}'{suggestion}; {PRESETS}"
 
 
 @pytest.mark.parametrize(("source", "found"), [(None, "None"), (3, "3"), ([POLICY.rules[0]], "[Rule(")])

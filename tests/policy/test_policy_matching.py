@@ -1,7 +1,5 @@
 """Which rule governs which module, and why a rule governs none."""
 
-from __future__ import annotations
-
 import pytest
 from engine_testing import calls
 
@@ -9,7 +7,7 @@ from recompute.policy.matching import ModuleEntry, assign, unmatched_rules
 from recompute.policy.rules import Policy, Rule
 
 
-def decoder(layers: int = 4, prefix: str = "model.") -> list[ModuleEntry]:
+def decoder(layers=4, prefix="model."):
     """The modules of a decoder, as plain data."""
     modules = [ModuleEntry("", "Toy", None, None), ModuleEntry(f"{prefix}layers", "ModuleList", None, None)]
     for index in range(layers):
@@ -26,55 +24,41 @@ def decoder(layers: int = 4, prefix: str = "model.") -> list[ModuleEntry]:
     return [*modules, ModuleEntry(f"{prefix}norm", "ToyRMSNorm", None, None)]
 
 
-def governed(rule: Rule, modules: list[ModuleEntry] | None = None) -> list[str]:
+def governed(rule, modules=None):
     return list(assign(Policy(rules=[rule]), decoder() if modules is None else modules))
 
 
-def complaints(*rules: Rule, modules: list[ModuleEntry] | None = None) -> list[str]:
+def complaints(*rules, modules=None):
     modules = decoder() if modules is None else modules
     policy = Policy(rules=rules or "none")
     return unmatched_rules(policy, modules, assign(policy, modules))
 
 
-@pytest.mark.parametrize(
-    ("glob", "path", "matches"),
-    [
-        ("mlp", "mlp", True),
-        ("mlp", "a.mlp", False),
-        ("mlp", "mlp.a", False),
-        ("*", "a", True),
-        ("*", "a.b", False),
-        ("*", "", False),
-        ("a.*.c", "a.b.c", True),
-        ("a.*.c", "a.c", False),
-        ("a.*.c", "a.b.b.c", False),
-        ("layer_*", "layer_3", True),
-        ("layer_*", "layer_", True),
-        ("layer_*", "layer", False),
-        ("*_proj", "mlp.up_proj", False),
-        ("layer_?", "layer_3", True),
-        ("layer_?", "layer_33", False),
-        ("a?b", "a.b", False),
-        ("**", "", True),
-        ("**", "a.b.c", True),
-        ("**.mlp", "mlp", True),
-        ("**.mlp", "a.b.mlp", True),
-        ("**.mlp", "a.xmlp", False),
-        ("**.mlp", "a.mlp.b", False),
-        ("a.**", "a", True),
-        ("a.**", "a.b.c", True),
-        ("a.**", "ab", False),
-        ("a.**.d", "a.d", True),
-        ("a.**.d", "a.b.c.d", True),
-        ("a.**.d", "a.bd", False),
-        ("**.a.**.b.**", "x.a.y.b.z", True),
-        ("**.a.**.b.**", "b.a", False),
-        ("a+b(c", "a+b(c", True),
-        ("a.b", "axb", False),
-    ],
-)
-def test_a_glob_over_paths(glob, path, matches):
-    assert governed(Rule(match=glob, action="keep"), [ModuleEntry(path, "T", None, None)]) == [path] * matches
+GLOBS = {
+    "mlp": (["mlp"], ["a.mlp", "mlp.a"]),
+    "*": (["a"], ["a.b", ""]),
+    "a.*.c": (["a.b.c"], ["a.c", "a.b.b.c"]),
+    "layer_*": (["layer_3", "layer_"], ["layer"]),
+    "*_proj": ([], ["mlp.up_proj"]),
+    "layer_?": (["layer_3"], ["layer_33"]),
+    "a?b": ([], ["a.b"]),
+    "**": (["", "a.b.c"], []),
+    "**.mlp": (["mlp", "a.b.mlp"], ["a.xmlp", "a.mlp.b"]),
+    "a.**": (["a", "a.b.c"], ["ab"]),
+    "a.**.d": (["a.d", "a.b.c.d"], ["a.bd"]),
+    "**.a.**.b.**": (["x.a.y.b.z"], ["b.a"]),
+    "a+b(c": (["a+b(c"], []),
+    "a.b": ([], ["axb"]),
+}
+"""Each with paths that it matches, and paths that it does not."""
+
+
+@pytest.mark.parametrize(("glob", "paths"), GLOBS.items(), ids=GLOBS)
+def test_a_glob_over_paths(glob, paths):
+    matched, others = paths
+    for path in (*matched, *others):
+        found = governed(Rule(match=glob, action="keep"), [ModuleEntry(path, "T", None, None)])
+        assert found == [path] * (path in matched), path
 
 
 def test_a_list_of_globs_matches_what_any_of_them_does():
@@ -117,74 +101,60 @@ def test_a_policy_without_rules_governs_nothing_and_complains_of_nothing():
     assert complaints() == []
 
 
+def keeping(**selects):
+    return Rule(**selects, action="keep")
+
+
+NEAREST = "; nearest: 'model.layers.0.mlp'"
+LATE = [keeping(match="**.layers.0.**"), keeping(match="**.layers.**"), Rule(type="ToyMLP", action="recompute")]
+COMPLAINTS = {
+    "a glob that matches no path": (
+        [keeping(match="**.mpl")], f"match '**.mpl' is the path of no module{NEAREST}",
+    ),
+    "a glob for another architecture": (
+        [keeping(match="transformer.h.*.mlp")], f"match 'transformer.h.*.mlp' is the path of no module{NEAREST}",
+    ),
+    "a glob like no path": ([keeping(match="zzz")], "match 'zzz' is the path of no module"),
+    "a type of no module": ([keeping(type="*MPL")], "type '*MPL' is the class of no module; nearest: 'ToyMLP'"),
+    "a misspelt type": (
+        [keeping(type="ToyRMSNrom")], "type 'ToyRMSNrom' is the class of no module; nearest: 'ToyRMSNorm'",
+    ),
+    "a type found at other paths alone": (
+        [keeping(match="**.self_attn", type="*MLP")],
+        "no module at match '**.self_attn' has type '*MLP'; found 'ToyAttention'",
+    ),
+    "layers beyond the last": (
+        [keeping(type="*MLP", layers=["16-31", 40])], "layers '16-31, 40' selects none of the 4 layers",
+    ),
+    "layers of what is in no list": (
+        [keeping(match="model.norm", layers="first 4")],
+        "layers 'first 4' selects nothing: what the rule matches is in no list of layers",
+    ),
+    "a rule that comes too late": (
+        LATE, "the modules it matches (4) are already governed by rules[0], rules[1]",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("rules", "complaint"), COMPLAINTS.values(), ids=COMPLAINTS)
+def test_a_rule_that_governs_nothing_says_why_with_the_nearest_that_there_is(rules, complaint):
+    (found,) = complaints(*rules)
+    assert found.startswith(f"rules[{len(rules) - 1}] governs no module: {complaint}")
+    assert "nearest" in complaint or found.endswith(complaint)
+
+
+def test_a_glob_for_the_model_with_a_head_gets_the_paths_of_the_model_without():
+    (found,) = complaints(keeping(match="model.layers.*.mlp"), modules=decoder(prefix=""))
+    assert "; nearest: 'layers.0.mlp'" in found
+
+
 def test_rules_that_govern_something_raise_no_complaint():
     assert complaints(Rule(type="*MLP", action="recompute"), Rule(match="*.norm", action="recompute")) == []
 
 
-def test_a_glob_that_matches_no_path_gets_the_nearest_paths():
-    assert complaints(Rule(match="**.mpl", action="keep"))[0].startswith(
-        "rules[0] governs no module: match '**.mpl' is the path of no module; nearest: 'model.layers.0.mlp'"
-    )
-
-
-def test_a_glob_for_the_model_with_a_head_gets_the_paths_of_the_model_without():
-    assert (
-        "; nearest: 'layers.0.mlp'"
-        in complaints(Rule(match="model.layers.*.mlp", action="keep"), modules=decoder(prefix=""))[0]
-    )
-
-
-def test_a_glob_for_another_architecture_gets_the_paths_that_end_alike():
-    assert complaints(Rule(match="transformer.h.*.mlp", action="keep"))[0].endswith("; nearest: 'model.layers.0.mlp'")
-
-
-def test_a_glob_like_no_path_gets_no_suggestion():
-    assert complaints(Rule(match="zzz", action="keep")) == [
-        "rules[0] governs no module: match 'zzz' is the path of no module"
-    ]
-
-
-def test_a_type_of_no_module_gets_the_nearest_classes():
-    assert complaints(Rule(type="*MPL", action="keep")) == [
-        "rules[0] governs no module: type '*MPL' is the class of no module; nearest: 'ToyMLP'"
-    ]
-    assert complaints(Rule(type="ToyRMSNrom", action="keep"))[0].endswith("; nearest: 'ToyRMSNorm'")
-
-
-def test_a_type_found_only_at_other_paths_is_told_what_is_at_these():
-    assert complaints(Rule(match="**.self_attn", type="*MLP", action="keep")) == [
-        "rules[0] governs no module: no module at match '**.self_attn' has type '*MLP'; found 'ToyAttention'"
-    ]
-
-
-def test_layers_beyond_the_last_are_told_how_many_there_are():
-    assert complaints(Rule(type="*MLP", layers=["16-31", 40], action="keep")) == [
-        "rules[0] governs no module: layers '16-31, 40' selects none of the 4 layers"
-    ]
-
-
-def test_layers_of_what_is_in_no_list_are_told_so():
-    assert complaints(Rule(match="model.norm", layers="first 4", action="keep")) == [
-        "rules[0] governs no module: layers 'first 4' selects nothing: what the rule matches is in no list of layers"
-    ]
-
-
-def test_a_rule_that_comes_too_late_is_told_which_came_before():
-    rules = [
-        Rule(match="**.layers.0.**", action="keep"),
-        Rule(match="**.layers.**", action="keep"),
-        Rule(type="ToyMLP", action="recompute"),
-    ]
-    assert complaints(*rules) == [
-        "rules[2] governs no module: the modules it matches (4) are already governed by rules[0], rules[1]"
-    ]
-
-
 def test_each_rule_that_governs_nothing_gets_one_message():
     messages = complaints(
-        Rule(match="nowhere", action="keep"),
-        Rule(type="*MLP", action="keep"),
-        Rule(type="Gone", action="keep"),
+        Rule(match="nowhere", action="keep"), Rule(type="*MLP", action="keep"), Rule(type="Gone", action="keep")
     )
     assert [message.split()[0] for message in messages] == ["rules[0]", "rules[2]"]
 
