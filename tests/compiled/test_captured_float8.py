@@ -43,3 +43,10 @@ def test_its_casts_are_calls_of_the_program(recipe: str, action: str) -> None:
     ops = [step.op for step in plan.steps]
     assert not any(isinstance(op, FunctionOp) for op in ops)
     assert ops.count(torch.ops.aten.clamp.default) == 6 * 2  # casts, each with a clamp of a scale and one of numbers
+
+
+def test_equal_casts_run_once() -> None:
+    (region,) = twins("tensorwise", "recompute").regions
+    (program,) = [program for graph in region.state.graphs.all if (program := graph.program(region)) is not None]
+    assert program.forward.source.count("aten_clamp") == 5 * 2  # two Linears read the same
+    assert program.backward.source.count("aten_clamp") == 8 * 2  # and two GEMMs the same gradient
