@@ -9,6 +9,7 @@ from tiers import slow
 from torch import Tensor, nn
 
 import recompute
+from recompute.engine.tape.op_arguments import generators_of
 
 quantization = pytest.importorskip("torchao.quantization")
 nf4 = pytest.importorskip("torchao.quantization.quantize_.workflows.nf4.nf4_tensor")
@@ -56,6 +57,9 @@ class Pair:
         self.handle = recompute.apply(self.under, {"rules": [{"match": "inside", "action": action}]})
         torch.manual_seed(1)
         self.x = torch.randn(SIZE // 4, SIZE)
+        for _ in range(STEPS_TO_SETTLE):
+            self.step()
+        assert "inside: 1 of 1 run as captured code" in self.handle.explain()
 
     def step(self) -> Tensor:
         """A step of both, which give the same bits; returns the output."""
@@ -69,12 +73,6 @@ class Pair:
         assert all(map(torch.equal, *gradients))
         return outputs[0].detach()
 
-    def settle(self) -> Pair:
-        for _ in range(STEPS_TO_SETTLE):
-            self.step()
-        assert "inside: 1 of 1 run as captured code" in self.handle.explain()
-        return self
-
     def held_nbytes(self) -> int:
         """What is held of what the region has made."""
         plan = self.handle.plans()["inside"]
@@ -83,16 +81,16 @@ class Pair:
 
 @pytest.mark.parametrize("kind", ["Int8WeightOnlyConfig", "NF4", *slow("IntxWeightOnlyConfig")])
 def test_it_is_captured_and_holds_no_weight_that_was_made_of_codes(kind: str) -> None:
-    assert Pair(kind).settle().held_nbytes() == Pair("").settle().held_nbytes()
+    assert Pair(kind).held_nbytes() == Pair("").held_nbytes()
 
 
 @pytest.mark.parametrize("kind", ["Int8WeightOnlyConfig", *slow("NF4")])
 def test_a_checkpoint_is_captured(kind: str) -> None:
-    Pair(kind, "checkpoint").settle()
+    Pair(kind, "checkpoint")
 
 
 def test_other_codes_are_seen() -> None:
-    pair = Pair("Int8WeightOnlyConfig").settle()
+    pair = Pair("Int8WeightOnlyConfig")
     before = pair.step()
     for module in (pair.plain, pair.under):
         module.inside.base.weight.qdata.neg_()
@@ -100,8 +98,14 @@ def test_other_codes_are_seen() -> None:
 
 
 def test_scales_that_change_before_backward_are_refused() -> None:
-    pair = Pair("Int8WeightOnlyConfig").settle()
+    pair = Pair("Int8WeightOnlyConfig")
     loss = pair.under(pair.x).square().sum()
     pair.under.inside.base.weight.scale.neg_()
     with pytest.raises(RuntimeError, match="has been modified in place"):
         loss.backward()
+
+
+def test_ops_of_bitsandbytes_draw_no_random_numbers() -> None:
+    """Where no input takes a gradient, no Function of its stands around its ops."""
+    pytest.importorskip("bitsandbytes")
+    assert generators_of(torch.ops.bitsandbytes.dequantize_4bit.default) == []
