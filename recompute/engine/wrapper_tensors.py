@@ -25,7 +25,7 @@ def passed_on(mode: Any, op: Any, types: Any, args: tuple, kwargs: dict[str, Any
 
     A wrapper calls ops on what it wraps. It does so below autograd, where ops come that consist of others.
     """
-    if types and any(hasattr(kind, "__tensor_flatten__") and not issubclass(kind, FakeTensor) for kind in types):
+    if types and not are_sharded(types) and any(map(_is_wrapper, types)):
         return NotImplemented
     if not _is_composite(op) or torch.is_inference_mode_enabled():
         return SEE
@@ -34,6 +34,10 @@ def passed_on(mode: Any, op: Any, types: Any, args: tuple, kwargs: dict[str, Any
         return op.decompose(*args, **kwargs)
     finally:
         _pop_mode()
+
+
+def _is_wrapper(kind: type) -> bool:
+    return hasattr(kind, "__tensor_flatten__") and not issubclass(kind, FakeTensor)
 
 
 @functools.cache
