@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from recompute.engine.tape.autocast import run_as_called
 from recompute.engine.thread_state import local
+from recompute.engine.wrapper_tensors import SEE, passed_on
 
 _ATEN = torch.ops.aten
 
@@ -37,6 +38,8 @@ class BackwardOps(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if (passed := passed_on(self, op, types, args, kwargs)) is not SEE:
+            return passed
         observe = self._observe()
         if local.regenerating or observe is None:
             return op(*args, **kwargs)

@@ -8,9 +8,10 @@ later calls that the guards accept.
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ from recompute.engine.cut.layout import Layout
 from recompute.engine.rng import RngState
 from recompute.engine.tape.exposed_memory import expose_arrays, is_shared
 from recompute.engine.tape.op_arguments import PLAIN
+from recompute.engine.wrapper_tensors import inner_tensors
 
 
 class RecordedFrame(NamedTuple):
@@ -223,12 +225,17 @@ class CapturedGraph:
 
     def run(self, *inputs: Any) -> Any:
         """The outputs of the graph on the inputs that torch's frontend has found for it."""
+        wrapped: dict[int, list[Tensor]] = {}
         if any(type(value) not in PLAIN for value in inputs):
             inputs = tuple(map(_as_plain, inputs))
+            wrappers = [place for place, value in enumerate(inputs) if isinstance(value, Tensor)]
+            wrapped = {place: inside for place in wrappers if (inside := inner_tensors(inputs[place]))}
         given, objects, graph = inputs, [inputs[position] for position in self._objects], self._forward
-        if objects:
-            given = tuple([value for position, value in enumerate(inputs) if position not in self._objects])
-            graph = functools.partial(self._with_objects, objects)
+        if objects or wrapped:
+            others = {place: value for place, value in enumerate(inputs) if place in wrapped or place in self._objects}
+            plain = [value for place, value in enumerate(inputs) if place not in others]
+            given = *plain, *itertools.chain(*wrapped.values())
+            graph = functools.partial(self._with_others, others, len(plain))
         attempt = _running.attempt
         assert attempt is not None
         region, around = attempt.region, CallSettings.of(given)
@@ -256,9 +263,13 @@ class CapturedGraph:
             region.refuse(str(error))
             raise Refusal from None
 
-    def _with_objects(self, objects: Sequence[Any], *given: Tensor) -> Any:
-        inputs = list(given)
-        for position, value in zip(self._objects, objects, strict=True):
+    def _with_others(self, others: Mapping[int, Any], count: int, *given: Tensor) -> Any:
+        """others: inputs that programs are not given, by their positions, or of which they are given what is inside.
+
+        count: how many of those given are inputs.
+        """
+        inputs = list(given[:count])
+        for position, value in others.items():
             inputs.insert(position, value)
         return self._forward(*inputs)
 

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tag, Tensor
 
+from recompute.compiled.earlier_calls import EarlierCalls
 from recompute.compiled.function_calls import FunctionCall
 from recompute.compiled.generated.compact_rows import READERS, part_of_rows
 from recompute.compiled.generated.dropout import DropoutMask, mask_of
@@ -55,17 +56,28 @@ class Code:
     """The buffers of the parameters whose views autograd has saved."""
     reruns: list[Call] = field(default_factory=list)
     """The calls in it that run again."""
+    _earlier: EarlierCalls = field(init=False)
     _parts: dict[Use, int] = field(default_factory=dict)
     """The buffers of copies of parts of rows."""
     _views: dict[tuple[str, tuple[Any, ...], bool], str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._earlier = EarlierCalls(self.recording)
 
     def call(self, call: Call, *, again: bool = False, state: str | None = None) -> None:
         """Write a call of an op whose arguments have variables.
 
         again: it runs on copies of what it writes to. state: the variable of what ``draw`` has captured for the call.
         """
+        call = call._replace(args=self._earlier.resolved(call.args))
+        if (twin := self._earlier.twin(call, lambda use: self._memory(use, again), len(self.statements))) is not None:
+            pairs = zip(call.results, twin.results, strict=True)
+            self.tensors |= {one: self.tensors[other] for one, other in pairs if one is not None and other is not None}
+            return
         if again:
             self.reruns.append(call)
+        if self.recording.is_generated:
+            call = self._earlier.largest_size(call)
         if (mask := mask_of(call, self.recording)) is not None:
             self._dropout(call, mask, again, state)
             return

@@ -224,11 +224,12 @@ MISSED = object()
 
 @contextmanager
 def _our_functions_as_calls() -> Iterator[None]:
-    """The span in which the frontend does not trace into the autograd Functions of our kernels."""
+    """The span in which the frontend does not trace into Functions that a tape looks into, but torch's own."""
     import torch._dynamo.trace_rules as rules
 
     allowed = rules._allowed_callable_ids
-    ours = [kind for kind in torch.autograd.Function.__subclasses__() if vars(kind).get("seen_by_dispatcher")]
+    kinds = torch.autograd.Function.__subclasses__()
+    ours = [kind for kind in kinds if is_seen(kind) and not kind.__module__.startswith("torch.")]
     added = [id(function) for function in ours if id(function) not in allowed]
     for number in added:
         allowed.add(number)

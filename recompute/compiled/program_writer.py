@@ -104,6 +104,7 @@ class ProgramWriter:
     def program(self) -> Program:
         frame, buffers = self.frame, self.recording.buffers
         self.recording.stable = deciding(self._forward, self.plan.rerun_set, self.recording)
+        self.recording.given_away = {use.buffer for _, use in [*enumerate(frame.results), *frame.contributions] if use}
         backward, again = self._write_backward(), self._write_outputs()
         ways = self._how_held(backward, again)
         positions = [buffer.given for buffer in buffers if buffer.given is not None]
@@ -156,7 +157,7 @@ class ProgramWriter:
         recording, results = self.recording, self.frame.results
         large = recording.nbytes([results[position].buffer for position in values]) // SMALL
         made = [number for number in recording.made(code.reruns) if not self._is_output(number)]
-        left = [number for number in made if recording.buffers[number].nbytes <= large]
+        left = [n for n in made if recording.buffers[n].nbytes <= large and code.tensors[n] == f"t{n}"]
         backward = self._write_backward(left)
         read = {*self._contributions(backward), *backward.reads()}
         left_names = [f"t{number}" for number in left if f"t{number}" in read]

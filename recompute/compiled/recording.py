@@ -129,6 +129,8 @@ class Recording:
     """The kernels that code which is made of it may run in."""
     stable: set[int] = field(default_factory=set)
     """The buffers that are to have the same bits in forward and when they come back."""
+    given_away: set[int] = field(default_factory=set)
+    """The buffers that others get, each of which is to have memory of its own."""
     buffers: list[Buffer] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     functions: dict[int, RecordedFunction] = field(default_factory=dict)
@@ -310,7 +312,10 @@ class Recording:
                 results.append(None if self.knows(tensor) else self._new(tensor, call=index))
         is_sequence = type(output) in LISTS
         if is_function:
-            results_of = [result_of(each) for each in (output if is_sequence else (output,))]
+            results_of = [
+                FunctionResult(Layout.of(each), each.device) if isinstance(each, Tensor) else each
+                for each in (output if is_sequence else (output,))
+            ]
             self.functions[index] = RecordedFunction(results_of, [self._current.get(key) for key in self._reached])
         self.calls.append(
             Call(started.op, started.args, started.kwargs, tuple(results), tuple(written.values()), is_sequence)
@@ -372,11 +377,6 @@ class Recording:
         if not takes_objects or position is None:
             raise NotCapturable(f"an op is given a {type(value).__name__}")
         return ObjectUse(position)
-
-
-def result_of(value: Any) -> Any:
-    """A ``FunctionResult`` in the place of a tensor."""
-    return FunctionResult(Layout.of(value), value.device) if isinstance(value, Tensor) else value
 
 
 def _refuse_foreign(op: OpOverload, known: OpFacts) -> None:

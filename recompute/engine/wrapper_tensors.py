@@ -5,12 +5,51 @@ A wrapper has no memory of its own. ``detach`` makes another one, around the sam
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 from recompute.engine.dtensors import are_sharded
+
+SEE = object()
+"""An op is to be looked at."""
+
+
+def passed_on(mode: Any, op: Any, types: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """What a dispatch mode is to return for an op that comes to it again in other ops, or ``SEE``.
+
+    A wrapper calls ops on what it wraps. It does so below autograd, where ops come that consist of others.
+    """
+    if types and not are_sharded(types) and any(map(_is_wrapper, types)):
+        return NotImplemented
+    if not _is_composite(op) or torch.is_inference_mode_enabled():
+        return SEE
+    _push_mode(mode)
+    try:
+        return op.decompose(*args, **kwargs)
+    finally:
+        _pop_mode()
+
+
+def _is_wrapper(kind: type) -> bool:
+    return hasattr(kind, "__tensor_flatten__") and not issubclass(kind, FakeTensor)
+
+
+@functools.cache
+def _is_composite(op: Any) -> bool:
+    """Whether an op is nothing but other ops, on any device."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return (
+        isinstance(op, OpOverload)
+        and op.namespace != "prim"
+        and has_kernel(op.name(), "CompositeImplicitAutograd")
+        and not any(has_kernel(op.name(), device) for device in ("CPU", "CUDA"))
+    )
 
 
 def inner_tensors(tensor: Tensor) -> list[Tensor]:

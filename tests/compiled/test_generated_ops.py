@@ -34,7 +34,7 @@ UNARY: dict[str, Callable[..., Any]] = {
     },
     **{
         f"to {dtype}": lambda x, dtype=dtype: ATEN._to_copy(x, dtype=dtype)
-        for dtype in (torch.float32, torch.bfloat16, torch.float16)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
     },
     "clamp": lambda x: ATEN.clamp(x, -0.7, 1.3),
     "clamp from below": lambda x: ATEN.clamp(x, 0.1),
@@ -106,8 +106,8 @@ def differing(found, expected):
     """How many elements differ in a bit; every NaN is one value."""
     if not found.is_floating_point():
         return int((found != expected).sum())
-    integer = torch.int32 if found.dtype is torch.float32 else torch.int16
-    same = (found.view(integer) == expected.view(integer)) | (found.isnan() & expected.isnan())
+    integer = {4: torch.int32, 2: torch.int16, 1: torch.uint8}[found.itemsize]
+    same = (found.view(integer) == expected.view(integer)) | (found.float().isnan() & expected.float().isnan())
     return int((~same).sum())
 
 
@@ -127,7 +127,18 @@ def test_a_row_gives_the_values_of_aten_in_the_interpreter(name):
     assert found.dtype is expected.dtype
     assert found.shape == expected.shape
     tolerance = 1e-2 if expected.dtype is torch.bfloat16 else 1e-3 if expected.dtype is torch.float16 else 1e-5
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=1e-6, equal_nan=True)
+    torch.testing.assert_close(found.float(), expected.float(), rtol=tolerance, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("source", DTYPES, ids=str)
+@pytest.mark.parametrize("target", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_a_cast_to_float8_gives_the_bits_of_aten(target: torch.dtype, source: torch.dtype) -> None:
+    """Ties, numbers too large and too small, infinities and NaNs among them."""
+    some = patterns(torch.bfloat16, "cpu").to(source)
+    if source is not torch.bfloat16:
+        some = torch.cat([some, torch.arange(-(2**16), 2**16) / 2**7, torch.arange(-(2**16), 2**16) / 2**22]).to(source)
+    (found,), (expected,) = as_one_kernel(lambda x: ATEN._to_copy(x, dtype=target), some)()
+    assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
 
 
 def test_every_row_of_the_table_is_reviewed():

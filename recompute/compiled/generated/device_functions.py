@@ -198,6 +198,38 @@ def is_kept(seed, offset, program, probability, vector: tl.constexpr, threads: t
     return tl.fma(drawn.to(tl.float32), 2.3283064365386963e-10, 1.1641532182693481e-10) < probability
 
 
+if is_interpreted:
+
+    @jit
+    def rounded_to_float8(x, dtype: tl.constexpr):
+        """ATen's arithmetic: the interpreter's own rounds otherwise."""
+        shift: tl.constexpr = 20 if dtype == tl.float8e4nv else 21
+        bias: tl.constexpr = 7 if dtype == tl.float8e4nv else 15
+        bits = x.to(tl.int32, bitcast=True) & 2147483647
+        tiny: tl.constexpr = (127 - bias + shift + 1) << 23
+        small = (tl.abs(x) + tl.full((), tiny, tl.int32).to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True) - tiny
+        usual = (bits + ((bias - 127) << 23) + (1 << (shift - 1)) - 1 + ((bits >> shift) & 1)) >> shift
+        found = tl.where(bits < ((128 - bias) << 23), small, usual)
+        return (found | (x.to(tl.int32, bitcast=True) >> 24 & 128)).to(tl.uint8)
+
+else:
+
+    @jit
+    def rounded_to_float8(x, dtype: tl.constexpr):
+        return x.to(dtype).to(tl.uint8, bitcast=True)
+
+
+@jit
+def to_float8(
+    x, dtype: tl.constexpr, limit: tl.constexpr, over: tl.constexpr, endless: tl.constexpr, nan: tl.constexpr
+):
+    """A GPU's cast, and for what is larger than ``limit`` the bits that ATen gives."""
+    size = tl.abs(x)
+    other = tl.where(size == size, tl.where(size == float("inf"), endless, over), nan)
+    other = (other | (x.to(tl.int32, bitcast=True) >> 24 & 128)).to(tl.uint8)
+    return tl.where(size <= limit, rounded_to_float8(x, dtype), other).to(dtype, bitcast=True)
+
+
 @jit
 def floor_divide(x, number):
     """Of integers, by a positive one. Triton rounds towards zero."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from recompute.compiled.generated import device_functions
 from recompute.compiled.generated.dropout import flat
-from recompute.compiled.generated.spaces import Elements, Rows
+from recompute.compiled.generated.spaces import Elements, Rows, Tiles
 from recompute.engine.bit_comparison import count_different
 from recompute.engine.cut.layout import Layout
 from recompute.engine.thread_state import is_in_cuda_graph
@@ -23,7 +23,10 @@ from recompute.kernels.launch import jit, run, tl
 from recompute.kernels.launch_plan import PlannedCall
 from recompute.units import humanize
 
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}
+TOLERANCE = {
+    torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6,
+    torch.float8_e4m3fn: 2**-4, torch.float8_e5m2: 2**-3,
+}  # fmt: skip
 """By which a tensor that was computed by rows may be off in its norm, by the coarsest dtype that its kernel writes."""
 
 _numbers = itertools.count()
@@ -61,7 +64,7 @@ class GeneratedKernel:
         self,
         source: str,
         aten: Callable[..., Any],
-        space: Elements | Rows,
+        space: Elements | Rows | Tiles,
         outputs: Sequence[Layout],
         reused: Mapping[int, int] | None = None,
         nbytes: Traffic | None = None,
@@ -97,7 +100,7 @@ class GeneratedKernel:
 
     def __str__(self) -> str:
         read, written, spared = map(humanize, self.nbytes)
-        exact = "exact" if isinstance(self._space, Elements) else "exact but for the order of sums"
+        exact = "exact but for the order of sums" if isinstance(self._space, Rows) else "exact"
         state = exact if self.is_exact else f"ATen's, as {self.reason}" if self.reason else "not run yet"
         return f"{self.name}: reads {read}, writes {written}, spares {spared}; {state}"
 
@@ -141,11 +144,12 @@ class GeneratedKernel:
         return expected
 
     def _agrees(self, expected: Tensor, found: Tensor, tolerance: float) -> bool:
-        if isinstance(self._space, Elements) or not expected.is_floating_point():
+        if not isinstance(self._space, Rows) or not expected.is_floating_point():
             return not count_different(expected, found)
+        expected, found = expected.float(), found.float()
         if not bool((expected.isfinite() == found.isfinite()).all()):
             return False
-        expected, found = (each.float().nan_to_num(0.0, 0.0, 0.0) for each in (expected, found))
+        expected, found = (each.nan_to_num(0.0, 0.0, 0.0) for each in (expected, found))
         return float((expected - found).norm()) <= tolerance * float(expected.norm())
 
     def _refuse(self, reason: str, result: Any) -> Any:

@@ -12,6 +12,7 @@ from recompute.compiled.generated.dropout import DropoutMask
 from recompute.compiled.generated.pointwise_ops import (
     COPIES,
     FLOATS,
+    FLOATS8,
     PLACED,
     REPLACED,
     ROWS,
@@ -20,13 +21,14 @@ from recompute.compiled.generated.pointwise_ops import (
     computing_dtype,
 )
 from recompute.compiled.generated.row_ops import ROW_OPS, can_run_by_rows, operands_of, row_width
-from recompute.compiled.generated.spaces import Elements, Rows
+from recompute.compiled.generated.spaces import TILE, Elements, Rows, Tiles
 from recompute.compiled.generated.switch import Generates
 from recompute.compiled.recording import Call, Recording, Use
 from recompute.engine.tape.op_arguments import is_dense
 
 _ATEN = torch.ops.aten
 _NUMBERS = (int, float, bool)
+MAX_ADDRESS = 2**31 - 1
 LARGE = 2**20
 """Elements from which on it matters how fast they are moved."""
 
@@ -55,6 +57,9 @@ def can_be_generated(call: Call, recording: Recording) -> bool:
             return False
         if buffer.device != recording.device:
             return False
+    dtypes = [output.layout.dtype, *[use.layout.dtype for use in call.uses()]]
+    if not FLOATS8.keys().isdisjoint(dtypes):  # what others make of it, as copies in another order, is theirs
+        return call.op is _ATEN._to_copy.default and dtypes[1] in FLOATS
     if by_rows:
         return True
     values = arguments_of(call)
@@ -135,6 +140,19 @@ def is_slow_alone(call: Call | None, recording: Recording) -> bool:
     count, number = elements_of(call, recording), call.results[0]
     is_in_place = number is not None and recording.buffers[number].root != number  # as it is for a kernel
     return is_in_place or call.op in PLACED or (count >= LARGE and any(_is_repeated(use, count) for use in call.uses()))
+
+
+def turned_matrix(call: Call | None) -> Tiles | None:
+    """What turns a matrix of float8, as GEMMs ask for; None for any other call. ATen reads it number by number."""
+    if call is None or call.op is not _ATEN.clone.default:
+        return None
+    values = arguments_of(call)
+    shape, stride, _, dtype = values["self"].layout
+    if dtype not in FLOATS8 or values["memory_format"] is not torch.contiguous_format or len(shape) != 2:
+        return None
+    if stride[0] != 1 or stride[1] < shape[0] or min(shape) < TILE or shape[1] * stride[1] > MAX_ADDRESS:
+        return None
+    return Tiles(shape[0], shape[1], stride[1])
 
 
 def _is_repeated(use: Use, count: int) -> bool:

@@ -18,17 +18,19 @@ from typing import Any
 import torch
 
 from recompute.compiled.generated.dropout import DropoutMask
-from recompute.compiled.generated.groupable import NotOneKernel, equal_parts, part_of, space_of
+from recompute.compiled.generated.groupable import MAX_ADDRESS, NotOneKernel, equal_parts, part_of, space_of
 from recompute.compiled.generated.index_forms import Form
 from recompute.compiled.generated.pointwise_ops import (
     COPIES,
     FLOATS,
+    FLOATS8,
     PLACED,
     REPLACED,
     ROWS,
     TRITON_DTYPES,
     Promotion,
     arguments_of,
+    cast_to_float8,
     computing_dtype,
     text_of,
 )
@@ -39,7 +41,6 @@ from recompute.compiled.statements import Statement
 from recompute.engine.cut.layout import Layout
 
 _ATEN = torch.ops.aten
-MAX_ADDRESS = 2**31 - 1
 
 Index = tuple[Form, ...]
 """Of an element: a form for each dimension."""
@@ -269,6 +270,8 @@ class KernelSource:
     def _cast(self, value: str, source: torch.dtype, target: torch.dtype) -> str:
         if target is torch.bool and source is not target:
             return self._fresh("x", f"{value} != 0")
+        if target in FLOATS8 and source is not target:
+            return self._fresh("x", cast_to_float8(self._cast(value, source, torch.float32), target))
         return value if source is target else self._fresh("x", f"{value}.to({TRITON_DTYPES[target]})")
 
     def _kept(self, statement: Statement, op: DropoutMask, index: Index) -> str:

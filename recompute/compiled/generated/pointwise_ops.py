@@ -19,6 +19,8 @@ from recompute.compiled.recording import Call, Use
 
 _ATEN = torch.ops.aten
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+FLOATS8 = {torch.float8_e4m3fn: 464.0, torch.float8_e5m2: 61439.99609375}
+"""The dtypes that a kernel may cast to at its end, and the largest number that rounds to a finite one of each."""
 TRITON_DTYPES = {
     torch.float32: "tl.float32",
     torch.bfloat16: "tl.bfloat16",
@@ -26,6 +28,8 @@ TRITON_DTYPES = {
     torch.bool: "tl.int1",
     torch.int64: "tl.int64",
     torch.int32: "tl.int32",
+    torch.float8_e4m3fn: "tl.float8e4nv",
+    torch.float8_e5m2: "tl.float8e5",
 }
 """The dtypes of tensors that a generated kernel may read and write."""
 
@@ -47,6 +51,13 @@ class Row:
     """Whether operands may be bool and integers, too."""
     masks: tuple[str, ...] = ()
     """The operands that are read as they are, and not in the dtype that is computed in."""
+
+
+def cast_to_float8(x: str, dtype: torch.dtype) -> str:
+    """What casts a number in float32. ATen's releases make different things of what is too large."""
+    special = torch.tensor([1e30, torch.inf, torch.nan]).to(dtype).view(torch.uint8).tolist()
+    settings = ", ".join(map(str, [TRITON_DTYPES[dtype], FLOATS8[dtype], *special]))
+    return f"functions.to_float8({x}, {settings})"
 
 
 def text_of(number: float) -> str:

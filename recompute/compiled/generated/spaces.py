@@ -13,6 +13,9 @@ WARPS = 4
 MAX_WIDTH = 16384
 """Elements of a row that one program holds in registers."""
 
+TILE = 128
+"""Rows, and columns, of a matrix that one program turns."""
+
 
 @dataclass(frozen=True)
 class Elements:
@@ -90,3 +93,28 @@ class Rows:
         """width: how many elements of the rows are wanted."""
         guards = [f"(r < {self.rows})"] if "r" in variables and self.rows % self.rows_at_once else []
         return [*guards, f"(c < {width})"] if "c" in variables and width != self.columns else guards
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Each program moves a square of a matrix, which lies in memory by columns, to where it lies by rows."""
+
+    rows: int
+    columns: int
+    stride: int
+    """From column to column."""
+    warps = 8
+
+    @property
+    def programs(self) -> int:
+        return -(-self.rows // TILE) * -(-self.columns // TILE)
+
+    def text(self) -> str:
+        """The kernel."""
+        rows, columns, across = self.rows, self.columns, -(-self.rows // TILE)
+        return f"""def transposed_{rows}_{columns}(p0, p1):
+    r = (tl.program_id(0) % {across}) * {TILE} + tl.arange(0, {TILE})
+    c = (tl.program_id(0) // {across}) * {TILE} + tl.arange(0, {TILE})
+    x = tl.load(p0 + (c[:, None] * {self.stride} + r[None, :]), (c[:, None] < {columns}) & (r[None, :] < {rows}))
+    tl.store(p1 + (r[:, None] * {columns} + c[None, :]), tl.trans(x), (r[:, None] < {rows}) & (c[None, :] < {columns}))
+"""

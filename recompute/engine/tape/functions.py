@@ -27,8 +27,11 @@ from recompute.engine.tape.function_writes import LearnedWrites
 from recompute.engine.thread_state import local
 
 _peek_transform = torch._C._functorch.peek_interpreter_stack
-_SEEN = ("torch._library", "torch.distributed.tensor.", "torch.distributed._functional_collectives")
-"""Modules whose custom Functions only call ops that the dispatcher sees."""
+_SEEN = (
+    "torch._library", "torch.distributed.tensor.", "torch.distributed._functional_collectives",
+    "torchao.float8.", "torchao.quantization.",
+)  # fmt: skip
+"""Modules whose custom Functions, forward and backward, only call ops that the dispatcher sees."""
 
 
 class FunctionOp:

@@ -36,6 +36,9 @@ _CONSTANTS = (
     Enum,
 )
 
+_NEVER_DRAW = frozenset(("bitsandbytes",))
+"""Libraries whose ops draw no random numbers."""
+
 
 class NotRegenerable(Exception):
     """Why an op's outputs cannot be regenerated."""
@@ -118,6 +121,8 @@ def generators_of(op: Any) -> list[Any]:
 
     Where torch keeps that code to itself, as of ``torch.library.impl``, these are Python's and NumPy's own.
     """
+    if isinstance(op, OpOverload) and op.namespace in _NEVER_DRAW:
+        return []
     found = find_generators((op,))
     if isinstance(op, OpOverload) and _maybe_get_opdef(op) is None:
         name = op.name().replace("::", "/")

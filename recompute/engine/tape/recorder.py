@@ -44,6 +44,7 @@ from recompute.engine.tape.functions import FunctionOp, Reached, context_of, is_
 from recompute.engine.tape.op_arguments import PLAIN, is_plain
 from recompute.engine.tape.recorded_call import OpCall
 from recompute.engine.thread_state import in_backward, local
+from recompute.engine.wrapper_tensors import SEE, passed_on
 
 _new = tuple.__new__  # takes a third of the time of a NamedTuple's own
 _compiling_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
@@ -191,6 +192,8 @@ class Tape(Scope, SeesAllOps):
         return self.frame.finish(self.frame.values.plain_parts(tree_leaves(result)))
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (passed := passed_on(self, op, types, args, kwargs or {})) is not SEE:
+            return passed
         see = self.see if _compiling_callback() is None else torch._dynamo.disable(self.see)
         return see(op, types, args, kwargs or {})
 

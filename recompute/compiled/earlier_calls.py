@@ -1,0 +1,93 @@
+"""Calls that give what an earlier call of the same code has given, and so need not run.
+
+torchao's float8 casts a gradient twice, once for each GEMM that reads it, and an input once for each Linear.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tag
+
+from recompute.compiled.generated.groupable import can_be_generated
+from recompute.compiled.generated.pointwise_ops import COPIES, EMPTY, FLOATS
+from recompute.compiled.recording import Call, Recording, Use
+from recompute.engine.cut.ops import Kind, facts, facts_of_call
+
+_ATEN = torch.ops.aten
+MAX_DISTANCE = 60
+"""Statements since a value was read last, up to which it is read once more. What is read later lives longer."""
+
+
+@dataclass
+class EarlierCalls:
+    recording: Recording
+    _found: dict[Hashable, tuple[Call, int]] = field(default_factory=dict)
+    """The calls so far by what they compute, and the statement that was next when each was last asked for."""
+    _same: dict[int, int] = field(default_factory=dict)
+    """For the buffer of a call that does not run, the one of the earlier call."""
+    _sizes: dict[int, Use] = field(default_factory=dict)
+    """For the buffer of absolute values, whose these are."""
+
+    def __post_init__(self) -> None:
+        buffers = self.recording.buffers
+        self._changed = {buffer.root for number, buffer in enumerate(buffers) if buffer.root != number}
+
+    def resolved(self, value: Any) -> Any:
+        """A call's argument, with what an earlier call has given in the place of what none gives."""
+        if type(value) is Use:
+            return value._replace(buffer=self._same.get(value.buffer, value.buffer))
+        if type(value) in (list, tuple):
+            return type(value)([self.resolved(item) for item in value])
+        return value
+
+    def twin(self, call: Call, memory: Callable[[Use], str], count: int) -> Call | None:
+        """The earlier call that gives the same. memory: the variable that a tensor is in. count: of statements."""
+        if not self._is_alike_each_time(call):
+            return None
+        key = _key((call.op, call.args, tuple(sorted(call.kwargs.items()))), memory)
+        earlier, last = self._found.get(key, (call, count))
+        is_near = count - last <= MAX_DISTANCE
+        self._found[key] = (earlier if is_near else call), count
+        if earlier is call or not is_near:
+            return None
+        pairs = zip(call.results, earlier.results, strict=True)
+        self._same |= {one: other for one, other in pairs if one is not None and other is not None}
+        return earlier
+
+    def _is_alike_each_time(self, call: Call) -> bool:
+        known = facts_of_call(call.op, call.args, call.kwargs) if call.op in COPIES else facts(call.op)
+        if known.kind is not Kind.PURE or known.is_foreign or call.written or call.op in EMPTY:
+            return False
+        if Tag.nondeterministic_seeded in call.op.tags or None in call.results:
+            return False
+        numbers = [*call.results, *[use.buffer for use in call.uses()]]
+        roots = {self.recording.buffers[number].root for number in numbers if number is not None}
+        return roots.isdisjoint(self._changed) and self.recording.given_away.isdisjoint(call.results)
+
+    def largest_size(self, call: Call) -> Call:
+        """A norm in the place of the greatest absolute value: ATen reads each number once, in any order of memory."""
+        if call.op is _ATEN.abs.default and call.results[0] is not None:
+            (self._sizes[call.results[0]],) = call.uses()
+        if call.op not in (_ATEN.max.default, _ATEN.amax.default) or can_be_generated(call, self.recording):
+            return call
+        (use,) = call.uses()
+        source = self._sizes.get(use.buffer)
+        whole = self.recording.buffers[use.buffer].layout
+        if source is None or use.layout != whole or source.layout.dtype not in FLOATS or source.is_conjugate:
+            return call
+        args = source, math.inf, *(call.args[1:] or (None,))
+        return call._replace(op=_ATEN.linalg_vector_norm.default, args=args)
+
+
+def _key(value: Any, memory: Callable[[Use], str]) -> Hashable:
+    """What two arguments have in common that are the same."""
+    if type(value) is Use:
+        return memory(value), value.layout, value.is_conjugate
+    if type(value) in (list, tuple):
+        return type(value), tuple([_key(item, memory) for item in value])
+    return type(value), repr(value) if isinstance(value, float) else value

@@ -1,0 +1,111 @@
+"""Frozen weights that wrap codes, as torchao's do: a captured region is given the codes, and runs the ops on them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from capture_testing import STEPS_TO_SETTLE, Around
+from tiers import slow
+from torch import Tensor, nn
+
+import recompute
+from recompute.engine.tape.op_arguments import generators_of
+
+quantization = pytest.importorskip("torchao.quantization")
+nf4 = pytest.importorskip("torchao.quantization.quantize_.workflows.nf4.nf4_tensor")
+SIZE = 128
+
+
+class Nf4Linear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return nf4.linear_nf4(x, self.weight)
+
+
+class Adapted(nn.Module):
+    """A frozen Linear beside a trained product of two thin ones, with a norm before, as in a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(SIZE)
+        self.base = nn.Linear(SIZE, SIZE, bias=False).requires_grad_(False)
+        self.down, self.up = nn.Linear(SIZE, 2, bias=False), nn.Linear(2, SIZE, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return x + torch.nn.functional.silu(self.base(y) + self.up(self.down(y)))
+
+
+def adapted(kind: str) -> Adapted:
+    torch.manual_seed(0)
+    module = Adapted()
+    if kind == "NF4":
+        module.base.__class__ = Nf4Linear
+        module.base.weight = nn.Parameter(nf4.to_nf4(module.base.weight.detach(), 64, 8), requires_grad=False)
+    elif kind:
+        options = {} if kind == "Int8WeightOnlyConfig" else {"weight_dtype": torch.int4}
+        config = getattr(quantization, kind)(**options)
+        quantization.quantize_(module, config, lambda _, name: name == "base")
+    return module
+
+
+class Pair:
+    """An adapted Linear in plain eager, and under a rule. Codes have no copies or views to compare."""
+
+    def __init__(self, kind: str, action: str = "recompute"):
+        self.plain, self.under = (Around(adapted(kind), before=nn.Linear(SIZE, SIZE)) for _ in range(2))
+        self.under.before.load_state_dict(self.plain.before.state_dict())
+        self.handle = recompute.apply(self.under, {"rules": [{"match": "inside", "action": action}]})
+        torch.manual_seed(1)
+        self.x = torch.randn(SIZE // 4, SIZE)
+        for _ in range(STEPS_TO_SETTLE):
+            self.step()
+        assert "inside: 1 of 1 run as captured code" in self.handle.explain()
+
+    def step(self) -> Tensor:
+        """A step of both, which give the same bits; returns the output."""
+        outputs, gradients = [], []
+        for module in (self.plain, self.under):
+            module.zero_grad()
+            outputs.append(module(self.x))
+            outputs[-1].square().sum().backward()
+            gradients.append([each.grad for each in module.parameters() if each.requires_grad])
+        assert torch.equal(*outputs)
+        assert all(map(torch.equal, *gradients))
+        return outputs[0].detach()
+
+    def held_nbytes(self) -> int:
+        """What is held of what the region has made."""
+        plan = self.handle.plans()["inside"]
+        return sum(plan.facts[number].nbytes for number in plan.kept if plan.facts[number].step is not None)
+
+
+@pytest.mark.parametrize("kind", ["Int8WeightOnlyConfig", "NF4", *slow("IntxWeightOnlyConfig")])
+def test_it_is_captured_and_holds_no_weight_that_was_made_of_codes(kind: str) -> None:
+    assert Pair(kind).held_nbytes() == Pair("").held_nbytes()
+
+
+@pytest.mark.parametrize("kind", ["Int8WeightOnlyConfig", *slow("NF4")])
+def test_a_checkpoint_is_captured(kind: str) -> None:
+    Pair(kind, "checkpoint")
+
+
+def test_other_codes_are_seen() -> None:
+    pair = Pair("Int8WeightOnlyConfig")
+    before = pair.step()
+    for module in (pair.plain, pair.under):
+        module.inside.base.weight.qdata.neg_()
+    assert not torch.equal(before, pair.step())
+
+
+def test_scales_that_change_before_backward_are_refused() -> None:
+    pair = Pair("Int8WeightOnlyConfig")
+    loss = pair.under(pair.x).square().sum()
+    pair.under.inside.base.weight.scale.neg_()
+    with pytest.raises(RuntimeError, match="has been modified in place"):
+        loss.backward()
+
+
+def test_ops_of_bitsandbytes_draw_no_random_numbers() -> None:
+    """Where no input takes a gradient, no Function of its stands around its ops."""
+    pytest.importorskip("bitsandbytes")
+    assert generators_of(torch.ops.bitsandbytes.dequantize_4bit.default) == []

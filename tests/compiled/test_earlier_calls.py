@@ -1,0 +1,76 @@
+"""A call that gives what an earlier one has given does not run, unless somebody could tell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import reduce
+from typing import Any
+
+import pytest
+import torch
+from capture_testing import Around, Twins, body, tokens, train
+from generated_testing import written
+from torch import Tensor
+
+from recompute.compiled.earlier_calls import MAX_DISTANCE
+from recompute.compiled.generated.generated_kernel import GeneratedKernel
+from recompute.compiled.generated.groupable import turned_matrix
+from recompute.engine.cut.layout import Layout
+
+ATEN = torch.ops.aten
+FAR = range(MAX_DISTANCE + 1)
+
+
+@pytest.mark.parametrize(
+    ("function", "runs"),
+    [
+        pytest.param(lambda x: x.sin() * 2 + x.sin() * 2, 3, id="the same twice"),
+        pytest.param(lambda x: x.sin() * 2 + x.sin() * 2.0, 4, id="a number of another kind"),
+        pytest.param(lambda x: x.to(torch.bfloat16).float() + x.to(torch.bfloat16).float(), 3, id="casts"),
+        pytest.param(lambda x: x.bernoulli(0.5) + x.bernoulli(0.5), 3, id="random numbers"),
+        pytest.param(lambda x: x.new_empty(4).zero_() + x.new_empty(4).zero_(), 5, id="memory to write to"),
+        pytest.param(lambda x: x.sin().mul_(2) + x.sin(), 4, id="one is overwritten"),
+        pytest.param(lambda x: reduce(lambda y, _: y.cos(), FAR, x.sin()) + x.sin(), len(FAR) + 3, id="long after"),
+    ],
+)
+def test_it_runs_once_if_nobody_can_tell(function: Callable[[Tensor], Tensor], runs: int) -> None:
+    code, _ = written(function, torch.rand(4))
+    assert sum(statement.call is not None for statement in code.statements) == runs
+
+
+def test_outputs_have_memory_of_their_own() -> None:
+    twins = Twins(Around(body(lambda self, x: (x.sin(), x.sin()))))
+    twins.settle(train(x := tokens()))
+    one, other = twins.under(x)
+    assert one.data_ptr() != other.data_ptr()
+
+
+@pytest.mark.parametrize(
+    "largest",
+    [lambda x: x.abs().max(), lambda x: ATEN.amax(x.abs(), [0], True), lambda x: x.t().abs().max()],
+    ids=["of all", "of columns", "of a transposed one"],
+)
+@pytest.mark.parametrize("special", [0.0, -7.0, torch.nan, -torch.inf])
+def test_the_largest_absolute_value_is_a_norm(largest: Callable[[Tensor], Tensor], special: float) -> None:
+    x = torch.randn(64, 48).bfloat16()
+    x[3, 5] = special
+    code, (number,) = written(largest, x)
+    assert "linalg_vector_norm" in code.statements[-1].text
+    run: Any = code.compiled(["def run(t0):"], f"t{number}", [f"t{number}"])
+    assert torch.equal(run(x).nan_to_num(-1.0), largest(x).nan_to_num(-1.0))
+
+
+@pytest.mark.parametrize("shape", [(128, 128), (200, 333), (384, 129)], ids=str)
+def test_a_kernel_turns_a_matrix_of_float8(shape: tuple[int, int]) -> None:
+    matrix = torch.randn(shape).to(torch.float8_e4m3fn)
+
+    def turned(x: Tensor) -> Tensor:
+        return x.t().clone(memory_format=torch.contiguous_format)
+
+    code, _ = written(turned, matrix)
+    tiles = turned_matrix(code.statements[-1].call)
+    assert tiles is not None
+    expected = turned(matrix)
+    kernel = GeneratedKernel(tiles.text(), turned, tiles, [Layout.of(expected)])
+    (found,) = kernel._launch(matrix.t())
+    assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
