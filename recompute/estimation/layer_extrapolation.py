@@ -244,7 +244,7 @@ class _Extrapolation:
             if self._gradients[key]:
                 gradients[each.named(index)] = self._gradients[key]
             seconds[each.named(index)], host[each.named(index)] = self._added[key]
-        by_layer = {"gradients": gradients, "seconds": seconds, "host": host}
+        by_layer: dict[str, Any] = {"gradients": gradients, "seconds": seconds, "host": host}
         return replace(self._more, moments=tuple(moments), held=held, **by_layer)
 
     def _of_layer(self, name: str) -> tuple[str, LayerStack | None]:

@@ -107,7 +107,7 @@ def longest_sequences(
                 except NoEffectError:  # nothing for that policy to govern
                     continue
     rooms = gpu.capacity_nbytes, host_nbytes // 2
-    rows = [_longest(name, *two, rooms) for name, two in found.items()]
+    rows = [_longest(name, less, more, rooms) for name, (less, more) in found.items()]
     return SequencesThatFit(gpu, host_nbytes, tuple(sorted(rows, key=lambda row: -row.seq_len)))
 
 
