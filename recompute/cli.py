@@ -260,6 +260,8 @@ def doctor(
     base: BaseOption = "",
     gpu: str | None = typer.Option(None, help="The GPU to fit (H200, 'RTX 4090', …). Default: this machine's."),
     gpu_memory: str | None = typer.Option(None, help="The GPU's memory, where it has another: 24GiB."),
+    longest: bool = typer.Option(False, "--longest", help="Say how long a sequence fits, under which policy, instead."),
+    host: str | None = typer.Option(None, help="The host's memory, with --longest: 128GiB. Default: what is free."),
     as_json: JsonOption = False,
 ) -> None:
     """Say whether a run fits a GPU, what is in the way, and the three best things to type, with the time they cost.
@@ -271,6 +273,7 @@ def doctor(
 
     options = EstimateOptions(dtype, optimizer, "none", 1, "full", 1, 1, lora, lora_targets, base)
     where: dict[str, Any] = {"gpu": gpu, "gpu_memory": gpu_memory, "batch_size": batch_size, "seq_len": seq_len}
+    where |= {"longest": longest, "host": host}
     request = DoctorRequest.checked(model=model, options=options, **where)
     with progress_told() as tell:
         found = request.run(tell)

@@ -101,7 +101,7 @@ def test_only_files_that_are_there_are_in_the_way(tmp_path: Path) -> None:
     [
         (["ablate", "--out", "{}"], "results.json"),
         (["ablate", "--out", "{}"], "report.html"),
-        (["ablate", "--out", "{}", "--resume"], "results.csv"),
+        (["ablate", "--out", "{}", "--resume"], "results.md"),
         (["plan", "--budget", "1GiB", "--model", "gone", "--out", "{}/plan.yaml"], "plan.yaml"),
         (["plan", "--budget", "1GiB", "--model", "gone", "--frontier", "--out", "{}/plan.yaml"], "plan.png"),
         (["plan", "--budget", "1GiB", "--model", "gone", "--save-profile", "{}/p.json"], "p.json"),

@@ -131,6 +131,8 @@ class AblationConfig(BaseModel):
     ``dtypes`` stand in the place of ``model``, ``batch_size`` and ``dtype`` where there are several.
 
     policies: preset names, and paths of policy files from the current folder; `none` always runs, first.
+    lora: fields of PEFT's LoraConfig, as ``{r: 16, target_modules: all-linear}``: adapters in float32 train, and the
+        model's own weights, in ``dtype``, do not.
     compile: whether each policy also runs, as `POLICY+compile`, with every layer compiled by torch.compile.
     step: what is trained and measured: "training" is forward, loss, backward and optimizer; "layers" is forward and
         backward of all but the head, the loss and the optimizer, whose weights stay as they are.
@@ -146,6 +148,7 @@ class AblationConfig(BaseModel):
 
     model: ModelShape = ModelShape()
     models: dict[str, ModelSource] = Field(default_factory=dict)
+    lora: dict[str, Any] | None = None
     policies: Annotated[tuple[str, ...], Strict(False)] = POLICIES
     compile: bool = False
     peers: Annotated[tuple[Peer, ...], Strict(False)] = PEERS
@@ -178,10 +181,13 @@ class AblationConfig(BaseModel):
                 f"longest_sequence: budget {DEVICE}: expected isolate: true beside it, so that what does not fit ends "
                 "nothing but its own process"
             )
-        for name, source in self.models.items():
-            if is_factory(source) and (self.step == "layers" or self.longest_sequence):
-                key = "step: layers" if self.step == "layers" else "longest_sequence"
-                raise ValueError(f"{key}: expected models of transformers; found models.{name}, the factory {source}")
+        of_transformers = {"step: layers": self.step == "layers", "longest_sequence": self.longest_sequence}
+        for key, is_asked in {**of_transformers, "lora": self.lora is not None}.items():
+            for name, source in self.models.items():
+                if is_asked and is_factory(source):
+                    raise ValueError(
+                        f"{key}: expected models of transformers; found models.{name}, the factory {source}"
+                    )
         return self
 
     def treatments(self, policies: Iterable[str] | None = None) -> tuple[str, ...]:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import product
 from typing import Any
 
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.text import Annotation, Text
-from matplotlib.transforms import BboxBase
 
 from recompute.ablation.peers import BASELINE
 from recompute.ablation.results import AXES, RowDict, grouped, place
@@ -20,9 +17,6 @@ from recompute.files import png_of
 
 NAMES = ("results.png", "memory.png", "times.png", "longest.png")
 """The files, in order. Only the first is drawn of every run."""
-
-_CROWDED = 12
-"""Points in one frame whose names can still be read."""
 
 
 def pictures(rows: Sequence[RowDict]) -> dict[str, bytes]:
@@ -46,55 +40,40 @@ def _unit(most_nbytes: float) -> tuple[str, float]:
 
 
 def memory_against_time(rows: Sequence[RowDict]) -> Figure:
-    """Memory against step time, with a point for each row that did not fail.
+    """Memory against step time, with a point for each row that did not fail, in the color of its policy.
 
-    A point is a bar from what is held after forward (open marker) up to the peak (filled); the baseline's are
-    square. A color is a sequence length. Its line is the Pareto frontier: no other row takes both less time and a lower
-    peak than a point on it. Each model, batch size and dtype has axes of its own; so has each length, where the points
-    would be too many.
+    A point is a bar from what is held after forward (open marker) up to the peak (filled); the baseline's are square.
+    The line is the Pareto frontier: no other row takes both less time and a lower peak than a point on it. Each
+    comparison has axes of its own.
     """
     measured = [row for row in rows if row["error"] is None]
-    groups = grouped(measured, [axis for axis in AXES if axis != "sequence_length"]) or [("", [])]
-    if max(len(group) for _, group in groups) > _CROWDED:
-        groups = grouped(measured, AXES)
+    policies = list(dict.fromkeys(row["policy"] for row in measured))
+    groups = grouped(measured, AXES) or [("", [])]
     figure, frames = _frames(groups, "Memory against the time of a step: lower left is better", 8, 5)
-    labels = [_draw_points(axes, group) for axes, (_, group) in zip(frames, groups, strict=True)]
-    figure.canvas.draw()
-    for axes, named in zip(frames, labels, strict=True):
-        drawn = [axes.get_legend(), *(line for line in axes.lines if line.get_drawstyle() == "default")]
-        _spread(named, axes.bbox, [artist.get_window_extent() for artist in drawn if artist is not None])
+    for axes, (_, group) in zip(frames, groups, strict=True):
+        _draw_points(axes, group, {policy: _COLORS(number % _COLORS.N) for number, policy in enumerate(policies)})
     return figure
 
 
-def _draw_points(axes: Axes, rows: Sequence[RowDict]) -> list[Annotation]:
-    """Draw rows that differ in policy and sequence length alone; return the labels of their points."""
+_COLORS = colormaps["tab20"]
+
+
+def _draw_points(axes: Axes, rows: Sequence[RowDict], colors: Mapping[str, Any]) -> None:
     unit, unit_nbytes = _unit(max((row["peak_bytes"] for row in rows), default=0))
     axes.set(xlabel="milliseconds a step", ylabel=f"{unit} above weights, gradients, optimizer")
-    lengths = sorted({row["sequence_length"] for row in rows})
-    labels = []
-    line = {"arrowstyle": "-", "color": "gray", "alpha": 0.5, "shrinkA": 0}
     for row in rows:
-        color, marker = f"C{lengths.index(row['sequence_length'])}", "s" if row["policy"] == BASELINE else "o"
+        color, marker = colors[row["policy"]], "s" if row["policy"] == BASELINE else "o"
         held, peak = row["activation_bytes_held"] / unit_nbytes, row["peak_bytes"] / unit_nbytes
         time = row["step_seconds"] * 1e3
         axes.plot([time, time], [held, peak], color=color, alpha=0.5)
         axes.plot(time, held, marker, color=color, markerfacecolor="white")
-        axes.plot(time, peak, marker, color=color)
-        labels.append(axes.annotate(row["policy"], (time, peak), (0, 0), textcoords="offset points", arrowprops=line))
-    for number, length in enumerate(lengths):
-        best = frontier(row for row in rows if row["sequence_length"] == length)
-        times, peaks = [row["step_seconds"] * 1e3 for row in best], [row["peak_bytes"] / unit_nbytes for row in best]
-        axes.step(times, peaks, f"C{number}--", where="post", alpha=0.4)
+        axes.plot(time, peak, marker, color=color, label=row["policy"])
+    best = frontier(rows)
+    times, peaks = [row["step_seconds"] * 1e3 for row in best], [row["peak_bytes"] / unit_nbytes for row in best]
+    axes.step(times, peaks, "--", color="gray", where="post", alpha=0.4, label="Pareto frontier")
     axes.set_ylim(0, 1.06 * max([row["peak_bytes"] / unit_nbytes for row in rows], default=1))
-    axes.margins(x=0.2)
     axes.grid(alpha=0.3)
-    faces = {"peak": "black", "held after forward": "white"}
-    dots = [Line2D([], [], color="k", marker="o", ls="", mfc=face, label=label) for label, face in faces.items()]
-    stairs = Line2D([], [], color="gray", linestyle="dashed", label="Pareto frontier")
-    named = [(number, length) for number, length in enumerate(lengths) if length is not None]
-    colors = [Line2D([], [], color=f"C{number}", label=f"sequence {length}") for number, length in named]
-    axes.legend(handles=[*dots, stairs, *colors], loc="best")
-    return labels
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), title="filled: peak\nopen: held after forward")
 
 
 def frontier(rows: Iterable[RowDict]) -> list[RowDict]:
@@ -169,19 +148,3 @@ def _time_parts(row: RowDict, base: RowDict) -> Mapping[str, float]:
         f"added to backward of {BASELINE}": added,
         "optimizer": row.get("optimizer_seconds") or 0.0,
     }
-
-
-def _spread(labels: Sequence[Annotation], frame: BboxBase, taken: list[Any]) -> None:
-    """Move each label to the nearest place beside its point that is in the frame, and taken by the fewest others."""
-    places = sorted(product(range(-180, 181, 9), (8, 60, 120), (1, -1)), key=lambda at: (abs(at[0]) + at[1], -at[2]))
-    for label in labels:
-
-        def overlaps(at: tuple[int, int, int], label: Annotation = label) -> int:
-            dy, dx, side = at
-            label.set(position=(dx * side, dy), va="center", ha="left" if side > 0 else "right")
-            box = Text.get_window_extent(label)  # without its line
-            inside = frame.x0 < box.x0 and box.x1 < frame.x1 and frame.y0 < box.y0 and box.y1 < frame.y1
-            return box.count_overlaps(taken) if inside else len(taken) + 1
-
-        overlaps(next((at for at in places if not overlaps(at)), None) or min(places, key=overlaps))
-        taken.append(Text.get_window_extent(label))

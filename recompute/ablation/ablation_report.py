@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import base64
-import csv
-import io
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,7 +20,7 @@ from recompute.ablation.results import AXES, RowDict, grouped, place, place_of, 
 from recompute.files import write_file
 from recompute.units import humanize
 
-FILES = ("results.md", "results.csv", *ablation_plots.NAMES, "report.html")
+FILES = ("results.md", *ablation_plots.NAMES, "report.html")
 """What ``write`` may write."""
 
 _MOST_NAMED = 4  # policies in a verdict
@@ -31,13 +29,13 @@ _MOST_NAMED = 4  # policies in a verdict
 def write(results: Mapping[str, Any], out: Path) -> list[str]:
     """Write all that is made of ``results.json`` into the folder `out`. Returns the names of the files.
 
-    These are ``results.md``, ``results.csv``, plots (``results.png`` and others, as far as there are numbers for them)
-    and ``report.html``, a page with all of it, which opens without a network. Raises ``WriteError``.
+    These are ``results.md``, plots (``results.png`` and others, as far as there are numbers for them) and
+    ``report.html``, a page with all of it, which opens without a network. Raises ``WriteError``.
     """
     drawn = ablation_plots.pictures(results["rows"])
     for name in set(ablation_plots.NAMES) - drawn.keys():
         (out / name).unlink(missing_ok=True)  # of an earlier run
-    files: dict[str, str | bytes] = {"results.md": markdown(results), "results.csv": _csv(results["rows"])}
+    files: dict[str, str | bytes] = {"results.md": markdown(results)}
     files |= drawn | {"report.html": _page(results, drawn)}
     for name, content in files.items():
         write_file(out / name, content)
@@ -51,23 +49,6 @@ def _page(results: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str:
     text = "\n\n".join(["# Policies compared", markdown(results), *images, *details])
     body = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
     return Template((Path(__file__).parent / "page.html").read_text(encoding="utf-8")).substitute(body=body)
-
-
-def _csv(rows: Sequence[RowDict]) -> str:
-    """One line for each row; a pair of quartiles takes two columns."""
-    lines: list[dict[str, Any]] = []
-    for row in rows:
-        lines.append(
-            {key: value for key, value in row.items() if not key.endswith(("losses", "timings", "_quartiles"))}
-        )
-        for key in filter(re.compile("_quartiles$").search, row):
-            names = (key.replace("quartiles", f"{name}_quartile") for name in ("first", "third"))
-            lines[-1] |= zip(names, row[key] or (None, None), strict=True)
-    stream = io.StringIO(newline="")
-    writer = csv.DictWriter(stream, list(dict.fromkeys(key for line in lines for key in line)))
-    writer.writeheader()
-    writer.writerows(lines)
-    return stream.getvalue()
 
 
 def summary(results: Mapping[str, Any]) -> str:

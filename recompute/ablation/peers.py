@@ -85,8 +85,14 @@ def under(
         yield handle if name == policy else None
 
 
+def without_adapters(model: Any) -> Any:
+    """The model that PEFT has put adapters into; any other one itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def decoder_of(model: nn.Module) -> nn.Module | None:
     """What a model of transformers runs below its head; None for any other model, and for one without a head."""
+    model = without_adapters(model)
     decoder = model.get_decoder() if isinstance(model, PreTrainedModel) else None
     return decoder if isinstance(decoder, nn.Module) and decoder is not model else None
 
@@ -160,7 +166,7 @@ def _compile(peer: str, model: nn.Module, match: Match, stack: ExitStack) -> Non
 def _cut_cross_entropy(peer: str, model: Any, match: Match, stack: ExitStack) -> None:
     """Have forward compute its loss from the decoder's output and the head's weight, by the package's own function."""
     library = _imported(peer, "cut_cross_entropy", peer)
-    decoder = decoder_of(model)
+    model, decoder = without_adapters(model), decoder_of(model)
     head = model.get_output_embeddings() if decoder is not None else None
     if decoder is None or not isinstance(head, nn.Linear):
         raise AblationError(
@@ -180,6 +186,7 @@ def _cut_cross_entropy(peer: str, model: Any, match: Match, stack: ExitStack) ->
 
 def _liger(peer: str, model: nn.Module, match: Match, stack: ExitStack) -> None:
     """Liger changes the model, and a module of transformers for all models: that one is put back as it was."""
+    model = without_adapters(model)
     if not isinstance(model, LlamaForCausalLM):
         raise AblationError(f"the peer {peer} is for transformers' LlamaForCausalLM; found {type(model).__name__}")
     liger = _imported(peer, "liger_kernel.transformers", "liger-kernel")

@@ -21,6 +21,8 @@ from recompute.ablation.trials import Experiment, Progress, seeded
 from recompute.diagnostics.comparing_runs import wider_dtype
 from recompute.errors import AblationError, ModelError
 from recompute.estimation import factories
+from recompute.estimation.adapt_model import adapted
+from recompute.estimation.adapters import Adapters
 from recompute.estimation.build_model import Source, build, refusals_named
 from recompute.estimation.check_paths import check_source
 from recompute.files import user_path
@@ -45,6 +47,9 @@ def experiment_of(comparison: Comparison, text: bytes, device: torch.device, pro
     if length is None or batch_size is None:
         return factory_experiment(comparison, source, None, device, dtype=dtype, **common)
     sizes: dict[str, Any] = {"sequence_length": length, "batch_size": batch_size, "dtype": dtype, "seed": config.seed}
+    if config.lora is not None:
+        trained: Any = {"adapters": Adapters(config.lora), "dtype": torch.float32, "compute_dtype": dtype}
+        sizes["adapt"] = partial(adapted, **trained)
     model: Any
     model, shapes = build(source, device=torch.device("meta"), **sizes)
     fields = model.config.get_text_config()

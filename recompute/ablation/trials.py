@@ -327,8 +327,9 @@ def _static_bytes(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _gradients(model: nn.Module) -> list[Tensor]:
-    """Each parameter's gradient, flat; zeros where a policy left none."""
-    return [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in model.parameters()]
+    """The gradient of each parameter that trains, flat; zeros where a policy left none."""
+    trained = (each for each in model.parameters() if each.requires_grad)
+    return [(torch.zeros_like(each) if each.grad is None else each.grad).flatten() for each in trained]
 
 
 def _compare(found: Sequence[Tensor], expected: Sequence[Tensor]) -> tuple[bool, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,7 +30,8 @@ def adapting(adapters: Adapters | None, dtype: torch.dtype, compute_dtype: torch
 def adapted(model: nn.Module, adapters: Adapters, dtype: torch.dtype, compute_dtype: torch.dtype) -> nn.Module:
     """The model as ``peft.get_peft_model`` returns it; it takes the place of ``model``, which it changes.
 
-    dtype: of the adapters, which train. What is not quantized of the base stays in the dtype that it has.
+    dtype: of the adapters, which train; float32, as PEFT makes them, or that of the base. What is not quantized of
+        the base stays in the dtype that it has.
     compute_dtype: in which a quantized Linear computes.
 
     Raises ``ModelError`` where PEFT is missing or refuses the model.
@@ -45,17 +46,16 @@ def adapted(model: nn.Module, adapters: Adapters, dtype: torch.dtype, compute_dt
     model.requires_grad_(False)
     if adapters.is_quantized:
         quantize(model, adapters.base, compute_dtype)
-    targets = adapters.targets
-    if isinstance(adapters.lora, int):
+    config, targets = adapters.lora, adapters.targets
+    if isinstance(config, int):
         _check_targets(model, targets, name)
-        targets = targets if isinstance(targets, str) else list(targets)
-        config = peft.LoraConfig(r=adapters.lora, target_modules=targets)
-    else:
-        config = adapters.lora
+        config = {"r": config, "target_modules": targets if isinstance(targets, str) else list(targets)}
     try:
+        if isinstance(config, Mapping):
+            config = peft.LoraConfig(**config)
         with default_dtype(dtype), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # PEFT reads what transformers calls by another name now
-            return peft.get_peft_model(model, config, autocast_adapter_dtype=False).train()
+            return peft.get_peft_model(model, config, autocast_adapter_dtype=dtype is torch.float32).train()
     except (ValueError, TypeError, RuntimeError) as error:
         raise ModelError(f"{name}: expected a model that PEFT adapts; it refuses this one: {error}") from error
 

@@ -24,6 +24,7 @@ class Adapters(NamedTuple):
     """What ``recompute.estimate`` is told of adapters: its ``lora``, ``lora_targets`` and ``base``."""
 
     lora: Any = None
+    """A rank, a configuration of PEFT's, or the fields of a ``LoraConfig``."""
     targets: str | Sequence[str] = ALL_LINEAR
     base: str = ""
 

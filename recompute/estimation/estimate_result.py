@@ -73,6 +73,8 @@ class Estimate:
     """The bytes alive at the peak, by what they are: "parameters", "activations" …"""
     advice: tuple[Advice, ...]
     """Changes that would lower the peak, the most helpful first."""
+    host_bytes: int = 0
+    """What the policy carries to the host's memory in a step."""
 
     @property
     def peak_moment(self) -> str:
@@ -105,6 +107,7 @@ class Estimate:
             "peak_moment": self.peak_moment,
             "moments": dict(self.moments),
             "parts": dict(self.parts),
+            "host_bytes": self.host_bytes,
             "dominates": self.dominates,
             "advice": [each._asdict() for each in self.advice],
         }
@@ -152,6 +155,8 @@ def _described(estimate: Estimate) -> str:
         + ", ".join(f"{part} {humanize(nbytes)}" for part, nbytes in estimate.parts.items())
         + ".",
     ]
+    if estimate.host_bytes:
+        blocks.append(f"The policy carries {humanize(estimate.host_bytes)} to the host's memory.")
     if estimate.advice:
         lower = [(each.what, humanize(each.saves_nbytes)) for each in estimate.advice]
         blocks.append(table("what lowers the peak, by itself", lower, "by"))

@@ -107,7 +107,8 @@ class _Extrapolation:
         Where a layer's input comes back from the layer before it, those of all layers are there from the start on.
         """
         self._gradients: dict[Any, int] = {}
-        self._seconds: dict[Any, float] = {}
+        self._added: dict[Any, tuple[float, int]] = {}
+        """Seconds, and bytes on the host."""
         self._is_own = False
         """Whether moments outside of the lists grow as they do under this policy, and not under another one."""
         self._learn()
@@ -118,7 +119,8 @@ class _Extrapolation:
             inside = re.compile(rf"{re.escape(stack.named(index))}(\..*)?")
             held = [(match[1] or "", n) for path, n in self._more.held.items() if (match := inside.fullmatch(path))]
             gradient = self._more.gradients.get(stack.named(index), 0)
-            self._seconds[key] = self._more.seconds.get(stack.named(index), 0.0)
+            name = stack.named(index)
+            self._added[key] = self._more.seconds.get(name, 0.0), self._more.host.get(name, 0)
             seen = tuple(sorted(held)), gradient
             if (self._held.setdefault(key, seen[0]), self._gradients.setdefault(key, gradient)) != seen:
                 raise _NotAlike
@@ -235,13 +237,15 @@ class _Extrapolation:
             elif phase + stack.path not in done:
                 done.add(phase + stack.path)
                 moments += self._of_stack(phase, stack, counts[id(stack)], sums)
-        held, gradients, seconds = (self._elsewhere(self._more, each) for each in ("held", "gradients", "seconds"))
+        tables = ("held", "gradients", "seconds", "host")
+        held, gradients, seconds, host = (self._elsewhere(self._more, each) for each in tables)
         for each, index, key in self._layers(counts):
             held |= {each.named(index) + inside: nbytes for inside, nbytes in self._held[key]}
             if self._gradients[key]:
                 gradients[each.named(index)] = self._gradients[key]
-            seconds[each.named(index)] = self._seconds[key]
-        return replace(self._more, moments=tuple(moments), held=held, gradients=gradients, seconds=seconds)
+            seconds[each.named(index)], host[each.named(index)] = self._added[key]
+        by_layer: dict[str, Any] = {"gradients": gradients, "seconds": seconds, "host": host}
+        return replace(self._more, moments=tuple(moments), held=held, **by_layer)
 
     def _of_layer(self, name: str) -> tuple[str, LayerStack | None]:
         for phase in _PHASES:

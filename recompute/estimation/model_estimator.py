@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig
 
-from recompute.attach.apply import apply
+from recompute.attach.apply import AppliedPolicy, apply
 from recompute.attach.module_entries import module_entries
 from recompute.errors import EstimateError, ModelError, NoEffectError, PolicyWarning
 from recompute.estimation.attention_choice import Platform
@@ -24,7 +25,7 @@ from recompute.estimation.fake_tensors import shapes_chosen_in_turn
 from recompute.estimation.layer_extrapolation import Growth, extrapolated_step
 from recompute.estimation.layer_stacks import find_stacks
 from recompute.estimation.model_and_batch import ModelAndBatch
-from recompute.estimation.module_tracker import LOSS, layer_of, parameter_shapes, pattern_of
+from recompute.estimation.module_tracker import LOSS, layer_of, parameter_shapes, pattern_of, unit_of
 from recompute.estimation.optimizer_step import optimizer_peak_nbytes, optimizer_seconds
 from recompute.estimation.simulation import OpClock, SimulatedStep, Surroundings, run_forward, simulate
 from recompute.estimation.static_memory import (
@@ -103,6 +104,7 @@ class ModelEstimator:
             moments=moments,
             parts={},
             advice=(),
+            host_bytes=sum(step.host.values()),
         )
         return replace(found, parts=_parts(found, step, share, optimizer_peak))
 
@@ -251,7 +253,13 @@ class ModelEstimator:
                     with around():
                         run_forward(subject.model, subject.run, surroundings)
             logits: dict[str, Any] = {"tokens": self._tokens(), "classes": self._classes()}
-            yield lambda: simulate(subject.model, subject.run, surroundings, **logits, timed=self._timed)
+
+            def run() -> SimulatedStep:
+                before = _carried(handle)
+                step = simulate(subject.model, subject.run, surroundings, **logits, timed=self._timed)
+                return replace(step, host=dict(_carried(handle) - before))
+
+            yield run
         finally:
             if handle is not None:
                 handle.remove()
@@ -326,6 +334,14 @@ def _without_captured_code(policy: Policy) -> Policy:
 def _learns(rule: Rule) -> bool:
     """Whether a second forward may hold less than the first."""
     return meaning_of(rule).mechanism in (Mechanism.TAPE, Mechanism.CHECKPOINT)
+
+
+def _carried(handle: AppliedPolicy | None) -> Counter[str]:
+    """The bytes that have travelled to the host so far, by the layer or the module outside of layers."""
+    found = Counter[str]()
+    for each in () if handle is None else handle._attachments:
+        found[unit_of(each.path)] += each.runner.statistics.offloaded_nbytes
+    return found
 
 
 def by_module(held: Mapping[str, int]) -> tuple[ModuleActivations, ...]:

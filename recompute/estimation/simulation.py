@@ -53,6 +53,8 @@ class SimulatedStep:
     """The bytes of parameters' gradients, by the layer or the module outside of layers that they are in."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Those of forward and backward, by the same; {} where nobody times ops."""
+    host: dict[str, int] = field(default_factory=dict)
+    """The bytes that travel to the host, by the same."""
 
     def is_like(self, other: SimulatedStep, tolerance: int) -> bool:
         """Whether the other one holds the same, and takes the same in each moment, but for ``tolerance`` bytes."""

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from recompute.errors import ModelError, NoEffectError
+from recompute.errors import EstimateError, ModelError, NoEffectError
 from recompute.estimation.check_paths import check_source
 from recompute.estimation.estimate import estimator_of
 from recompute.estimation.estimate_options import EstimateOptions
 from recompute.estimation.estimate_result import Estimate, table
-from recompute.estimation.gpus import Gpu, find_gpu, read_gpu
+from recompute.estimation.gpus import Gpu, find_gpu, read_gpu, read_size
+from recompute.planning.longest_sequences import SequencesThatFit, longest_sequences
 from recompute.policy.loading import load_policy
 from recompute.units import humanize
 
@@ -166,27 +167,42 @@ class DoctorRequest:
     options: EstimateOptions
     gpu: Gpu | None
     """None: that of this machine."""
+    longest: bool = False
+    """Whether to ask for the longest sequences instead."""
+    host_nbytes: int | None = None
+    """The host's memory; None: what this machine has free."""
 
     @staticmethod
-    def checked(*, gpu: str | None, gpu_memory: str | None, options: EstimateOptions, **fields: Any) -> DoctorRequest:
+    def checked(
+        *, gpu: str | None, gpu_memory: str | None, host: str | None = None, options: EstimateOptions, **fields: Any
+    ) -> DoctorRequest:
         """A request, with other spellings of names replaced by the names themselves.
 
         Raises ``EstimateError`` or ``ModelError`` for mistakes that can be found without torch.
         """
-        request = DoctorRequest(options=options.read(), gpu=read_gpu(gpu, memory=gpu_memory), **fields)
+        host_nbytes = None if host is None else read_size("--host", host, "128GiB")
+        device = read_gpu(gpu, memory=gpu_memory)
+        request = DoctorRequest(options=options.read(), gpu=device, host_nbytes=host_nbytes, **fields)
         check_source(request.model)
+        if host is not None and not request.longest:
+            raise EstimateError("--host: expected --longest beside it")
         return request
 
-    def run(self, progress: Progress) -> Diagnosis:
+    def run(self, progress: Progress) -> Diagnosis | SequencesThatFit:
         progress("loading torch and transformers", 0, 0)
         from recompute.profiling.roofline import op_seconds  # which imports torch
 
         gpu = self.gpu or _gpu_here()
 
-        def estimator(options: EstimateOptions) -> Any:
+        def estimator(options: EstimateOptions, seq_len: int = self.seq_len) -> Any:
             timed = partial(op_seconds, figures=gpu)
-            return estimator_of(self.model, options, self.batch_size, self.seq_len, None, gpu.name, timed)
+            return estimator_of(self.model, options, self.batch_size, seq_len, None, gpu.name, timed)
 
+        if self.longest:
+            from recompute.engine.host.host_memory import free_host_nbytes  # which imports torch
+
+            host = free_host_nbytes() if self.host_nbytes is None else self.host_nbytes
+            return longest_sequences(partial(estimator, self.options), self.options, gpu, host, progress)
         with estimator(self.options) as of_model:
             progress("estimating the step as it is", 0, 0)
             now, seconds = of_model.estimate(self.options, None), of_model.seconds(self.options, None)

@@ -151,10 +151,10 @@ class _StepTracer:
     inside: str | None = None
     in_forward: bool = False
     handles: list[Any] = field(default_factory=list)
-    last_input: tuple[StorageWeakRef, int] | None = None
-    """The storage of the last region's input, and its bytes."""
-    shed_nbytes: int = 0
-    """The bytes of that input if it was freed once the last region had run: then only the region's caller held it."""
+    inputs: dict[int, tuple[StorageWeakRef, int]] = field(default_factory=dict)
+    """The storages of the first and of the last region's inputs, and their bytes, by the numbers of the regions."""
+    shed: dict[int, int] = field(default_factory=dict)
+    """The bytes of those that were freed by the end of forward: then only the regions' caller held them."""
 
     @property
     def last(self) -> int:
@@ -188,9 +188,9 @@ class _StepTracer:
         self.end("forward", number)
         tensors = list(_tensors(inputs))
         self._hook(tensors, number - 1)
-        if number == len(self.paths) and tensors:
+        if number in (1, len(self.paths)) and tensors:
             storage = tensors[0].untyped_storage()
-            self.last_input = StorageWeakRef(storage), storage.nbytes()
+            self.inputs[number] = StorageWeakRef(storage), storage.nbytes()
 
     def end_region(self, path: str, module: nn.Module, inputs: Any, output: Any) -> None:
         if not self.in_forward or path != self.inside:
@@ -216,8 +216,7 @@ class _StepTracer:
     def end_forward(self) -> None:
         if missing := [path for path in self.paths if path not in self.order]:
             raise ModelError(f"{missing[0]} does not run in this forward: expected a region that runs; leave it out")
-        if self.last_input is not None and self.last_input[0].expired():
-            self.shed_nbytes = self.last_input[1]
+        self.shed = {number: nbytes for number, (storage, nbytes) in self.inputs.items() if storage.expired()}
         self.end("forward", self.last)
         self.in_forward = False
 
@@ -255,7 +254,9 @@ class _StepTracer:
         if self.memory is None:
             return [(0, 0, 0, 0)] * count, 0
         ends = {span.part: alive for span, alive, _ in self._alive() if span.phase == "forward"}
-        ends[max(0, count - 2)] -= self.shed_nbytes
+        ends[max(0, count - 2)] -= self.shed.pop(max(0, count - 2), 0)
+        for number in range(count - 1):
+            ends[number] -= self.shed.get(1, 0)  # the caller held it until all regions had run
         before = next(alive for span, alive, _ in self._alive() if span.phase == "earlier")
         starts = [before, *(ends[number] for number in range(count - 1))]
         peaks: dict[tuple[str, int], int] = {}

@@ -82,7 +82,7 @@ def ablate(*arguments: Any, **options: Any) -> Ablation:
     return recompute.ablate(*arguments, **{"steps": 2, "warmup": 0, "device": "cpu", "peers": (), **options})
 
 
-ALL_FILES = {"results.json", "results.md", "results.csv", "results.png", "memory.png", "times.png", "report.html"}
+ALL_FILES = {"results.json", "results.md", "results.png", "memory.png", "times.png", "report.html"}
 CHECKPOINT = {"name": "again", "rules": [{"match": ["blocks.*", "stages.*"], "action": "checkpoint"}]}
 
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import base64
-import csv
 import json
 import re
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
 from ablation_testing import JUDGED, MIB, results, row, timed
-from matplotlib.text import Text
 
 from recompute.ablation import ablation_plots, ablation_report
 from recompute.units import humanize
@@ -196,24 +193,11 @@ def test_the_legend_has_the_words_and_marks_that_the_table_has() -> None:
     assert "✓ …" not in ablation_report.markdown(results(NONE, FULL))
 
 
-def test_csv_has_a_line_for_each_row_and_a_column_for_each_number(tmp_path: Path) -> None:
-    ablation_report.write(results(timed("none"), BROKEN), tmp_path)
-    with (tmp_path / "results.csv").open(encoding="utf-8", newline="") as stream:
-        none, broken = csv.DictReader(stream)
-    assert none["policy"] == "none"
-    backward = [float(none[f"backward_seconds{name}"]) for name in ("", "_first_quartile", "_third_quartile")]
-    assert backward == pytest.approx([0.05, 0.045, 0.055])
-    assert none["longest_sequence"] == "4096"
-    assert not {"losses", "timings"} & none.keys()
-    assert broken["error"].startswith("OutOfMemoryError: tried to allocate 80 GiB\n")
-    assert broken["backward_seconds"] == ""
-
-
 def test_the_page_holds_all_and_asks_no_network(tmp_path: Path) -> None:
     found = results(timed("none"), timed("full <script>", 0.12, 0.07), BROKEN)
     files = ablation_report.write(found, tmp_path)
     pictures = ["results.png", "memory.png", "times.png", "longest.png"]
-    assert files == ["results.md", "results.csv", *pictures, "report.html"]
+    assert files == ["results.md", *pictures, "report.html"]
     assert {path.name for path in tmp_path.iterdir()} == {*files}
     assert (tmp_path / "results.md").read_text(encoding="utf-8") == ablation_report.markdown(found)
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
@@ -230,37 +214,29 @@ def test_the_page_holds_all_and_asks_no_network(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rows", [[NONE], []])
 def test_plots_without_numbers_are_not_drawn_and_old_ones_go(rows: list[Any], tmp_path: Path) -> None:
     (tmp_path / "longest.png").write_bytes(b"of an earlier run")
-    assert ablation_report.write(results(*rows), tmp_path) == [
-        "results.md", "results.csv", "results.png", "report.html",
-    ]  # fmt: skip
+    assert ablation_report.write(results(*rows), tmp_path) == ["results.md", "results.png", "report.html"]
     assert not (tmp_path / "longest.png").exists()
 
 
-def test_the_plot_names_each_policy_once_inside_and_no_name_covers_another() -> None:
-    near = [row(f"policy-{index}", peak=10 * MIB + index, seconds=0.1 + index * 1e-6) for index in range(6)]
-    last = row("the-last-one-to-the-right", seconds=0.14)
-    axes = ablation_plots.memory_against_time([NONE, FULL, BROKEN, *near, last]).axes[0]
-    assert [label.get_text() for label in axes.texts] == [each["policy"] for each in (NONE, FULL, *near, last)]
-    boxes = [Text.get_window_extent(label) for label in axes.texts]  # without the lines to their points
-    assert not any(a.overlaps(b) for a, b in combinations(boxes, 2))
-    assert all(axes.bbox.x0 < box.x0 and box.x1 < axes.bbox.x1 for box in boxes)
+def named_in(axes: Any) -> list[str]:
+    return [label.get_text() for label in axes.get_legend().get_texts()]
 
 
 @pytest.mark.parametrize(("scale", "unit"), [(1, "MiB"), (1024, "GiB")])
-def test_the_plot_goes_from_held_to_peak_with_the_frontier_of_each_length_as_stairs(scale: int, unit: str) -> None:
+def test_the_plot_goes_from_held_to_peak_with_the_frontier_as_stairs(scale: int, unit: str) -> None:
     longer = [row("none", seconds=0.3, sequence_length=128), row("full", seconds=0.2, sequence_length=128)]
     bytes_of = ("activation_bytes_held", "peak_bytes")
     rows = [{**each, **{key: each[key] * scale for key in bytes_of}} for each in (NONE, FULL, *longer)]
-    axes = (figure := ablation_plots.memory_against_time(rows)).axes[0]
+    figure = ablation_plots.memory_against_time([*rows, BROKEN])
     assert figure.get_suptitle().startswith("Memory against the time of a step")
-    bars = [line.get_xydata().tolist() for line in axes.lines if len({*line.get_xdata()}) < len(line.get_xdata())]
-    assert bars == [[[x, held], [x, peak]] for x, held, peak in ((100, 8, 10), (130, 2, 4), (300, 8, 10), (200, 8, 10))]
-    stairs = [line.get_xydata().tolist() for line in axes.lines if line.get_drawstyle() == "steps-post"]
-    assert stairs == [[[100, 10], [130, 4]], [[200, 10]]]
-    assert (axes.get_xlabel(), axes.get_ylabel()) == (
-        "milliseconds a step",
-        f"{unit} above weights, gradients, optimizer",
-    )
+    points = [(100, 8, 10), (130, 2, 4)], [(300, 8, 10), (200, 8, 10)]
+    for axes, drawn, best in zip(figure.axes, points, ([[100, 10], [130, 4]], [[200, 10]]), strict=True):
+        assert named_in(axes) == ["none", "full", "Pareto frontier"]
+        bars = [line.get_xydata().tolist() for line in axes.lines if len({*line.get_xdata()}) < len(line.get_xdata())]
+        assert bars == [[[x, held], [x, peak]] for x, held, peak in drawn]
+        assert [line.get_xydata().tolist() for line in axes.lines if line.get_drawstyle() == "steps-post"] == [best]
+        assert axes.get_xlabel() == "milliseconds a step"
+        assert axes.get_ylabel() == f"{unit} above weights, gradients, optimizer"
 
 
 @pytest.mark.parametrize(
@@ -278,13 +254,12 @@ def test_the_frontier_is_what_no_other_row_beats_in_both(points: list[Any], best
     assert [(each["step_seconds"], each["peak_bytes"]) for each in ablation_plots.frontier(rows)] == best
 
 
-def test_each_model_has_axes_of_its_own_and_each_length_where_points_are_too_many() -> None:
+def test_each_comparison_has_axes_of_its_own_and_a_policy_one_color_in_all() -> None:
     figure = ablation_plots.memory_against_time([timed("none"), timed("none", model="n"), timed("full", model="n")])
     assert [axes.get_title() for axes in figure.axes] == ["m", "n"]
-    assert [[text.get_text() for text in axes.texts] for axes in figure.axes] == [["none"], ["none", "full"]]
-    for count, titles in ((6, [""]), (7, ["sequence 64", "sequence 128"])):
-        rows = [row(f"p{n}", peak=n, sequence_length=length) for length in (64, 128) for n in range(count)]
-        assert [axes.get_title() for axes in ablation_plots.memory_against_time(rows).axes] == titles
+    assert [named_in(axes)[:-1] for axes in figure.axes] == [["none"], ["none", "full"]]
+    one, other = ({line.get_label(): line.get_color() for line in axes.lines} for axes in figure.axes)
+    assert one["none"] == other["none"] != other["full"]
 
 
 def test_bars_add_up_to_what_was_measured() -> None:
@@ -312,4 +287,5 @@ def test_results_of_earlier_versions_can_be_read(folder: str) -> None:
     for (policy, held, *_), each in zip(rows, found["rows"], strict=True):
         assert policy == each["policy"]
         assert held.split(" (")[0] == (humanize(each["activation_bytes_held"]) if each["error"] is None else "-")
-    assert len(ablation_plots.memory_against_time(found["rows"]).axes[0].texts) == len(found["rows"])
+    drawn = [name for axes in ablation_plots.memory_against_time(found["rows"]).axes for name in named_in(axes)[:-1]]
+    assert sorted(drawn) == sorted(each["policy"] for each in found["rows"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,22 @@ def test_a_model_is_a_folder_or_a_config_json_too(own: Path) -> None:
     assert folder.parameter_bytes == file.parameter_bytes
 
 
+def test_adapters_alone_train_and_peers_govern_the_layers_that_they_are_in(own: Path) -> None:
+    lora = "lora: {r: 4, lora_dropout: 0.1, target_modules: all-linear}"
+    one_model = MATRIX.replace("  own: its_own_model:make\n", "")
+    changes: dict[str, Any] = {"sequence_lengths": (8,), "batch_sizes": (1,), "dtypes": ("bfloat16",)}
+    rows = run(own / "out", configured(one_model + lora, peers=("torch-checkpoint",), **changes))
+    held = {(row.model, row.policy): row.activation_bytes_held or 0 for row in rows}
+    for row in rows:
+        assert row.error is None
+        assert (row.exact, row.losses_match, row.grads_match) == (True, True, True)
+        assert 0 < 2 * (row.gradient_bytes or 0) < (row.parameter_bytes or 0), "the base is frozen"
+        assert row.logits_bytes_held
+        assert row.policy == "none" or held[row.model, row.policy] < held[row.model, "none"]
+    for row in run(own / "refused", configured(one_model + "lora: {rr: 4}", policies=(), **changes)):
+        assert re.search("LoraConfig.*'rr'", row.error or "")
+
+
 def test_logits_are_what_head_and_loss_hold(own: Path) -> None:
     """A larger vocabulary holds more of these, and as much of all else."""
     models = {size: {**GPT2, "vocab_size": size} for size in (300, 600)}
@@ -133,6 +150,7 @@ WRONG = [
         "longest_sequence: expected models of transformers; found models.own"),
     (f"{MATRIX}step: layers",
         "step: layers: expected models of transformers; found models.own, the factory its_own_mod"),
+    (f"{MATRIX}lora: {{r: 4}}", "lora: expected models of transformers; found models.own, the factory its_own_mod"),
 ]  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from ablation_testing import TINY, by_policy, matching, run
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -125,10 +126,12 @@ def liger(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return given
 
 
-@pytest.mark.parametrize(("peer", "has_loss"), [("liger", False), ("liger-loss", True)])
-def test_liger_brings_its_loss_where_that_is_asked_for(peer: str, has_loss: bool, liger: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("peer", "has_loss", "is_adapted"), [("liger", False, True), ("liger-loss", True, False)])
+def test_liger_patches_the_model_itself_and_brings_its_loss_where_that_is_asked_for(
+    peer: str, has_loss: bool, is_adapted: bool, liger: dict[str, Any]
+) -> None:
     model = LlamaForCausalLM(LlamaConfig(hidden_size=32, intermediate_size=8, num_hidden_layers=1, vocab_size=8))
-    with under(peer, model):
+    with under(peer, get_peft_model(model, LoraConfig(target_modules="all-linear")) if is_adapted else model):
         pass
     assert liger == {"cross_entropy": False, "fused_linear_cross_entropy": has_loss, "model": model}
 

@@ -1,4 +1,4 @@
-"""The study's configurations: each says what it asks, loads, and runs in small on the CPU."""
+"""The configurations of examples: each says what it is for, loads, and runs in small on the CPU."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ from recompute.policy.loading import load_policy
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "ablation"
-STUDY = {path.stem: path for path in sorted((EXAMPLES / "study").glob("*.yaml"))}
-TAKES_HOURS = {"longest-sequence"}
+FILES = {
+    str(path.relative_to(EXAMPLES)): path for path in sorted(EXAMPLES.rglob("*.yaml")) if "results" not in path.parts
+}
+IN_PROCESSES = {"study/cpu.yaml", "study/longest-sequence.yaml"}
+"""What takes long goes on after a crash or a lack of memory."""
 SMALL = {
     "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "num_hidden_layers": 1,
     "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
@@ -31,7 +34,7 @@ LARGE_BY_DEFAULT = {
 
 
 def loaded(name: str) -> AblationConfig:
-    return load_document(AblationConfig, STUDY[name], kind="configuration")
+    return load_document(AblationConfig, FILES[name], kind="configuration")
 
 
 @pytest.fixture(autouse=True)
@@ -44,13 +47,12 @@ def test_the_default_has_every_key() -> None:
     assert load_document(AblationConfig, EXAMPLES / "default.yaml").model_fields_set == {*AblationConfig.model_fields}
 
 
-@pytest.mark.parametrize("name", STUDY)
-def test_each_configuration_asks_a_question_and_can_be_run(name: str) -> None:
-    comment = [line for line in STUDY[name].read_text(encoding="utf-8").splitlines() if line.startswith("# ")]
-    assert "?" in " ".join(comment)
+@pytest.mark.parametrize("name", FILES)
+def test_each_configuration_says_what_it_is_for_and_can_be_run(name: str) -> None:
+    comment = [line for line in FILES[name].read_text(encoding="utf-8").splitlines() if line.startswith("# ")]
+    assert ("?" if name.startswith("study/") else ".") in " ".join(comment)
     config = loaded(name)
-    # What takes hours goes on after a crash or a lack of memory.
-    assert config.isolate is (config.cell_timeout_seconds is not None) is (name in TAKES_HOURS | {"cpu"})
+    assert config.isolate is (config.cell_timeout_seconds is not None) is (name in IN_PROCESSES)
     for policy in config.treatments():
         assert is_peer(policy) or load_policy(policy).rules is not None
     for comparison in config.comparisons():
@@ -71,13 +73,14 @@ def small(source: ModelSource) -> ModelSource:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", STUDY)
+@pytest.mark.parametrize("name", FILES)
 def test_each_configuration_runs_in_small(name: str, tmp_path: Path) -> None:
     config = loaded(name)
     search = config.longest_sequence and config.longest_sequence.model_copy(
         update={"budget": "2MiB", "start": 16, "multiple": 8, "most": 128}
     )
     changes = {
+        "model": small(config.model),
         "models": {name: small(source) for name, source in config.models.items()},
         "peers": tuple(peer for peer in config.peers if peer in EXACT_PEERS and peer.startswith("torch-")),
         "sequence_lengths": (16,),

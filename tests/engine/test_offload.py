@@ -479,11 +479,6 @@ def test_an_error_in_forward_leaves_nothing_behind():
 
     model, plain = twins_of(holding(forward))
     recompute.apply(model, rules("inside"))
-    with pytest.raises(Boom):
-        model(tokens())
-    assert not offload._copies
-    for each in (model, plain):
-        each.inside.fails = False  # type: ignore[union-attr]
     x = tokens()
     with pytest.raises(Boom):
         model(x)

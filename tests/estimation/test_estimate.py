@@ -172,6 +172,7 @@ def test_many_layers_from_few_are_all_of_them(name: str, policy: str | None, mon
     whole, found, steps = by_all_layers_and_by_few(monkeypatch, config, policy=policy)
     assert dict(found.moments) == dict(whole.moments)
     assert found.activation_bytes == whole.activation_bytes
+    assert found.host_bytes == whole.host_bytes
     assert steps == 2
 
 

@@ -24,7 +24,7 @@ from recompute.estimation.estimate_options import EstimateOptions
 from recompute.estimation.estimate_result import Estimate, EstimateSettings
 from recompute.estimation.gpus import find_gpu
 from recompute.estimation.static_memory import StaticBytes
-from recompute.planning import doctor_command
+from recompute.planning import doctor_command, longest_sequences
 from recompute.planning.doctor_command import Diagnosis, DoctorRequest, Remedy
 from recompute.planning.prediction import predict
 from recompute.policy.loading import load_policy
@@ -131,6 +131,49 @@ def test_a_step_takes_the_seconds_that_a_plan_of_it_takes(config: Path) -> None:
     assert found.seconds == pytest.approx(as_it_is.step_seconds, rel=0.01)
 
 
+@pytest.mark.parametrize("host", ["1GiB", *slow("64MiB")])
+def test_the_longest_sequence_takes_what_estimates_of_it_say(
+    host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a host of 64 MiB what travels is what binds."""
+    monkeypatch.setattr(longest_sequences, "LENGTHS", (4096, 8192))
+    config, room = saved(tmp_path, {**SHAPE, "num_hidden_layers": 8}), 1 << 30
+    asked = {"gpu": "rtx4090", "gpu_memory": f"{room}B", "batch_size": 1, "seq_len": 512, "longest": True, "host": host}
+    options = EstimateOptions("bfloat16", "adamw", "none", 1, "full")
+    found: Any = DoctorRequest.checked(model=str(config), options=options, **asked).run(lambda *told: None)
+    assert [row.seq_len for row in found.rows] == sorted((row.seq_len for row in found.rows), reverse=True)
+    assert {row.policy for row in found.rows} == {"auto", "full", "long", "long, attention again"}
+    limit = {"1GiB": 512, "64MiB": 32}[host] << 20
+    for row in found.rows:
+        assert row.peak_nbytes <= room
+        assert row.host_nbytes <= limit
+        assert bool(row.host_nbytes) == row.policy.startswith("long")
+        if row.policy == "full":  # the others' sequences are shorter than a tile of long, or have larger blocks
+            again = recompute.estimate(str(config), seq_len=row.seq_len, policy="full", gpu=GPU.name, advise=False)
+            assert again.peak_bytes == pytest.approx(row.peak_nbytes, rel=0.02)
+    told = str(found)
+    assert "The longest sequence on one RTX 4090 with 1.00 GiB, and half of" in told
+    assert all(f"{row.seq_len:,}" in told for row in found.rows)
+
+
+@pytest.mark.slow
+def test_half_a_million_tokens_are_as_measured() -> None:
+    results = Path(__file__).parents[2] / "examples/ablation/results/half-million-tokens-h200/results.json"
+    measured = json.loads(results.read_text(encoding="utf-8"))
+    (row,) = measured["rows"]
+    options = EstimateOptions("bfloat16", "adamw", "none", 1, "full", lora=measured["lora"]).read()
+    config = transformers.LlamaConfig(**measured["model"])
+
+    def estimator(length: int) -> Any:
+        return estimator_of(config, options, 1, length, None, "H200", lambda *ran: op_seconds(*ran, find_gpu("H200")))
+
+    room = find_gpu("H200")._replace(capacity_nbytes=row["peak_bytes"])
+    found = longest_sequences.longest_sequences(estimator, options, room, 1 << 40, lambda *told: None)
+    longest = next(each for each in found.rows if each.policy == "long, attention again")
+    assert longest.seq_len == pytest.approx(row["sequence_length"], rel=0.02)
+    assert longest.host_nbytes == pytest.approx(row["offloaded_bytes"], rel=0.02)
+
+
 def example(**changes: Any) -> Diagnosis:
     """A step of 30 GiB on a card of 23: 12 of weights, gradients and states, 6 of logits, 14 of activations."""
     static = StaticBytes(4 * GIB, 4 * GIB, 4 * GIB, {})
@@ -210,6 +253,8 @@ def test_the_exit_code_says_whether_it_fits(
     [
         (("--gpu", "H2000"), "found 'H2000' (did you mean 'H200'?)"),
         (("--gpu", "h200", "--optimizer", "adamwfused"), "recompute: optimizer: expected one of adamw, "),
+        (("--gpu", "h200", "--host", "1GiB"), "--host: expected --longest beside it"),
+        (("--gpu", "h200", "--longest", "--host", "1GiBs"), "--host: expected something like 128GiB; found '1GiBs'"),
         (("--gpu", "h200", "--base", "nf4"), "expected lora beside base 'nf4'"),
         (("--gpu", "h200", "--model", "gone.json"), "gone.json: cannot be read as the configuration of a model"),
         *([] if torch.cuda.is_available() else [((), "expected --gpu, as in --gpu 'RTX 4090': this machine has no")]),

@@ -7,8 +7,10 @@ from typing import Any
 import models
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from tiers import slow
 from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import recompute
 from recompute.estimation.layer_stacks import find_stacks
@@ -114,6 +116,17 @@ def test_deeper_models_run_no_more_layers(monkeypatch: pytest.MonkeyPatch) -> No
         assert [place.layer for place in profile.places] == [None, *range(depth), None]
         counts.append(len(ran))
     assert counts[0] == counts[1] > 0
+
+
+def test_of_layers_with_adapters_a_few_run_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of their frozen base nothing holds the first layer's input, which the model itself has all through forward."""
+    forward, ran = LlamaDecoderLayer.forward, set()
+    monkeypatch.setattr(LlamaDecoderLayer, "forward", lambda self, *a, **k: ran.add(id(self)) or forward(self, *a, **k))
+    with torch.device("meta"):
+        base = models.make("llama", torch.bfloat16, num_hidden_layers=9)
+        model = get_peft_model(base, LoraConfig(r=2, target_modules="all-linear"))
+    recompute.profile(model, models.batch("llama"), device="H200", kernels=False)
+    assert len(ran) == 4
 
 
 @pytest.mark.slow
