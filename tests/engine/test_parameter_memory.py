@@ -8,7 +8,7 @@ from engine_testing import HIDDEN, bits, holding, policy, tokens
 from torch import Tensor, nn
 
 import recompute
-from recompute.engine.parameter_memory import is_managed_elsewhere, may_hold_memory
+from recompute.engine.dtensors import is_managed_elsewhere, may_hold_memory
 
 
 def _gradient(action: str, *, is_partitioned: bool) -> tuple[Tensor, Tensor]:
