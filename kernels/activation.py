@@ -32,7 +32,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from recompute.errors import KernelError
 from recompute.kernels import launch
 from recompute.kernels.blockwise_8bit import block_tile, decoded, dequantize_op
 from recompute.kernels.launch import jit, tl
@@ -42,11 +41,6 @@ GATE_ACTIVATIONS = ACTIVATIONS[:3]
 """Those of a gate."""
 APPROXIMATE = {"gelu": "none", "gelu_tanh": "tanh"}
 """Activations that are a GELU, and its argument ``approximate``."""
-
-
-def check_activation(op: str, activation: str, known: tuple[str, ...]) -> None:
-    if activation not in known:
-        raise KernelError(f"{op}: unknown activation {activation!r}; expected one of {', '.join(known)}.")
 
 
 @jit

@@ -34,7 +34,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -159,9 +158,7 @@ def quantize_blockwise_with_error(
     """As ``quantize_blockwise``, and the worst error in the same pass.
 
     Args:
-        x: as ``quantize_blockwise`` takes it.
-        block: as ``quantize_blockwise`` takes it.
-        format: as ``quantize_blockwise`` takes it.
+        x, block, format: as for ``quantize_blockwise``.
 
     Returns:
         codes, scales: those of ``quantize_blockwise``.
@@ -193,8 +190,7 @@ def dequantize_blockwise(codes: Tensor, scales: Tensor, dtype: torch.dtype, bloc
         KernelError: for other dtypes, blocks or numbers of scales, codes that are not dense, or several devices.
     """
     check_codes("dequantize_blockwise", codes, scales, block)
-    if dtype not in launch.TRITON_DTYPES:
-        raise KernelError(f"dequantize_blockwise: dtype is {dtype}; expected one of {_listed(launch.TRITON_DTYPES)}.")
+    launch.check_dtype("dequantize_blockwise", "dtype", dtype)
     return dequantize_op(codes, scales, dtype, block)
 
 
@@ -212,14 +208,11 @@ def native_format(device: torch.device) -> str:
 
 def _check_quantize(x: Tensor, block: int, format: str | None) -> None:
     op = "quantize_blockwise"
-    if x.dtype not in launch.TRITON_DTYPES:
-        raise KernelError(f"{op}: x is {x.dtype}; expected one of {_listed(launch.TRITON_DTYPES)}.")
+    launch.check_dtype(op, "x", x.dtype)
     _check_block(op, block)
-    if format is None:
-        return
-    if format not in FORMATS:
-        raise KernelError(f"{op}: unknown format {format!r}; expected one of {', '.join(FORMATS)}, or None.")
-    _check_format(op, format, x.device)
+    if format is not None:
+        launch.check_one_of(op, "format", format, FORMATS)
+        _check_format(op, format, x.device)
 
 
 def check_codes(op: str, codes: Tensor, scales: Tensor, block: int) -> None:
@@ -228,8 +221,7 @@ def check_codes(op: str, codes: Tensor, scales: Tensor, block: int) -> None:
     Raises:
         KernelError: for another dtype, block or number of scales, codes that are not dense, or several devices.
     """
-    if codes.dtype not in FORMATS.values():
-        raise KernelError(f"{op}: codes are {codes.dtype}; expected one of {_listed(FORMATS.values())}.")
+    launch.check_dtype(op, "the dtype of codes", codes.dtype, FORMATS.values())
     _check_block(op, block)
     _check_format(op, "int8" if codes.dtype is torch.int8 else "fp8", codes.device)
     blocks = -(-codes.numel() // block)
@@ -258,10 +250,6 @@ def _check_format(op: str, format: str, device: torch.device) -> None:
             f"{op}: fp8 on {device}, which does not convert to it; expected an NVIDIA GPU of compute capability 8.9 or "
             "newer, or the CPU. Use format='int8' or None."
         )
-
-
-def _listed(dtypes: Any) -> str:
-    return ", ".join(map(str, dtypes))
 
 
 def _quantize(

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from recompute.errors import KernelError
 from recompute.kernels import launch
-from recompute.kernels.cross_entropy_rows import conclude, differentiate, observe
+from recompute.kernels.cross_entropy_rows import differentiate, observe
 from recompute.kernels.loss_settings import (
     LOSS_SCHEMA,
     LossSettings,
@@ -35,7 +35,7 @@ from recompute.kernels.loss_settings import (
     checked_settings,
     wide_dtype,
 )
-from recompute.kernels.row_statistics import Losses, new_statistics
+from recompute.kernels.row_statistics import Losses, conclude, new_statistics
 from recompute.kernels.scores import scored
 
 

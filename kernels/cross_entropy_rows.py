@@ -1,25 +1,18 @@
 """The Triton kernels of cross-entropy, which read and write logits one block of columns at a time.
 
 ``cross_entropy`` has the formulas. In forward, ``observe`` reads each block of columns once and keeps a few numbers a
-row; ``conclude`` computes the losses from those numbers. In backward, ``differentiate`` reads a block of logits once
+row, of which ``row_statistics.conclude`` makes the losses. In backward, ``differentiate`` reads a block of logits once
 and writes its gradient, if need be over the logits. No block depends on another, so there may be one or many.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from recompute.kernels import launch
 from recompute.kernels.launch import jit, tl
 from recompute.kernels.loss_settings import Targets
-from recompute.kernels.row_statistics import (
-    Losses,
-    Statistics,
-    conclude_reference,
-    differentiate_reference,
-    observe_reference,
-)
+from recompute.kernels.row_statistics import Statistics, differentiate_reference, observe_reference
 from recompute.kernels.scores import gap, score, unscore
 
 
@@ -87,66 +80,6 @@ def _statistics_kernel(
         s = tl.load(logits + column, mask=here, other=0.0).to(tl.float32)
         place = row * count + (0 if TARGETS == 1 else tl.arange(0, TARGETS))
         tl.store(target_logits + place, score(s, outer, inner, FORM)[0], mask=here)
-
-
-@jit
-def _loss_kernel(
-    target, class_weights, class_weight_sum, maxima, sums, weighted_sums, moments, indices, target_logits,
-    loss, normalizers, weights, max_logit, argmax, entropy, in_bounds,
-    losses, slots, slot_stride, vocabulary, ignore_index, label_smoothing, z_loss, count,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Every lane computes the loss of one target, from the statistics of the row's blocks."""
-    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = places < losses
-    rows = places // count
-    m = tl.full((BLOCK,), -3.4028234663852886e38, tl.float32)
-    z = tl.zeros((BLOCK,), tl.float32)
-    weighted = tl.zeros((BLOCK,), tl.float32)
-    moment = tl.zeros((BLOCK,), tl.float32)
-    index = tl.zeros((BLOCK,), tl.int32)
-    offsets = rows
-    for _ in range(slots):
-        block_m = tl.load(maxima + offsets, mask=mask, other=0.0)
-        block_z = tl.load(sums + offsets, mask=mask, other=1.0)
-        if indices is not None:
-            index = tl.where(block_m > m, tl.load(indices + offsets, mask=mask, other=0), index)
-        highest = tl.maximum(m, block_m)
-        if moments is not None:
-            block_moment = tl.load(moments + offsets, mask=mask, other=0.0) + block_z * gap(block_m, highest)
-            moment = tl.exp(m - highest) * (moment + z * gap(m, highest)) + tl.exp(block_m - highest) * block_moment
-        z = z * tl.exp(m - highest) + block_z * tl.exp(block_m - highest)
-        m = highest
-        if weighted_sums is not None:
-            weighted += tl.load(weighted_sums + offsets, mask=mask, other=0.0)
-        offsets += slot_stride
-    lse = m + tl.log(z)
-    y = tl.load(target + places, mask=mask, other=0)
-    counts, in_range = y != ignore_index, (y >= 0) & (y < vocabulary)
-    tl.store(in_bounds + 0 * places, 0, mask=mask & counts & ~in_range)
-    s = tl.load(target_logits + places, mask=mask & in_range, other=float("nan"))
-    s = tl.where(in_range, s, float("nan"))
-    weight = tl.where(in_range, 1.0, float("nan"))
-    if class_weights is not None:
-        weight *= tl.load(class_weights + y, mask=mask & in_range, other=0.0)
-    value = (1.0 - label_smoothing) * weight * (lse - s) + z_loss * lse * lse
-    if weighted_sums is not None:
-        value += label_smoothing / vocabulary * (_weight_sum(class_weight_sum, vocabulary) * lse - weighted)
-    tl.store(loss + places, tl.where(counts, value, 0.0), mask=mask)
-    width = 2 if moments is None else 3
-    tl.store(normalizers + width * rows, m, mask=mask)
-    tl.store(normalizers + width * rows + 1, z, mask=mask)
-    tl.store(weights + places, tl.where(counts, weight, 0.0), mask=mask)
-    if max_logit is not None:
-        tl.store(max_logit + rows, m, mask=mask)
-    if argmax is not None:
-        tl.store(argmax + rows, index.to(tl.int64), mask=mask)
-    if entropy is not None:
-        any_counts = counts
-        for other in range(count):
-            any_counts |= tl.load(target + rows * count + other, mask=mask, other=ignore_index) != ignore_index
-        tl.store(normalizers + width * rows + 2, moment / z, mask=mask)
-        tl.store(entropy + rows, tl.where(any_counts, tl.log(z) - moment / z, 0.0), mask=mask)
 
 
 @jit
@@ -230,7 +163,6 @@ def _weight_sum(class_weight_sum, vocabulary):
 NARROW_SETTINGS = {"BLOCK": 1024, "STAGES": 3, "num_warps": 2}
 WIDE_SETTINGS = {"BLOCK": 2048, "STAGES": 3, "num_warps": 4}
 WIDE = 16384
-LOSS_SETTINGS = {"BLOCK": 128, "num_warps": 4}
 
 
 def launch_settings(width: int) -> dict[str, int]:
@@ -254,48 +186,6 @@ def observe(statistics: Statistics, block: int, first: int, logits: Tensor, targ
 
 def _lanes(targets: Targets) -> int:
     return 1 << (targets.per_row - 1).bit_length() if targets.per_row else 0
-
-
-def conclude(statistics: Statistics, targets: Targets) -> Losses:
-    """The loss of every row whose blocks were all observed.
-
-    Raises ``IndexError`` on the CPU for a target that is neither a class nor ignored, as PyTorch does; on CUDA, where
-    nothing waits for the device, an assertion there fails.
-    """
-    blocks, tokens = statistics.maxima.shape
-    labels, count, class_weights, vocabulary, settings = targets
-    new = statistics.target_logits.new_empty
-    losses = Losses(
-        *(new(tokens * count), new(tokens, 2 + settings.with_entropy), new(tokens * count)),
-        new(tokens) if settings.with_max else None,
-        new(tokens, dtype=torch.int64) if settings.with_argmax else None,
-        new(tokens) if settings.with_entropy else None,
-    )
-    if not launch.uses_triton(losses.loss):
-        _refuse_unless(targets.are_in_bounds().all(), targets)
-        return conclude_reference(statistics, targets)
-    in_bounds = labels.new_ones(())
-    launch.run(
-        _loss_kernel,
-        -(-tokens * count // LOSS_SETTINGS["BLOCK"]),
-        *(labels, class_weights, targets.weight_sum(), *statistics, *losses, in_bounds),
-        *(tokens * count, blocks, statistics.maxima.stride(0), vocabulary),
-        *(settings.ignore_index, settings.label_smoothing, settings.z_loss, count),
-        **LOSS_SETTINGS,
-    )
-    _refuse_unless(in_bounds, targets)
-    return losses
-
-
-def _refuse_unless(in_bounds: Tensor, targets: Targets) -> None:
-    """Raise for a target that is no class, where ``in_bounds``, 0-dimensional, is 0."""
-    if type(in_bounds) is not Tensor:  # a fake tensor, which has no value
-        return
-    if in_bounds.device.type != "cpu":
-        torch._assert_async(in_bounds, "cross_entropy: a target is out of bounds: neither a class nor ignore_index")
-    elif not in_bounds:
-        wrong = targets.labels[~targets.are_in_bounds()][0].item()
-        raise IndexError(f"Target {wrong} is out of bounds.")
 
 
 def differentiate(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -66,22 +67,13 @@ class BothHeads(NamedTuple):
 def divergence_by_rows(
     both: BothHeads, settings: DivergenceSettings, asked: list[Targets], numbers: Tensor, rows: int
 ) -> Tensor:
-    """The divergence, (M,), from whole rows of logits. Writes ``numbers``."""
-    hidden = [head.hidden.reshape(-1, head.hidden.shape[-1]) for head in both]
-    divergence = numbers.new_empty(both.student.tokens)
+    """The divergence, (M,), from whole rows of logits, which are held for these rows alone. Writes ``numbers``."""
+    hidden, found = [head.hidden.reshape(-1, head.hidden.shape[-1]) for head in both], []
     for start in range(0, both.student.tokens, rows):
-        span = slice(start, min(start + rows, both.student.tokens))
-        heads = [head._replace(hidden=each[span]) for head, each in zip(both, hidden, strict=True)]
-        plans = [head.plan(head.tokens * (len(head.weight) + 64) * numbers.itemsize, False, False) for head in heads]
-        tiles = [head.blocks(plan, None, None).make(0) for head, plan in zip(heads, plans, strict=True)]
-        statistics = [new_statistics(numbers, span.stop - span.start, 1, each.settings, 0) for each in asked]
-        for found, tile, targets in zip(statistics, tiles, asked, strict=True):
-            observe(found, 0, 0, tile, targets)
-        whole = Normalizers(*(each[0] for found in statistics for each in found[:2]))
-        add_up(tiles[0], tiles[1], whole, divergence[span], numbers[4, span], settings)
-        torch.stack(list(whole), out=numbers[:4, span])
-        del tiles
-    return divergence
+        span = slice(start, start + rows)
+        some = BothHeads(*(head._replace(hidden=each[span]) for head, each in zip(both, hidden, strict=True)))
+        found.append(divergence_by_blocks(some, settings, asked, numbers[:, span], (sys.maxsize, True, False))[0])
+    return torch.cat(found)
 
 
 def divergence_by_blocks(
@@ -102,12 +94,12 @@ def divergence_by_blocks(
         if is_kl:
             within = Normalizers(*(each[block] for found in statistics for each in found[:2]))
             add_up(*logits, within, values.maxima[block], None, settings)
-    normalizers, divergence = conclude(statistics, values.maxima if is_kl else None, settings.kind)
-    torch.stack([*normalizers, divergence if is_kl else normalizers[0]], out=numbers)
-    if not is_kl:
-        whole = Normalizers(*numbers[:4])
+    normalizers, kl = conclude(statistics, values.maxima if is_kl else None, settings.kind)
+    if kl is None:
         for block in range(count):
-            add_up(ours.get(block), theirs.get(block), whole, values.maxima[block], values.sums[block], settings)
-        divergence = values.maxima.sum(0)
-        torch.sum(values.sums, 0, out=numbers[4])
+            add_up(ours.get(block), theirs.get(block), normalizers, values.maxima[block], values.sums[block], settings)
+        divergence, means = values.maxima.sum(0), values.sums.sum(0)
+    else:
+        divergence = means = kl
+    torch.stack([*normalizers, means], out=numbers)
     return divergence, dweight, kept, teacher_kept

@@ -79,6 +79,14 @@ def _normalizer(maxima, sums, row):
 
 
 @jit
+def _probabilities(logits, columns, mask, normalizer, outer, inner, FORM: tl.constexpr):
+    """Of some columns of a row: p, log(p), and the tanh of a cap."""
+    m, inverse, log_z = normalizer
+    s, tanh = score(tl.load(logits + columns, mask=mask, other=0.0).to(tl.float32), outer, inner, FORM)
+    return tl.exp(s - m) * inverse, gap(s, m) - log_z, tanh
+
+
+@jit
 def _sums_kernel(
     student, teacher, student_maxima, student_sums, teacher_maxima, teacher_sums, values, means,
     width, student_stride, teacher_stride, student_outer, student_inner, teacher_outer, teacher_inner, beta,
@@ -88,28 +96,23 @@ def _sums_kernel(
     row = tl.program_id(0).to(tl.int64)
     student += row * student_stride
     teacher += row * teacher_stride
-    m_p, inverse_p, log_z_p = _normalizer(student_maxima, student_sums, row)
-    m_q, inverse_q, log_z_q = _normalizer(teacher_maxima, teacher_sums, row)
+    of_p, of_q = _normalizer(student_maxima, student_sums, row), _normalizer(teacher_maxima, teacher_sums, row)
     lanes = tl.arange(0, BLOCK)
     value = tl.zeros((BLOCK,), tl.float32)
     mean = tl.zeros((BLOCK,), tl.float32)
     for start in tl.range(0, width, BLOCK, num_stages=STAGES):
         columns = start + lanes
         mask = columns < width
-        x = tl.load(student + columns, mask=mask, other=0.0).to(tl.float32)
-        s = score(x, student_outer, student_inner, STUDENT)[0]
-        y = tl.load(teacher + columns, mask=mask, other=0.0).to(tl.float32)
-        t = score(y, teacher_outer, teacher_inner, TEACHER)[0]
-        p, log_p = tl.exp(s - m_p) * inverse_p, gap(s, m_p) - log_z_p
-        q, log_q = tl.exp(t - m_q) * inverse_q, gap(t, m_q) - log_z_q
+        p, log_p, _ = _probabilities(student, columns, mask, of_p, student_outer, student_inner, STUDENT)
+        q, log_q, _ = _probabilities(teacher, columns, mask, of_q, teacher_outer, teacher_inner, TEACHER)
         if KIND == 0:
             term = q * (log_q - log_p)
         if KIND == 1:
             term = p * (log_p - log_q)
         if KIND == 2:
-            of_p, of_q = _over_mixture(log_p, log_q, beta)
-            part = p * of_p
-            term = beta * q * of_q + (1.0 - beta) * part
+            mixed_p, mixed_q = _over_mixture(log_p, log_q, beta)
+            part = p * mixed_p
+            term = beta * q * mixed_q + (1.0 - beta) * part
         if KIND == 3:
             term = tl.where(p == q, 0.0, 0.5 * tl.abs(p - q))  # a fused p - q is the rounding error of equal ones
             part = tl.where(p > q, 0.5 * p, tl.where(p < q, -0.5 * p, 0.0))
@@ -131,19 +134,14 @@ def _divergence_gradient_kernel(
     row = tl.program_id(0).to(tl.int64)
     student += row * student_stride
     teacher += row * teacher_stride
-    m_p, inverse_p, log_z_p = _normalizer(student_maxima, student_sums, row)
-    m_q, inverse_q, log_z_q = _normalizer(teacher_maxima, teacher_sums, row)
+    of_p, of_q = _normalizer(student_maxima, student_sums, row), _normalizer(teacher_maxima, teacher_sums, row)
     mean, scale = tl.load(means + row), tl.load(ddivergence + row)
     lanes = tl.arange(0, BLOCK)
     for start in tl.range(0, width, BLOCK, num_stages=STAGES):
         columns = start + lanes
         mask = columns < width
-        x = tl.load(student + columns, mask=mask, other=0.0).to(tl.float32)
-        s, tanh = score(x, student_outer, student_inner, STUDENT)
-        y = tl.load(teacher + columns, mask=mask, other=0.0).to(tl.float32)
-        t = score(y, teacher_outer, teacher_inner, TEACHER)[0]
-        p, log_p = tl.exp(s - m_p) * inverse_p, gap(s, m_p) - log_z_p
-        q, log_q = tl.exp(t - m_q) * inverse_q, gap(t, m_q) - log_z_q
+        p, log_p, tanh = _probabilities(student, columns, mask, of_p, student_outer, student_inner, STUDENT)
+        q, log_q, _ = _probabilities(teacher, columns, mask, of_q, teacher_outer, teacher_inner, TEACHER)
         if KIND == 0:
             d = p - q
         if KIND == 1:
@@ -218,23 +216,23 @@ def _log_probabilities(
     return log_p, finite_gap(scored(teacher, theirs), m_q) - z_q.clamp_min(1.0).log()
 
 
-def conclude(statistics: Sequence[Statistics], kls: Tensor | None, kind: int) -> tuple[Normalizers, Tensor]:
+def conclude(statistics: Sequence[Statistics], kls: Tensor | None, kind: int) -> tuple[Normalizers, Tensor | None]:
     """The normalizers of whole rows, from those of their blocks; and the rows' KL, from those within blocks.
 
     statistics: the student's and the teacher's.
     """
-    normalizers, shares, logs = [], [], []
-    for maxima, sums, *_ in statistics:
-        highest = maxima.amax(0)
-        factors = torch.exp(maxima - highest) * sums
-        total = factors.sum(0)
-        normalizers += [highest, total]
-        shares.append(factors / total)
-        logs.append(finite_gap(maxima, highest) + sums.clamp_min(1.0).log() - total.log())
+    wholes = [each.of_rows() for each in statistics]
+    normalizers = Normalizers(*(number[0] for whole in wholes for number in whole[:2]))
     if kls is None:
-        return Normalizers(*normalizers), normalizers[0].new_zeros(())
-    weight, other = (0, 1) if kind == REVERSE_KL else (1, 0)
-    return Normalizers(*normalizers), (shares[weight] * (kls + logs[weight] - logs[other])).sum(0)
+        return normalizers, None
+    p, q = (
+        finite_gap(each.maxima, whole.maxima) + each.sums.clamp_min(1.0).log() - whole.sums.log()
+        for each, whole in zip(statistics, wholes, strict=True)
+    )
+    weight, log, other = (0, p, q) if kind == REVERSE_KL else (1, q, p)
+    each, whole = statistics[weight], wholes[weight]
+    shares = torch.exp(each.maxima - whole.maxima) * each.sums / whole.sums
+    return normalizers, (shares * (kls + log - other)).sum(0)
 
 
 def divergence_terms(log_p: Tensor, log_q: Tensor, kind: int, beta: float) -> tuple[Tensor, Tensor]:

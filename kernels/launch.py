@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import compress
 from typing import Any
 
@@ -84,29 +84,11 @@ def run(kernel: Any, programs: int, *arguments: Any, **settings: Any) -> None:
         compiled, constants = known
         _note(kernel, programs, arguments, settings, compiled, constants)
         stream = torch._C._cuda_getCurrentRawStream(device.index)
-        compiled.run(
-            programs,
-            1,
-            1,
-            stream,
-            compiled.function,
-            compiled.packed_metadata,
-            None,
-            None,
-            None,
-            *arguments,
-            *constants,
-        )
+        binary = compiled.function, compiled.packed_metadata, None, None, None
+        compiled.run(programs, 1, 1, stream, *binary, *arguments, *constants)
 
 
-def _note(
-    kernel: Any,
-    programs: int,
-    arguments: tuple[Any, ...],
-    settings: dict[str, Any],
-    compiled: Any = None,
-    constants: tuple[Any, ...] = (),
-) -> None:
+def _note(kernel: Any, programs: int, arguments: Any, settings: Any, compiled: Any = None, constants: Any = ()) -> None:
     if noting.launches is not None:
         hooks = () if compiled is None else _hooks()
         noting.launches.append(Launch(kernel, programs, arguments, settings, compiled, constants, hooks))
@@ -263,12 +245,31 @@ def check(op: str, **tensors: Tensor | None) -> None:
             continue  # every op needs the first of its tensors
         if not isinstance(tensor, Tensor):
             raise KernelError(f"{op}: {name} is {type(tensor).__name__}; expected a Tensor.")
-        if tensor.dtype not in DTYPES:
-            raise KernelError(f"{op}: {name} is {tensor.dtype}; expected one of {', '.join(map(str, DTYPES))}.")
+        check_dtype(op, name, tensor.dtype, DTYPES)
         if first is None:
             first = name, tensor.device
         elif tensor.device != first[1]:
             raise KernelError(f"{op}: {first[0]} is on {first[1]} and {name} on {tensor.device}; expected one device.")
+
+
+def check_one_of(op: str, name: str, value: Any, known: Iterable[Any]) -> None:
+    """Refuse a text that is none of those that are known."""
+    if value not in known:
+        raise KernelError(f"{op}: unknown {name} {value!r}; expected one of {', '.join(known)}.")
+
+
+def check_dtype(op: str, name: str, dtype: torch.dtype, known: Iterable[torch.dtype] = TRITON_DTYPES) -> None:
+    """Refuse a dtype that is none of those that are known."""
+    if dtype not in known:
+        raise KernelError(f"{op}: {name} is {dtype}; expected one of {', '.join(map(str, known))}.")
+
+
+def check_same_shape(op: str, **tensors: Tensor) -> None:
+    """Refuse tensors of two shapes."""
+    (one, first), (other, second) = tensors.items()
+    if first.shape != second.shape:
+        shapes = f"{one} has shape {tuple(first.shape)} and {other} {tuple(second.shape)}"
+        raise KernelError(f"{op}: {shapes}; expected the same shape.")
 
 
 def differentiable_gradients(

@@ -71,27 +71,33 @@ def noted_launches() -> contextlib.AbstractContextManager[list[Launch]]:
 
 
 class PlannedCall:
-    """Calls ``implementation``, with arguments that have the same layouts, and the same other values, each time."""
+    """Calls ``implementation``, with arguments that have the same layouts, and the same other values, each time.
 
-    __slots__ = ("_attempts", "_implementation", "_planned")
+    The first ``unplanned`` calls make no plan.
+    """
 
-    def __init__(self, implementation: Callable[..., Any]):
+    __slots__ = ("_attempts", "_implementation", "planned")
+
+    def __init__(self, implementation: Callable[..., Any], unplanned: int = 0):
         self._implementation = implementation
-        self._planned: Callable[..., Any] | None = None
-        self._attempts = 0
+        self.planned: Callable[..., Any] | None = None
+        """What makes the launches of a call; None while they are not known."""
+        self._attempts = -unplanned
 
     @property
-    def is_planned(self) -> bool:
-        """Whether the launches of a call are known."""
-        return self._planned is not None
+    def is_settled(self) -> bool:
+        """Whether there is a plan, or there will be none."""
+        return self.planned is not None or self._attempts >= MAX_ATTEMPTS
 
     def __call__(self, *arguments: Any) -> Any:
-        if self._planned is not None:
-            return self._planned(*arguments)
-        if self._attempts >= MAX_ATTEMPTS or torch._C._len_torch_dispatch_stack() or not _are_apart(arguments):
+        if self.planned is not None:
+            return self.planned(*arguments)
+        if self.is_settled or torch._C._len_torch_dispatch_stack() or not _are_apart(arguments):
             return self._implementation(*arguments)
         self._attempts += 1
-        result, self._planned = _noted_call(self._implementation, arguments)
+        if self._attempts <= 0:
+            return self._implementation(*arguments)
+        result, self.planned = _noted_call(self._implementation, arguments)
         return result
 
 
@@ -100,8 +106,8 @@ class PlansByLayout:
 
     def __init__(self, implementation: Callable[..., Any]):
         self._implementation = implementation
-        self._calls: dict[Any, int] = {}
-        """How many calls there were, of layouts without a plan."""
+        self._calls: dict[Any, PlannedCall] = {}
+        """Those of layouts without a plan."""
         self.by_layouts: dict[Any, Callable[..., Any]] = {}
         """What to call: the plan, or the implementation where there can be none."""
 
@@ -121,16 +127,14 @@ class PlansByLayout:
         if not _can_be_planned(arguments):
             self._remember(layouts, self._implementation)
             return self._implementation(*arguments)
-        if torch._C._len_torch_dispatch_stack() or not _are_apart(arguments):
-            return self._implementation(*arguments)
-        calls = self._calls[layouts] = self._calls.get(layouts, 0) + 1
-        if calls < CALLS_BEFORE_PLAN:
-            if len(self._calls) > MAX_LAYOUTS:
+        call = self._calls.get(layouts)
+        if call is None:
+            if len(self._calls) >= MAX_LAYOUTS:
                 self._calls.clear()
-            return self._implementation(*arguments)
-        result, planned = _noted_call(self._implementation, arguments)
-        if planned is not None or calls >= CALLS_BEFORE_PLAN + MAX_ATTEMPTS - 1:
-            self._remember(layouts, planned or self._implementation)
+            call = self._calls[layouts] = PlannedCall(self._implementation, CALLS_BEFORE_PLAN - 1)
+        result = call(*arguments)
+        if call.is_settled:
+            self._remember(layouts, call.planned or self._implementation)
             self._calls.pop(layouts, None)
         return result
 

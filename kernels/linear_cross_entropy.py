@@ -41,7 +41,7 @@ from recompute.kernels.cross_entropy import (
     row_gradients,
     with_extras,
 )
-from recompute.kernels.cross_entropy_rows import conclude, differentiate, observe
+from recompute.kernels.cross_entropy_rows import differentiate, observe
 from recompute.kernels.linears import (
     autocast_dtype,
     cast,
@@ -50,7 +50,7 @@ from recompute.kernels.linears import (
     in_dtypes_of,
     without_autocast,
 )
-from recompute.kernels.logit_blocks import Head, logits_nbytes, may_hold
+from recompute.kernels.logit_blocks import Head, logits_nbytes, may_hold, run_backward
 from recompute.kernels.loss_settings import (
     LOSS_SCHEMA,
     LossSettings,
@@ -59,7 +59,7 @@ from recompute.kernels.loss_settings import (
     checked_settings,
     wide_dtype,
 )
-from recompute.kernels.row_statistics import new_statistics
+from recompute.kernels.row_statistics import conclude, new_statistics
 from recompute.kernels.word_shards import any_dtensor, local_parts, over_ranks, sum_over_ranks, words_of
 
 if TYPE_CHECKING:
@@ -208,25 +208,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
     seen_by_dispatcher = True  # so that a tape around may run again what forward runs
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        thin: Tensor | None,
-        up: Tensor | None,
-        target: Tensor,
-        class_weights: Tensor | None,
-        settings: LossSettings,
-        narrow: torch.dtype | None,
-        logits_bytes: int,
-        hold: bool,
-    ) -> tuple[Tensor | None, ...]:
-        """narrow: the dtype to cast weight, bias and ``up`` to, in forward and again in backward."""
-        inputs = (*_narrowed((hidden, weight, bias, thin, up), narrow), target, class_weights)
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor | None, ...]:
+        """``Head``'s tensors; target, class weights, settings; the dtype to cast parameters to; logits_bytes; hold."""
+        operands, targets, (settings, narrow, logits_bytes, hold) = arguments[:5], arguments[5:7], arguments[7:]
         memory = logits_bytes, hold, ctx.needs_input_grad[1]
-        loss, normalizers, total, max_logit, argmax, entropy, *held = _forward_op(*inputs, *settings, *memory)
-        ctx.save_for_backward(hidden, weight, bias, thin, up, target, class_weights, normalizers, total)
+        outputs = _forward_op(*_narrowed(operands, narrow), *targets, *settings, *memory)
+        loss, normalizers, total, max_logit, argmax, entropy, *held = outputs
+        ctx.save_for_backward(*operands, *targets, normalizers, total)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(extra for extra in (max_logit, argmax) if extra is not None))
         ctx.settings, ctx.narrow, ctx.logits_bytes = settings, narrow, logits_bytes
@@ -257,16 +245,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 return *found, None, None
             inputs = (*_narrowed(saved[:5], ctx.narrow), *saved[5:])
             arguments = (dloss, dentropy, *inputs, *settings, ctx.logits_bytes, *needed[:5])
-            if ctx.held is None or torch.compiler.is_compiling():
-                dhidden, dweight, *others = _backward_op(*arguments)
-            else:
-                (dweight, kept), ctx.held = ctx.held, None  # this backward writes over them, so a second one has none
-                if dweight is None and needed[1]:
-                    dweight = inputs[1].new_empty(inputs[1].shape)
-                dhidden, *others = _backward_held_op(dweight, kept, *arguments)
-                dweight = dweight if needed[1] else None
+            dhidden, *others = run_backward(ctx, _backward_op, _backward_held_op, inputs[1], arguments)
             del inputs, arguments
-            return dhidden, *in_dtypes_of(saved[1:5], (dweight, *others)), *(None,) * 6
+            return dhidden, *in_dtypes_of(saved[1:5], others), *(None,) * 6
 
 
 def _narrowed(head: Sequence[Tensor | None], narrow: torch.dtype | None) -> tuple[Any, ...]:
@@ -279,13 +260,13 @@ def _forward(*arguments: Any) -> tuple[Tensor | None, ...]:
     plan = head.plan(*memory)
     dweight, kept = head.held(plan)
     blocks = head.blocks(plan, dweight, kept)
-    targets = Targets.of(target, class_weights, head.hidden, blocks.vocabulary, flat)
-    statistics = new_statistics(blocks.hidden, head.tokens, plan.blocks, targets.settings, targets.per_row)
+    targets = Targets.of(target, class_weights, head.hidden, len(head.weight), flat)
+    statistics = new_statistics(head.hidden, head.tokens, plan.blocks, targets.settings, targets.per_row)
     for block in range(plan.blocks):
         first = targets.settings.first + blocks.columns(block).start
         observe(statistics, block, first, blocks.make(block), targets)
     if targets.settings.group:
-        statistics = over_ranks(statistics, targets, blocks.vocabulary)
+        statistics = over_ranks(statistics, targets, len(head.weight))
     losses = conclude(statistics, targets)
     return *reduced(losses, target.shape, head.hidden.shape[:-1], targets.settings.reduction), dweight, kept
 

@@ -48,7 +48,7 @@ from recompute.kernels.divergence_rows import (
 )
 from recompute.kernels.linear_cross_entropy import head_losses
 from recompute.kernels.linears import autocast_dtype, cast, check_head, head_operands, in_dtypes_of, without_autocast
-from recompute.kernels.logit_blocks import Head, logits_nbytes, may_hold
+from recompute.kernels.logit_blocks import Head, logits_nbytes, may_hold, run_backward
 from recompute.kernels.loss_settings import Targets, wide_dtype
 from recompute.kernels.scores import check_scores, scored
 
@@ -233,16 +233,9 @@ class _LinearDivergence(torch.autograd.Function):
                 return *found, None, None
             narrowed = _narrowed(operands, ctx.narrow)
             arguments = (ddivergence, *narrowed, numbers, *settings, ctx.logits_bytes, *needed[:3])
-            if ctx.held is None or torch.compiler.is_compiling():
-                dhidden, dweight, dbias = _backward_op(*arguments)
-            else:
-                (dweight, *kept), ctx.held = ctx.held, None  # this backward writes over them: a second one has none
-                if dweight is None and needed[1]:
-                    dweight = narrowed[1].new_empty(narrowed[1].shape)
-                dhidden, dbias = _backward_held_op(dweight, *kept, *arguments)
-                dweight = dweight if needed[1] else None
+            dhidden, *others = run_backward(ctx, _backward_op, _backward_held_op, narrowed[1], arguments)
             del narrowed, arguments
-            return dhidden, *in_dtypes_of(operands[1:3], (dweight, dbias)), *(None,) * 7
+            return dhidden, *in_dtypes_of(operands[1:3], others), *(None,) * 7
 
 
 def _narrowed(operands: Sequence[Any], narrow: torch.dtype | None) -> list[Any]:

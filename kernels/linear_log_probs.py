@@ -25,8 +25,7 @@ from recompute.errors import KernelError
 from recompute.kernels import launch
 from recompute.kernels.linear_cross_entropy import head_losses
 from recompute.kernels.linears import check_head
-from recompute.kernels.loss_settings import LossSettings, check_target
-from recompute.kernels.scores import check_scores
+from recompute.kernels.loss_settings import check_target, checked_settings
 from recompute.kernels.word_shards import any_dtensor, local_parts, words_of
 
 if TYPE_CHECKING:
@@ -86,7 +85,6 @@ def linear_log_probs(
         hidden, weight, target, bias, group, vocabulary = local_parts(op, hidden, weight, target, bias)
     launch.check(op, hidden=hidden, weight=weight, bias=bias)
     check_head(op, "", hidden, weight, bias, adapter)
-    check_scores(op, temperature=temperature, scale=scale, softcap=softcap)
     tokens = hidden.shape[:-1]
     several = isinstance(target, Tensor) and target.dim() == hidden.dim()
     if several and target.shape[-1] == 0:
@@ -94,8 +92,8 @@ def linear_log_probs(
     shape = (*tokens, target.shape[-1]) if several else tokens
     words = words_of(op, weight, group, vocabulary)
     check_target(op, target, None, shape, words.vocabulary or len(weight), hidden.device)
-    numbers = int(ignore_index), 0.0, 0.0, float(softcap or 0.0)
-    settings = LossSettings(*numbers, "none", False, False, float(scale), float(temperature), bool(entropy), *words)
+    settings = checked_settings(op, ignore_index, 0.0, 0.0, softcap, "none", False, False, scale, temperature)
+    settings = settings._replace(with_entropy=bool(entropy), **words._asdict())
     operands = (hidden, weight, bias, adapter, target, None)
     losses, _, _, entropies = head_losses(op, *operands, settings, logits_bytes, hold_logits)
     log_probs = 0.0 - losses  # which has no zeros with a sign

@@ -6,8 +6,8 @@ Blocks may be held in the memory of the weight's gradient, as ``linear_cross_ent
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,11 @@ WIDTH = 8448
 
 WIDTH_STEP = 256
 """The widths of narrower blocks are multiples of this, which is the width of a matrix product's tile."""
+
+SMALL = 1 << 21
+"""Elements of a product which is few tiles for an H200: 128 tiles of 128 · 128."""
+
+NARROW_DTYPES = (torch.bfloat16, torch.float16)
 
 
 class BlockPlan(NamedTuple):
@@ -102,7 +107,10 @@ class Head(NamedTuple):
 
     def plan(self, logits_bytes: int, hold: bool, trains_weight: bool) -> BlockPlan:
         (vocabulary, hidden), itemsize = self.weight.shape, self.hidden.dtype.itemsize
-        return plan_blocks(self.tokens, vocabulary, hidden, itemsize, logits_bytes, hold, trains_weight)
+        plan = plan_blocks(self.tokens, vocabulary, hidden, itemsize, logits_bytes, hold, trains_weight)
+        if plan.blocks > 1 or launch.is_on_cuda(self.hidden):
+            return plan
+        return plan._replace(stride=vocabulary)  # oneDNN's bfloat16 products (torch 2.14) read what is between rows
 
     def held(self, plan: BlockPlan) -> tuple[Tensor | None, Tensor | None]:
         """Memory for the logits that are held until backward: that of the weight's gradient, and more beside it."""
@@ -111,9 +119,9 @@ class Head(NamedTuple):
         return dweight, self.hidden.new_empty(size) if plan.beside > 0 else None
 
     def blocks(self, plan: BlockPlan, dweight: Tensor | None, kept: Tensor | None) -> Blocks:
-        rows, *thin = (None if each is None else each.reshape(-1, each.shape[-1]) for each in (self.hidden, self.thin))
-        assert rows is not None
-        return Blocks(plan, rows, self.weight, self.bias, thin[0], self.up, dweight, kept)
+        thin = None if self.thin is None else self.thin.reshape(-1, self.thin.shape[-1])
+        rows = self._replace(hidden=self.hidden.reshape(-1, self.hidden.shape[-1]), thin=thin)
+        return Blocks(plan, rows, dweight, kept)
 
     def logits(self) -> Tensor:
         """All of them, in plain PyTorch."""
@@ -128,26 +136,33 @@ def may_hold(head: Head) -> bool:
     return trains and not torch.compiler.is_compiling()
 
 
+def run_backward(
+    ctx: Any, op: Callable[..., Any], held_op: Callable[..., Any], weight: Tensor, arguments: Sequence[Any]
+) -> tuple[Tensor | None, ...]:
+    """The gradients that ``op(*arguments)`` returns: of hidden states, of ``weight``, and others.
+
+    ``held_op`` writes over what forward has left in ``ctx.held``, first the memory of the weight's gradient. So a
+    second backward has none of it.
+    """
+    if ctx.held is None or torch.compiler.is_compiling():
+        return op(*arguments)
+    (dweight, *kept), ctx.held = ctx.held, None
+    if dweight is None and ctx.needs_input_grad[1]:
+        dweight = weight.new_empty(weight.shape)
+    dhidden, *others = held_op(dweight, *kept, *arguments)
+    return dhidden, dweight if ctx.needs_input_grad[1] else None, *others
+
+
 class Blocks:
     """The blocks of a plan's logits: where each is, and the matrix product that makes it."""
 
-    def __init__(
-        self,
-        plan: BlockPlan,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        thin: Tensor | None,
-        up: Tensor | None,
-        dweight: Tensor | None,
-        kept: Tensor | None,
-    ):
-        self.plan, self.hidden, self.weight, self.bias, self.thin, self.up = plan, hidden, weight, bias, thin, up
-        self.vocabulary = weight.shape[0]
-        self.size = hidden.shape[0] * plan.stride
+    def __init__(self, plan: BlockPlan, head: Head, dweight: Tensor | None, kept: Tensor | None):
+        """head: of tokens in one dimension."""
+        self.plan, self.head = plan, head
+        self.size = head.tokens * plan.stride
         self.dweight = None if dweight is None else dweight.view(-1)[: _aligned(dweight.numel())]
         self.kept = kept
-        self.spare = hidden.new_empty(self.size) if self.held < plan.blocks else None
+        self.spare = head.hidden.new_empty(self.size) if self.held < plan.blocks else None
 
     @property
     def held(self) -> int:
@@ -155,7 +170,7 @@ class Blocks:
 
     def columns(self, block: int) -> slice:
         first = block * self.plan.width
-        return slice(first, min(first + self.plan.width, self.vocabulary))
+        return slice(first, min(first + self.plan.width, len(self.head.weight)))
 
     def place(self, block: int) -> Tensor:
         """The memory of a block: (tokens, columns)."""
@@ -173,14 +188,13 @@ class Blocks:
 
     def make(self, block: int) -> Tensor:
         """The logits of a block, in its place."""
-        columns, logits = self.columns(block), self.place(block)
-        weight = self.weight[columns].t()
-        if self.bias is None:
-            torch.mm(self.hidden, weight, out=logits)
+        columns, logits, (hidden, weight, bias, thin, up) = self.columns(block), self.place(block), self.head
+        if bias is None:
+            torch.mm(hidden, weight[columns].t(), out=logits)
         else:
-            torch.addmm(self.bias[columns], self.hidden, weight, out=logits)
-        if self.thin is not None and self.up is not None:
-            torch.addmm(logits, self.thin, self.up[columns].t(), out=logits)
+            torch.addmm(bias[columns], hidden, weight[columns].t(), out=logits)
+        if thin is not None and up is not None:
+            torch.addmm(logits, thin, up[columns].t(), out=logits)
         return logits
 
     def get(self, block: int) -> Tensor:
@@ -201,7 +215,7 @@ class Blocks:
         differentiate: turns the logits of a block, of that number, into their gradient.
         dweight: the weight's gradient is written to it, and so over the logits that are held there.
         """
-        hidden, bias, thin, up = self.hidden, self.bias, self.thin, self.up
+        hidden, weight, bias, thin, up = self.head
         sum_dtype = wide_dtype(hidden) if self.plan.blocks > 1 else hidden.dtype
         dhidden = hidden.new_zeros(hidden.shape, dtype=sum_dtype) if needs_hidden else None
         dthin = thin.new_zeros(thin.shape, dtype=sum_dtype) if needs_thin and thin is not None else None
@@ -211,16 +225,28 @@ class Blocks:
             columns, tile = self.columns(block), self.get(block)
             differentiate(block, tile)
             if dhidden is not None:
-                _add_product(dhidden, tile, self.weight[columns])
+                _add_product(dhidden, tile, weight[columns])
             if dthin is not None and up is not None:
                 _add_product(dthin, tile, up[columns])
             if dbias is not None:
                 torch.sum(tile, 0, out=dbias[columns])
             if dup is not None and thin is not None:
-                torch.mm(tile.t(), thin, out=dup[columns])
+                _write_product(dup[columns], tile.t(), thin)
             if dweight is not None:
-                torch.mm(tile.t(), hidden, out=dweight[columns])
+                _write_product(dweight[columns], tile.t(), hidden)
         return dhidden, dthin, dbias, dup
+
+
+def _write_product(out: Tensor, left: Tensor, right: Tensor) -> None:
+    """``out[:] = left @ right``, rounded once.
+
+    Where a product is small and its sums are long, cuBLAS sums in parts, and rounds each part to the product's dtype. A
+    gradient of all words is large, and not so: that of a block is to err no more. A small float32 product costs little.
+    """
+    if launch.is_on_cuda(out) and out.dtype in NARROW_DTYPES and out.numel() <= SMALL:
+        out.copy_(torch.mm(left, right, out_dtype=torch.float32))
+    else:
+        torch.mm(left, right, out=out)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

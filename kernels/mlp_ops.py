@@ -33,7 +33,6 @@ from recompute.kernels.activation import (
     GATE_ACTIVATIONS,
     GLU,
     activation_reference,
-    check_activation,
     decoded_gates,
     glu_reference,
 )
@@ -97,7 +96,7 @@ def _check(op: str, x: Tensor, activation: str, narrow: torch.dtype | None, *par
     names, known, expected = FORMS[op]
     named = {name: each for name, each in zip(names, parameters, strict=True) if name is not None}
     launch.check(op, x=x, **named)
-    check_activation(op, activation, known)
+    launch.check_one_of(op, "activation", activation, known)
     found = {name: tuple(each.shape) for name, each in {"x": x, **named}.items() if each is not None}
     hidden, down, is_packed = found["x"][-1:], found["down_weight"], op == "gated_mlp" and parameters[1] is None
     outer, inner = down[:1], down[1:]
@@ -290,30 +289,22 @@ def gradients_of_tiles(
     run: computes a tile of the output of one of the input. A parameter's gradient is summed up in
     float32, and rounded once.
     """
-    wanted = [each for each in parameters if each is not None and each.requires_grad]
+    wanted = {place: each for place, each in enumerate(parameters) if each is not None and each.requires_grad}
     dx = x.new_empty(x.shape) if needs_dx else None
-    parts = rows(dx).split(tile) if dx is not None else None
-    sums: list[Tensor | None] = [None] * len(wanted)
-    for number, (part, gradient) in enumerate(zip(rows(x).split(tile), rows(dy).split(tile), strict=True)):
+    parts = iter(() if dx is None else rows(dx).split(tile))
+    sums: list[Tensor | None] = [None] * len(parameters)
+    for part, gradient in zip(rows(x).split(tile), rows(dy).split(tile), strict=True):
         with torch.enable_grad():
             leaf = part.detach().requires_grad_(needs_dx)
             y = run(leaf)
-        inputs = [*([leaf] if needs_dx else []), *wanted]
+        inputs = [*([leaf] if needs_dx else []), *wanted.values()]
         found = list(torch.autograd.grad(y, inputs, gradient.contiguous(), allow_unused=True))
         del y
-        if parts is not None:
-            parts[number].copy_(found.pop(0))
-        for place, each in enumerate(found):
+        if needs_dx:
+            next(parts).copy_(found.pop(0))
+        for place, each in zip(wanted, found, strict=True):
             if each is not None:
                 total = sums[place]
-                sums[place] = (
-                    each.to(torch.promote_types(each.dtype, torch.float32)) if total is None else total.add_(each)
-                )
+                sums[place] = launch.widen(each) if total is None else total.add_(each)
         del found
-    gradients = iter(sums)
-    of_parameters = [next(gradients) if each is not None and each.requires_grad else None for each in parameters]
-    rounded = [
-        None if total is None or each is None else total.to(each.dtype)
-        for total, each in zip(of_parameters, parameters, strict=True)
-    ]
-    return dx, rounded
+    return dx, list(in_dtypes_of(parameters, sums))

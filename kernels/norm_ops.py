@@ -57,10 +57,7 @@ def add_norm(
 ) -> tuple[Tensor, Tensor]:
     if residual is not None:
         launch.check(op, x=x, residual=residual)
-        if residual.shape != x.shape:
-            raise KernelError(
-                f"{op}: x has shape {tuple(x.shape)} and residual {tuple(residual.shape)}; expected the same shape."
-            )
+        launch.check_same_shape(op, x=x, residual=residual)
     y, h, mean, rstd = _Norm.apply(x, residual, weight, bias, eps, casting, True)
     record(y, OPS[casting].regenerate, h, weight, bias, mean, rstd, casting)
     return y, h
@@ -119,8 +116,11 @@ class _Norm(torch.autograd.Function):
         return dx, dresidual, dweight, dbias, None, None, None
 
 
-def _in_memory_order(position: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Let an implementation see leading dimensions in the order that x, an argument, has in memory, as heads have."""
+def _in_memory_order(tensor_of: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Let an implementation see leading dimensions in the order that x has in memory, as heads have.
+
+    tensor_of: gives x of the arguments, or None for dimensions as they are.
+    """
 
     def decorate(implementation: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
         def reordered(order: list[int], arguments: tuple[Any, ...]) -> Iterator[Any]:
@@ -133,7 +133,7 @@ def _in_memory_order(position: int) -> Callable[[Callable[..., Any]], Callable[.
 
         @functools.wraps(implementation)
         def ordered(*arguments: Any) -> Iterator[Any]:
-            order = _memory_order(arguments[position])
+            order = _memory_order(tensor_of(*arguments))
             return implementation(*arguments) if order is None else reordered(order, arguments)
 
         return ordered
@@ -141,9 +141,9 @@ def _in_memory_order(position: int) -> Callable[[Callable[..., Any]], Callable[.
     return decorate
 
 
-def _memory_order(x: Tensor) -> list[int] | None:
+def _memory_order(x: Tensor | None) -> list[int] | None:
     """The dimensions of x in the order they have in memory; None if that is their own order, or rows have gaps."""
-    if x.dim() < 3 or x.is_contiguous() or x.stride(-1) != 1:
+    if x is None or x.dim() < 3 or x.is_contiguous() or x.stride(-1) != 1:
         return None
     leading = range(x.dim() - 1)
     if any(x.stride(dim) == 0 for dim in leading):  # expanded dimensions have no order in memory
@@ -159,14 +159,8 @@ def _permuted(value: Any, order: list[int]) -> Any:
     return value
 
 
+@_in_memory_order(lambda x, residual, *_: x if residual is None else None)
 def _forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, casting: str
-) -> Iterator[tuple[Tensor, Tensor | None, Tensor | None, Tensor]]:
-    implementation = _forward_in_memory_order if residual is None else _forward_in_own_order
-    return implementation(x, residual, weight, bias, eps, casting)
-
-
-def _forward_in_own_order(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, casting: str
 ) -> Iterator[tuple[Tensor, Tensor | None, Tensor | None, Tensor]]:
     if not launch.uses_triton(x, residual, weight, bias):
@@ -181,10 +175,7 @@ def _forward_in_own_order(
     launch_forward(x, residual, weight, bias, h, y, mean, rstd, eps, casting)
 
 
-_forward_in_memory_order = _in_memory_order(0)(_forward_in_own_order)
-
-
-@_in_memory_order(0)
+@_in_memory_order(lambda x, *_: x)
 def _regenerated(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, rstd: Tensor, casting: str
 ) -> Iterator[Tensor]:
@@ -199,7 +190,7 @@ def _regenerated(
 
 # These arguments stand flat because torch.library calls an op with the flat arguments of the schema. Making an object
 # of them would add about 0.4 µs to each call (torch 2.13, one CPU core).
-@_in_memory_order(1)
+@_in_memory_order(lambda dy, x, *_: x)
 def _backward(
     dy: Tensor,
     x: Tensor,

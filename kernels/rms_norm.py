@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from recompute.errors import KernelError
+from recompute.kernels.launch import check_one_of
 from recompute.kernels.norm_ops import CASTINGS, add_norm, check_norm, norm
 
 
@@ -77,5 +77,4 @@ def add_rms_norm(
 
 def _check(op: str, x: Tensor, weight: Tensor | None, casting: str) -> None:
     check_norm(op, x, weight)
-    if casting not in CASTINGS:
-        raise KernelError(f"{op}: unknown casting {casting!r}; expected one of {', '.join(CASTINGS)}.")
+    check_one_of(op, "casting", casting, CASTINGS)

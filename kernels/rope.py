@@ -179,24 +179,17 @@ def _checked_heads_dim(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze
         raise KernelError(f"rope: unsqueeze_dim is {unsqueeze_dim}; expected that of the heads, 1 or 2.")
     if q.dtype is not k.dtype:
         raise KernelError(f"rope: q is {q.dtype} and k {k.dtype}; expected the same dtype.")
-    shape, angles = q.shape, cos.shape
-    if (
-        len(shape) != 4
-        or k.dim() != 4
-        or len(angles) != 3
-        or k.shape[0] != shape[0]
-        or k.shape[3 - heads_dim] != shape[3 - heads_dim]
-        or k.shape[3] != shape[3]
-        or sin.shape != angles
-        or angles[0] not in (1, shape[0])
-        or angles[1] != shape[3 - heads_dim]
-        or not 0 < angles[2] <= shape[3]
-        or angles[2] % 2
-    ):
+    fits = q.dim() == k.dim() == 4 and cos.dim() == 3 and sin.shape == cos.shape
+    if fits:
+        (batch, tokens, width), of_k = ((x.shape[0], x.shape[3 - heads_dim], x.shape[3]) for x in (q, k))
+        first, second, rotated = cos.shape
+        fits = of_k == (batch, tokens, width) and first in (1, batch) and second == tokens
+        fits = fits and 0 < rotated <= width and rotated % 2 == 0
+    if not fits:
         expected = "(B, heads, S, D)" if heads_dim == 1 else "(B, S, heads, D)"
         raise KernelError(
             f"rope: expected q and k of shape {expected}, each with its own number of heads, and cos and sin (B or 1, "
-            f"S, R) with an even R of at most D; found q {tuple(shape)}, k {tuple(k.shape)}, cos {tuple(angles)} and "
+            f"S, R) with an even R of at most D; found q {tuple(q.shape)}, k {tuple(k.shape)}, cos {tuple(cos.shape)}, "
             f"sin {tuple(sin.shape)}."
         )
     return heads_dim

@@ -25,6 +25,19 @@ class Statistics(NamedTuple):
     """The first column with the maximum."""
     target_logits: Tensor
 
+    def of_rows(self) -> Statistics:
+        """As if one block had whole rows."""
+        highest, blocks = self.maxima.max(0, keepdim=True)
+        factors = torch.exp(self.maxima - highest)
+        moments = self.moments
+        if moments is not None:
+            moments = (factors * (moments + self.sums * finite_gap(self.maxima, highest))).sum(0, keepdim=True)
+        return Statistics(
+            *(highest, (self.sums * factors).sum(0, keepdim=True)),
+            *(None if self.weighted_sums is None else self.weighted_sums.sum(0, keepdim=True), moments),
+            *(None if self.indices is None else self.indices.gather(0, blocks), self.target_logits),
+        )
+
 
 class Losses(NamedTuple):
     loss: Tensor
@@ -74,22 +87,26 @@ def observe_reference(statistics: Statistics, block: int, first: int, logits: Te
     before.copy_(torch.where(here, found, before))
 
 
-def conclude_reference(statistics: Statistics, targets: Targets) -> Losses:
+def conclude(statistics: Statistics, targets: Targets) -> Losses:
+    """The loss of every row whose blocks were all observed, in plain PyTorch on the few numbers of each.
+
+    Raises ``IndexError`` on the CPU for a target that is neither a class nor ignored, as PyTorch does; on CUDA, where
+    nothing waits for the device, an assertion there fails.
+    """
+    _refuse_unless(targets.are_in_bounds().all(), targets)
     _, count, class_weights, vocabulary, settings = targets
-    highest, blocks = statistics.maxima.max(0)
-    factors = torch.exp(statistics.maxima - highest)
-    sums = (statistics.sums * factors).sum(0)
+    statistics = statistics.of_rows()
+    highest, sums = statistics.maxima[0], statistics.sums[0]
     lse = (highest + sums.log()).repeat_interleave(count)
     counts, weights = targets.weights(lse)
     loss = (1.0 - settings.label_smoothing) * weights * (lse - statistics.target_logits)
     loss += settings.z_loss * lse.square()
     if statistics.weighted_sums is not None:
         total = vocabulary if class_weights is None else class_weights.sum()
-        loss += settings.label_smoothing / vocabulary * (total * lse - statistics.weighted_sums.sum(0))
+        loss += settings.label_smoothing / vocabulary * (total * lse - statistics.weighted_sums[0])
     entropy, normalizers = None, [highest, sums]
     if statistics.moments is not None:
-        moments = statistics.moments + statistics.sums * finite_gap(statistics.maxima, highest)
-        mean = (factors * moments).sum(0) / sums
+        mean = statistics.moments[0] / sums
         entropy = torch.where(counts.view(-1, count).any(1), sums.log() - mean, 0.0)
         normalizers.append(mean)
     return Losses(
@@ -97,9 +114,20 @@ def conclude_reference(statistics: Statistics, targets: Targets) -> Losses:
         torch.stack(normalizers, 1),
         torch.where(counts, weights, 0.0),
         highest if settings.with_max else None,
-        statistics.indices.gather(0, blocks[None])[0].long() if statistics.indices is not None else None,
+        None if statistics.indices is None else statistics.indices[0].long(),
         entropy,
     )
+
+
+def _refuse_unless(in_bounds: Tensor, targets: Targets) -> None:
+    """Raise for a target that is no class, where ``in_bounds``, 0-dimensional, is False."""
+    if type(in_bounds) is not Tensor:  # a fake tensor, which has no value
+        return
+    if in_bounds.device.type != "cpu":
+        torch._assert_async(in_bounds, "cross_entropy: a target is out of bounds: neither a class nor ignore_index")
+    elif not in_bounds:
+        wrong = targets.labels[~targets.are_in_bounds()][0].item()
+        raise IndexError(f"Target {wrong} is out of bounds.")
 
 
 def differentiate_reference(

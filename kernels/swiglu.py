@@ -10,7 +10,7 @@ from torch import Tensor
 from recompute.engine.recipe_book import record
 from recompute.errors import KernelError
 from recompute.kernels import launch
-from recompute.kernels.activation import GATE_ACTIVATIONS, GLU, check_activation, glu_reference
+from recompute.kernels.activation import GATE_ACTIVATIONS, GLU, glu_reference
 from recompute.kernels.blockwise_8bit import BLOCK, check_codes
 
 
@@ -38,15 +38,13 @@ def geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "tanh") -> 
     """``gelu(gate) * up``, in all else as ``swiglu``.
 
     Args:
-        gate: as ``swiglu`` takes it.
-        up: as ``swiglu`` takes it.
+        gate, up: as ``swiglu`` takes them.
         approximate: of ``torch.nn.functional.gelu``: ``tanh``, or ``none`` for the exact form by erf.
 
     Raises:
         KernelError: as ``swiglu`` does, and for other values of ``approximate``.
     """
-    if approximate not in ("tanh", "none"):
-        raise KernelError(f"geglu: unknown approximate {approximate!r}; expected 'tanh' or 'none'.")
+    launch.check_one_of("geglu", "approximate", approximate, ("tanh", "none"))
     return _apply("geglu", gate, up, "gelu_tanh" if approximate == "tanh" else "gelu")
 
 
@@ -55,10 +53,8 @@ def _apply(op: str, gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
     if up is None:
         if gate.dim() == 0 or gate.shape[-1] % 2:
             raise KernelError(f"{op}: gate has shape {tuple(gate.shape)}; expected (..., 2 · I) where up is None.")
-    elif gate.shape != up.shape:
-        raise KernelError(
-            f"{op}: gate has shape {tuple(gate.shape)} and up {tuple(up.shape)}; expected the same shape."
-        )
+    else:
+        launch.check_same_shape(op, gate=gate, up=up)
     product = _GLU.apply(gate, up, activation)
     record(product, GLU.forward, gate, up, activation)
     return product
@@ -122,10 +118,8 @@ def glu_backward_from_codes(
         KernelError: for other activations or dtypes, shapes that do not fit, or several devices.
     """
     op = "glu_backward_from_codes"
-    check_activation(op, activation, GATE_ACTIVATIONS)
-    if dproduct.dtype not in launch.TRITON_DTYPES:
-        expected = ", ".join(map(str, launch.TRITON_DTYPES))
-        raise KernelError(f"{op}: dproduct is {dproduct.dtype}; expected one of {expected}.")
+    launch.check_one_of(op, "activation", activation, GATE_ACTIVATIONS)
+    launch.check_dtype(op, "dproduct", dproduct.dtype)
     for codes, scales in ((gate, gate_scales), (up, up_scales)):
         if codes is not None and scales is not None:
             check_codes(op, codes, scales, block)

@@ -94,30 +94,26 @@ def any_dtensor(*tensors: Any) -> bool:
 def over_ranks(statistics: Statistics, targets: Targets, rows: int) -> Statistics:
     """The statistics of all ranks' words, as if one block had them, from those of this rank's ``rows`` words."""
     labels, count, _, _, settings = targets
-    group = _group(settings.group)
-    own, blocks = statistics.maxima.max(0)
-    highest = own.clone()
+    group, own = _group(settings.group), statistics.of_rows()
+    highest = own.maxima.clone()
     distributed.all_reduce(highest, distributed.ReduceOp.MAX, group=group)
-    factors = torch.exp(statistics.maxima - highest)
+    factors = torch.exp(own.maxima - highest)
     here = (labels >= settings.first) & (labels < settings.first + rows)
-    sums = [(statistics.sums * factors).sum(0), *statistics.target_logits.where(here, 0.0).view(-1, count).t()]
-    if statistics.weighted_sums is not None:
-        sums.append(statistics.weighted_sums.sum(0))
-    if statistics.moments is not None:
-        moments = statistics.moments + statistics.sums * finite_gap(statistics.maxima, highest)
-        sums.append((factors * moments).sum(0))
-    table = torch.stack(sums)
+    sums = [own.sums * factors, own.target_logits.where(here, 0.0).view(-1, count).t()]
+    if own.weighted_sums is not None:
+        sums.append(own.weighted_sums)
+    if own.moments is not None:
+        sums.append(factors * (own.moments + own.sums * finite_gap(own.maxima, highest)))
+    table = torch.cat(sums)
     distributed.all_reduce(table, group=group)
-    indices = statistics.indices
+    indices = own.indices
     if indices is not None:  # the first of those with the maximum
-        indices = indices.gather(0, blocks[None])[0]
-        indices = indices.where(own == highest, torch.iinfo(indices.dtype).max)
+        indices = indices.where(own.maxima == highest, torch.iinfo(indices.dtype).max)
         distributed.all_reduce(indices, distributed.ReduceOp.MIN, group=group)
-        indices = indices[None]
     return Statistics(
-        *(highest[None], table[:1]),
-        None if statistics.weighted_sums is None else table[1 + count : 2 + count],
-        None if statistics.moments is None else table[-1:],
+        *(highest, table[:1]),
+        None if own.weighted_sums is None else table[1 + count : 2 + count],
+        None if own.moments is None else table[-1:],
         *(indices, table[1 : 1 + count].t().reshape(-1)),
     )
 

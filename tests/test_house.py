@@ -242,7 +242,6 @@ MANY_PARAMETERS = {
     "cli.estimate",
     "cli.plan",
     "cross_entropy_rows._gradient_kernel",
-    "cross_entropy_rows._loss_kernel",
     "cross_entropy_rows._statistics_kernel",
     "divergence_rows._divergence_gradient_kernel",
     "divergence_rows._sums_kernel",

@@ -34,11 +34,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("results/kernels"), help="folder for results.json, .md, .png")
     parser.add_argument("--ops", nargs="+", choices=OPS, default=OPS, help="measure these; keep others' rows in --out")
+    parser.add_argument("--sizes", nargs="+", default=(), help="on a GPU: of these alone, as 8192x4096x151936")
     parser.add_argument("--quick", action="store_true", help="small tensors, few repeats, and no torch.compile")
     options = parser.parse_args()
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    clock = Clock(device, quick=options.quick)
+    clock = Clock(device, quick=options.quick, sizes_alone=options.sizes)
     console = Console(width=None if sys.stdout.isatty() else 1000, highlight=False, markup=False)
     if device.type == "cpu":
         console.print("No GPU: the references run, on small tensors.")

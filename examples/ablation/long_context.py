@@ -5,7 +5,10 @@
 
 On a GPU it is Llama 3 8B with its vocabulary, in bfloat16 with fused AdamW, one sequence of random tokens; else a small
 one. With --lora the model is frozen, and adapters of all its Linears are trained. With fewer --layers a step is shorter
-and holds less in host memory.
+and holds less in host memory. Under torchrun the sequence is shared out over GPUs, and rows are rank 0's:
+
+    torchrun --nproc-per-node 2 examples/ablation/long_context.py examples/policies/longest.yaml --lora 16 \
+        --sequence 1048576 --layers 4 --steps 1
 
 It writes results.json and results.md. A way that runs out of memory is a row that says so, and is not tried with the
 longer sequences that follow.
@@ -16,6 +19,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import shlex
 import statistics
 import sys
@@ -24,8 +28,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from tabulate import tabulate
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import AdamW
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
@@ -35,6 +41,9 @@ from recompute import counters
 from recompute.attach.apply import AppliedPolicy
 from recompute.errors import HostMemoryError
 from recompute.units import humanize, parse_budget
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "distributed"))
+from shared_sequence import wrap
 
 LLAMA_8B = {
     "hidden_size": 4096,
@@ -59,7 +68,7 @@ WARMUP_LENGTH = 4096
 
 @dataclass(frozen=True)
 class Row:
-    """Peaks have everything in them: parameters, gradients and the optimizer's states as well."""
+    """Peaks have everything in them: parameters, gradients and the optimizer's states as well. They are one rank's."""
 
     way: str
     sequence_length: int
@@ -85,16 +94,23 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("results/long-context"))
     options = parser.parse_args()
     device = counters.resolve_device("auto")
+    is_shared = "WORLD_SIZE" in os.environ  # by torchrun
+    if is_shared:
+        if device.type == "cuda":
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(device)
+        dist.init_process_group(device_id=device if device.type == "cuda" else None)
     if options.memory is not None and device.type == "cuda":
         capacity = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(options.memory / capacity)
     shape = LLAMA_8B if device.type == "cuda" else SMALL
     shape = shape | {"num_hidden_layers": options.layers or shape["num_hidden_layers"]}
     results: dict[str, Any] = {
-        "command": shlex.join(sys.argv),
+        "command": (f"torchrun --nproc-per-node {dist.get_world_size()} " if is_shared else "") + shlex.join(sys.argv),
         "machine": counters.describe_machine(device),
         "model": shape,
         "lora": options.lora,
+        "ranks": dist.get_world_size() if is_shared else 1,
         "rows": [],
     }
     options.out.mkdir(parents=True, exist_ok=True)
@@ -107,9 +123,13 @@ def main() -> None:
             if row.error is not None:
                 exhausted.add(way)
             results["rows"].append(asdict(row))
+            if is_shared and dist.get_rank():
+                continue
             print(row, flush=True)
             (options.out / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
             (options.out / "results.md").write_text(markdown(results), encoding="utf-8")
+    if is_shared:
+        dist.destroy_process_group()
 
 
 def measured(way: str, length: int, steps: int, device: torch.device, shape: dict[str, int], lora: int | None) -> Row:
@@ -119,6 +139,8 @@ def measured(way: str, length: int, steps: int, device: torch.device, shape: dic
     try:
         return _measured(way, length, steps, device, shape, lora)
     except (torch.OutOfMemoryError, HostMemoryError) as error:
+        if dist.is_initialized():  # other ranks wait for this one
+            raise
         return Row(way, length, error=str(error).partition(".")[0])
 
 
@@ -136,25 +158,26 @@ def _measured(way: str, length: int, steps: int, device: torch.device, shape: di
 
         adapters = LoraConfig(r=lora, lora_alpha=2 * lora, target_modules="all-linear")
         model = get_peft_model(model, adapters, autocast_adapter_dtype=False)
+    tokens = torch.randint(shape["vocab_size"], (1, length), device=device)
     if way != PEER:
-        return _trained(model, recompute.apply(model, way), way, length, steps, device)
+        handle = recompute.apply(model, way)
+        if dist.is_initialized():
+            model = wrap(model, init_device_mesh(device.type, (dist.get_world_size(),)))
+        return _trained(model, handle, way, tokens, steps)
     from liger_kernel.transformers import apply_liger_kernel_to_llama  # type: ignore[import-not-found]
 
     before = dict(vars(modeling_llama))
     apply_liger_kernel_to_llama(model=model)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     try:
-        return _trained(model, None, way, length, steps, device)
+        return _trained(model, None, way, tokens, steps)
     finally:
         vars(modeling_llama).update(before)  # Liger changes it for all models
 
 
-def _trained(
-    model: nn.Module, handle: AppliedPolicy | None, way: str, length: int, steps: int, device: torch.device
-) -> Row:
-    on_cuda = device.type == "cuda"
+def _trained(model: nn.Module, handle: AppliedPolicy | None, way: str, tokens: Tensor, steps: int) -> Row:
+    device, on_cuda = tokens.device, tokens.is_cuda
     optimizer = AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-5, fused=True)
-    tokens = torch.randint(model.config.vocab_size, (1, length), device=device)
     seconds, loss = [], 0.0
     for step in range(1 + steps):
         if on_cuda and step == 1:
@@ -167,10 +190,13 @@ def _trained(
         result.backward()
         optimizer.step()
         seconds.append(counters.wall_seconds(device) - start)
-        loss = result.item()
+        mean = result.detach().clone()
+        if dist.is_initialized():  # each rank has its share
+            dist.all_reduce(mean.div_(dist.get_world_size()))
+        loss = mean.item()
     return Row(
         way,
-        length,
+        tokens.shape[1],
         torch.cuda.max_memory_allocated() if on_cuda else None,
         torch.cuda.max_memory_reserved() if on_cuda else None,
         statistics.median(seconds[1:]),

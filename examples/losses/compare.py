@@ -16,9 +16,13 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import shlex
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from datetime import date
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,7 +42,13 @@ import recompute
 HEAD = {"rules": [{"match": "lm_head", "action": "recompute", "via": "kernel"}]}
 OURS = {each: each.log_probs for each in (dpo, kto, orpo, simpo)} | {grpo: grpo.log_probs_and_entropies}
 WAYS = ("plain", "on lazy logits", "ours", "Liger")
-LOSSES = ("DPO", "KTO", "ORPO", "SimPO", "GRPO", "distillation")
+DISTILLATIONS = {
+    "distillation": "jsd",
+    "forward KL": "forward_kl",
+    "reverse KL": "reverse_kl",
+    "total variation": "total_variation",
+}
+LOSSES = ("DPO", "KTO", "ORPO", "SimPO", "GRPO", *DISTILLATIONS)
 STEPS = 7
 
 
@@ -67,18 +77,29 @@ def plain_with_entropies(model: Any, ids: Tensor, labels: Tensor, temperature: f
     return log_p.gather(-1, words)[..., 0], -(log_p.exp() * log_p).sum(-1)
 
 
-def plain_distillation(student: Any, teacher: Any, ids: Tensor, labels: Tensor, beta: float = 0.1) -> Tensor:
+def plain_distillation(
+    student: Any, teacher: Any, ids: Tensor, labels: Tensor, kind: str = "jsd", beta: float = 0.1
+) -> Tensor:
     log_p = student.lm_head(student.model(ids).last_hidden_state[:, :-1]).float().log_softmax(-1)
     with torch.no_grad():
         log_q = teacher.lm_head(teacher.model(ids).last_hidden_state[:, :-1]).float().log_softmax(-1)
     p, q = log_p.exp(), log_q.exp()
-    log_both = (p * (1 - beta) + q * beta).log()
-    rows = (1 - beta) * (p * (log_p - log_both)).sum(-1) + beta * (q * (log_q - log_both)).sum(-1)
+    if kind == "forward_kl":
+        rows = (q * (log_q - log_p)).sum(-1)
+    elif kind == "reverse_kl":
+        rows = (p * (log_p - log_q)).sum(-1)
+    elif kind == "total_variation":
+        rows = 0.5 * (p - q).abs().sum(-1)
+    else:
+        log_both = (p * (1 - beta) + q * beta).log()
+        rows = (1 - beta) * (p * (log_p - log_both)).sum(-1) + beta * (q * (log_q - log_both)).sum(-1)
     counts = labels[:, 1:] != IGNORED
     return (rows * counts).sum() / counts.sum()
 
 
-def steps_of(policy: Model, reference: Model, batch: tuple[Tensor, Tensor]) -> dict[str, Callable[[], Tensor]]:
+def steps_of(
+    policy: Model, reference: Model, batch: tuple[Tensor, Tensor], distill: Callable[..., Tensor]
+) -> dict[str, Callable[[], Tensor]]:
     ids, labels = batch
     half = torch.arange(len(ids), device=DEVICE) % 2 == 0
     sampled = torch.full(labels[:, 1:].shape, -11.0, device=DEVICE)
@@ -88,7 +109,7 @@ def steps_of(policy: Model, reference: Model, batch: tuple[Tensor, Tensor]) -> d
         "ORPO": lambda: orpo.orpo_loss(policy, ids, labels),
         "SimPO": lambda: simpo.simpo_loss(policy, ids, labels),
         "GRPO": lambda: grpo.grpo_loss(policy, batch, sampled, half.float()[:, None]),
-        "distillation": lambda: distillation.distillation_loss(policy, reference, ids, labels),
+        **{name: partial(distill, policy, reference, ids, labels, kind) for name, kind in DISTILLATIONS.items()},
     }
 
 
@@ -108,7 +129,11 @@ def ligers(policy: Model, reference: Model, batch: tuple[Tensor, Tensor]) -> dic
     of_orpo = chunked_loss.LigerFusedLinearORPOLoss()
     of_simpo = chunked_loss.LigerFusedLinearSimPOLoss(beta=2.0, gamma=1.0, compute_nll_loss=False)
     of_grpo = chunked_loss.LigerFusedLinearGRPOLoss(beta=0.0, use_ref_model=False, temperature=0.9, loss_type="bnpo")
-    of_jsd = chunked_loss.LigerFusedLinearJSDLoss(weight_hard_loss=0.0, weight_soft_loss=1.0, beta=0.1)
+    betas = {"distillation": 0.1, "forward KL": 0.0, "reverse KL": 1.0}
+    of_jsd = {
+        name: chunked_loss.LigerFusedLinearJSDLoss(weight_hard_loss=0.0, weight_soft_loss=1.0, beta=beta)
+        for name, beta in betas.items()
+    }
     kl, sampled = torch.zeros((), device=DEVICE), torch.full(targets.shape, -11.0, device=DEVICE)
 
     def by_grpo() -> Tensor:
@@ -116,9 +141,9 @@ def ligers(policy: Model, reference: Model, batch: tuple[Tensor, Tensor]) -> dic
         words = targets.clamp_min(0)
         return of_grpo(states, weight, words, counts.float(), half.float(), old_per_token_logps=sampled)[0]
 
-    def by_jsd() -> Tensor:
+    def by_jsd(name: str) -> Tensor:
         weight_, states = operands(policy)
-        return of_jsd(states.flatten(0, 1), weight_, taught.flatten(0, 1), weight, targets.flatten())
+        return of_jsd[name](states.flatten(0, 1), weight_, taught.flatten(0, 1), weight, targets.flatten())
 
     return {
         "DPO": lambda: of_dpo(*operands(policy), targets, **of_reference)[0],
@@ -126,7 +151,7 @@ def ligers(policy: Model, reference: Model, batch: tuple[Tensor, Tensor]) -> dic
         "ORPO": lambda: of_orpo(*operands(policy), targets)[0],
         "SimPO": lambda: of_simpo(*operands(policy), targets)[0],
         "GRPO": by_grpo,
-        "distillation": by_jsd,
+        **{name: partial(by_jsd, name) for name in of_jsd},
     }
 
 
@@ -189,14 +214,15 @@ def main() -> None:
         handles = [recompute.apply(model, HEAD) for model in (policy, reference)] if way == "on lazy logits" else []
         use(log_probs=way == "ours")
         try:
-            make = ligers if way == "Liger" else steps_of
-            steps = make(policy, reference, given_batch)
+            if way == "Liger":
+                steps = ligers(policy, reference, given_batch)
+            else:
+                distill = distillation.distillation_loss if way == "ours" else plain_distillation
+                steps = steps_of(policy, reference, given_batch, distill)
         except ImportError as error:
             print(f"{way}: {error}")
             continue
-        if way in ("plain", "on lazy logits"):
-            steps["distillation"] = lambda: plain_distillation(policy, reference, ids, labels)
-        for loss in given.losses:
+        for loss in [name for name in given.losses if name in steps]:
             rows.append({"loss": loss, "way": way, **attempt(steps[loss], parameters, given.steps)})
             print(rows[-1])
         for handle in handles:
@@ -204,7 +230,8 @@ def main() -> None:
     use(log_probs=True)
     if given.out is not None:
         device = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu"
-        about = {"device": device, "torch": torch.__version__, "shape": list(given.shape), "dtype": "bfloat16"}
+        about = {"command": shlex.join(["python", *sys.argv]), "date": date.today().isoformat(), "device": device}
+        about |= {"torch": torch.__version__, "shape": list(given.shape), "dtype": "bfloat16"}
         given.out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n", encoding="utf-8")
 
 

@@ -15,11 +15,13 @@ from transformers import PreTrainedModel
 from recompute.kernels.linear_divergence import linear_divergence
 
 
-def distillation_loss(student: PreTrainedModel, teacher: PreTrainedModel, ids: Tensor, labels: Tensor) -> Tensor:
+def distillation_loss(
+    student: PreTrainedModel, teacher: PreTrainedModel, ids: Tensor, labels: Tensor, kind: str = "jsd"
+) -> Tensor:
     hidden = student.model(input_ids=ids).last_hidden_state[:, :-1]
     with torch.no_grad():
         taught = teacher.model(input_ids=ids).last_hidden_state[:, :-1]
-    divergence = linear_divergence(hidden, student.lm_head.weight, taught, teacher.lm_head.weight, kind="jsd", beta=0.1)
+    divergence = linear_divergence(hidden, student.lm_head.weight, taught, teacher.lm_head.weight, kind=kind, beta=0.1)
     counts = labels[:, 1:] != IGNORED
     return (divergence * counts).sum() / counts.sum()
 

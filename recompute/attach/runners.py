@@ -249,12 +249,12 @@ def choose_runners(
         fallback = PlainRunner(statistics, "it runs as it is") if is_on_cuda else None
         kernel = KernelHeadRunner(statistics, fallback, meaning.hold)
     else:
-        kernel = _kernel_of(module, statistics, meaning)
+        kernel = find_kernel(statistics, module, _instead_of_kernel(statistics, meaning), meaning)
     if kernel is None or kernel.wants_tape or (meaning.tapes_kernels and not is_head(module)):
         runner: Runner = TapeRunner(statistics, meaning, cache, kernel)
     else:
         if is_on_cuda and not is_head(module):
-            kernel.fall_back_on(TapeRunner(statistics, meaning, cache))
+            kernel.fallback = TapeRunner(statistics, meaning, cache)
         kernel.compiled_region = compiled_region(op_policy(meaning), compresses=meaning.compresses)
         runner = kernel
     yield path, module, offloaded(runner, meaning)
@@ -278,16 +278,9 @@ def offloaded(runner: Runner, meaning: Meaning) -> Runner:
     return runner if meaning.offloading is None else OffloadRunner(runner.statistics, meaning, runner)
 
 
-def _kernel_of(
-    module: nn.Module, statistics: RegionStatistics, meaning: Meaning, *, written_out: bool = True
-) -> KernelRunner | None:
-    """The kernels for a module. Where the rule wants them on CUDA alone, it runs as it is elsewhere."""
-    fallback = PlainRunner(statistics) if meaning.kernels is Kernels.ON_CUDA else None
-    in_tiles = meaning.tile is not None
-    kernel = find_kernel(statistics, module, fallback, written_out=written_out, in_tiles=in_tiles)
-    if kernel is not None:
-        kernel.configure(compresses=meaning.compresses, tile=meaning.tile)
-    return kernel
+def _instead_of_kernel(statistics: RegionStatistics, meaning: Meaning) -> PlainRunner | None:
+    """The runner for other devices than CUDA; None if the kernel runs there, too."""
+    return PlainRunner(statistics) if meaning.kernels is Kernels.ON_CUDA else None
 
 
 def _kernels_inside(
@@ -301,7 +294,9 @@ def _kernels_inside(
         if child_path in governed or is_decorated(child):
             continue
         statistics = RegionStatistics(f"{child_path} ({type(child).__name__})")
-        if (kernel := _kernel_of(child, statistics, meaning, written_out=written_out)) is None:
+        fallback = _instead_of_kernel(statistics, meaning)
+        kernel = find_kernel(statistics, child, fallback, meaning, written_out=written_out)
+        if kernel is None:
             yield from _kernels_inside(child_path, child, meaning, governed)
         else:
             yield child_path, child, kernel

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._library.fake_class_registry import FakeScriptObject
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
 from recompute.compiled.recording import Departure, FunctionResult, NotCapturable, ObjectUse, Recording, Use
@@ -302,8 +303,9 @@ _OBJECT = "recompute.object"
 
 def objects_of(graph: torch.fx.Graph) -> list[int]:
     """The positions of a graph's inputs that are objects."""
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    return [position for position, node in enumerate(inputs) if _OBJECT in node.meta]
+    inputs = [node.meta for node in graph.nodes if node.op == "placeholder"]
+    opaque = FakeScriptObject  # what the frontend of torch 2.14 has for a process group
+    return [n for n, meta in enumerate(inputs) if _OBJECT in meta or isinstance(meta.get("example_value"), opaque)]
 
 
 def _made_like(result: Any, *, takes: bool) -> Any:

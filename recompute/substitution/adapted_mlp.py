@@ -59,13 +59,9 @@ class _InTiles(torch.autograd.Function):
 class AdaptedMLPRunner(KernelRunner):
     has_mlp = True
 
-    def _note(self) -> str:
-        tokens = "all" if self.tile is None else f"{self.tile:,}"
-        note = f"an MLP with adapters, {tokens} tokens at a time unless these drop"
-        return note if self.fallback is None else f"{note} on CUDA, else {self.fallback.note}"
-
     def _what(self) -> str:
-        return self._note()
+        tokens = "all" if self.tile is None else f"{self.tile:,}"
+        return f"an MLP with adapters, {tokens} tokens at a time unless these drop"
 
     def run_kernel(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         tile, parameters = self.tile, [each for each in module.parameters() if each.requires_grad]

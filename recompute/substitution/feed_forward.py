@@ -294,14 +294,6 @@ def _dropout_of(formula: Formula, module: nn.Module) -> tuple[str | None, Formul
     return None, formula
 
 
-def how_it_holds(runner: KernelRunner, mlp: KernelMLP) -> str:
-    """For the note of a runner whose kernels compute an MLP."""
-    if runner.tile is not None:
-        return f", {runner.tile:,} tokens at a time"
-    held = "gate and up" if mlp.is_gated else f"what {mlp.linears[0][1].name} gives"
-    return f", {held} in 8 bits" if runner.compresses else ""
-
-
 @dataclass
 class KernelMLPRunner(KernelRunner):
     mlp: KernelMLP
@@ -312,7 +304,12 @@ class KernelMLPRunner(KernelRunner):
         return self.mlp.dropout is not None  # a tape drops its mask
 
     def _what(self) -> str:
-        return f"{'gated_mlp' if self.mlp.is_gated else 'mlp'} ({self.mlp.activation}){how_it_holds(self, self.mlp)}"
+        mlp, how = self.mlp, ""
+        if self.tile is not None:
+            how = f", {self.tile:,} tokens at a time"
+        elif self.compresses:
+            how = f", {'gate and up' if mlp.is_gated else f'what {mlp.linears[0][1].name} gives'} in 8 bits"
+        return f"kernel: {'gated_mlp' if mlp.is_gated else 'mlp'} ({mlp.activation}){how}"
 
     def run_kernel(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         operands = self.mlp.operands(module)

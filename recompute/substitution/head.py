@@ -44,7 +44,12 @@ class KernelHeadRunner(KernelRunner):
 
     def _what(self) -> str:
         room = "" if self.logits_bytes is None else f", with {humanize(self.logits_bytes)} for logits"
-        return f"linear_cross_entropy{room} (if nothing else reads the logits)"
+        return f"kernel: linear_cross_entropy{room} (if nothing else reads the logits)"
+
+    @property
+    def note(self) -> str:  # type: ignore[override]
+        note, readers = super().note, ", ".join(self._readers)
+        return f"{note}; logits were made for {readers}" if readers else note
 
     def run_kernel(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         from recompute.kernels.linears import autocast_dtype, cast, check_dtypes
@@ -66,7 +71,6 @@ class KernelHeadRunner(KernelRunner):
     def _note_reader(self, name: str) -> None:
         if name not in self._readers:
             self._readers.append(name)
-            self.note = f"{self._note()}; logits were made for {', '.join(self._readers)}"
         if self.observe_logits is not None:
             self.observe_logits()
 

@@ -35,7 +35,6 @@ class KernelRunner(Runner, ABC):
     statistics: RegionStatistics
     fallback: Runner | None
     """Runs in place of the kernels where the input is not on CUDA; None: the kernel's reference runs there."""
-    note: str = field(init=False)
     held: HeldMemoryCounter = field(init=False)
     compiled_region: CompiledRegion | None = field(default=None, init=False)
     """Applies the rule in compiled code; None where a runner around this one does."""
@@ -50,25 +49,14 @@ class KernelRunner(Runner, ABC):
 
     def __post_init__(self) -> None:
         self.held = HeldMemoryCounter(self.statistics)
-        self.note = self._note()
 
-    def _note(self) -> str:
-        note = f"kernel: {self._what()}"
-        return note if self.fallback is None else f"{note} on CUDA, else {self.fallback.note}"
-
-    def configure(self, *, compresses: bool, tile: int | None) -> None:
-        """Have the kernels do what a rule says beside which modules they are for."""
-        self.compresses, self.tile = compresses, tile
-        self.note = self._note()
-
-    def fall_back_on(self, fallback: Runner | None) -> None:
-        """Have another runner run in place of the kernels where the input is not on CUDA."""
-        self.fallback = fallback
-        self.note = self._note()
+    @property
+    def note(self) -> str:  # type: ignore[override]
+        return self._what() if self.fallback is None else f"{self._what()} on CUDA, else {self.fallback.note}"
 
     @abstractmethod
     def _what(self) -> str:
-        """The names of the kernels, for explanations."""
+        """What runs, for explanations."""
 
     @abstractmethod
     def run_kernel(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:

@@ -44,28 +44,20 @@ class KernelRMSNorm:
 
     def operands(self, module: nn.Module, x: Tensor) -> Operands | None:
         """The weight; None where ``module`` is another than it was, or broadcasts it, which the kernel does not do."""
-        if not self.settings.are_those_of(module) or not self.takes(x.dtype):
+        if not self.settings.are_those_of(module):
             return None
         if self.weight is None:
             return (None,)
         weight = getattr(module, self.weight)
-        if self.dtypes is not None and weight.dtype is not x.dtype:
+        if self.dtypes is not None and not (x.dtype in self.dtypes and weight.dtype is x.dtype):
             return None
         return (weight,) if type(weight) in PLAIN_TENSORS and weight.shape == x.shape[-1:] else None
-
-    def takes(self, dtype: torch.dtype) -> bool:
-        """Whether the module computes this for an input of a dtype."""
-        return self.dtypes is None or dtype in self.dtypes
 
     def compute(self, x: Tensor, weight: Tensor | None) -> Tensor:
         from recompute.kernels.rms_norm import rms_norm
 
-        return rms_norm(x, weight, self._eps_for(x), self.casting)
-
-    def _eps_for(self, x: Tensor) -> float:
-        if self.eps is not None:
-            return self.eps
-        return torch.finfo(torch.float64 if x.dtype is torch.float64 else torch.float32).eps
+        of_torch = torch.finfo(torch.float64 if x.dtype is torch.float64 else torch.float32).eps
+        return rms_norm(x, weight, of_torch if self.eps is None else self.eps, self.casting)
 
 
 @dataclass(frozen=True)
@@ -102,12 +94,9 @@ class KernelLayerNorm:
     def compute(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         from recompute.kernels.layer_norm import layer_norm
 
-        return layer_norm(self._cast(x), weight, bias, self.eps)
-
-    def _cast(self, x: Tensor) -> Tensor:
-        """What autocast makes of ``x``."""
         is_narrow = x.dtype in (torch.bfloat16, torch.float16)
-        return x.float() if self.is_functional and is_narrow and _autocasts_layer_norm(x) else x
+        x = x.float() if self.is_functional and is_narrow and _autocasts_layer_norm(x) else x  # as autocast does
+        return layer_norm(x, weight, bias, self.eps)
 
 
 KernelNorm = KernelRMSNorm | KernelLayerNorm
@@ -303,7 +292,7 @@ class KernelNormRunner(KernelRunner):
     norm: KernelNorm
 
     def _what(self) -> str:
-        return str(self.norm)
+        return f"kernel: {self.norm}"
 
     def run_kernel(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         x = only_argument(args, kwargs)

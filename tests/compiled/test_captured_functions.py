@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from bodies.autograd import FUNCTIONS, IS_TOLD_LATE, RAN, Scale, composite
 from capture_testing import ROWS, SIZE, Around, Twins, body, captured_twins, fresh, rule, tokens, train
@@ -257,3 +258,35 @@ def test_a_function_finds_and_sets_attributes_of_its_parameters(x: Tensor) -> No
     twins.step(train(x))
     assert [weight.was_added for weight in weights] == [True, True]
     assert torch.equal(*[weight.main_grad for weight in weights])
+
+
+GROUPS: list[Any] = []
+
+
+class SumOverRanks(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group, total = group, x.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return SumOverRanks.apply(gradient, ctx.group), None
+
+
+@pytest.fixture
+def group() -> Iterator[Any]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    GROUPS.append(dist.group.WORLD)
+    yield
+    GROUPS.clear()
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+def test_a_function_is_given_a_process_group(x: Tensor) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return x + self.lin(SumOverRanks.apply(self.lin(x).tanh(), GROUPS[0]).sigmoid())
+
+    Twins(Around(body(forward, lin=nn.Linear(SIZE, SIZE)))).settle(train(x))

@@ -245,7 +245,7 @@ def test_the_policies_of_examples_are_sound() -> None:
         assert load_policy(path).name == path.stem
 
 
-DISTRIBUTED = ["ddp", "fsdp2", "tensor_parallel"]
+DISTRIBUTED = ["ddp", "fsdp2", "shared_sequence", "tensor_parallel"]
 
 
 def run_distributed(
@@ -305,6 +305,19 @@ def test_distributed_on_one_rank(name: str, tmp_path: Path) -> None:
     record = json.loads((tmp_path / "records" / "1.json").read_text(encoding="utf-8"))
     assert (record["world_size"], record["example"], record["wrong"]) == (1, name, [])
     assert record["ranks"][0]["with"]["peak_bytes"] < record["ranks"][0]["without"]["peak_bytes"]
+
+
+@pytest.mark.slow
+def test_a_shared_sequence_has_the_loss_of_the_whole_one(tmp_path: Path) -> None:
+    records = []
+    for ranks in (1, 2):
+        done = run_distributed("shared_sequence", "--out", str(tmp_path / f"{ranks}.json"), ranks=ranks)
+        assert done.returncode == 0, done.stderr
+        records.append(json.loads((tmp_path / f"{ranks}.json").read_text(encoding="utf-8"))["ranks"])
+    assert all("3 of 3 run as captured code" in rank["with"]["captured"][0] for rank in records[1])
+    (whole,), parts = ([rank["with"]["losses"] for rank in ranks] for ranks in records)
+    means = [sum(losses) / 2 for losses in zip(*parts, strict=True)]
+    assert means == pytest.approx(whole, rel=1e-4)
 
 
 @pytest.mark.slow

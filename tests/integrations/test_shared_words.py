@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,7 +40,16 @@ def test_a_dtensor_says_itself_which_words_it_has(two_processes: TwoProcesses, s
 
 
 def test_it_trains_under_fsdp2(two_processes: TwoProcesses) -> None:
-    two_processes.run(two_shards.trains_under_fsdp)
+    two_processes.run(two_shards.trains_under_fsdp, 1)
+
+
+@pytest.mark.slow
+def test_it_trains_under_fsdp2_of_two_ranks_times_words_of_two(tmp_path: Path) -> None:
+    processes = TwoProcesses(tmp_path, count=4)
+    try:
+        processes.run(two_shards.trains_under_fsdp, 2)
+    finally:
+        processes.close()
 
 
 @pytest.mark.parametrize("rule", [{"action": "recompute"}, {"action": "recompute", "rerun": ["gemm"], "price": 0}])

@@ -23,33 +23,35 @@ STEPS, MICRO_BATCHES = 2, 2
 
 
 class TwoProcesses:
-    """Runs a function in both processes at once."""
+    """Runs a function in both processes at once, or in ``count`` of them."""
 
-    def __init__(self, folder: Any):
+    def __init__(self, folder: Any, count: int = 2):
         context = get_context("spawn")
         ranks = context.Queue()
-        for rank in range(2):
+        for rank in range(count):
             ranks.put(rank)
-        arguments = ranks, f"file://{folder / 'store'}"
-        self._pool = ProcessPoolExecutor(2, mp_context=context, initializer=_join, initargs=arguments)
+        arguments = ranks, f"file://{folder / 'store'}", count
+        self._count = count
+        self._pool = ProcessPoolExecutor(count, mp_context=context, initializer=_join, initargs=arguments)
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """What ``function(*arguments)`` returns in each, by rank."""
-        futures = [self._pool.submit(_together, function, *arguments) for _ in range(2)]
+        futures = [self._pool.submit(_together, function, *arguments) for _ in range(self._count)]
         results = dict(future.result(timeout=600) for future in futures)
-        return [results[rank] for rank in range(2)]
+        return [results[rank] for rank in range(self._count)]
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
 
 
-def _join(ranks: Any, store: str) -> None:
+def _join(ranks: Any, store: str, count: int) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=store, rank=ranks.get(), world_size=2, timeout=timedelta(seconds=300))
+    wait = timedelta(seconds=300)
+    dist.init_process_group("gloo", init_method=store, rank=ranks.get(), world_size=count, timeout=wait)
 
 
 def _together(function: Callable[..., Any], *arguments: Any) -> tuple[int, Any]:
-    dist.barrier()  # until both have come here, neither can take the other's call
+    dist.barrier()  # until all have come here, none can take the other's call
     return dist.get_rank(), function(*arguments)
 
 

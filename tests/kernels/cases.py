@@ -88,42 +88,39 @@ def eager_layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | Non
     return F.layer_norm(x, x.shape[-1:], weight, bias, 1e-5)
 
 
-def with_stream(norm: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
-    return lambda x, residual, *parameters: (norm(x + residual, *parameters), x + residual)
+def norm_shapes(parameters: int) -> Shapes:
+    return lambda M, H: ((M, H), *[(H,)] * parameters)
 
 
-def with_itself(norm: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
-    return lambda x, *parameters: (norm(x, *parameters), x.view_as(x))
+def added(name: str, norm: Case, op: Callable[..., Any]) -> Case:
+    """The norm of a sum, and the sum."""
+    return replace(
+        norm, name=name, op=op, eager=lambda x, y, *parameters: (norm.eager(x + y, *parameters), x + y),
+        shapes=lambda M, H: ((M, H), *norm.shapes(M, H)), saves_a_sum=True, outputs=2,
+    )  # fmt: skip
 
 
-def norm_shapes(parameters: int, rows: int = 1) -> Shapes:
-    return lambda M, H: (*[(M, H)] * rows, *[(H,)] * parameters)
+def alone(name: str, norm: Case, op: Callable[..., Any]) -> Case:
+    """The norm of what is the stream already, and the stream."""
+    return replace(
+        norm, name=name, op=lambda x, *parameters: op(x, None, *parameters),
+        eager=lambda x, *parameters: (norm.eager(x, *parameters), x.view_as(x)), outputs=2,
+    )  # fmt: skip
 
 
 _RMS = Case("rms_norm-llama", rms_norm, eager_rms_norm("llama"), norm_shapes(1), lambda M, H: M * H + H, 1)
+_CAST = [
+    replace(_RMS, name=f"rms_norm-{each}", op=partial(rms_norm, casting=each), eager=eager_rms_norm(each))
+    for each in ("gemma", "none")
+]
 _LAYER = Case("layer_norm", layer_norm, eager_layer_norm, norm_shapes(2), lambda M, H: M * H + 2 * H, 2)
 NORMS = [
     _RMS,
-    *(
-        replace(_RMS, name=f"rms_norm-{each}", op=partial(rms_norm, casting=each), eager=eager_rms_norm(each))
-        for each in ("gemma", "none")
-    ),
+    *_CAST,
     replace(_RMS, name="rms_norm-without-weight", shapes=norm_shapes(0), saved=lambda M, H: M * H),
-    replace(
-        _RMS, name="add_rms_norm", op=add_rms_norm, eager=with_stream(eager_rms_norm("llama")),
-        shapes=norm_shapes(1, 2), saves_a_sum=True, outputs=2,
-    ),
-    *(
-        replace(
-            _RMS, name=f"add_rms_norm-{each}", op=partial(add_rms_norm, casting=each),
-            eager=with_stream(eager_rms_norm(each)), shapes=norm_shapes(1, 2), saves_a_sum=True, outputs=2,
-        )
-        for each in ("gemma", "none")
-    ),
-    replace(
-        _RMS, name="add_rms_norm-without-residual", op=lambda x, *weight: add_rms_norm(x, None, *weight),
-        eager=with_itself(eager_rms_norm("llama")), outputs=2,
-    ),
+    added("add_rms_norm", _RMS, add_rms_norm),
+    *(added(f"add_{each.name}", each, partial(add_rms_norm, **each.op.keywords)) for each in _CAST),
+    alone("add_rms_norm-without-residual", _RMS, add_rms_norm),
     _LAYER,
     replace(_LAYER, name="layer_norm-without-bias", shapes=norm_shapes(1), saved=lambda M, H: M * H + H),
     replace(
@@ -133,14 +130,8 @@ NORMS = [
         saved=lambda M, H: M * H + H,
     ),
     replace(_LAYER, name="layer_norm-without-both", shapes=norm_shapes(0), saved=lambda M, H: M * H),
-    replace(
-        _LAYER, name="add_layer_norm", op=add_layer_norm, eager=with_stream(eager_layer_norm),
-        shapes=norm_shapes(2, 2), saves_a_sum=True, outputs=2,
-    ),
-    replace(
-        _LAYER, name="add_layer_norm-without-residual", op=lambda x, *rest: add_layer_norm(x, None, *rest),
-        eager=with_itself(eager_layer_norm), outputs=2,
-    ),
+    added("add_layer_norm", _LAYER, add_layer_norm),
+    alone("add_layer_norm-without-residual", _LAYER, add_layer_norm),
 ]  # fmt: skip
 
 
@@ -322,7 +313,8 @@ def divergence_case(name: str, kind: str, logits_bytes: float | None = 0, **opti
         logits = F.linear(x, weight, bias), F.linear(*teacher(x, weight))
         return eager_divergence(*(eager_scores(each, **options, **temperature) for each in logits), kind, 0.3)
 
-    return replace(loss_case(name), op=op, eager=eager, saved_float32=5)
+    saved = lambda M, H: M * H + V * H + V + 24 * (M + V)  # noqa: E731
+    return replace(loss_case(name), op=op, eager=eager, saved=saved, saved_float32=5)
 
 
 LOSSES = [

@@ -200,6 +200,13 @@ class Work(TorchDispatchMode):
         (results,) = (results for called, _, results in self.calls if called._opname == name)
         return results
 
+    def check(self, *but: str) -> None:
+        """``opcheck`` our ops that were called. but: checks to leave out."""
+        utilities = [each for each in ("test_schema", "test_faketensor") if each not in but]
+        for op, arguments, _ in self.calls:
+            arguments = [a.detach() if isinstance(a, Tensor) else a for a in arguments]
+            torch.library.opcheck(op, arguments, test_utils=utilities)
+
     def arguments_of(self, name: str) -> tuple[Any, ...]:
         (arguments,) = (arguments for called, arguments, _ in self.calls if called._opname == name)
         return arguments

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -34,6 +36,13 @@ def make_inputs(
     target = torch.randint(0, vocabulary, (tokens,), generator=torch.Generator().manual_seed(3))
     target[::5] = IGNORED
     return [tensor.to(device, dtype).requires_grad_() for tensor in made], target.to(device)
+
+
+def assert_every_two_meet(names: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> None:
+    """Every two values of two options are in one row at least."""
+    for a, b in itertools.combinations(range(len(names)), 2):
+        values = [{row[index] for row in rows} for index in (a, b)]
+        assert {(row[a], row[b]) for row in rows} == set(itertools.product(*values)), (names[a], names[b])
 
 
 def eager(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, **options: Any) -> Tensor:

@@ -29,6 +29,7 @@ from loss_testing import (
     M,
     V,
     assert_as_good_as_eager,
+    assert_every_two_meet,
     eager,
     make_inputs,
     run,
@@ -42,7 +43,6 @@ from recompute.kernels.cross_entropy import cross_entropy
 from recompute.kernels.linear_cross_entropy import linear_cross_entropy
 from recompute.kernels.linear_log_probs import linear_log_probs
 
-# Every two values of two options meet in one row at least.
 OPTIONS = [
     # smoothing, z_loss, softcap, class weights, bias, reduction, logits_bytes
     (0.0, 0.0, None, False, False, "mean", None),
@@ -60,9 +60,7 @@ NAMES = ("label_smoothing", "z_loss", "softcap", "class_weights", "bias", "reduc
 
 
 def test_every_two_options_meet():
-    for a, b in itertools.combinations(range(len(NAMES)), 2):
-        values = [{row[index] for row in OPTIONS} for index in (a, b)]
-        assert {(row[a], row[b]) for row in OPTIONS} == set(itertools.product(*values)), (NAMES[a], NAMES[b])
+    assert_every_two_meet(NAMES, OPTIONS)
 
 
 @each_dtype

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
 import torch
 from kernel_testing import (
     IGNORED,
-    NoWholeLogits,
     assert_as_good_as,
     each_dtype,
     eager_log_probs,
-    listed,
     make,
     same_bits,
 )
-from loss_testing import ON_CPU, H, M, V, make_inputs
+from loss_testing import ON_CPU, H, M, V, assert_every_two_meet, make_inputs
 from torch import Tensor
 from torch.nn import functional as F
 
 from recompute.kernels import linear_cross_entropy as linear_cross_entropy_module
-from recompute.kernels import logit_blocks
 from recompute.kernels.linear_cross_entropy import linear_cross_entropy
 from recompute.kernels.linear_log_probs import linear_log_probs
 
-# Every two values of two options meet in one row at least.
 OPTIONS = [
     # words, entropy, temperature, scale, softcap, bias, logits_bytes
     (None, False, 1.0, 1.0, None, False, None),
@@ -48,9 +43,7 @@ NAMES = ("words", "entropy", "temperature", "scale", "softcap", "bias", "logits_
 
 
 def test_every_two_options_meet():
-    for a, b in itertools.combinations(range(len(NAMES)), 2):
-        values = [{row[index] for row in OPTIONS} for index in (a, b)]
-        assert {(row[a], row[b]) for row in OPTIONS} == set(itertools.product(*values)), (NAMES[a], NAMES[b])
+    assert_every_two_meet(NAMES, OPTIONS)
 
 
 def words_of(words: int | None, device: str, tokens: int = M, vocabulary: int = V) -> Tensor:
@@ -141,30 +134,6 @@ def test_leading_dimensions_are_those_of_the_hidden_states(shape: tuple[int, ...
     found = linear_log_probs(inputs[0].view(*shape, H), inputs[1], target.view(*shape, 3), entropy=True)
     assert [each.shape for each in found] == [(*shape, 3), shape]
     assert same_bits([each.flatten() for each in found], [each.flatten() for each in flat])
-
-
-def test_however_much_is_held_the_gradients_are_the_same(device: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(logit_blocks, "WIDTH", 256)  # which decides the order of sums
-    (hidden, weight, bias), _ = make_inputs(device, tokens=4)
-    target, results = words_of(3, device, tokens=4), []
-    for hold, blocks in ((True, 1), (True, 2), (False, 1)):
-        options = {"hold_logits": hold, "logits_bytes": blocks * 256 * 4 * 4}
-        outputs = linear_log_probs(hidden, weight, target, bias, entropy=True, **options)
-        gradients = [make(*each.shape, seed=5).to(each) for each in outputs]
-        results.append([*outputs, *torch.autograd.grad(outputs, (hidden, weight, bias), gradients)])
-    assert all(same_bits(results[0], other) for other in results[1:])
-
-
-@pytest.mark.parametrize("device", ["reference", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
-def test_no_tensor_is_larger_than_the_memory_for_logits(device: str):
-    tokens, hidden = 64, 8
-    inputs, _ = make_inputs(device, tokens=tokens, hidden=hidden, vocabulary=2000)
-    allowed = 2 * 256 * tokens * 4
-    assert allowed > 2000 * hidden * 4  # so large is the weight's gradient, too
-    with NoWholeLogits() as seen:
-        outputs = listed(linear_log_probs(*inputs[:2], words_of(3, device, tokens), entropy=True, logits_bytes=allowed))
-        torch.autograd.backward(outputs, [torch.ones_like(each) for each in outputs])
-    assert 256 * tokens * 4 <= seen.largest_nbytes <= allowed
 
 
 @ON_CPU

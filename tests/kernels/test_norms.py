@@ -42,8 +42,8 @@ BY_NAME = {case.name: case for case in NORMS}
 RMS, LAYER, ADD_RMS, ADD_LAYER = (BY_NAME[name] for name in ("rms_norm-llama", "layer_norm", "add_rms_norm",
                                                              "add_layer_norm"))  # fmt: skip
 each_of_two = pytest.mark.parametrize("case", [RMS, LAYER], ids=str)
+each_sum = pytest.mark.parametrize("case", [ADD_RMS, ADD_LAYER], ids=str)
 each_of_four = pytest.mark.parametrize("case", [RMS, LAYER, ADD_RMS, ADD_LAYER], ids=str)
-each_casting = pytest.mark.parametrize("casting", OPS)
 
 
 @pytest.mark.slow
@@ -137,22 +137,16 @@ def test_tiles_fit_into_shared_memory(
     assert ahead * tiles.rows * tiles.columns * nbytes * max(tiles.resident, 1) <= kibibytes * 1024
 
 
-class NoneRMSNorm(nn.RMSNorm):
-    """Under the constructor of the others."""
-
-    def __init__(self, hidden: int, eps: float):
-        super().__init__(hidden, eps)
-
-
-MODELS: dict[str, tuple[Callable[..., nn.Module], Callable[..., Tensor]]] = {
-    "Llama": (LlamaRMSNorm, rms_norm),
-    "Gemma 3": (Gemma3RMSNorm, partial(rms_norm, casting="gemma")),
-    "torch's RMSNorm": (NoneRMSNorm, partial(rms_norm, casting="none")),
-    "torch's": (lambda hidden, eps: nn.LayerNorm(hidden, 1e-5), layer_norm),
-    "torch's without bias": (lambda hidden, eps: nn.LayerNorm(hidden, 1e-5, bias=False), layer_norm),
-    "torch's without affine": (lambda hidden, eps: nn.LayerNorm(hidden, 1e-5, elementwise_affine=False), layer_norm),
-    "Cohere": (lambda hidden, eps: CohereLayerNorm(hidden, 1e-5), layer_norm),
-    "OLMo": (lambda hidden, eps: OlmoLayerNorm(hidden), layer_norm),
+LN = nn.LayerNorm
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor]]] = {
+    "Llama": (lambda: LlamaRMSNorm(100, EPS), rms_norm),
+    "Gemma 3": (lambda: Gemma3RMSNorm(100, EPS), partial(rms_norm, casting="gemma")),
+    "torch's RMSNorm": (lambda: nn.RMSNorm(100, EPS), partial(rms_norm, casting="none")),
+    "torch's": (lambda: LN(100), layer_norm),
+    "torch's without bias": (lambda: LN(100, bias=False), layer_norm),
+    "torch's without affine": (lambda: LN(100, elementwise_affine=False), layer_norm),
+    "Cohere": (lambda: CohereLayerNorm(100, 1e-5), layer_norm),
+    "OLMo": (lambda: OlmoLayerNorm(100), layer_norm),
 }
 
 
@@ -164,9 +158,9 @@ def test_dtypes_and_values_are_those_of_the_models(
     name: str, dtype: torch.dtype, weight_dtype: torch.dtype, device: str
 ):
     make_model, op = MODELS[name]
-    if dtype is not weight_dtype and "RMS" not in name and name not in ("Llama", "Gemma 3"):
+    if dtype is not weight_dtype and op is layer_norm:
         return  # which those modules refuse
-    model = make_model(100, EPS).to(device, weight_dtype)
+    model = make_model().to(device, weight_dtype)
     parameters = [each for each in (getattr(model, kind, None) for kind in ("weight", "bias")) if each is not None]
     with torch.no_grad():
         for seed, parameter in enumerate(parameters, 1):
@@ -184,7 +178,7 @@ def test_dtypes_and_values_are_those_of_the_models(
 
 
 @pytest.mark.parametrize("dtypes", [*itertools.product(DTYPES[:2], repeat=3)], ids=str)
-@pytest.mark.parametrize("case", [ADD_RMS, ADD_LAYER], ids=str)
+@each_sum
 def test_dtypes_are_promoted(case: Case, dtypes: tuple[torch.dtype, ...], device: str):
     inputs = inputs_of(case, device, rows=6, columns=100)
     inputs = [each.detach().to(to).requires_grad_() for each, to in zip(inputs, (*dtypes, dtypes[2]), strict=False)]
@@ -192,17 +186,16 @@ def test_dtypes_are_promoted(case: Case, dtypes: tuple[torch.dtype, ...], device
     assert h.dtype is torch.promote_types(*dtypes[:2])
     assert y.dtype is (torch.promote_types(h.dtype, dtypes[2]) if case is ADD_RMS else h.dtype)
     assert [each.dtype for each in gradients] == [each.dtype for each in inputs]
-    exact = run(case.eager, doubled(inputs), y.dtype)
-    for value, truth in zip(found, exact, strict=True):
-        assert relative_error(value, truth) <= torch.finfo(torch.bfloat16 if torch.bfloat16 in dtypes else y.dtype).eps
+    eps = torch.finfo(torch.bfloat16 if torch.bfloat16 in dtypes else y.dtype).eps
+    for value, truth in zip(found, run(case.eager, doubled(inputs), y.dtype), strict=True):
+        assert relative_error(value, truth) <= eps
 
 
 def test_a_weight_of_zero_gets_its_gradient(device: str):
     for case in (RMS, LAYER):
         x, weight, *bias = inputs_of(case, device, rows=8, columns=10)
-        of_zeros, of_ones = (
-            run(case.op, [x, torch.full_like(weight, value).requires_grad_(), *bias])[2] for value in (0.0, 1.0)
-        )
+        weights = (torch.full_like(weight, value).requires_grad_() for value in (0.0, 1.0))
+        of_zeros, of_ones = (run(case.op, [x, each, *bias])[2] for each in weights)
         assert of_zeros.abs().min() > 0
         assert torch.equal(of_zeros, of_ones)
 
@@ -216,18 +209,14 @@ def test_frozen_inputs_cost_no_work(
     case: Case, trains: tuple[bool | None, ...], form: str, device: str, launched: Launched
 ):
     """Of x, weight and bias; None: there is none."""
-    if case is RMS:
-        trains = (*trains[:2], None)
-        if not any(trains):
-            return
-    x, weight, bias = (make(*shape, device=device) for shape in ((5, 300), (300,), (300,)))
-    given = [
-        None if train is None else each.requires_grad_(train)
-        for each, train in zip((x, weight, bias), trains, strict=True)
-    ]
+    trains = (*trains[:2], None) if case is RMS else trains
+    if not any(trains):
+        return
+    made = (make(*shape, device=device) for shape in ((5, 300), (300,), (300,)))
+    given = [None if train is None else each.requires_grad_(train) for each, train in zip(made, trains, strict=True)]
     y = case.op(*given[: 2 if case is RMS else 3])
-    assert bool(launched) == launch.uses_triton(x)
     uses_kernels = bool(launched)
+    assert uses_kernels == launch.uses_triton(y)
     launched.clear()
     with Work() as work:
         y.backward(make(5, 300, device=device, seed=2))
@@ -243,21 +232,22 @@ def test_frozen_inputs_cost_no_work(
         assert arguments["dresidual"] is None
 
 
-@each_casting
+@pytest.mark.parametrize("casting", OPS)
 @each_dtype
 def test_what_is_regenerated_has_the_bits_of_forward(dtype: torch.dtype, casting: str, form: str, device: str):
-    x = make(5, 300, device=device, dtype=dtype)
-    parameters = [make(300, device=device, dtype=each, seed=seed) for seed, each in ((1, dtype), (2, torch.float32))]
+    x, third = make(5, 300, device=device, dtype=dtype), make(5, 300, device=device, seed=3)
+    narrow, wide = (make(300, device=device, dtype=each, seed=seed) for seed, each in ((1, dtype), (2, torch.float32)))
     forward, _, regenerate = OPS[casting]
-    for weight, bias in ((None, None), (parameters[0], parameters[1]), (parameters[1], None), (None, parameters[0])):
+    for (weight, bias), residual in itertools.product(
+        ((None, None), (narrow, wide), (wide, None), (None, narrow)), (None, third)
+    ):
         bias = bias if casting == "layer_norm" else None
-        for residual in (None, make(5, 300, device=device, seed=3)):
-            y, h, mean, rstd = forward(x, residual, weight, bias, EPS, casting)
-            assert (h is None) is (residual is None)
-            assert rstd.dtype is torch.float32
-            assert (mean is None) is (casting != "layer_norm")
-            h = x if h is None else h  # of x alone, the kernel reads fewer bytes a row than of x and a residual
-            assert torch.equal(regenerate(h, weight, bias, mean, rstd, casting), y)
+        y, h, mean, rstd = forward(x, residual, weight, bias, EPS, casting)
+        assert (h is None) is (residual is None)
+        assert rstd.dtype is torch.float32
+        assert (mean is None) is (casting != "layer_norm")
+        h = x if h is None else h  # of x alone, the kernel reads fewer bytes a row than of x and a residual
+        assert torch.equal(regenerate(h, weight, bias, mean, rstd, casting), y)
 
 
 @each_dtype
@@ -286,7 +276,7 @@ def test_the_gradient_of_the_stream_is_added_before_rounding(case: Case, dtype: 
 
 
 @pytest.mark.parametrize("has_residual", [True, False])
-@pytest.mark.parametrize("case", [ADD_RMS, ADD_LAYER], ids=str)
+@each_sum
 def test_the_streams_gradient_joins_in_the_one_pass(case: Case, has_residual: bool, device: str):
     x, residual, *parameters = inputs_of(case, device, rows=5, columns=64)
     given = [x, residual if has_residual else None, *parameters]
@@ -349,11 +339,8 @@ def test_heads_are_read_in_place(case: Case, view: str, dtype: torch.dtype, devi
 @pytest.mark.parametrize("change", [Tensor.contiguous, lambda dy: dy[:, :, :1].expand(dy.shape)])
 def test_gradients_of_heads_may_have_any_strides(change: Callable[[Tensor], Tensor], device: str):
     heads = make(2, 5, 4, 64, device=device).transpose(1, 2).requires_grad_()
-    plain = heads.detach().contiguous().requires_grad_()
-    y = rms_norm(heads)
-    dy = change(make(*y.shape, device=device, seed=2))
-    found, expected = torch.autograd.grad(y, heads, dy), torch.autograd.grad(rms_norm(plain), plain, dy)
-    assert same_bits(found, expected)
+    plain, dy = heads.detach().contiguous().requires_grad_(), change(make(2, 4, 5, 64, device=device, seed=2))
+    assert same_bits(*(torch.autograd.grad(rms_norm(each), each, dy) for each in (heads, plain)))
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import torch
 from cases import PRODUCTS, Case, each_case, eager_glu
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_testing import DTYPES, EAGER_ACTIVATIONS, LAYOUTS, doubled, each_dtype, make, run, same_bits
+from kernel_testing import DTYPES, EAGER_ACTIVATIONS, LAYOUTS, Work, doubled, each_dtype, make, run, same_bits
 from torch import Tensor
 
 from recompute.kernels import activation as module
@@ -21,7 +22,7 @@ from recompute.kernels import launch
 from recompute.kernels import swiglu as swiglu_module
 from recompute.kernels.activation import ACTIVATION, ACTIVATIONS, GATE_ACTIVATIONS, GLU
 from recompute.kernels.blockwise_8bit import FORMATS, dequantize_blockwise, quantize_blockwise
-from recompute.kernels.swiglu import glu_backward_from_codes, swiglu
+from recompute.kernels.swiglu import geglu, glu_backward_from_codes, swiglu
 
 BLOCK = 32
 each_activation = pytest.mark.parametrize("activation", GATE_ACTIVATIONS)
@@ -135,15 +136,15 @@ def test_any_shape_and_strides(packed: bool, name: str, device: str):
     if not packed and inputs[0].shape != inputs[-1].shape:
         return
     inputs = inputs if len(inputs) > 1 or packed else [*inputs, inputs[0].detach().requires_grad_()]
-    plain = [each.detach().contiguous().requires_grad_() for each in inputs]
     found = run(swiglu, inputs)
     assert found[0].is_contiguous()
-    assert same_bits(found, run(swiglu, plain))
+    assert same_bits(found, run(swiglu, [each.detach().contiguous().requires_grad_() for each in inputs]))
     for value, truth in zip(found, run(eager_glu("silu"), doubled(inputs), torch.float32), strict=True):
         assert value.shape == truth.shape
         assert (value - truth).norm() <= 4 * 2**-24 * truth.norm()
 
 
+OPS = {"silu": swiglu, "gelu": functools.partial(geglu, approximate="none"), "gelu_tanh": geglu}
 EXTREMES = [0.0, -0.0, 1e-30, 60.0, -60.0, 88.0, -88.0, -104.0, 1e4, -1e4, math.inf, -math.inf, math.nan]
 
 
@@ -152,15 +153,11 @@ def test_extreme_values_are_eagers(activation: str, device: str):
     values = [value for value in EXTREMES if activation != "gelu" or value != math.inf]  # nan in PyTorch on some CPUs
     gate = torch.tensor(values, device=device).requires_grad_()
     inputs = [gate, torch.full_like(gate, 2.0).requires_grad_()]
-    op = next(case.op for case in PRODUCTS if case.name == NAMES[activation])
     # exp's argument is rounded, so its result is off by up to |gate| roundings; and a device may flush to zero what is
     # below float32's normal numbers.
     bounds = {"rtol": 104 * 2**-24, "atol": 104 * 2**-126, "equal_nan": True}
-    for value, truth in zip(run(op, inputs), run(eager_glu(activation), inputs), strict=True):
+    for value, truth in zip(run(OPS[activation], inputs), run(eager_glu(activation), inputs), strict=True):
         torch.testing.assert_close(value, truth, **bounds)
-
-
-NAMES = {"silu": "swiglu", "gelu": "geglu-exact", "gelu_tanh": "geglu"}
 
 
 @pytest.mark.parametrize("activation", ["relu", "relu2"])
@@ -181,13 +178,12 @@ def test_no_value_is_too_large_for_a_rectifier(activation: str, device: str) -> 
 def test_no_digits_are_lost_where_the_activation_saturates(activation: str, device: str):
     gate = torch.linspace(-9, 9, 181, device=device).requires_grad_()
     inputs = [gate, torch.ones_like(gate).requires_grad_()]
-    op = next(case.op for case in PRODUCTS if case.name == NAMES[activation])
 
     def gradients(function: Callable[..., Tensor], inputs: list[Tensor]) -> tuple[Tensor, ...]:
         return torch.autograd.grad(function(*inputs).sum(), inputs)
 
     eager = eager_glu(activation)
-    results = gradients(op, inputs), gradients(eager, inputs), gradients(eager, doubled(inputs))
+    results = gradients(OPS[activation], inputs), gradients(eager, inputs), gradients(eager, doubled(inputs))
     for value, peer, truth in zip(*results, strict=True):
         assert (value - truth).abs().max() <= max(4 * 2**-24 * truth.abs().max(), (peer - truth).abs().max())
 
@@ -203,23 +199,6 @@ def test_mixed_dtypes_promote(dtypes: tuple[torch.dtype, torch.dtype], device: s
     assert product.dtype is torch.promote_types(*dtypes)
     assert [each.dtype for each in gradients] == [*dtypes]
     assert [each.dtype for each in backward(product, *inputs, "silu", True, True, True)] == [*dtypes, product.dtype]
-
-
-@pytest.mark.gpu
-@packed_or_not
-def test_more_than_2_to_the_31_elements(packed: bool):
-    shape = (2**20 + 1, 2**11) if packed else (2**31 + 5,)
-    inputs = [torch.empty(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2 - packed)]
-    for seed, tensor in enumerate(inputs):
-        tensor[-1:] = make(*tensor[-1:].shape, seed=seed)
-    product = swiglu(*inputs)
-    last = [tensor[-1:].clone() for tensor in inputs]
-    assert torch.equal(product[-1:], swiglu(*last))
-    gate, up = inputs if not packed else (inputs[0], None)
-    gate_end, up_end = last if not packed else (last[0], None)
-    found = backward(product, gate, up, "silu", True, True, True)
-    expected = backward(product[-1:], gate_end, up_end, "silu", True, True, True)
-    assert_same([None if value is None else value[-1:] for value in found], expected)
 
 
 def encoded(*values: Tensor, format: str = "fp8") -> list[Tensor | None]:
@@ -321,33 +300,44 @@ def test_codes_and_gradients_of_any_dense_strides(change: Callable[[Tensor], Ten
 @pytest.mark.parametrize("format", [None, *FORMATS])
 def test_ops_pass_opcheck(format: str | None, packed: bool, device: str):
     """None: of values, and not of codes."""
-    # The check of schemas multiplies every argument, which torch's CPU does not do with fp8.
-    utilities = ("test_faketensor",) if format == "fp8" else ("test_schema", "test_faketensor")
     dproduct, codes = codes_of(packed, device=device, format=format or "fp8")
     if format is None:
         codes = [make(5, 192 if packed else 96, device=device), None, None if packed else make(5, 96), None]
         codes = [None if each is None else each.to(dproduct) for each in codes]
-    arguments = (dproduct, *codes, BLOCK, "silu", True, True, True)
-    torch.library.opcheck(torch.ops.recompute.glu_backward.default, arguments, test_utils=utilities)
     given = [None if each is None else torch.zeros_like(each, dtype=dproduct.dtype) for each in codes[::2]]
-    in_place = torch.ops.recompute.glu_backward_.default
-    torch.library.opcheck(in_place, (dproduct, *codes, *given, BLOCK, "silu"), test_utils=utilities)
+    with Work() as seen:
+        GLU.backward(dproduct, *codes, BLOCK, "silu", True, True, True)
+        GLU.backward_(dproduct, *codes, *given, BLOCK, "silu")
+    assert len(seen.calls) == 2
+    # The check of schemas multiplies every argument, which torch's CPU does not do with fp8.
+    seen.check(*["test_schema"] * (format == "fp8"))
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("as_codes", [False, True])
 @packed_or_not
-def test_more_than_2_to_the_31_codes(packed: bool):
-    shape = (2**20 + 1, 2**12) if packed else (2**20 + 1, 2**11)
-    values = [torch.zeros(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2 - packed)]
+def test_more_than_2_to_the_31_elements(packed: bool, as_codes: bool):
+    rows, columns = 2**20 + 1, 2**11
+    values = [torch.zeros(rows, columns * (1 + packed), device="cuda", dtype=torch.bfloat16) for _ in range(2 - packed)]
     for seed, value in enumerate(values):
-        value[-1:] = make(1, shape[1], seed=seed)
-    codes = encoded(*values)
-    last = encoded(*(value[-1:].clone() for value in values))
-    del values
-    dproduct = torch.zeros(2**20 + 1, 2**11, device="cuda", dtype=torch.bfloat16)
-    dproduct[-1:] = make(1, 2**11, seed=2)
-    found = glu_backward_from_codes(dproduct, *codes, "silu", True, True, True, BLOCK)
-    expected = glu_backward_from_codes(dproduct[-1:].clone(), *last, "silu", True, True, True, BLOCK)
+        value[-1:] = make(1, value.shape[1], seed=seed)
+    last = [value[-1:].clone() for value in values]
+    dproduct = torch.zeros(rows, columns, device="cuda", dtype=torch.bfloat16)
+    dproduct[-1:] = make(1, columns, seed=2)
+    if as_codes:
+        (codes, codes_of_last), needs = (
+            map(lambda each: encoded(*each), (values, last)),
+            ("silu", True, True, True, BLOCK),
+        )
+        del values
+        found = glu_backward_from_codes(dproduct, *codes, *needs)
+        expected = glu_backward_from_codes(dproduct[-1:].clone(), *codes_of_last, *needs)
+    else:
+        assert torch.equal(swiglu(*values)[-1:], swiglu(*last))
+        found, expected = (
+            backward(gradient, *[*each, None][:2], "silu", True, True, True)
+            for gradient, each in ((dproduct, values), (dproduct[-1:], last))
+        )
     assert_same([None if value is None else value[-1:] for value in found], expected)
 
 

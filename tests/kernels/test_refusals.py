@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from recompute.errors import KernelError
-from recompute.kernels.blockwise_8bit import quantize_blockwise
+from recompute.kernels.blockwise_8bit import dequantize_blockwise, quantize_blockwise, quantize_blockwise_with_error
 from recompute.kernels.cross_entropy import cross_entropy
 from recompute.kernels.gated_mlp import gated_mlp
 from recompute.kernels.layer_norm import add_layer_norm, layer_norm
@@ -27,10 +27,6 @@ ROWS, META, INTS = ones(2, 4), ones(2, 4, device="meta"), ones(2, 4, dtype=torch
 SQUARE, ROW, NARROW = ones(3, 3), ones(3), ones(3, 3, dtype=torch.bfloat16)
 CLASSES = torch.zeros(2, dtype=torch.long)
 HEAD = (ROWS, ones(3, 4), CLASSES)
-
-
-def with_biases(x: Any, *given: Any, activation: str = "silu", **biases: Any) -> Any:
-    return gated_mlp(x, *given, activation, **biases)
 
 
 def rotated(**changes: Any) -> Any:
@@ -50,6 +46,13 @@ def loss(*arguments: Any, **options: Any) -> Any:
 
 def log_probs(*arguments: Any, **options: Any) -> Any:
     return linear_log_probs(*(arguments or HEAD), **options)
+
+
+CODES, SCALES = quantize_blockwise(ones(4, 64), 128)
+
+
+def decoded(codes: Any = CODES, scales: Any = SCALES, dtype: torch.dtype = torch.float32, block: int = 128) -> Any:
+    return dequantize_blockwise(codes, scales, dtype, block)
 
 
 TEACHER = (ones(2, 5), ones(3, 5))
@@ -89,7 +92,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: swiglu(META, ROWS), "gate is on meta and up on cpu"),
     (lambda: swiglu(ones(2, 3)), "swiglu: gate has shape (2, 3); expected (..., 2 · I)"),
     (lambda: geglu(torch.tensor(1.0)), "geglu: gate has shape ()"),
-    (lambda: geglu(ROWS, ROWS, "erf"), "unknown approximate 'erf'; expected 'tanh' or 'none'"),
+    (lambda: geglu(ROWS, ROWS, "erf"), "unknown approximate 'erf'; expected one of tanh, none"),
     (lambda: from_codes(activation="relu"), "unknown activation 'relu'; expected one of silu, gelu, gelu_tanh"),
     (lambda: from_codes(dproduct=ones(5, 96).double()), "dproduct is torch.float64"),
     (lambda: from_codes(dproduct=ones(5, 95)), "has shape (5, 95), gate (5, 96) and up (5, 96); expected (..., I)"),
@@ -98,7 +101,18 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: from_codes(up_scales=None), "neither up nor its scales"),
     (lambda: from_codes(dproduct=ones(5, 96, device="meta")), "dproduct is on meta and gate on cpu"),
     (lambda: from_codes(block=64), "scales are torch.float32 of shape (15,); expected float32 (8,)"),
-    (lambda: from_codes(gate=ones(5, 96)), "glu_backward_from_codes: codes are torch.float32"),
+    (lambda: from_codes(gate=ones(5, 96)), "glu_backward_from_codes: the dtype of codes is torch.float32"),
+    (lambda: quantize_blockwise(ones(2).double()), "quantize_blockwise: x is torch.float64; expected one of"),
+    (lambda: quantize_blockwise_with_error(INTS), "x is torch.int32"),
+    (lambda: quantize_blockwise(ones(2), 96), "block is 96; expected a power of 2 from 1 to 4096"),
+    (lambda: quantize_blockwise(ones(2), 8192), "block is 8192"),
+    (lambda: quantize_blockwise(ones(2), 0), "block is 0"),
+    (lambda: quantize_blockwise(ones(2), format="fp4"), "unknown format 'fp4'; expected one of fp8, int8"),
+    (lambda: decoded(dtype=torch.float64), "dequantize_blockwise: dtype is torch.float64"),
+    (lambda: decoded(ones(4, 64)), "the dtype of codes is torch.float32; expected one of"),
+    (lambda: decoded(block=64), "shape (2,); expected float32 (4,), contiguous,"),
+    (lambda: decoded(scales=SCALES.to("meta")), "codes are on cpu and scales on meta"),
+    (lambda: decoded(CODES[:, ::2], ones(1)), "strides (64, 2); expected dense"),
     (lambda: gated_mlp(ROWS, *[SQUARE] * 3), "gated_mlp: expected x (..., H), gate_weight and up_weight (I, H), or"),
     (lambda: gated_mlp(ROWS, *[SQUARE] * 3), "found x (2, 4), gate_weight (3, 3)"),
     (lambda: gated_mlp(SQUARE, SQUARE, ones(2, 3), SQUARE), "up_weight (2, 3)"),
@@ -127,10 +141,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: mlp(*[SQUARE] * 3, down_bias=ones(2)), "down_bias (2,)"),
     (lambda: mlp(SQUARE.to("meta"), SQUARE, SQUARE), "x is on meta and up_weight on cpu"),
     (lambda: mlp(SQUARE.half(), SQUARE, SQUARE), "x torch.float16, up_weight torch.float32"),
-    (
-        lambda: mlp(*[SQUARE] * 3, "tanh"),
-        "unknown activation 'tanh'; expected one of silu, gelu, gelu_tanh, quick",
-    ),
+    (lambda: mlp(*[SQUARE] * 3, "tanh"), "unknown activation 'tanh'; expected one of silu, gelu, gelu_tanh, quick"),
     (lambda: mlp(*[SQUARE] * 3, tile=0), "mlp: tile is 0; expected at least 1 token, or None"),
     (lambda: rotated(unsqueeze_dim=3), "unsqueeze_dim is 3; expected that of the heads, 1 or 2"),
     (lambda: rotated(k=ones(2, 2, 5, 16).bfloat16()), "q is torch.float32 and k torch.bfloat16"),

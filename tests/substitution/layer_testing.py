@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from typing import Any
 
 import models
@@ -35,19 +36,30 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+def theirs(*paths: str) -> list[type[nn.Module]]:
+    """Classes of transformers, by their model and name."""
+    pairs = [path.split(".") for path in paths]
+    return [getattr(import_module(f"transformers.models.{model}.modeling_{model}"), name) for model, name in pairs]
+
+
 def policy(via: str = "kernel", **options: Any) -> dict[str, Any]:
     return rules(rule("*DecoderLayer", "recompute", via=via, **options))
 
 
-def gradients(model: nn.Module, batch: Mapping[str, Tensor], *, autocast: bool = False, **options: Any) -> list[Tensor]:
-    """The loss of a step, and all gradients. options: of the model's call."""
+def outcome(model: nn.Module, batch: Mapping[str, Any], *, autocast: bool = False) -> list[Tensor]:
+    """The loss of a step, and all gradients."""
     model.zero_grad()
     torch.manual_seed(0)
     device = next(iter(batch.values())).device.type
     with torch.autocast(device, torch.bfloat16, enabled=autocast):
-        loss = model(**batch, **{"use_cache": False, **options}).loss
+        loss = model(**batch).loss
     loss.backward()
     return [loss.detach(), *(each.grad.clone() for each in model.parameters() if each.grad is not None)]
+
+
+def gradients(model: nn.Module, batch: Mapping[str, Tensor], *, autocast: bool = False, **options: Any) -> list[Tensor]:
+    """``outcome`` without a cache. options: of the model's call."""
+    return outcome(model, {**batch, "use_cache": False, **options}, autocast=autocast)
 
 
 def run_in(options: dict[str, Any], make: Callable[[], nn.Module], **step: Any) -> tuple[nn.Module, Any]:

@@ -7,7 +7,7 @@ import functools
 import inspect
 import io
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy
@@ -61,9 +61,9 @@ class Noting(torch.autograd.Function):
 
 
 class Module(nn.Module):
-    """An MLP, or a norm, of which ``effect`` is a part. It has state of many kinds."""
+    """An MLP with state of many kinds."""
 
-    def __init__(self, effect: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.up, self.down, self.act = nn.Linear(8, 8), nn.Linear(8, 8), nn.SiLU()
         self.register_buffer("steps", torch.zeros(()))
@@ -89,139 +89,82 @@ class Module(nn.Module):
         self.count += 1
 
 
-def _with(body: Callable[[Any, Tensor], Any]) -> type[Module]:
-    """A class whose forward has an effect first."""
-
-    class Kind(Module):
-        def forward(self, x: Tensor) -> Tensor:
-            body(self, x)
-            return self.down(self.act(self.up(x)))
-
-    return Kind
-
-
-def _store(self: Any, x: Tensor) -> None:
-    self.last = x
-
-
-def _add(self: Any, x: Tensor) -> None:
-    self.count += 1
-
-
-def _add_in_place(self: Any, x: Tensor) -> None:
-    self.array += 0.1
-
-
-def _add_to_another_name(self: Any, x: Tensor) -> None:
-    array, tensor = self.array, self.tensor
-    array += 0.1
-    tensor += 1
-
-
-def _set_item(self: Any, x: Tensor) -> None:
-    self.dict["last"] = x
-
-
-def _delete(self: Any, x: Tensor) -> None:
-    del self.dict["first"]
-
-
-def _change_a_global(self: Any, x: Tensor) -> None:
-    global CALLED
-    CALLED += 1
-
-
-def _hide(self: Any, x: Tensor) -> None:
+EFFECTS = {
+    "an attribute": "self.last = x",
+    "a count": "self.count += 1",
+    "an array": "self.array += 0.1",
+    "an array by another name": "array = self.array; array += 0.1",
+    "a tensor by another name": "tensor = self.tensor; tensor += 1",
+    "an item": "self.dict['last'] = x",
+    "a deleted item": "del self.dict['first']",
+    "a global": "global CALLED; CALLED += 1",
+    "one that it would hide": """
     try:
         self.list.append(x)
     except Exception:
-        return
-
-
-def _loop(self: Any, x: Tensor) -> None:
-    for _ in self.iterator:
-        break
-
-
-def _unpack(self: Any, x: Tensor) -> None:
-    _, *_ = self.generator
-
-
-def _multiply(self: Any, x: Tensor) -> None:
-    self.meter * 2
-
-
-def _open_a_block(self: Any, x: Tensor) -> None:
-    with torch.no_grad(), FILE:
-        pass
-
-
-def _assign_in_a_block(self: Any, x: Tensor) -> None:
-    for self.count in (1, 2):
-        pass
-
-
-def _import(self: Any, x: Tensor) -> None:
-    import this  # noqa: F401
-
-
-EFFECTS: dict[str, Callable[[Any, Tensor], Any]] = {
-    "an attribute": _store,
-    "a count": _add,
-    "an array": _add_in_place,
-    "an array by another name": _add_to_another_name,
-    "an item": _set_item,
-    "a deleted item": _delete,
-    "a global": _change_a_global,
-    "one that it would hide": _hide,
-    "a step of an iterator": _loop,
-    "steps of a generator": _unpack,
-    "an operator in Python": _multiply,
-    "a block": _open_a_block,
-    "a target of a loop": _assign_in_a_block,
-    "an import": _import,
-    "a deque of past values": lambda self, x: self.past.append(x.detach().mean()),
-    "a list": lambda self, x: self.list.append(x),
-    "a list of a global": lambda self, x: CALLS.append(1),
-    "a dict of a global": lambda self, x: COUNTS.update(calls=COUNTS["calls"] + 1),
-    "a set": lambda self, x: self.set.add(x.shape[-1]),
-    "a default": lambda self, x: self.default["x"],
-    "a helper": lambda self, x: note(x),
-    "a partial": lambda self, x: functools.partial(note, x)(),
-    "a cached helper": lambda self, x: scale_for(8),
-    "a property": lambda self, x: self.counted,
-    "a cached property": lambda self, x: self.cached,
-    "getattr": lambda self, x: getattr(self, "counted"),  # noqa: B009
-    "setattr": lambda self, x: setattr(self, "count", 1),
-    "vars": lambda self, x: vars(self).update(count=1),
-    "a method": lambda self, x: self._count(),
-    "a method of an object": lambda self, x: self.meter.update(),
-    "a method of a class": lambda self, x: list.append(self.list, x),
-    "print": lambda self, x: print(x, file=FILE),
-    "a file": lambda self, x: FILE.write("x"),
-    "next": lambda self, x: next(self.iterator),
-    "a list of what is left": lambda self, x: list(self.iterator),
-    "a generator given to a function": lambda self, x: sum(self.generator),
-    "a lambda": lambda self, x: (lambda: CALLS.append(1))(),
-    "a comprehension": lambda self, x: [CALLS.append(each) for each in (1, 2)],
-    "a generator expression": lambda self, x: any(CALLS.append(each) for each in (1, 2)),
-    "a key": lambda self, x: sorted((1, 2), key=CALLS.append),
-    "a call for each": lambda self, x: list(map(CALLS.append, (1, 2))),
-    "a draw": lambda self, x: random.random(),
-    "a draw of numpy": lambda self, x: numpy.random.rand(),
-    "an array's own operation": lambda self, x: numpy.add(self.array, 1, out=self.array),
-    "an array's method": lambda self, x: self.array.fill(2.0),
-    "a tensor in place": lambda self, x: self.tensor.add_(1),
-    "a buffer in place": lambda self, x: self.steps.add_(1),
-    "a buffer's data": lambda self, x: self.steps.data.fill_(3),
-    "an output given": lambda self, x: torch.add(self.tensor, 1, out=self.tensor),
-    "a hook": lambda self, x: self.up.register_forward_hook(print),
-    "a mode": lambda self, x: self.up.eval(),
-    "a parameter": lambda self, x: nn.init.zeros_(self.up.weight),
-    "a switch of torch": lambda self, x: torch.set_grad_enabled(True),
-    "a seed": lambda self, x: torch.manual_seed(0),
-    "a Function": lambda self, x: Noting.apply(x),
+        return""",
+    "a step of an iterator": "for _ in self.iterator: break",
+    "steps of a generator": "_, *_ = self.generator",
+    "an operator in Python": "self.meter * 2",
+    "a block": "with torch.no_grad(), FILE: pass",
+    "a target of a loop": "for self.count in (1, 2): pass",
+    "an import": "import this",
+    "a deque of past values": "self.past.append(x.detach().mean())",
+    "a list": "self.list.append(x)",
+    "a list of a global": "CALLS.append(1)",
+    "a dict of a global": "COUNTS.update(calls=COUNTS['calls'] + 1)",
+    "a set": "self.set.add(x.shape[-1])",
+    "a default": "self.default['x']",
+    "a helper": "note(x)",
+    "a partial": "functools.partial(note, x)()",
+    "a cached helper": "scale_for(8)",
+    "a property": "self.counted",
+    "a cached property": "self.cached",
+    "getattr": "getattr(self, 'counted')",
+    "setattr": "setattr(self, 'count', 1)",
+    "vars": "vars(self).update(count=1)",
+    "a method": "self._count()",
+    "a method of an object": "self.meter.update()",
+    "a method of a class": "list.append(self.list, x)",
+    "print": "print(x, file=FILE)",
+    "a file": "FILE.write('x')",
+    "next": "next(self.iterator)",
+    "a list of what is left": "list(self.iterator)",
+    "a generator given to a function": "sum(self.generator)",
+    "a lambda": "(lambda: CALLS.append(1))()",
+    "a comprehension": "[CALLS.append(each) for each in (1, 2)]",
+    "a generator expression": "any(CALLS.append(each) for each in (1, 2))",
+    "a key": "sorted((1, 2), key=CALLS.append)",
+    "a call for each": "list(map(CALLS.append, (1, 2)))",
+    "a draw": "random.random()",
+    "a draw of numpy": "numpy.random.rand()",
+    "an array's own operation": "numpy.add(self.array, 1, out=self.array)",
+    "an array's method": "self.array.fill(2.0)",
+    "a tensor in place": "self.tensor.add_(1)",
+    "a buffer in place": "self.steps.add_(1)",
+    "a buffer's data": "self.steps.data.fill_(3)",
+    "an output given": "torch.add(self.tensor, 1, out=self.tensor)",
+    "a hook": "self.up.register_forward_hook(print)",
+    "a mode": "self.up.eval()",
+    "a parameter": "nn.init.zeros_(self.up.weight)",
+    "a switch of torch": "torch.set_grad_enabled(True)",
+    "a seed": "torch.manual_seed(0)",
+    "a Function": "Noting.apply(x)",
 }
+"""What a forward does first, beside what it computes."""
+
+
+def with_effect(effect: str) -> Module:
+    """An MLP whose forward has the effect first."""
+    found: dict[str, Any] = {}
+    exec(f"def body(self, x):\n    {EFFECTS[effect]}", globals(), found)
+    body = found["body"]
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        body(self, x)
+        return self.down(self.act(self.up(x)))
+
+    return type("Kind", (Module,), {"forward": forward})()
 
 
 def state_of(module: Module) -> str:
@@ -245,9 +188,8 @@ def _as_at_first() -> Iterator[None]:
 
 @pytest.mark.parametrize("effect", EFFECTS)
 def test_nobody_can_tell_by_an_effect_that_a_policy_was_applied(effect: str) -> None:
-    kind = _with(EFFECTS[effect])
     torch.manual_seed(0)
-    module = kind(effect)
+    module = with_effect(effect)
     module.dict["first"] = 1
     model = nn.Sequential(module, nn.Linear(8, 8))
     before = state_of(module)
@@ -265,7 +207,7 @@ def test_later_steps_have_each_effect_once(effect: str) -> None:
     for governed in (False, True):
         torch.manual_seed(0)
         CALLS.clear()
-        module = _with(EFFECTS[effect])(effect)
+        module = with_effect(effect)
         model, x = nn.Sequential(module, nn.Linear(8, 8)), torch.randn(4, 8)
         if governed:
             recompute.apply(model, rules(rule("Kind", "recompute")))

@@ -63,26 +63,20 @@ def test_modules_that_are_alike_are_looked_at_once(traces: list[nn.Module]) -> N
     assert found == [formula_of(Scale())] * 3
 
 
-@pytest.mark.parametrize(
-    "change",
-    by_default(
-        {
-            "a number": lambda module: setattr(module, "factor", 3.0),
-            "a sign of zero": lambda module: setattr(module, "factor", -0.0),
-            "a flag": lambda module: setattr(module, "in_float", True),
-            "a flag in a list": lambda module: module.options.update(negative=[True]),
-            "a function": lambda module: setattr(module, "function", torch.tanh),
-            "a parameter": lambda module: setattr(module, "bias", nn.Parameter(torch.ones(4))),
-            "a dtype": lambda module: module.to(torch.bfloat16),
-            "a part": lambda module: module.add_module("after", nn.Sigmoid()),
-        },
-        "a sign of zero",
-        "a flag in a list",
-        "a function",
-        "a parameter",
-        "a part",
-    ),
-)
+CHANGES: dict[str, Callable[[nn.Module], Any]] = {
+    "a number": lambda module: setattr(module, "factor", 3.0),
+    "a sign of zero": lambda module: setattr(module, "factor", -0.0),
+    "a flag": lambda module: setattr(module, "in_float", True),
+    "a flag in a list": lambda module: module.options.update(negative=[True]),
+    "a function": lambda module: setattr(module, "function", torch.tanh),
+    "a parameter": lambda module: setattr(module, "bias", nn.Parameter(torch.ones(4))),
+    "a dtype": lambda module: module.to(torch.bfloat16),
+    "a part": lambda module: module.add_module("after", nn.Sigmoid()),
+}
+DEFAULT = ("a sign of zero", "a flag in a list", "a function", "a parameter", "a part")
+
+
+@pytest.mark.parametrize("change", by_default(CHANGES, *DEFAULT))
 def test_another_setting_is_looked_at_apart(change: Callable[[nn.Module], Any], traces: list[nn.Module]) -> None:
     module = Scale()
     with looking_once():

@@ -10,7 +10,6 @@ import transformers
 from models import BATCH, LENGTH, SHAPE, VOCABULARY, held
 from models import LAYERS_BY_KERNELS as POLICY
 from tiers import slow
-from tiny import counted_ops
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -30,13 +29,6 @@ def make(name: str = "Llama", **options: Any) -> nn.Module:
 
 def loss_of(model: nn.Module) -> Tensor:
     return model(input_ids=IDS, labels=IDS, use_cache=False).loss
-
-
-def gradients(model: nn.Module) -> list[Tensor]:
-    model.zero_grad()
-    loss = loss_of(model)
-    loss.backward()
-    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
 def test_training_makes_no_logits_and_evaluation_does() -> None:
@@ -82,25 +74,3 @@ def test_log_probabilities_and_entropies_of_ones_own_go_without_logits_too(name:
     expected.backward()
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad)
-
-
-def test_a_loss_of_ones_own_goes_without_logits_too() -> None:
-    def loss(model: nn.Module) -> Tensor:
-        logits = model(input_ids=IDS).logits
-        return F.cross_entropy(logits[:, :-1].reshape(-1, VOCABULARY), IDS[:, 1:].reshape(-1))
-
-    model, plain = make(), make()
-    recompute.apply(model, POLICY)
-    with counted_ops() as ops:
-        found = loss(model)
-    assert ops["recompute.linear_cross_entropy_forward"] == 1
-    torch.testing.assert_close(found, loss(plain))
-
-
-def test_softcapped_logits_are_capped_in_the_loss() -> None:
-    model, plain = (make("Gemma2", final_logit_softcapping=2.0) for _ in range(2))
-    recompute.apply(model, POLICY)
-    with counted_ops() as ops:
-        loss_of(model)
-    assert ops["recompute.linear_cross_entropy_forward"] == 1
-    torch.testing.assert_close(gradients(model), gradients(plain))

@@ -50,7 +50,7 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "granite": causal("Granite", logits_scaling=8.0),
     "gemma 2": causal("Gemma2", head_dim=16),
     "gemma 3": causal("Gemma3Text", head_dim=16),
-    "gemma 3 with a cap": causal("Gemma3Text", head_dim=16, final_logit_softcapping=20.0),
+    "gemma 3 with a cap": causal("Gemma3Text", head_dim=16, final_logit_softcapping=2.0),
     "falcon": causal("Falcon", hidden_dropout=0.0),
     "bloom": causal("Bloom", **GPT),
     "mpt": causal("Mpt", d_model=WIDTH, n_heads=4, n_layers=1, max_seq_len=64),

@@ -27,10 +27,6 @@ def parts(via: str, **options: Any) -> dict[str, Any]:
     return rules(*(rule([name], "recompute", via=via, **options) for name in PARTS))
 
 
-def layers(via: str, **options: Any) -> dict[str, Any]:
-    return rules(*(rule([name], "recompute", via=via, **options) for name in ("*DecoderLayer", "*RMSNorm")))
-
-
 def step_of(model: nn.Module, name: str, **batch: Any) -> Callable[[], Tensor]:
     given = {**models.batch(name), **batch}
     return lambda: model(**given, use_cache=False).loss
@@ -65,9 +61,9 @@ def test_what_kernels_save_is_what_autograd_holds_less(name: str, dtype: torch.d
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral"])
 def test_it_is_so_of_whole_layers(name: str, options: dict[str, Any]) -> None:
     model = models.make(name)
-    run = step_of(model, name)
-    plain = held(model, run)
-    stats, holds = counted(model, layers("kernel", **options), run)
+    given = rules(*(rule([each], "recompute", via="kernel", **options) for each in ("*DecoderLayer", "*RMSNorm")))
+    plain = held(model, step_of(model, name))
+    stats, holds = counted(model, given, step_of(model, name))
     assert stats.eager_nbytes - stats.kept_nbytes == plain - holds > 0
 
 

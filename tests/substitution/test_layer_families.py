@@ -12,6 +12,7 @@ import models
 import pytest
 import torch
 import transformers
+from layer_testing import outcome
 from models import BATCH, INTERMEDIATE, LAYERS, LENGTH, SHAPE
 from tiers import by_default, slow
 from tiny import assert_same, counted_ops, rule, rules
@@ -26,11 +27,8 @@ PLAIN = {key: value for key, value in SHAPE.items() if key not in ("num_key_valu
 
 
 def causal(name: str, **options: Any) -> Callable[[], nn.Module]:
-    def build() -> nn.Module:
-        config = getattr(transformers, f"{name}Config")(**options)
-        return transformers.AutoModelForCausalLM.from_config(config)
-
-    return build
+    config = getattr(transformers, f"{name}Config")
+    return lambda: transformers.AutoModelForCausalLM.from_config(config(**options))
 
 
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -53,15 +51,10 @@ class Family:
 
 
 OPT = {
-    "vocab_size": models.VOCABULARY,
-    "hidden_size": models.HIDDEN,
-    "word_embed_proj_dim": models.HIDDEN,
-    "ffn_dim": INTERMEDIATE,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
+    "vocab_size": models.VOCABULARY, "hidden_size": models.HIDDEN, "word_embed_proj_dim": models.HIDDEN,
+    "ffn_dim": INTERMEDIATE, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "max_position_embeddings": 64,
     "activation_function": "gelu",
-}
+}  # fmt: skip
 NO_BERT_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}  # by default both are 0.1
 BART = {key: value for key, value in models.WHISPER_SHAPE.items() if not key.startswith(("num_mel", "max_"))}
 
@@ -71,35 +64,32 @@ def bart() -> nn.Module:
     return transformers.BartForConditionalGeneration(config)
 
 
+UNGATED, GATED = "activation_backward_", "glu_backward_"
 FAMILIES: dict[str, Family] = {
-    "gpt2": Family(lambda: models.make("gpt2", **NO_DROPOUT), "activation_backward_", kind="gpt2"),
-    "gpt2 with dropout": Family(lambda: models.make("gpt2", **DROPOUT), "activation_backward_", kind="gpt2"),
-    "gpt_neox": Family(causal("GPTNeoX", **PLAIN), "activation_backward_"),
-    "gpt_neox, one after the other": Family(
-        causal("GPTNeoX", **PLAIN, use_parallel_residual=False), "activation_backward_"
-    ),
-    "phi": Family(causal("Phi", **SHAPE), "activation_backward_"),
-    "starcoder2": Family(
-        causal("Starcoder2", **SHAPE, residual_dropout=0.0, embedding_dropout=0.0), "activation_backward_"
-    ),
-    "falcon": Family(causal("Falcon", **PLAIN, **FALCON), "activation_backward_"),
-    "falcon with one norm": Family(causal("Falcon", **PLAIN, ffn_hidden_size=INTERMEDIATE), "activation_backward_"),
+    "gpt2": Family(lambda: models.make("gpt2", **NO_DROPOUT), UNGATED, kind="gpt2"),
+    "gpt2 with dropout": Family(lambda: models.make("gpt2", **DROPOUT), UNGATED, kind="gpt2"),
+    "gpt_neox": Family(causal("GPTNeoX", **PLAIN), UNGATED),
+    "gpt_neox, one after the other": Family(causal("GPTNeoX", **PLAIN, use_parallel_residual=False), UNGATED),
+    "phi": Family(causal("Phi", **SHAPE), UNGATED),
+    "starcoder2": Family(causal("Starcoder2", **SHAPE, residual_dropout=0.0, embedding_dropout=0.0), UNGATED),
+    "falcon": Family(causal("Falcon", **PLAIN, **FALCON), UNGATED),
+    "falcon with one norm": Family(causal("Falcon", **PLAIN, ffn_hidden_size=INTERMEDIATE), UNGATED),
     "falcon, one after the other": Family(
-        causal("Falcon", **PLAIN, ffn_hidden_size=INTERMEDIATE, parallel_attn=False, alibi=True), "activation_backward_"
+        causal("Falcon", **PLAIN, ffn_hidden_size=INTERMEDIATE, parallel_attn=False, alibi=True), UNGATED
     ),
-    "vit": Family(lambda: models.make("vit"), "activation_backward_", kind="vit"),
-    "vit with dropout": Family(lambda: models.make("vit", hidden_dropout_prob=0.1), "activation_backward_", kind="vit"),
-    "cohere": Family(causal("Cohere", **SHAPE), "glu_backward_"),
-    "gemma2": Family(lambda: models.make("gemma2"), "glu_backward_", "gemma2", 4),
-    "gemma3": Family(lambda: models.make("gemma3"), "glu_backward_", "gemma3", 4),
-    "phi3 with dropout": Family(lambda: models.make("phi3", resid_pdrop=0.1), "glu_backward_", "phi3", 4),
-    "nemotron": Family(causal("Nemotron", **SHAPE), "activation_backward_", last_norm=0),
+    "vit": Family(lambda: models.make("vit"), UNGATED, kind="vit"),
+    "vit with dropout": Family(lambda: models.make("vit", hidden_dropout_prob=0.1), UNGATED, kind="vit"),
+    "cohere": Family(causal("Cohere", **SHAPE), GATED),
+    "gemma2": Family(lambda: models.make("gemma2"), GATED, "gemma2", 4),
+    "gemma3": Family(lambda: models.make("gemma3"), GATED, "gemma3", 4),
+    "phi3 with dropout": Family(lambda: models.make("phi3", resid_pdrop=0.1), GATED, "phi3", 4),
+    "nemotron": Family(causal("Nemotron", **SHAPE), UNGATED, last_norm=0),
     "opt": Family(causal("OPT", **OPT, dropout=0.0)),
     "opt with dropout": Family(causal("OPT", **OPT, dropout=0.1)),
     "opt, post-norm": Family(causal("OPT", **OPT, dropout=0.1, do_layer_norm_before=False), last_norm=0),
     "whisper": Family(lambda: models.make("whisper"), kind="whisper", last_norm=24, stacks=2),
     "bart with dropout": Family(bart, kind="t5", last_norm=16, stacks=2),
-    "t5": Family(lambda: models.make("t5", dropout_rate=0.0), "glu_backward_", kind="t5", last_norm=8, stacks=2),
+    "t5": Family(lambda: models.make("t5", dropout_rate=0.0), GATED, kind="t5", last_norm=8, stacks=2),
     "t5 with dropout": Family(lambda: models.make("t5", dropout_rate=0.1), kind="t5", last_norm=8, stacks=2),
     "bert": Family(lambda: models.make("bert", **NO_BERT_DROPOUT), kind="bert", last_norm=16),
     "bert with dropout": Family(lambda: models.make("bert", hidden_dropout_prob=0.1), kind="bert", last_norm=16),
@@ -120,14 +110,6 @@ def batch_of(name: str, **shape: int) -> dict[str, Any]:
     return {**models.batch(kind, **shape), **({} if kind in ("vit", "bert") else {"use_cache": False})}
 
 
-def outcome(model: nn.Module, name: str, **shape: int) -> list[Tensor]:
-    model.zero_grad()
-    torch.manual_seed(0)
-    loss = model(**batch_of(name, **shape)).loss
-    loss.backward()
-    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
-
-
 def under(name: str, given: dict[str, Any], steps: int = 8, **shape: int) -> tuple[nn.Module, Any]:
     """The model after some steps under a policy, in which its layers have settled."""
     model = make(name)
@@ -135,7 +117,7 @@ def under(name: str, given: dict[str, Any], steps: int = 8, **shape: int) -> tup
         warnings.simplefilter("ignore", PolicyWarning)  # of norms that have no kernel
         handle = recompute.apply(model, given)
     for _ in range(steps):
-        outcome(model, name, **shape)
+        outcome(model, batch_of(name, **shape))
     return model, handle
 
 
@@ -179,7 +161,7 @@ def test_so_they_do_where_layers_are_not_captured(name: str) -> None:
 def test_the_kernels_run(name: str) -> None:
     family, (model, _) = FAMILIES[name], settled(name, "kernel")
     with counted_ops() as ops:
-        outcome(model, name)
+        outcome(model, batch_of(name))
     for op in ("activation_backward_", "glu_backward_", "glu_backward"):
         assert ops.get(f"recompute.{op}", 0) == (LAYERS * family.stacks if op == family.mlps else 0)
 
@@ -195,7 +177,7 @@ def test_gradients_are_the_models_up_to_rounding(name: str) -> None:
 def test_captured_layers_give_the_bits_of_those_on_the_tape(name: str) -> None:
     (captured, handle), (taped, of_tape) = settled(name, "kernel"), under(name, layers("kernel", capture=False), 4)
     assert f"{LAYERS} of {LAYERS} run as captured code" in handle.explain(wide=True)
-    assert_same(outcome(captured, name), outcome(taped, name))
+    assert_same(outcome(captured, batch_of(name)), outcome(taped, batch_of(name)))
     plans, others = (
         {path: plan.kept_nbytes for path, plan in each.plans().items() if "norm" not in path}
         for each in (handle, of_tape)
@@ -209,7 +191,7 @@ def test_a_tape_that_runs_gemms_again_gives_the_bits_of_the_kernels_alone(name: 
     outcomes, bytes_held = [], []
     for options in ({}, {"rerun": ["gemm"]}, {"rerun": ["gemm", "attention"], "price": 0}):
         model, _ = under(name, layers("kernel", **options, capture=False), 3)
-        outcomes.append(outcome(model, name))
+        outcomes.append(outcome(model, batch_of(name)))
         bytes_held.append(held_by(model, name))
     assert_same(outcomes[1], outcomes[0])
     assert_same(outcomes[2], outcomes[0])
@@ -228,40 +210,10 @@ def test_triton_gives_what_the_references_give(name: str, device: str) -> None:
         torch.testing.assert_close(*grads, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["starcoder2", *slow("gpt2", "falcon")])
-def test_a_tile_of_tokens_at_a_time_holds_no_intermediate(name: str) -> None:
-    given = [layers("kernel", **options) for options in ({"capture": False}, {"tile": 8})]  # which is not captured
-    (whole, _), (tiled, handle) = (under(name, each, 3) for each in given)
-    assert "8 tokens at a time" in handle.explain(wide=True)
-    torch.testing.assert_close(outcome(tiled, name), outcome(whole, name))
-    assert held_by(whole, name) - held_by(tiled, name) >= LAYERS * TOKENS * INTERMEDIATE * 4
-
-
-@pytest.mark.slow
-def test_a_rule_that_compresses_holds_what_up_gives_in_8_bits() -> None:
-    """On a layer's tape and by the kernel of the MLP alone."""
-    numbers = 1 << 13
-    for type_name in ("GPTNeoXLayer", "GPTNeoXMLP"):
-        kept = []
-        for compress in (False, True):
-            torch.manual_seed(0)
-            model = causal(
-                "GPTNeoX", **{**PLAIN, "intermediate_size": numbers // TOKENS}, use_parallel_residual=False
-            )()
-            handle = recompute.apply(model, rules(rule(type_name, "recompute", via="kernel", compress=compress)))
-            assert ("what dense_h_to_4h gives in 8 bits" in handle.explain(wide=True)) is compress
-            loss = [model.train()(**batch_of("gpt_neox")).loss for _ in range(2)][-1]
-            loss.backward()
-            kept.append(held_by(model, "gpt_neox"))
-        codes = numbers + numbers // 128 * 4
-        assert kept[0] - kept[1] == pytest.approx(LAYERS * (numbers * 4 - codes), abs=16)
-
-
 def test_on_the_cpu_auto_leaves_them_to_the_tape() -> None:
     model, handle = under("starcoder2", layers("auto"), 2)
     assert "kernel: layer_norm on CUDA, else" in handle.explain(wide=True)
-    assert_same(outcome(model, "starcoder2"), outcome(make("starcoder2"), "starcoder2"))
+    assert_same(*(outcome(each, batch_of("starcoder2")) for each in (model, make("starcoder2"))))
 
 
 @pytest.mark.slow
@@ -273,7 +225,8 @@ def test_dropout_that_begins_after_the_policy_drops() -> None:
         if steps == 5:
             for each in (model, plain):
                 each.config.hidden_dropout = 0.5
-        torch.testing.assert_close(outcome(model, "falcon"), outcome(plain, "falcon"), rtol=1e-3, atol=1e-5)
+        found, expected = (outcome(each, batch_of("falcon")) for each in (model, plain))
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -281,12 +234,7 @@ def test_dropout_that_begins_after_the_policy_drops() -> None:
 def test_autocast_casts_as_it_does_without_a_policy(name: str) -> None:
     model, plain = make(name), make(name)
     recompute.apply(model, layers("kernel"))
-    outcomes = []
-    for each in (model, plain):
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = each(**batch_of(name)).loss
-        loss.backward()
-        outcomes.append([loss.detach(), *(p.grad for p in each.parameters())])
+    outcomes = (outcome(each, batch_of(name), autocast=True) for each in (model, plain))
     for value, other in zip(*outcomes, strict=True):
         assert value.dtype is other.dtype
         assert (value - other).norm() <= 0.05 * other.norm() + 1e-6

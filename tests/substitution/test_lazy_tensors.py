@@ -163,17 +163,36 @@ def test_whatever_reads_a_lazy_tensor_gets_its_values_and_gives_its_gradient(rea
 
 
 def test_logits_that_a_function_reads_give_their_gradient() -> None:
-    logits, whole = head()
-    for each in (logits, whole):
-        Double.apply(each.view(-1, VOCABULARY)[1:]).square().sum().backward()
-    inputs = [logits._head.hidden, logits._head.weight]
-    assert all(each.grad is not None for each in inputs)
+    use = lambda logits: Double.apply(logits.view(-1, VOCABULARY)[1:]).square().sum()  # noqa: E731
+    assert_as_plain(use, operands(bias=True), lazy=False)
 
 
-def head(shape: tuple[int, ...] = (2, 3), bias: bool = True) -> tuple[LazyLogits, Tensor]:
-    hidden, weight = make(*shape, HIDDEN), make(VOCABULARY, HIDDEN, seed=1)
-    offset = make(VOCABULARY, seed=2) if bias else None
-    return LazyLogits.of(hidden, weight, offset), F.linear(hidden, weight, offset)
+def operands(tokens: tuple[int, ...] = (2, 3), bias: bool = False, seed: int = 0) -> list[Tensor]:
+    made = [make(*tokens, HIDDEN, seed=seed), make(VOCABULARY, HIDDEN, seed=seed + 1)]
+    return [*made, make(VOCABULARY, seed=seed + 2)] if bias else made
+
+
+def head() -> tuple[LazyLogits, Tensor]:
+    given = operands(bias=True)
+    return LazyLogits.of(*given), F.linear(*given)
+
+
+def assert_as_plain(use: Callable[..., Tensor], *inputs: list[Tensor], lazy: bool = True, taught: bool = False) -> None:
+    """``use`` gives the same, with the same gradients, of lazy logits and of plain ones.
+
+    inputs: of each head. lazy: whether no logits are made. taught: whether the second head, a teacher's, is frozen.
+    """
+    results = []
+    for of in (LazyLogits.of, F.linear):
+        heads = [[each.detach().requires_grad_(not taught or not at) for each in own] for at, own in enumerate(inputs)]
+        logits = [of(*own) for own in heads]
+        value = use(*logits)
+        assert type(value) is Tensor
+        assert of is F.linear or not lazy or all(each.is_lazy for each in logits)
+        gradient = (make(*value.shape, seed=4).detach() if value.dim() else torch.ones(())).to(value)
+        trained = [each for own in heads[: 1 if taught else None] for each in own]
+        results.append([value, *torch.autograd.grad(value, trained, gradient)])
+    torch.testing.assert_close(*results)
 
 
 def test_what_is_made_of_changed_tensors_is_refused_and_not_another_value() -> None:
@@ -220,18 +239,6 @@ def test_changes_in_place_reach_views_and_no_copies(change: Callable[[Tensor], A
         assert torch.equal(one, other)
 
 
-def test_a_division_that_rounds_is_no_cap() -> None:
-    logits, whole = head()
-    assert torch.equal(torch.div(logits, 0.5, rounding_mode="floor"), torch.div(whole, 0.5, rounding_mode="floor"))
-
-
-def test_shifted_logits_may_be_flattened_and_then_read() -> None:
-    logits, whole = head()
-    shifted = logits[..., :-1, :].contiguous().view(-1, VOCABULARY)
-    assert type(shifted) is LazyLogits
-    assert torch.equal(shifted.argmax(-1), whole[..., :-1, :].contiguous().view(-1, VOCABULARY).argmax(-1))
-
-
 SCALINGS: list[Callable[[Tensor], Tensor]] = [
     lambda logits: logits * 0.0625,
     lambda logits: 3 * logits,
@@ -247,18 +254,8 @@ SCALINGS: list[Callable[[Tensor], Tensor]] = [
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_scaled_logits_give_a_loss_without_them(scaling: Callable[[Tensor], Tensor], has_bias: bool) -> None:
     """Cohere multiplies its logits by a number, and Granite divides them by one."""
-    operands = [make(6, HIDDEN), make(VOCABULARY, HIDDEN, seed=1), make(VOCABULARY, seed=2) if has_bias else None]
-    mine = [None if each is None else each.detach().clone().requires_grad_() for each in operands]
-    logits = LazyLogits.of(*mine)
-    loss = F.cross_entropy(scaling(logits).view(-1, VOCABULARY), TARGET)
-    expected = F.cross_entropy(scaling(F.linear(*operands)), TARGET)
-    assert logits.is_lazy
-    torch.testing.assert_close(loss, expected)
-    loss.backward()
-    expected.backward()
-    for one, other in zip(mine, operands, strict=True):
-        if one is not None:
-            torch.testing.assert_close(one.grad, other.grad)
+    given = operands((6,), has_bias)
+    assert_as_plain(lambda logits: F.cross_entropy(scaling(logits).view(-1, VOCABULARY), TARGET), given)
 
 
 SHAPINGS: list[Callable[[Tensor], Tensor]] = [
@@ -270,7 +267,7 @@ SHAPINGS: list[Callable[[Tensor], Tensor]] = [
     lambda logits: logits[:, 1:].flatten(-3, 1),
     lambda logits: logits[..., :-1, :],
     lambda logits: logits[:, 1:],
-    lambda logits: logits[:, :-1, :].contiguous(),
+    lambda logits: logits[..., :-1, :].contiguous().view(-1, VOCABULARY),
     lambda logits: logits[1],
     lambda logits: logits[0, -1],
     lambda logits: logits.unsqueeze(1).squeeze(1),
@@ -325,6 +322,9 @@ def test_logits_may_be_shaped_and_capped_on_the_way(shaping: Callable[[Tensor], 
         lambda logits: logits + logits.new_zeros(2, 3, 1),
         lambda logits: torch.stack(logits.split([1, 1])),
         lambda logits: logits.split(2, -1)[0],
+        lambda logits: torch.div(logits, 0.5, rounding_mode="floor"),
+        lambda logits: F.cross_entropy(logits, torch.zeros(2, VOCABULARY, dtype=torch.long)),  # classes come second
+        lambda logits: F.cross_entropy(logits.view(-1, VOCABULARY) / -2.0, TARGET),
     ],
 )
 def test_anything_else_sees_the_logits(use: Callable[[Tensor], Tensor]) -> None:
@@ -473,14 +473,7 @@ PARTLY_WITHOUT_GRADIENTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("use", PARTLY_WITHOUT_GRADIENTS.values(), ids=PARTLY_WITHOUT_GRADIENTS)
 def test_parts_made_without_gradients_give_none(use: Callable[[Tensor], Tensor]) -> None:
-    results = []
-    for plain in (False, True):
-        inputs = [make(2, 3, HIDDEN), make(VOCABULARY, HIDDEN, seed=1)]
-        logits = (F.linear if plain else LazyLogits.of)(*inputs)
-        value = use(logits).sum()
-        results.append([value, *torch.autograd.grad(value, inputs)])
-        assert plain or logits.is_lazy
-    torch.testing.assert_close(*results)
+    assert_as_plain(lambda logits: use(logits).sum(), operands())
 
 
 def test_what_was_made_without_gradients_gives_none() -> None:
@@ -528,13 +521,8 @@ class Triples(torch.autograd.Function):
 
 
 def test_what_a_function_makes_of_logits_has_the_gradient_that_it_gives() -> None:
-    gradients = []
-    for plain in (False, True):
-        hidden, weight = make(2, 3, HIDDEN), make(VOCABULARY, HIDDEN, seed=1)
-        logits = F.linear(hidden, weight) if plain else LazyLogits.of(hidden, weight)
-        loss = F.cross_entropy(Triples.apply(logits).view(-1, VOCABULARY), TARGET)
-        gradients.append([loss, *torch.autograd.grad(loss, (hidden, weight))])
-    torch.testing.assert_close(*gradients)
+    use = lambda logits: F.cross_entropy(Triples.apply(logits).view(-1, VOCABULARY), TARGET)  # noqa: E731
+    assert_as_plain(use, operands(), lazy=False)
 
 
 def jensen_shannon(p: Tensor, q: Tensor) -> Tensor:
@@ -585,22 +573,7 @@ def skewed(log_p: Tensor, log_q: Tensor) -> Tensor:
 @pytest.mark.parametrize("trains", ["student", "both"])
 @pytest.mark.parametrize("divergence", DIVERGENCES.values(), ids=DIVERGENCES)
 def test_divergences_of_two_heads_go_without_the_logits_of_either(divergence: Any, trains: str) -> None:
-    results = []
-    for plain in (False, True):
-        inputs = [make(2, 3, HIDDEN), make(VOCABULARY, HIDDEN, seed=1)]
-        others = [make(2, 3, HIDDEN, seed=5), make(VOCABULARY, HIDDEN, seed=6)]
-        make_logits = F.linear if plain else LazyLogits.of
-        logits = make_logits(*inputs)
-        with torch.set_grad_enabled(trains == "both"):
-            taught = make_logits(*others)
-        value = divergence(logits, taught)
-        if not plain:
-            assert logits.is_lazy
-            assert taught.is_lazy
-        gradient = make(*value.shape, seed=4).detach()
-        trained = [*inputs, *(others if trains == "both" else [])]
-        results.append([value, *torch.autograd.grad(value, trained, gradient)])
-    torch.testing.assert_close(*results)
+    assert_as_plain(divergence, operands(), operands(seed=5), taught=trains == "student")
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
@@ -619,16 +592,14 @@ def test_a_divergence_is_a_kernels_however_it_is_written(divergence: str, monkey
 def test_log_probabilities_and_the_entropy_of_them_are_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     monkeypatch.setattr(linear_log_probs, "linear_log_probs", counted(linear_log_probs.linear_log_probs, calls))
-    results = []
-    for plain in (False, True):
-        inputs = [make(2, 3, HIDDEN), make(VOCABULARY, HIDDEN, seed=1)]
-        log_p = ((F.linear if plain else LazyLogits.of)(*inputs) / 0.9).log_softmax(-1)
+
+    def use(logits: Tensor) -> Tensor:
+        log_p = (logits / 0.9).log_softmax(-1)
         chosen = log_p.gather(-1, INDEX[..., None])
-        with torch.no_grad():
-            seen = entropy(log_p)
-        loss = chosen.sum() + (entropy(log_p) * seen).sum()
-        results.append([seen, loss, *torch.autograd.grad(loss, inputs)])
-    torch.testing.assert_close(*results)
+        seen = without_gradients(lambda: entropy(log_p))
+        return chosen.sum() + (entropy(log_p) * seen).sum()
+
+    assert_as_plain(use, operands())
     assert len(calls) == 1
 
 
@@ -641,15 +612,11 @@ def counted(function: Any, calls: list[str]) -> Any:
 
 
 def test_a_sum_that_meets_no_other_half_is_computed_when_it_is_read() -> None:
-    results = []
-    for plain in (False, True):
-        inputs = [make(2, 3, HIDDEN), make(VOCABULARY, HIDDEN, seed=1)]
-        make_logits = F.linear if plain else LazyLogits.of
-        p, q = (make_logits(*operands).softmax(-1) for operands in (inputs, [each.detach() * 2 for each in inputs]))
-        half = (p * (p.log() - ((p + q) / 2).log())).sum(-1)
-        loss = (half * torch.arange(3.0)).mean() + half.sum().exp() + half[0, 1]
-        results.append([loss, *torch.autograd.grad(loss, inputs)])
-    torch.testing.assert_close(*results)
+    def use(logits: Tensor, others: Tensor) -> Tensor:
+        half = half_of_divergence(logits.softmax(-1), others.softmax(-1)).sum(-1)
+        return (half * torch.arange(3.0)).mean() + half.sum().exp() + half[0, 1]
+
+    assert_as_plain(use, operands(), operands(seed=5), lazy=False)
 
 
 PLAIN_TEACHERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -682,15 +649,8 @@ PLAIN_TEACHERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("divergence", PLAIN_TEACHERS.values(), ids=PLAIN_TEACHERS)
 def test_a_teacher_may_be_a_plain_tensor(divergence: Callable[[Tensor, Tensor], Tensor]) -> None:
-    results, taught = [], make(2, 3, VOCABULARY, seed=5).detach()
-    for plain in (False, True):
-        inputs = [make(2, 3, HIDDEN), make(VOCABULARY, HIDDEN, seed=1)]
-        logits = (F.linear if plain else LazyLogits.of)(*inputs)
-        value = divergence(logits, taught)
-        gradient = make(*value.shape, seed=4).detach()
-        results.append([value, *torch.autograd.grad(value, inputs, gradient)])
-        assert plain or logits.is_lazy
-    torch.testing.assert_close(*results)
+    taught = make(2, 3, VOCABULARY, seed=5).detach()
+    assert_as_plain(lambda logits: divergence(logits, taught), operands())
 
 
 def test_a_teacher_that_changes_before_backward_is_refused() -> None:
@@ -744,17 +704,7 @@ def test_an_adapter_adds_to_logits_that_stay_lazy(scaling: Any, adapters: int) -
 
 @pytest.mark.parametrize("quantity", QUANTITIES.values(), ids=QUANTITIES)
 def test_log_probabilities_and_entropies_go_without_the_logits(quantity: Callable[[Tensor], Tensor]) -> None:
-    logits, whole = head()
-    found, expected = quantity(logits), quantity(whole)
-    assert logits.is_lazy
-    assert type(found) is Tensor
-    torch.testing.assert_close(found, expected)
-    inputs = [logits._head.hidden, logits._head.weight, logits._head.bias]
-    gradient = make(*found.shape, seed=4).detach()
-    gradients = torch.autograd.grad(found, inputs, gradient)
-    others = [make(2, 3, HIDDEN), make(VOCABULARY, HIDDEN, seed=1), make(VOCABULARY, seed=2)]
-    for one, other in zip(gradients, torch.autograd.grad(quantity(F.linear(*others)), others, gradient), strict=True):
-        torch.testing.assert_close(one, other)
+    assert_as_plain(quantity, operands(bias=True))
 
 
 def test_probabilities_of_logits_that_are_there_are_made_of_them() -> None:
@@ -829,16 +779,8 @@ LOSSES: list[Callable[[Tensor], Tensor]] = [
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_a_cross_entropy_goes_without_the_logits(loss: Callable[[Tensor], Tensor], monkeypatch: Any) -> None:
-    found, expected = [], []
-    for results, plain in ((found, False), (expected, True)):
-        hidden, weight, bias = make(2, 3, HIDDEN), make(VOCABULARY, HIDDEN, seed=1), make(VOCABULARY, seed=2)
-        logits = F.linear(hidden, weight, bias) if plain else LazyLogits.of(hidden, weight, bias)
-        value = loss(logits)
-        results += [value, *torch.autograd.grad(value.sum(), (hidden, weight, bias))]
-        assert plain or logits.is_lazy
-    torch.testing.assert_close(found, expected)
-    assert [each.dtype for each in found] == [each.dtype for each in expected]
+def test_a_cross_entropy_goes_without_the_logits(loss: Callable[[Tensor], Tensor]) -> None:
+    assert_as_plain(loss, operands(bias=True))
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -853,20 +795,6 @@ def test_whoever_observes_is_told_of_each_loss_and_changes_none(loss: Callable[[
     transposed = torch.equal(target, TARGET.view(2, 3).T.flatten())
     assert torch.equal(argmax, (rows[:, 1:] if len(target) == 4 else rows.T if transposed else rows).reshape(-1))
     assert transposed or torch.equal(target, TARGET[: len(target)])
-
-
-@pytest.mark.parametrize(
-    "loss",
-    [
-        lambda logits: F.cross_entropy(
-            logits, torch.zeros(2, VOCABULARY, dtype=torch.long)
-        ),  # classes: the second dimension
-        lambda logits: F.cross_entropy(logits.view(-1, VOCABULARY) / -2.0, TARGET),
-    ],
-)
-def test_other_losses_see_the_logits(loss: Callable[[Tensor], Tensor]) -> None:
-    logits, whole = head()
-    assert torch.equal(loss(logits), loss(whole))
 
 
 def autocast(enabled: bool) -> torch.autocast:
@@ -915,13 +843,12 @@ def test_under_autocast_a_loss_has_the_dtype_that_pytorch_gives_it(dtype: torch.
 
 
 def test_a_hook_doubles_the_gradient_of_what_was_made_before() -> None:
-    hidden, weight = make(2, 3, HIDDEN), make(VOCABULARY, HIDDEN, seed=1)
-    gradients = []
-    for logits in (LazyLogits.of(hidden, weight), F.linear(hidden, weight)):
+    def use(logits: Tensor) -> Tensor:
         view = logits.view(-1, VOCABULARY)
         logits.register_hook(lambda gradient: gradient * 2)
-        gradients += torch.autograd.grad(F.cross_entropy(view, TARGET), hidden)
-    torch.testing.assert_close(*gradients)
+        return F.cross_entropy(view, TARGET)
+
+    assert_as_plain(use, operands(), lazy=False)
 
 
 def test_a_hook_that_would_miss_a_gradient_is_refused() -> None:

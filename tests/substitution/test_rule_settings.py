@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from models import INTERMEDIATE, LAYERS, SHAPE, make
 from models import batch as batch_of
-from models import make
 from peft import LoraConfig, get_peft_model
 from tiers import by_default, slow
 
@@ -28,7 +29,7 @@ def rules(**more: Any) -> dict[str, Any]:
     return {"rules": [{"type": "block", "action": "recompute", "via": "kernel", **keep, **more}]}
 
 
-@pytest.mark.parametrize("family", by_default(["llama", "gemma", "phi3", "qwen3", "mistral"], "llama"))
+@pytest.mark.parametrize("family", by_default(["llama", "gemma", "phi3", "qwen3", "mistral", "gpt2"], "llama"))
 @pytest.mark.parametrize("settings", by_default({"codes": CODES, "tiles": TILES, "long": LONG}, "long"))
 def test_layers_compute_the_same(family: str, settings: dict[str, Any]) -> None:
     model, batch = make(family), batch_of(family, length=64, size=2)
@@ -41,12 +42,16 @@ def test_layers_compute_the_same(family: str, settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "note"),
-    [(CODES, "gate and up in 8 bits"), *slow((TILES, "32 tokens at a time"))],
+    ("family", "settings", "note"),
+    [
+        ("llama", CODES, "gated_mlp (silu), gate and up in 8 bits"),
+        *slow(("llama", TILES, "gated_mlp (silu), 32 tokens at a time")),
+        ("gpt2", CODES, "mlp (gelu_tanh), what c_fc gives in 8 bits"),
+    ],
 )
-def test_explain_says_what_kernels_are_told(settings: dict[str, Any], note: str) -> None:
-    with recompute.apply(make("llama"), rules(**settings)) as handle:
-        assert f"kernel: gated_mlp (silu), {note}" in handle.explain(wide=True)
+def test_explain_says_what_kernels_are_told(family: str, settings: dict[str, Any], note: str) -> None:
+    with recompute.apply(make(family), rules(**settings)) as handle:
+        assert f"kernel: {note}" in handle.explain(wide=True)
 
 
 def adapted(dropout: float = 0.0) -> torch.nn.Module:
@@ -90,17 +95,25 @@ def test_tiles_hold_less_and_their_peak_is_lower(make: Callable[[], torch.nn.Mod
 
 
 @pytest.mark.parametrize(("settings", "held"), [*slow((TILES, 0)), (CODES, 1 + 4 / 128)], ids=["tiles", "codes"])
-def test_stats_count_what_is_held(settings: dict[str, Any], held: float) -> None:
-    """held: bytes of each number of gate and up."""
-    model, batch = make("llama"), batch_of("llama", length=64, size=2)
+@pytest.mark.parametrize(
+    ("family", "type_name"), [("llama", "block"), *slow(("llama", "*MLP"), ("starcoder2", "block"))]
+)
+def test_stats_count_what_is_held(family: str, type_name: str, settings: dict[str, Any], held: float) -> None:
+    """held: bytes of each number of what the first Linears give."""
+    torch.manual_seed(0)
+    config = transformers.Starcoder2Config(**SHAPE, residual_dropout=0.0, embedding_dropout=0.0)
+    model = make(family) if family == "llama" else transformers.AutoModelForCausalLM.from_config(config).train()
+    batch = batch_of("llama", length=64, size=2)
 
-    def kept(**settings: Any) -> int:
-        with recompute.apply(model, rules(**settings)) as handle:
+    def kept(**settings: Any) -> tuple[int, int]:
+        given = {"rules": [{**rules(**settings)["rules"][0], "type": type_name}]}
+        with recompute.apply(model, given) as handle:
             for _ in range(2):
                 before = handle.stats()
                 model(**batch).loss.backward()
-            return (handle.stats() - before).kept_nbytes
+            by_stats = (handle.stats() - before).kept_nbytes
+            return by_stats, step_memory(lambda: model(**batch).loss, torch.device("cpu")).activation_bytes_held
 
-    layers, tokens, intermediate = model.config.num_hidden_layers, 2 * 64, model.config.intermediate_size
-    numbers = layers * tokens * 2 * intermediate
-    assert kept() - kept(**settings) == pytest.approx((4 - held) * numbers, rel=0.02)
+    numbers = LAYERS * 2 * 64 * INTERMEDIATE * (2 if family == "llama" else 1)
+    for whole, less in zip(kept(), kept(**settings), strict=True):
+        assert whole - less == pytest.approx((4 - held) * numbers, rel=0.02)

@@ -12,7 +12,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-from kernel_benchmark.cases import BENCHMARKS, DTYPE, Measure, Prepare, Size, Step, forward, step
+from kernel_benchmark.cases import BENCHMARKS, DTYPE, Benchmark, Measure, Prepare, Size, Step, forward, step
 from kernel_benchmark.ways import COMPILED, COPY, EAGER, WAYS, Tensors
 
 from recompute import counters
@@ -66,6 +66,8 @@ class Clock:
 
     device: torch.device
     quick: bool
+    sizes_alone: Collection[str] = ()
+    """Sizes, as a row has them, of which alone ops are measured; all if there are none."""
     copies: dict[tuple[str, Size], float] = field(default_factory=dict)
     """Bytes a second of the fastest copy, by op and size. Copies of some byte counts are slow, even large ones."""
 
@@ -165,7 +167,7 @@ class Case:
     clock: Clock
 
     def rows(self, ways: Collection[str]) -> Iterator[Row]:
-        blank = Row(self.op, self.measure.name, "x".join(map(str, self.size)), COPY)
+        blank = Row(self.op, self.measure.name, told(self.size), COPY)
         if self.moved_nbytes:
             blank = attempt(blank, self._copy)
             yield blank
@@ -249,10 +251,20 @@ def rows(op: str, clock: Clock) -> Iterator[Row]:
 def _device_rows(op: str, clock: Clock) -> Iterator[Row]:
     benchmark = BENCHMARKS[op]
     for measure in benchmark.measures:
-        for size in (benchmark.small,) if clock.small else benchmark.sizes:
+        for size in sizes_of(benchmark, clock):
             with_compiled = not clock.quick and (clock.small or size in benchmark.compiled)
             ways = [way for way in measure.ways if way != COMPILED or with_compiled]
             yield from Case(op, measure, size, clock).rows(ways)
+
+
+def sizes_of(benchmark: Benchmark, clock: Clock) -> Sequence[Size]:
+    if clock.small:
+        return (benchmark.small,)
+    return [size for size in benchmark.sizes if not clock.sizes_alone or told(size) in clock.sizes_alone]
+
+
+def told(size: Size) -> str:
+    return "x".join(map(str, size))
 
 
 def _host_rows(clock: Clock) -> Iterator[Row]:

@@ -105,6 +105,8 @@ def linear_divergence(
         return F.kl_div(log_p, log_q, reduction="batchmean", log_target=True)
     if kind == "reverse_kl":
         return F.kl_div(log_q, log_p, reduction="batchmean", log_target=True)
+    if kind == "total_variation":
+        return (log_p.exp() - log_q.exp()).abs().sum(-1).mean() / 2
     log_m = torch.logaddexp(log_p, log_q) - math.log(2)
     return sum(F.kl_div(log_m, each, reduction="batchmean", log_target=True) for each in (log_p, log_q)) / 2
 
@@ -215,21 +217,23 @@ FLOAT32_SUMS = (None, None, -100, 0.0, 0.0, "mean", None, False, torch.float32)
 TRL_WIDTH = 32768  # the columns of a block, as TRL sets it
 OUR_LOG_PROBS = partial(op, "recompute.kernels.linear_log_probs", "linear_log_probs")
 OUR_DIVERGENCE = partial(op, "recompute.kernels.linear_divergence", "linear_divergence")
-KINDS = {"jsd": 0.5, "forward_kl": 0.0, "reverse_kl": 1.0}
-"""Kinds of divergences, and the beta that peers call them by."""
+KINDS = {"jsd": 0.5, "forward_kl": 0.0, "reverse_kl": 1.0, "total_variation": None}
+"""Kinds of divergences, and the beta that peers call them by; None where they have none of that kind."""
 
 
-def divergence_ways(kind: str, beta: float) -> dict[str, Load]:
+def divergence_ways(kind: str, beta: float | None) -> dict[str, Load]:
     eager = partial(linear_divergence, kind=kind)
-    return {
+    ways = {
         OURS: mean_of(OUR_DIVERGENCE(kind=kind)),
         OURS_GIB: mean_of(OUR_DIVERGENCE(kind=kind, logits_bytes=1 << 30)),
         OURS_ALL: mean_of(OUR_DIVERGENCE(kind=kind, logits_bytes=math.inf)),
         EAGER: formula(eager),
         COMPILED: compiled(eager),
-        LIGER: op("liger_kernel.ops.fused_linear_jsd", "LigerFusedLinearJSDFunction.apply", None, beta),  # no labels
-        TRL: trl_divergence(beta),
     }
+    if beta is not None:
+        ways[LIGER] = op("liger_kernel.ops.fused_linear_jsd", "LigerFusedLinearJSDFunction.apply", None, beta)
+        ways[TRL] = trl_divergence(beta)
+    return ways
 
 
 OUR_CROSS_ENTROPY = partial(op, "recompute.kernels.linear_cross_entropy", "linear_cross_entropy")
