@@ -249,7 +249,7 @@ def choose_runners(
         fallback = PlainRunner(statistics, "it runs as it is") if is_on_cuda else None
         kernel = KernelHeadRunner(statistics, fallback, meaning.hold)
     else:
-        kernel = _kernel_of(module, statistics, meaning)
+        kernel = find_kernel(statistics, module, _instead_of_kernel(statistics, meaning), meaning)
     if kernel is None or kernel.wants_tape or (meaning.tapes_kernels and not is_head(module)):
         runner: Runner = TapeRunner(statistics, meaning, cache, kernel)
     else:
@@ -278,12 +278,9 @@ def offloaded(runner: Runner, meaning: Meaning) -> Runner:
     return runner if meaning.offloading is None else OffloadRunner(runner.statistics, meaning, runner)
 
 
-def _kernel_of(
-    module: nn.Module, statistics: RegionStatistics, meaning: Meaning, *, written_out: bool = True
-) -> KernelRunner | None:
-    """The kernels for a module. Where the rule wants them on CUDA alone, it runs as it is elsewhere."""
-    fallback = PlainRunner(statistics) if meaning.kernels is Kernels.ON_CUDA else None
-    return find_kernel(statistics, module, fallback, meaning, written_out=written_out)
+def _instead_of_kernel(statistics: RegionStatistics, meaning: Meaning) -> PlainRunner | None:
+    """The runner for other devices than CUDA; None if the kernel runs there, too."""
+    return PlainRunner(statistics) if meaning.kernels is Kernels.ON_CUDA else None
 
 
 def _kernels_inside(
@@ -297,7 +294,9 @@ def _kernels_inside(
         if child_path in governed or is_decorated(child):
             continue
         statistics = RegionStatistics(f"{child_path} ({type(child).__name__})")
-        if (kernel := _kernel_of(child, statistics, meaning, written_out=written_out)) is None:
+        fallback = _instead_of_kernel(statistics, meaning)
+        kernel = find_kernel(statistics, child, fallback, meaning, written_out=written_out)
+        if kernel is None:
             yield from _kernels_inside(child_path, child, meaning, governed)
         else:
             yield child_path, child, kernel

@@ -3,6 +3,9 @@
 An op on DTensors becomes ops on the parts, and collectives between ranks. A tape sees these, below the DTensor, and
 drops and regenerates their outputs as those of any other op. Of the DTensor only its layout is held. A part does not
 count it when its DTensor is changed in place, so the DTensor's own version is checked (invariant 5).
+
+Other libraries lend a parameter its memory for each use and take it back. The engine holds the parameter object. It
+holds its memory only if that is the parameter's own.
 """
 
 from __future__ import annotations
@@ -32,6 +35,16 @@ def local_of(tensor: Any) -> Tensor:
     if has_layout(tensor):
         tensor = tensor._local_tensor
     return tensor.trigger_wait() if hasattr(tensor, "trigger_wait") else tensor
+
+
+def is_managed_elsewhere(parameter: Tensor) -> bool:
+    """Whether a library swaps or frees the memory of a parameter at times of its own choice, as DeepSpeed's ZeRO-3."""
+    return hasattr(parameter, "ds_id")  # set by ``deepspeed.zero.Init`` and ``deepspeed.initialize``
+
+
+def may_hold_memory(parameter: Tensor) -> bool:
+    """Whether the memory of a parameter may be held apart from it: if it is neither a library's nor a DTensor's."""
+    return not (has_layout(parameter) or is_managed_elsewhere(parameter))
 
 
 def _kinds() -> tuple[Any, ...]:

@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from recompute.engine.cut.layout import Layout
-from recompute.engine.dtensors import local_of
+from recompute.engine.dtensors import local_of, may_hold_memory
 from recompute.engine.modes import count_dispatch_modes, count_function_modes, has_foreign_modes, hidden_from_modes
-from recompute.engine.parameter_memory import may_hold_memory
 from recompute.engine.wrapper_tensors import inner_tensors
 from recompute.errors import MutationError
 

@@ -6,7 +6,7 @@ from engine_testing import HIDDEN, bits, holding, policy, tokens
 from torch import nn
 
 import recompute
-from recompute.engine.parameter_memory import is_managed_elsewhere, may_hold_memory
+from recompute.engine.dtensors import is_managed_elsewhere, may_hold_memory
 
 
 def _gradient(action, *, is_partitioned):

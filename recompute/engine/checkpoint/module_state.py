@@ -16,8 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _NormBase
 
-from recompute.engine.dtensors import has_layout
-from recompute.engine.parameter_memory import is_managed_elsewhere
+from recompute.engine.dtensors import has_layout, is_managed_elsewhere
 from recompute.engine.saved_tensors import describe, storage_of, version_of
 from recompute.engine.wrapper_tensors import inner_tensors
 from recompute.errors import MutationError

@@ -32,8 +32,8 @@ from recompute.engine.cut.save_plan import (
     TapeStep,
     solve,
 )
+from recompute.engine.dtensors import is_managed_elsewhere
 from recompute.engine.modes import runs_hidden_from_modes
-from recompute.engine.parameter_memory import is_managed_elsewhere
 from recompute.engine.recipe_book import open_book
 from recompute.engine.recipes import Handle, RecipeGroup, RecordedCall
 from recompute.engine.region_statistics import RegionStatistics
