@@ -120,6 +120,7 @@ HIDDEN_IMPORTS = {
     "recompute.planning.doctor_command": (
         "torch",
         "recompute.estimation.fitting_changes",
+        "recompute.engine.host.host_memory",
         "recompute.profiling.roofline",
     ),
     "recompute.planning.plan_command": (
@@ -225,7 +226,7 @@ def test_a_class_name_is_used_once() -> None:
     assert {name for name in classes if classes.count(name) > 1} == one_a_framework
 
 
-MOST_LINES = {"recompute": 37_800, "kernels": 6_060, "tests": 49_300}
+MOST_LINES = {"recompute": 37_700, "kernels": 5_950, "tests": 47_300}
 """What the house may have, in hundreds of lines as it is now. A change that needs more says what for."""
 LONG_FILES = {
     "frame",
@@ -239,6 +240,7 @@ LONG_FUNCTIONS = {
 MANY_PARAMETERS = {
     "ablate.ablate",
     "activation._backward_kernel",
+    "cli.doctor",
     "cli.estimate",
     "cli.plan",
     "cross_entropy_rows._gradient_kernel",

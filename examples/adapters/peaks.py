@@ -55,7 +55,7 @@ def main() -> None:
     for policy in POLICIES:
         found = [gib_of_lora(policy, tokens) for tokens in options.tokens]
         print(f"| LoRA | `{policy}` | " + " | ".join(f"{peak:.1f}" for peak, _ in found) + " |", flush=True)
-        if policy in ("none", "full"):
+        if policy != "elementwise":
             print(f"| QLoRA | `{policy}` | " + " | ".join(f"{peak - less:.1f}" for peak, less in found) + " |")
     for devices in (1, 4, 8):
         for policy in POLICIES:

@@ -24,8 +24,8 @@ from recompute.units import humanize
 if TYPE_CHECKING:
     from recompute.estimation.model_estimator import ModelEstimator
 
-LENGTHS = (32768, 65536)
-"""Those of the two estimates: whole tiles of ``long``."""
+LENGTHS = (65536, 131072)
+"""Those of the two estimates: whole tiles of ``long``, and so many that no tile is a step's peak."""
 _STEP = 256
 _AGAIN = "long, attention again"
 
