@@ -9,7 +9,7 @@ import pytest
 from ablation_testing import LEAST, run
 
 from recompute.ablation.ablation_config import AblationConfig, HuggingFaceFields, ModelSource
-from recompute.ablation.peers import EXACT_PEERS, is_peer
+from recompute.ablation.peers import COMPILED, EXACT_PEERS, is_peer
 from recompute.ablation.subjects import model_source
 from recompute.estimation.llama import ModelShape
 from recompute.policy.document import load_document
@@ -30,6 +30,10 @@ SMALL = {
 LARGE_BY_DEFAULT = {
     "gpt2": ("n_embd", "n_layer", "n_head", "vocab_size"),
     "falcon": ("hidden_size", "num_attention_heads", "vocab_size"),
+    "gemma2": (
+        *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
+    ),
+    "olmo2": ("num_attention_heads", "num_key_value_heads", "vocab_size"),
 }
 
 
@@ -54,7 +58,7 @@ def test_each_configuration_says_what_it_is_for_and_can_be_run(name: str) -> Non
     config = loaded(name)
     assert config.isolate is (config.cell_timeout_seconds is not None) is (name in IN_PROCESSES)
     for policy in config.treatments():
-        assert is_peer(policy) or load_policy(policy).rules is not None
+        assert is_peer(policy) or load_policy(policy.removesuffix(COMPILED)).rules is not None
     for comparison in config.comparisons():
         source = comparison.source
         if not isinstance(source, ModelShape):
@@ -81,6 +85,7 @@ def test_each_configuration_runs_in_small(name: str, tmp_path: Path) -> None:
     )
     changes = {
         "model": small(config.model),
+        "compile": False,  # which takes a compiler's minutes
         "models": {name: small(source) for name, source in config.models.items()},
         "peers": tuple(peer for peer in config.peers if peer in EXACT_PEERS and peer.startswith("torch-")),
         "sequence_lengths": (16,),
