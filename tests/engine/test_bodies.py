@@ -6,7 +6,7 @@ import pytest
 from bodies import BODIES
 from corpus import FEW_STEPS, assert_as_plain, assert_function_as_plain
 from engine_testing import SETTINGS
-from tiers import by_default, one_in
+from tiers import by_default
 
 pytestmark = pytest.mark.filterwarnings("ignore::recompute.errors.PolicyWarning")
 
@@ -18,17 +18,17 @@ def claimed_of(setting):
 BY_TAPE = claimed_of(SETTINGS["recompute"])
 ON_THE_TAPE_ALONE = [name for name in BY_TAPE if BODIES[name].captured is None]
 """Of others the default tier claims it where they come to be captured, which they are by a tape."""
+CHECKPOINTED = claimed_of(SETTINGS["checkpoint"])
+CLAIMED_HERE_ALONE = [name for name in BODIES if name.startswith("capture: ")]
 FUNCTIONS = [name for name in claimed_of(SETTINGS["checkpoint"]) if not BODIES[name].ways]
 
 
-@pytest.mark.parametrize("name", one_in(4, claimed_of(SETTINGS["checkpoint"])))
+@pytest.mark.parametrize("name", by_default(CHECKPOINTED, *CHECKPOINTED[::4], *CLAIMED_HERE_ALONE))
 def test_a_checkpoint_does_what_plain_pytorch_does(name):
     assert_as_plain(BODIES[name], {**SETTINGS["checkpoint"], "capture": False}, FEW_STEPS)
 
 
-@pytest.mark.parametrize(
-    "name", by_default(BY_TAPE, *[name for name in BY_TAPE if BODIES[name].captured is None][1::4])
-)
+@pytest.mark.parametrize("name", by_default(BY_TAPE, *ON_THE_TAPE_ALONE[1::4], *CLAIMED_HERE_ALONE))
 def test_a_tape_does_what_plain_pytorch_does(name):
     assert_as_plain(BODIES[name], {**SETTINGS["recompute"], "capture": False}, FEW_STEPS)
 
