@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch._library.custom_ops import CustomOpDef, _maybe_get_opdef
 from torch._ops import OpOverload
+from torch.autograd import Function
 
 from recompute.engine.dtensors import is_managed_elsewhere
 from recompute.engine.rng import GLOBALS, is_random_source
@@ -70,8 +71,8 @@ def walk_references(roots: Iterable[Any]) -> list[Any]:
     """What ``roots``, which are functions, modules or any objects, may use; some of it more than once.
 
     Follows the names in their code through helpers, methods, Python modules, objects and containers. It does not enter
-    code of torch, NumPy or Python itself. It misses what no name leads to: a name that is computed, code in C, a
-    generator that is made while the code runs.
+    code of torch, NumPy, Triton or Python itself. It misses what no name leads to: a name that is computed, code in C,
+    a generator that is made while the code runs.
     """
     return Walk(roots).values
 
@@ -153,11 +154,11 @@ class Walk:
 
 _PRIMITIVE = (int, float, complex, str, bytes, type(None))
 _MANY = 1000  # the rest of a longer container, such as a vocabulary, is left alone
-_FOREIGN = frozenset((*sys.stdlib_module_names, "torch", "numpy", __name__.partition(".")[0]))
+_FOREIGN = frozenset((*sys.stdlib_module_names, "torch", "numpy", "triton", __name__.partition(".")[0]))
 
 
 def is_foreign(value: Any) -> bool:
-    """Whether it is code of torch, NumPy, Python or this package, which need not be searched.
+    """Whether it is code of torch, NumPy, Triton, Python or this package, which need not be searched.
 
     It draws from the global generators, or from generators that it is passed.
     """
@@ -179,6 +180,8 @@ def _named(value: Any, names: Iterable[str]) -> Iterator[Any]:
         yield from _attributes_of(value)
     elif isinstance(value, Tensor):
         yield from vars(value).values()
+    elif isinstance(value, type) and issubclass(value, Function):
+        yield from (*_defined(value, "forward"), *_defined(value, "setup_context"))
     elif not isinstance(value, (type, ModuleType)) and callable(value):
         yield from _defined(type(value), "__call__")
     own = getattr(value, "__dict__", {})

@@ -56,6 +56,16 @@ def quantized(tensor):
     return tensor
 
 
+class Counts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, store: Any) -> Tensor:
+        return x * count(store)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, None
+
+
 FIRST_RUNS: dict[str, Callable[[Any, Tensor], Any]] = {
     "moved from a parameter to an object": lambda self, x: move(self.weight, self.store),
     "moved from a parameter to the module": lambda self, x: move(self.weight, self),
@@ -69,6 +79,7 @@ FIRST_RUNS: dict[str, Callable[[Any, Tensor], Any]] = {
     "deleted from a tensor": lambda self, x: move_and_delete(self.tensor, self.store),
     "made on an object": lambda self, x: count(self.store),
     "made on an object by its name": lambda self, x: count_by_name(self.store),
+    "made by a custom Function": lambda self, x: Counts.apply(x, self.store),
     "made on a parameter": lambda self, x: count(self.bare),
     "changed in place on a parameter": lambda self, x: count_in_place(self.weight),
 }
