@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import itertools
 import sys
@@ -12,7 +13,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch._library.custom_ops import CustomOpDef, _maybe_get_opdef
 from torch._ops import OpOverload
+from torch.autograd import Function
 
+from recompute.engine.dtensors import is_managed_elsewhere
 from recompute.engine.rng import GLOBALS, is_random_source
 
 
@@ -54,6 +57,11 @@ def taken_apart(value: Any) -> tuple[list[FunctionType], list[Any]]:
     return functions, others
 
 
+def is_adorned(tensor: Tensor) -> bool:
+    """Whether code has given ``tensor`` attributes, other than a library that swaps its memory."""
+    return bool(vars(tensor)) and not is_managed_elsewhere(tensor)
+
+
 def find_generators(roots: Iterable[Any]) -> list[Any]:
     """The random generators that ``roots`` may use; see ``walk_references``."""
     return list({id(value): value for value in walk_references(roots) if is_random_source(value)}.values())
@@ -63,8 +71,8 @@ def walk_references(roots: Iterable[Any]) -> list[Any]:
     """What ``roots``, which are functions, modules or any objects, may use; some of it more than once.
 
     Follows the names in their code through helpers, methods, Python modules, objects and containers. It does not enter
-    code of torch, NumPy or Python itself. It misses what no name leads to: a name that is computed, code in C, a
-    generator that is made while the code runs.
+    code of torch, NumPy, Triton or Python itself. It misses what no name leads to: a name that is computed, code in C,
+    a generator that is made while the code runs.
     """
     return Walk(roots).values
 
@@ -79,6 +87,8 @@ class Walk:
         """The tensors among the defaults of functions."""
         self.names: set[str] = set()
         """All names in the code."""
+        self.assigned: set[str] = set()
+        """The names of attributes that it sets, which an object may have from then on."""
         self.globals: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
         """The dicts of globals that the code names, and the names."""
         self.cells: dict[int, CellType] = {}
@@ -111,6 +121,7 @@ class Walk:
             return
         space = function.__globals__
         self.names.update(names)
+        self.assigned.update(_assigned(function.__code__))
         self.globals.update({(id(space), name): (space, name) for name in names if name in space})
         self.cells.update({id(cell): cell for cell in function.__closure__ or ()})
 
@@ -120,6 +131,8 @@ class Walk:
         while values:
             value = values.pop()
             if isinstance(value, _PRIMITIVE) or id(value) in seen:
+                continue
+            if isinstance(value, Tensor) and not is_adorned(value):
                 continue
             seen.add(id(value))
             self.values.append(value)
@@ -139,18 +152,18 @@ class Walk:
                     values += others
 
 
-_PRIMITIVE = (int, float, complex, str, bytes, type(None), Tensor)
+_PRIMITIVE = (int, float, complex, str, bytes, type(None))
 _MANY = 1000  # the rest of a longer container, such as a vocabulary, is left alone
-_FOREIGN = frozenset((*sys.stdlib_module_names, "torch", "numpy", __name__.partition(".")[0]))
+_FOREIGN = frozenset((*sys.stdlib_module_names, "torch", "numpy", "triton", __name__.partition(".")[0]))
 
 
 def is_foreign(value: Any) -> bool:
-    """Whether it is code of torch, NumPy, Python or this package, which need not be searched.
+    """Whether it is code of torch, NumPy, Triton, Python or this package, which need not be searched.
 
     It draws from the global generators, or from generators that it is passed.
     """
-    if isinstance(value, nn.Module):
-        return False  # even torch's own modules may have attributes and hooks of the user's
+    if isinstance(value, (nn.Module, Tensor)):
+        return False  # even torch's own may have attributes and hooks of the user's
     if isinstance(value, ModuleType):
         name = value.__name__
     elif isinstance(value, FunctionType):
@@ -165,6 +178,10 @@ def _named(value: Any, names: Iterable[str]) -> Iterator[Any]:
     if isinstance(value, nn.Module):
         yield from _defined(base_of(value), "forward")
         yield from _attributes_of(value)
+    elif isinstance(value, Tensor):
+        yield from vars(value).values()
+    elif isinstance(value, type) and issubclass(value, Function):
+        yield from (*_defined(value, "forward"), *_defined(value, "setup_context"))
     elif not isinstance(value, (type, ModuleType)) and callable(value):
         yield from _defined(type(value), "__call__")
     own = getattr(value, "__dict__", {})
@@ -174,7 +191,7 @@ def _named(value: Any, names: Iterable[str]) -> Iterator[Any]:
             yield own[name]
         elif name in children:
             yield children[name]
-        elif not isinstance(value, ModuleType):
+        elif not isinstance(value, (ModuleType, Tensor)):
             for attribute in _defined(value if isinstance(value, type) else type(value), name):
                 yield getattr(value, name, None) if isinstance(attribute, MemberDescriptorType) else attribute
 
@@ -184,9 +201,9 @@ def _defined(kind: type, name: str) -> list[Any]:
 
 
 def _attributes_of(module: nn.Module) -> Iterator[Any]:
-    """What a module holds besides parameters, buffers and modules, also in its lists and dicts."""
+    """What a module holds besides modules, also in its lists and dicts."""
     for name, value in vars(module).items():
-        if name not in ("_parameters", "_buffers", "_modules"):
+        if name != "_modules":
             yield value
             if isinstance(value, (list, tuple)):
                 yield from value
@@ -201,3 +218,13 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(constant)
         elif isinstance(constant, str) and constant.isidentifier():  # getattr(settings, "scale", 1.0)
             yield constant
+
+
+@functools.lru_cache(4096)
+def _assigned(code: CodeType) -> frozenset[str]:
+    """The attributes that the code sets; any, if it does so by ``setattr``."""
+    if "setattr" in code.co_names:
+        return frozenset(_names(code))
+    inside = [_assigned(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
+    own = {each.argval for each in dis.get_instructions(code) if each.opname == "STORE_ATTR"}
+    return frozenset(own.union(*inside))

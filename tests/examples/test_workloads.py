@@ -47,6 +47,15 @@ def test_a_workload_of_torch_is_bitwise_and_holds_less(name: str, part: Callable
         assert outcome["time"] > 0
 
 
+def test_int8_layers_of_bitsandbytes_which_move_their_codes_in_the_first_step_are_bitwise(
+    part: Callable[[str], ModuleType],
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    part("quantization")
+    row = row_of(part, part("workload").WORKLOADS["bitsandbytes: int8 weights beside LoRA"].train, "full")
+    assert row["outcomes"]["full"]["verdict"] == "bitwise", row
+
+
 class Drifting(nn.Linear):
     """Computes something else each time that the program calls it."""
 

@@ -45,7 +45,7 @@ class _HeldTensor:
         is_plain = type(tensor) is Tensor
         is_parameter = not is_plain and isinstance(tensor, nn.Parameter)
         self.saved = KeptTensor(tensor, name) if is_parameter else pack_through(hooks, tensor.detach(), name)
-        self.attributes = None if is_plain or type(tensor) is nn.Parameter else dict(vars(tensor))
+        self.attributes = tensor.__dict__.copy() if tensor.__dict__ else None
         is_foreign = type(self.saved) is PackedByOuterHook
         self.stride = tensor.stride() if is_foreign and tensor.layout is torch.strided else None
         self.requires_grad = tensor.requires_grad
@@ -123,7 +123,10 @@ class HeldArguments:
         self._tensors: dict[int, _HeldTensor] = {}  # by id: one tensor passed twice is one tensor again
         self._opaque: dict[int, _HeldObject] = {}
         self.others: list[Any] = []
-        """The arguments that are neither tensors nor objects with state, and the random generators in such objects."""
+        """The arguments that are neither tensors nor objects with state, and the random generators in such objects.
+
+        Parameters that have attributes are among them, too.
+        """
         self._arguments = take_apart(self._hold, arguments)
         self._hooks = None  # hooks refer to the scopes around
 
@@ -131,6 +134,8 @@ class HeldArguments:
         if isinstance(value, Tensor):
             if (held := self._tensors.get(id(value))) is None:
                 held = self._tensors[id(value)] = _HeldTensor(value, self._name, self._hooks)
+                if held.attributes and isinstance(value, nn.Parameter):
+                    self.others.append(value)
             return held
         if type(value) in _ATOMS:
             return value

@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _NormBase
 
 from recompute.engine.dtensors import has_layout, is_managed_elsewhere
+from recompute.engine.reachable_objects import is_adorned
 from recompute.engine.saved_tensors import describe, storage_of, version_of
 from recompute.engine.wrapper_tensors import inner_tensors
 from recompute.errors import MutationError
@@ -40,7 +41,7 @@ _ScriptModule = torch.jit.ScriptModule
 class ModuleState:
     """The classes, attributes, parameters and buffers of the modules that a frame runs."""
 
-    __slots__ = ("_are_plain", "_buffers", "_versions", "held")
+    __slots__ = ("_are_plain", "_buffers", "_tensors", "_versions", "adorned", "held")
 
     def __init__(self, roots: Iterable[nn.Module], learned: LearnedBuffers):
         modules = list(roots)
@@ -65,6 +66,12 @@ class ModuleState:
                 if has_parts:
                     loose += [value for value in attributes.values() if type(value) is Tensor]
         self._are_plain = _PLAIN.issuperset(map(type, parameters))
+        self.adorned: list[Tensor] = []
+        """The parameters and buffers that code has given attributes, which ``Places`` looks at."""
+        self._tensors = [*parameters, *buffers]
+        for tensor in self._tensors:
+            if tensor is not None and tensor.__dict__ and is_adorned(tensor):
+                self.adorned.append(tensor)
         if not _PLAIN.issuperset(map(type, buffers)):  # of wrappers, what they hold is copied and compared
             buffers = [each for buffer in buffers for each in inner_tensors(buffer) or (buffer,)]
         self._buffers = HeldBuffers(buffers, modules, learned) if buffers else None
@@ -120,6 +127,12 @@ class ModuleState:
                     return name
         return "what it refers to"
 
+    def _attributes_given_since(self) -> list[dict[str, Any]]:
+        """Of parameters and buffers that had none when the frame began. Of others ``ReachedState`` has them."""
+        before = set(map(id, self.adorned))
+        adorned = [each for each in self._tensors if each is not None and each.__dict__ and id(each) not in before]
+        return [vars(tensor) for tensor in adorned if is_adorned(tensor)]
+
     @contextmanager
     def replayed(self, name: str) -> Iterator[None]:
         """The span in which the modules are as they were when the frame began. Afterwards they are as they are now."""
@@ -134,6 +147,9 @@ class ModuleState:
                 if tensor.requires_grad is not requires_grad and tensor.is_leaf:
                     stack.callback(tensor.requires_grad_, tensor.requires_grad)
                     tensor.requires_grad_(requires_grad)
+            for attributes in self._attributes_given_since():
+                stack.callback(attributes.update, attributes.copy())
+                attributes.clear()
             present = [(module, type(module), module.__dict__) for module in self.modules()]
             stack.callback(_swap_attributes, present)
             again = [(module, kind, _copied(then, has_parts)) for module, kind, then, has_parts in self.held]
@@ -189,6 +205,8 @@ def copy_of(part: Any, copies: dict[int, Any]) -> Any:
     if type(part) is Tensor:
         # Without its graph. Else the graph of an auxiliary loss, say, would be held from step to step.
         copies[id(part)] = alias = part.detach().requires_grad_(part.requires_grad)
+        if part.__dict__:
+            alias.__dict__.update(copy_of(part.__dict__, copies))
         return alias
     copied = copies[id(part)] = part.copy()
     if not isinstance(part, set) and not PARTS.isdisjoint(map(type, part.values() if isinstance(part, dict) else part)):

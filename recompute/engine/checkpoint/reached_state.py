@@ -120,15 +120,18 @@ class Places:
             elif id(value) not in known and not is_foreign(value):
                 space = getattr(value, "__dict__", None)
                 if type(space) is dict:
-                    entries |= {(id(space), n): (space, n) for n in walk.names & (space.keys() - TORCHS_OWN)}
+                    found_or_made = (space.keys() | walk.assigned) - TORCHS_OWN
+                    entries |= {(id(space), n): (space, n) for n in walk.names & found_or_made}
             places += _attributes_read(value, walk.names)
         kept = [(space, key) for space, key in entries.values() if not isinstance(space.get(key), ModuleType)]
         self._spaces = [space for space, _ in kept]
         self._keys = [key for _, key in kept]
         self._others = places
 
-    def note(self, modules: Sequence[HeldModule], values: Sequence[Any]) -> None:
+    def note(self, state: ModuleState, values: Sequence[Any]) -> None:
         """The state of the region's modules, and what is at the places, when they were found."""
+        modules = state.held
+        self._code += map(_weakly, state.adorned)
         self._kinds = [(kind, len(attributes)) for _, kind, attributes, _ in modules]
         self._names = [attributes.keys() - TORCHS_OWN for _, _, attributes, _ in modules]
         self._objects = [*map(_weakly, self._objects_at(values, modules))]
@@ -146,16 +149,16 @@ class Places:
         return [*zip(self._spaces, self._keys, strict=True), *self._others]
 
     def are_those_of(
-        self, function: Callable[..., Any], modules: Sequence[HeldModule], given: Sequence[Any], values: Sequence[Any]
+        self, function: Callable[..., Any], state: ModuleState, given: Sequence[Any], values: Sequence[Any]
     ) -> bool:
         """Whether a walk would find them again: whether it would go through the same functions and objects.
 
         values: what is at the places now. Of modules only the classes have to be the same, and what they hold.
         """
         return (
-            [(kind, len(attributes)) for _, kind, attributes, _ in modules] == self._kinds
-            and _are_same(self._code, _code_of(function, given))
-            and _are_same(self._objects, self._objects_at(values, modules))
+            [(kind, len(attributes)) for _, kind, attributes, _ in state.held] == self._kinds
+            and _are_same(self._code, [*_code_of(function, given), *state.adorned])
+            and _are_same(self._objects, self._objects_at(values, state.held))
         )
 
     def _objects_at(self, values: Sequence[Any], modules: Sequence[HeldModule]) -> list[Any]:
@@ -173,7 +176,7 @@ class Places:
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-_ATOMIC = frozenset(
+_ATOMIC = {type(_MISSING)}.union(
     (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, Tensor, nn.Parameter)
 )
 
@@ -188,7 +191,7 @@ def _code_of(function: Callable[..., Any], given: Sequence[Any]) -> list[Any]:
             found += value.__self__, value.__func__
         elif type(value) is partial:
             pending += value.func, *value.args, *value.keywords.values()
-        elif callable(value):
+        elif callable(value) or isinstance(value, Tensor):
             found.append(value)
     return found
 
@@ -315,11 +318,11 @@ class LearnedFacts:
         roots = [*modules, *[value for value in given if isinstance(value, nn.Module)]]
         places = self._places or self._find(function, roots, given)
         state, values = ModuleState([*roots, *alive(places.modules)], self.buffers), places.values()
-        if places is self._places and not places.are_those_of(function, state.held, given, values):
+        if places is self._places and not places.are_those_of(function, state, given, values):
             places = self._find(function, roots, given)
             state, values = ModuleState([*roots, *alive(places.modules)], self.buffers), places.values()
         if places is not self._places:
-            places.note(state.held, values)
+            places.note(state, values)
             self._places = places  # at last, as other threads may look at it
         reached = ReachedState(places, values)
         state.watch([*reached.tensors, *alive(places.tensors)] if places.tensors else reached.tensors)
