@@ -12,7 +12,7 @@ from torch import nn
 
 import recompute
 from recompute.compiled.codegen import Code
-from recompute.engine import stopwatch
+from recompute.engine import region_statistics
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def ticks(monkeypatch):
         return name
 
     monkeypatch.setattr(Code, "_function", name_of)
-    monkeypatch.setattr(stopwatch, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(region_statistics, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     return now
 
 
