@@ -107,7 +107,18 @@ def _verdict(rows: Sequence[RowDict]) -> str:
     changes = " and ".join(filter(None, (rounding, _listed(wrong, ", which may not"))))
     told.append(f"Nothing changes a bit{changes and ' but '}{changes}.")
     told.append(_listed([row["policy"] for row in rows if row["error"] is not None], " failed."))
+    unsteady = [name for name, row in {BASELINE: base, **measured}.items() if _spread(row) > _STEADY]
+    told.append(_listed(unsteady, " took other times from step to step: was this machine busy with something else?"))
     return " ".join(filter(None, told))
+
+
+_STEADY = 0.25
+"""The most that the quartiles of a row's steps are apart, as a part of their median, if its time says something."""
+
+
+def _spread(row: RowDict) -> float:
+    first, third = row.get("step_seconds_quartiles") or (0.0, 0.0)
+    return (third - first) / row["step_seconds"] if row["step_seconds"] else 0.0
 
 
 def _listed(names: Sequence[str], then: str) -> str:
