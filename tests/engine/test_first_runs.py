@@ -114,3 +114,14 @@ def gradients(scale, govern):
 @pytest.mark.parametrize("place", list(FIRST_RUNS))
 def test_what_a_run_moves_makes_or_deletes_is_where_it_was_when_it_runs_again(place):
     assert gradients(FIRST_RUNS[place], policed) == gradients(FIRST_RUNS[place], lambda model: None)
+
+
+def test_what_a_library_notes_on_a_parameter_whose_memory_it_swaps_stays_after_the_second_run():
+    def forward(self, x):
+        count(self.weight)
+        return x.sin().exp()
+
+    model = policed(holding(forward, weight=frozen()))
+    model.inside.weight.ds_id = 0  # as DeepSpeed marks it
+    model(tokens()).sum().backward()
+    assert model.inside.weight.runs == 2.0
