@@ -141,7 +141,7 @@ class ModuleState:
                     stack.callback(tensor.requires_grad_, tensor.requires_grad)
                     tensor.requires_grad_(requires_grad)
             for tensor in self._bare:
-                if (given := tensor.__dict__) and not is_managed_elsewhere(tensor):  # since then, say by forward
+                if given := tensor.__dict__:  # since then, say by forward
                     stack.callback(given.update, given.copy())
                     given.clear()
             present = [(module, type(module), module.__dict__) for module in self.modules()]
