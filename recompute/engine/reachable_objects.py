@@ -57,11 +57,6 @@ def taken_apart(value: Any) -> tuple[list[FunctionType], list[Any]]:
     return functions, others
 
 
-def is_adorned(tensor: Tensor) -> bool:
-    """Whether code has given ``tensor`` attributes, other than a library that swaps its memory."""
-    return bool(vars(tensor)) and not is_managed_elsewhere(tensor)
-
-
 def find_generators(roots: Iterable[Any]) -> list[Any]:
     """The random generators that ``roots`` may use; see ``walk_references``."""
     return list({id(value): value for value in walk_references(roots) if is_random_source(value)}.values())
@@ -132,7 +127,7 @@ class Walk:
             value = values.pop()
             if isinstance(value, _PRIMITIVE) or id(value) in seen:
                 continue
-            if isinstance(value, Tensor) and not is_adorned(value):
+            if isinstance(value, Tensor) and (not vars(value) or is_managed_elsewhere(value)):
                 continue
             seen.add(id(value))
             self.values.append(value)

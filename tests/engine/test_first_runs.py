@@ -114,3 +114,46 @@ def gradients(scale, govern):
 @pytest.mark.parametrize("place", list(FIRST_RUNS))
 def test_what_a_run_moves_makes_or_deletes_is_where_it_was_when_it_runs_again(place):
     assert gradients(FIRST_RUNS[place], policed) == gradients(FIRST_RUNS[place], lambda model: None)
+
+
+def test_what_a_library_notes_on_a_parameter_whose_memory_it_swaps_stays_after_the_second_run():
+    def forward(self, x):
+        count(self.weight)
+        return x.sin().exp()
+
+    model = policed(holding(forward, weight=frozen()))
+    model.inside.weight.ds_id = 0  # as DeepSpeed marks it
+    model(tokens()).sum().backward()
+    assert model.inside.weight.runs == 2.0
+
+
+class IntoMainGrad(torch.autograd.Function):
+    """As Transformer Engine's Linears, which find where to add in forward."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        ctx.total = w.main_grad
+        return x * w
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, w = ctx.saved_tensors
+        ctx.total.add_((gradient * x).sum(0))
+        return gradient * w, None
+
+
+def test_backward_adds_to_a_sum_of_gradients_before_another_frame_runs_again():
+    def forward(self, x):
+        return IntoMainGrad.apply(x.sin(), self.weight).exp()
+
+    model = holding(forward, weight=nn.Parameter(torch.rand(HIDDEN)))
+    weight, totals, batches = model.inside.weight, [], [tokens(), tokens()]
+    for under in (False, True):
+        if under:
+            policed(model, "checkpoint")
+        weight.main_grad = torch.zeros(HIDDEN)
+        for out in [model(x).sum() for x in batches]:  # as in a pipeline
+            out.backward()
+        totals.append(weight.main_grad)
+    assert bits(totals[0]) == bits(totals[1])

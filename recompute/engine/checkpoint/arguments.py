@@ -123,10 +123,7 @@ class HeldArguments:
         self._tensors: dict[int, _HeldTensor] = {}  # by id: one tensor passed twice is one tensor again
         self._opaque: dict[int, _HeldObject] = {}
         self.others: list[Any] = []
-        """The arguments that are neither tensors nor objects with state, and the random generators in such objects.
-
-        Parameters that have attributes are among them, too.
-        """
+        """The arguments that are no tensors or objects with state, generators in such, parameters with attributes."""
         self._arguments = take_apart(self._hold, arguments)
         self._hooks = None  # hooks refer to the scopes around
 

@@ -17,7 +17,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _NormBase
 
 from recompute.engine.dtensors import has_layout, is_managed_elsewhere
-from recompute.engine.reachable_objects import is_adorned
 from recompute.engine.saved_tensors import describe, storage_of, version_of
 from recompute.engine.wrapper_tensors import inner_tensors
 from recompute.errors import MutationError
@@ -41,7 +40,7 @@ _ScriptModule = torch.jit.ScriptModule
 class ModuleState:
     """The classes, attributes, parameters and buffers of the modules that a frame runs."""
 
-    __slots__ = ("_are_plain", "_buffers", "_tensors", "_versions", "adorned", "held")
+    __slots__ = ("_are_plain", "_bare", "_buffers", "_versions", "adorned", "held")
 
     def __init__(self, roots: Iterable[nn.Module], learned: LearnedBuffers):
         modules = list(roots)
@@ -68,10 +67,10 @@ class ModuleState:
         self._are_plain = _PLAIN.issuperset(map(type, parameters))
         self.adorned: list[Tensor] = []
         """The parameters and buffers that code has given attributes, which ``Places`` looks at."""
-        self._tensors = [*parameters, *buffers]
-        for tensor in self._tensors:
-            if tensor is not None and tensor.__dict__ and is_adorned(tensor):
-                self.adorned.append(tensor)
+        self._bare: list[Tensor] = []
+        for tensor in (*parameters, *buffers):
+            if tensor is not None:
+                (self.adorned if tensor.__dict__ else self._bare).append(tensor)
         if not _PLAIN.issuperset(map(type, buffers)):  # of wrappers, what they hold is copied and compared
             buffers = [each for buffer in buffers for each in inner_tensors(buffer) or (buffer,)]
         self._buffers = HeldBuffers(buffers, modules, learned) if buffers else None
@@ -127,12 +126,6 @@ class ModuleState:
                     return name
         return "what it refers to"
 
-    def _attributes_given_since(self) -> list[dict[str, Any]]:
-        """Of parameters and buffers that had none when the frame began. Of others ``ReachedState`` has them."""
-        before = set(map(id, self.adorned))
-        adorned = [each for each in self._tensors if each is not None and each.__dict__ and id(each) not in before]
-        return [vars(tensor) for tensor in adorned if is_adorned(tensor)]
-
     @contextmanager
     def replayed(self, name: str) -> Iterator[None]:
         """The span in which the modules are as they were when the frame began. Afterwards they are as they are now."""
@@ -147,9 +140,10 @@ class ModuleState:
                 if tensor.requires_grad is not requires_grad and tensor.is_leaf:
                     stack.callback(tensor.requires_grad_, tensor.requires_grad)
                     tensor.requires_grad_(requires_grad)
-            for attributes in self._attributes_given_since():
-                stack.callback(attributes.update, attributes.copy())
-                attributes.clear()
+            for tensor in self._bare:
+                if given := tensor.__dict__:  # since then, say by forward
+                    stack.callback(given.update, given.copy())
+                    given.clear()
             present = [(module, type(module), module.__dict__) for module in self.modules()]
             stack.callback(_swap_attributes, present)
             again = [(module, kind, _copied(then, has_parts)) for module, kind, then, has_parts in self.held]

@@ -120,7 +120,7 @@ class Places:
             elif id(value) not in known and not is_foreign(value):
                 space = getattr(value, "__dict__", None)
                 if type(space) is dict:
-                    found_or_made = (space.keys() | walk.assigned) - TORCHS_OWN
+                    found_or_made = (space.keys() | walk.assigned) - TORCHS_OWN - _SUMS
                     entries |= {(id(space), n): (space, n) for n in walk.names & found_or_made}
             places += _attributes_read(value, walk.names)
         kept = [(space, key) for space, key in entries.values() if not isinstance(space.get(key), ModuleType)]
@@ -175,6 +175,8 @@ class Places:
         return [value for value in objects if type(value) not in _ATOMIC]
 
 
+_SUMS = frozenset(("main_grad",))
+"""Sums of gradients, by Megatron's name. Code finds them in forward, and backward adds to them before other replays."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _ATOMIC = {type(_MISSING)}.union(
     (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, Tensor, nn.Parameter)
