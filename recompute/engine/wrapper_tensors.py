@@ -29,6 +29,8 @@ def passed_on(mode: Any, op: Any, types: Any, args: tuple, kwargs: dict[str, Any
         return NotImplemented
     if not _is_composite(op) or torch.is_inference_mode_enabled():
         return SEE
+    if any(isinstance(each, Tensor) and each.is_nested for each in args):  # it has kernels of its own
+        return SEE
     _push_mode(mode)
     try:
         return op.decompose(*args, **kwargs)
