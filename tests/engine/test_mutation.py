@@ -164,3 +164,14 @@ def test_a_kept_tensor_that_was_mutated_raises_and_names_the_op_that_wants_it():
         saved[0].add_(1.0)
     with pytest.raises(MutationError, match=r"Projections.*ExpBackward"):
         loss.backward()
+
+
+def test_a_product_of_batches_that_was_mutated_is_refused():
+    """What matmul returns counts its own versions: it is an unsafe view of the product."""
+    weight = nn.Parameter(torch.rand(HIDDEN, HIDDEN))
+    model = holding(lambda self, x: (product := x.expand(2, -1, -1) @ self.weight, product.sin()), weight=weight)
+    product, result = policed(model, "recompute")(tokens())
+    with torch.no_grad():
+        product.add_(1.0)
+    with pytest.raises(MutationError, match="modified"):
+        result.sum().backward()

@@ -179,6 +179,15 @@ class FrameValues:
         if self.originals is not None:
             self.originals[number] = without_graph(tensor, copy=True)
 
+    def note_counter(self, tensor: Tensor) -> None:
+        """From now on this tensor counts the writes to its storage, which what was seen there does not.
+
+        It is what matmul gives: an unsafe view of the product, with a version counter of its own.
+        """
+        number = self.known_number(tensor)
+        if number in self.held and number not in self.parameters:
+            self.held[number], self.versions[number] = tensor, version_of(tensor)
+
     def note_unseen_writes(self) -> None:
         """Count those values as overwritten to which something has written that the tape does not see."""
         for number, tensor in self.held.items():

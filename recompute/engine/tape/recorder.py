@@ -47,6 +47,7 @@ from recompute.engine.thread_state import in_backward, local
 from recompute.engine.wrapper_tensors import SEE, passed_on
 
 _new = tuple.__new__  # takes a third of the time of a NamedTuple's own
+_UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 _compiling_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
 
@@ -212,9 +213,12 @@ class Tape(Scope, SeesAllOps):
             with in_force(keys, op, kwargs, self.statistics.name):
                 return self.see(op, types, args, kwargs)
         unobserved = not torch.is_grad_enabled() and (in_backward() or is_in_function(_RUN))
-        if known.kind is Kind.VIEW and not unobserved:
-            return op(*args, **kwargs)
         frame = self.frame
+        if known.kind is Kind.VIEW and not unobserved:
+            result = op(*args, **kwargs)
+            if op is _UNSAFE_VIEW:
+                frame.values.note_counter(result)
+            return result
         if not frame.has_begun:
             frame.begin(op, args)
         instruction = None if frame.values.plan is None else frame.follow(op, unobserved, op_policy)
