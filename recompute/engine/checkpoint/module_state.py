@@ -70,7 +70,7 @@ class ModuleState:
         self._bare: list[Tensor] = []
         for tensor in (*parameters, *buffers):
             if tensor is not None:
-                (self.adorned if tensor.__dict__ else self._bare).append(tensor)
+                (self._bare if tensor.__dict__ in _BARE else self.adorned).append(tensor)
         if not _PLAIN.issuperset(map(type, buffers)):  # of wrappers, what they hold is copied and compared
             buffers = [each for buffer in buffers for each in inner_tensors(buffer) or (buffer,)]
         self._buffers = HeldBuffers(buffers, modules, learned) if buffers else None
@@ -141,7 +141,7 @@ class ModuleState:
                     stack.callback(tensor.requires_grad_, tensor.requires_grad)
                     tensor.requires_grad_(requires_grad)
             for tensor in self._bare:
-                if given := tensor.__dict__:  # since then, say by forward
+                if (given := tensor.__dict__) not in _BARE:  # since then, say by forward
                     stack.callback(given.update, given.copy())
                     given.clear()
             present = [(module, type(module), module.__dict__) for module in self.modules()]
@@ -155,6 +155,8 @@ class ModuleState:
             yield
 
 
+_BARE: tuple[dict[str, str], ...] = ({}, *({"_dynamo_static_input_type": kind} for kind in ("guarded", "unguarded")))
+"""The attributes of a tensor that has none, or none but what torch's frontend notes."""
 _DICTS = (dict, OrderedDict)
 _PLAIN = frozenset((nn.Parameter, Tensor, type(None)))
 PARTS = frozenset((Tensor, list, dict, set, deque, OrderedDict, defaultdict, Counter))

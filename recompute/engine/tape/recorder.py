@@ -193,10 +193,13 @@ class Tape(Scope, SeesAllOps):
         return self.frame.finish(self.frame.values.plain_parts(tree_leaves(result)))
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (passed := passed_on(self, op, types, args, kwargs or {})) is not SEE:
+        kwargs = kwargs or {}
+        pass_on, see = passed_on, self.see
+        if _compiling_callback() is not None:
+            pass_on, see = torch._dynamo.disable(pass_on), torch._dynamo.disable(see)
+        if (passed := pass_on(self, op, types, args, kwargs)) is not SEE:
             return passed
-        see = self.see if _compiling_callback() is None else torch._dynamo.disable(self.see)
-        return see(op, types, args, kwargs or {})
+        return see(op, types, args, kwargs)
 
     def see(self, op: Any, types: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run an op, and show it to the frame."""
