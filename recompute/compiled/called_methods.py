@@ -53,8 +53,11 @@ class CalledMethods:
         self._noted = classes, names, found, functions, codes
 
     def note_reads(self, roots: Iterable[Any]) -> None:
-        """A call of ``roots``, functions and modules, is traced: note what it may read and the guards do not tell."""
-        walk = Walk(roots)
+        """A call of ``roots``, functions and modules, is traced: note what it may read and the guards do not tell.
+
+        Custom Functions are not traced. They run.
+        """
+        walk = Walk(roots, enters_functions=False)
         if reads_environment(walk):
             self._environment = environment()
         classes, names, found, functions, codes = self._noted

@@ -297,7 +297,7 @@ class CapturedGraph:
             if not all(isinstance(value, Tensor) for value in given):
                 raise Departure("its graph is given what is no tensor")
             around, name = CallSettings.of(given), region.statistics.name
-            recording = FollowingRecording(objects, generates=region.generates, expected=expected.recording.calls)
+            recording = FollowingRecording(objects, generates=region.generates, expected=expected.recording)
             seen = Observation(given, recording, around, caller.learn, name, known)
             caller.observed = weakref.ref(seen)
             tape = GraphTape(region.tape, expected.variant, seen)

@@ -56,6 +56,8 @@ class Code:
     """The buffers of the parameters whose views autograd has saved."""
     reruns: list[Call] = field(default_factory=list)
     """The calls in it that run again."""
+    _overwritten: set[int] = field(default_factory=set)
+    """The buffers whose memory has something else by now."""
     _earlier: EarlierCalls = field(init=False)
     _parts: dict[Use, int] = field(default_factory=dict)
     """The buffers of copies of parts of rows."""
@@ -77,7 +79,7 @@ class Code:
         if again:
             self.reruns.append(call)
         if self.recording.is_generated:
-            call = self._earlier.largest_size(call)
+            call = self._earlier.largest_size(call, self._has)
         if (mask := mask_of(call, self.recording)) is not None:
             self._dropout(call, mask, again, state)
             return
@@ -87,7 +89,7 @@ class Code:
         if rounds and call.op in READERS:
             parts = {use: self._part(use, again) for use in call.uses()}
             call = call._replace(args=_with(call.args, parts), kwargs=_with(call.kwargs, parts))
-        added = rows_added(call, self.recording, self.tensors) if self.recording.is_generated else None
+        added = rows_added(call, self.recording, self._has) if self.recording.is_generated else None
         if adds_rows := added is not None and (rounds or keeps_bits(added)):
             call = added
         if again and call.written:
@@ -105,6 +107,7 @@ class Code:
         if not again:
             for before, after in call.written:
                 self.tensors[after] = self.tensors[before]
+                self._overwritten.add(before)
         variables = {use.buffer: self._memory(use, again) for use in call.uses()}
         writes = tuple([self.tensors[after] for _, after in call.written])
         function = self.named(index_put_rows) if adds_rows else self._function(call.op)
@@ -117,7 +120,9 @@ class Code:
         known = facts(call.op)
         may_draw = Tag.nondeterministic_seeded in call.op.tags or known.is_foreign
         is_ordered = may_draw or known.kind is Kind.OPAQUE
-        self._write(Statement(text, reads, makes, again, call, variables, writes=writes, is_ordered=is_ordered))
+        holds = (*variables.values(), *makes) if known.is_foreign else ()
+        others: dict[str, Any] = {"writes": writes, "holds": holds, "is_ordered": is_ordered}
+        self._write(Statement(text, reads, makes, again, call, variables, **others))
 
     def _dropout(self, call: Call, op: DropoutMask, again: bool, state: str | None) -> None:
         """Write a dropout as two calls: what makes the mask of the numbers in ``state``, and what applies it."""
@@ -160,8 +165,14 @@ class Code:
             self.call(Call(torch.ops.aten.clone.default, (part,), copy, (number,), (), is_sequence=False), again=again)
         return Use(self._parts[part], moved)
 
+    def _has(self, buffer: int) -> bool:
+        """Whether a buffer can be read now: nothing has been written over it."""
+        return buffer in self.tensors and buffer not in self._overwritten
+
     def _makes(self, buffer: int) -> bool:
-        return any(s.call is not None and buffer in s.call.results for s in self.statements)
+        """Whether a call makes a buffer, and nobody holds its memory unseen."""
+        made = any(s.call is not None and buffer in s.call.results for s in self.statements)
+        return made and not any(self.tensors[buffer] in s.holds for s in self.statements)
 
     def _results(self, call: Call) -> tuple[list[str], list[str]]:
         """What a call's outputs are assigned to, and the variables among that."""
@@ -178,7 +189,7 @@ class Code:
         text = f"{', '.join([*targets, after])} = {self.named(function)}({', '.join(arguments)})"
         self.tensors |= {after: self.tensors[before] for before, after in call.written}
         writes = tuple([self.tensors[after] for _, after in call.written])
-        self._write(Statement(text, reads, makes, writes=writes, is_ordered=True))
+        self._write(Statement(text, reads, makes, writes=writes, holds=(*writes, *makes), is_ordered=True))
 
     def function_backward(self, call: Call) -> None:
         """Write the backward of a custom Function."""
@@ -187,7 +198,7 @@ class Code:
         targets, makes = self._results(call)
         text = f"{''.join([f'{target}, ' for target in targets])}= {self.named(call.op)}({', '.join(arguments)})"
         writes = tuple([self._memory(use, False) for use in call.uses()])
-        self._write(Statement(text, reads, makes, writes=writes, is_ordered=True))
+        self._write(Statement(text, reads, makes, writes=writes, holds=(*writes, *makes), is_ordered=True))
 
     def _memory(self, use: Use, again: bool) -> str:
         """The variable of the buffer that a tensor is, or views."""

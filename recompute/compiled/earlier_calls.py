@@ -69,8 +69,11 @@ class EarlierCalls:
         roots = {self.recording.buffers[number].root for number in numbers if number is not None}
         return roots.isdisjoint(self._changed) and self.recording.given_away.isdisjoint(call.results)
 
-    def largest_size(self, call: Call) -> Call:
-        """A norm in the place of the greatest absolute value: ATen reads each number once, in any order of memory."""
+    def largest_size(self, call: Call, has: Callable[[int], bool]) -> Call:
+        """A norm in the place of the greatest absolute value: ATen reads each number once, in any order of memory.
+
+        has: whether a buffer can be read now.
+        """
         if call.op is _ATEN.abs.default and call.results[0] is not None:
             (self._sizes[call.results[0]],) = call.uses()
         if call.op not in (_ATEN.max.default, _ATEN.amax.default) or can_be_generated(call, self.recording):
@@ -81,7 +84,7 @@ class EarlierCalls:
         if source is None or use.layout != whole or source.layout.dtype not in FLOATS or source.is_conjugate:
             return call
         args = source, math.inf, *(call.args[1:] or (None,))
-        return call._replace(op=_ATEN.linalg_vector_norm.default, args=args)
+        return call._replace(op=_ATEN.linalg_vector_norm.default, args=args) if has(source.buffer) else call
 
 
 def _key(value: Any, memory: Callable[[Use], str]) -> Hashable:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,15 +12,15 @@ from recompute.compiled.recording import Call, Departure, ObjectUse, Recording, 
 class FollowingRecording(Recording):
     """A recording whose calls of forward must be those that are expected, with buffers of its own."""
 
-    expected: Sequence[Call] = ()
+    expected: Recording = field(default_factory=Recording)
     _same: dict[int, int] = field(default_factory=dict)
     """For each buffer of the expected calls, the one here."""
 
     def start(self, op: Any, args: tuple, kwargs: dict[str, Any]) -> Started | None:
         started = super().start(op, args, kwargs)
         if started is not None and self.is_forward:
-            index = len(self.calls)
-            call = self.expected[index] if index < len(self.expected) else None
+            index, expected = len(self.calls), self.expected.calls
+            call = expected[index] if index < len(expected) else None
             given = started.args, started.kwargs
             if call is None or call.op is not started.op or not self._agree((call.args, call.kwargs), given):
                 raise Departure
@@ -31,14 +30,19 @@ class FollowingRecording(Recording):
         super().end(started, output)
         if self.is_forward:
             index = len(self.calls) - 1
-            pairs = list(zip(_made(self.expected[index]), _made(self.calls[index]), strict=True))
+            pairs = list(zip(_made(self.expected.calls[index]), _made(self.calls[index]), strict=True))
             if any((one is None) is not (other is None) for one, other in pairs):
+                raise Departure
+            # The graph was taken with what the Function gave then, which may be a number that the code reads.
+            if index in self.functions and not self._agree(
+                self.expected.functions[index].results, self.functions[index].results
+            ):
                 raise Departure
             self._same.update((one, other) for one, other in pairs if one is not None and other is not None)
 
     def end_forward(self) -> None:
         """Forward has made all of its calls. It is a departure if fewer were made than expected."""
-        if len(self.calls) != len(self.expected):
+        if len(self.calls) != len(self.expected.calls):
             raise Departure
         self.is_forward = False
 
@@ -53,7 +57,7 @@ class FollowingRecording(Recording):
             return len(expected) == len(found) and all(map(self._agree, expected, found))
         if isinstance(expected, dict):
             return expected.keys() == found.keys() and all(self._agree(expected[key], found[key]) for key in expected)
-        return bool(expected == found) or (expected != expected and found != found)
+        return repr(expected) == repr(found) if isinstance(expected, float) else bool(expected == found)
 
 
 def _made(call: Call) -> list[int | None]:

@@ -209,7 +209,7 @@ class FunctionCall:
 
 def _described(output: Any) -> Any:
     if not isinstance(output, Tensor):
-        return output
+        return type(output), repr(output) if isinstance(output, float) else output
     return output.shape, output.stride(), output.storage_offset(), output.dtype, output.requires_grad
 
 

@@ -25,6 +25,8 @@ class Statement:
     """The variable that it only views."""
     writes: tuple[str, ...] = ()
     """The variables whose memory it writes to, beside those that it makes."""
+    holds: tuple[str, ...] = ()
+    """The variables whose memory others may hold from then on, unseen: a custom Function keeps what it likes."""
     is_ordered: bool = False
     """Whether it keeps its order among others that do so, too: it draws random numbers, or may have an effect."""
 

@@ -36,7 +36,9 @@ def count_different(value: Tensor, original: Tensor) -> int:
     """How many elements of two tensors of one shape and dtype differ in any bit."""
     if isinstance(value, FakeTensor):
         return 0
-    found, expected = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (value, original))
+    # A single element may have any stride, with which it could not be viewed as bytes.
+    flat = (each.detach().contiguous().as_strided((each.numel(),), (1,)) for each in (value, original))
+    found, expected = (each.view(torch.uint8) for each in flat)
     if torch.equal(found, expected):
         return 0
     return int((found != expected).view(-1, value.element_size()).any(1).sum())

@@ -75,7 +75,9 @@ def walk_references(roots: Iterable[Any]) -> list[Any]:
 class Walk:
     """A walk through what ``roots`` may use; see ``walk_references``."""
 
-    def __init__(self, roots: Iterable[Any]):
+    def __init__(self, roots: Iterable[Any], *, enters_functions: bool = True):
+        """enters_functions: whether it goes through custom ``autograd.Function``s, too."""
+        self._enters_functions = enters_functions
         self.values: list[Any] = []
         """What was reached; some of it more than once."""
         self.defaults: list[Tensor] = []
@@ -128,6 +130,8 @@ class Walk:
             if isinstance(value, _PRIMITIVE) or id(value) in seen:
                 continue
             if isinstance(value, Tensor) and (not vars(value) or is_managed_elsewhere(value)):
+                continue
+            if not self._enters_functions and isinstance(value, type) and issubclass(value, Function):
                 continue
             seen.add(id(value))
             self.values.append(value)

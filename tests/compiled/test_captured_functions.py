@@ -154,6 +154,30 @@ def test_a_function_that_gives_something_else_sends_the_module_back_to_the_tape(
     assert twins.why_not == "Varies gives something else from time to time"
 
 
+class Numbered(Function):
+    """Gives a number, which the code around may read."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * FACTOR[0], FACTOR[0]
+
+    @staticmethod
+    def backward(ctx, gradient, _):
+        return gradient
+
+
+def test_a_function_gives_another_number_at_any_step(x):
+    def forward(self, x):
+        y, number = Numbered.apply(self.lin(x))
+        return y.sin() * number
+
+    for steps in range(7, 1, -1):
+        twins = Twins(Around(body(forward, lin=linear())))
+        for number, count in ((1.0, steps), (2.0, 2)):
+            FACTOR[:] = [number]
+            twins.steps(train(x), count)
+
+
 def test_what_a_function_saved_may_not_change(x):
     twins = captured_twins(body(lambda self, x: self.lin(Scale.apply(x, self.lin.bias)), lin=linear()), x)
     for module in (twins.plain, twins.under):

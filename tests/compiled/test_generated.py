@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from capture_testing import Around, Twins
 from engine_testing import module_of, twins_of
 from generated_testing import as_one_kernel, generated, written
 from torch import Tensor, nn
@@ -261,7 +262,7 @@ class TestRowSums:
             lambda x, i, v: x.index_put([i], v, accumulate=True), initial, index, values, generates=Generates.ROUNDED
         )
         (call,) = code.recording.calls
-        assert rows_added(call, code.recording, code.tensors) is not None
+        assert rows_added(call, code.recording, code.tensors.__contains__) is not None
         exact = initial.double().index_put([index], values.double(), accumulate=True).to(dtype)
         return index_put_rows(initial, index, values), exact
 
@@ -347,6 +348,69 @@ GROUPED: dict[str, tuple[Callable[..., Any], list[Tensor], list[int], list[str]]
     ),
 }  # fmt: skip
 """A function of tensors; how often each kernel stores; and the ops that remain ATen's."""
+
+
+def made_twice_of_what_is_overwritten(x, w):
+    a = x @ x
+    c = a * 0.5
+    part, whole = c[:1] * 2, c * 3
+    a.cumsum_(1)
+    return part + (w @ w)[:1], whole, a
+
+
+def made_before_what_is_read_beside_it(x, w):
+    a = x @ x
+    c = a * 0.5
+    a.cumsum_(1)
+    return c + a @ w, a
+
+
+def sizes_of_what_is_overwritten(x, w):
+    a = x * 2
+    sizes = a.abs()
+    a.cumsum_(1)
+    return sizes.max() + w, a
+
+
+def places_of_a_permutation_that_is_overwritten(x, w):
+    permutation = x[:, 0].sort()[1]
+    places = permutation // 2
+    permutation.mul_(-1).add_(7)  # another one
+    return torch.ops.aten.index_put(torch.zeros(4, 8), [places], x * 2, True), permutation
+
+
+ORDERED: dict[str, Callable[..., Any]] = {
+    **{
+        function.__name__: function
+        for function in (
+            made_twice_of_what_is_overwritten,
+            made_before_what_is_read_beside_it,
+            sizes_of_what_is_overwritten,
+            places_of_a_permutation_that_is_overwritten,
+        )
+    },
+    "a buffer that is overwritten as a whole": lambda x, w: (x * w).copy_(x) * 2,
+    "one number": lambda x, w: x[0].sum() * 2 + 1,
+    "one number of a transposed matrix": lambda x, w: (x[:1] @ w[:, :2]).t()[:1] * 2 + 1,
+}
+"""Functions of two matrices, which become kernels among ATen's calls."""
+
+
+@interpreted
+@pytest.mark.parametrize("function", ORDERED.values(), ids=ORDERED)
+def test_kernels_among_other_calls_read_what_these_left(function):
+    given = [(draw(8, 8) + number, draw(8, 8).t() - number) for number in range(3)]
+    with generating_on("cpu"):
+        code, numbers = written(function, *given[0], generates=Generates.ROUNDED)
+        results = [code.tensors[number] for number in numbers]
+        run = code.compiled(["def run(t0, t1):"], f"({', '.join(results)},)", [*results, "t0", "t1"])
+    for x, w in given:
+        expected = function(x, w)
+        for one, other in zip(run(x, w), expected if isinstance(expected, tuple) else [expected], strict=True):
+            torch.testing.assert_close(one.view(other.shape), other, rtol=1e-6, atol=1e-6)
+        for kernel in run.kernels:
+            kernel._compiled.result()
+    assert all(kernel.is_exact for kernel in run.kernels)
 
 
 class TestGrouping:
@@ -445,6 +509,60 @@ def test_a_captured_region_in_generated_kernels_is_exact(action):
                     kernel._compiled.result()
     assert any(kernel.is_exact for kernel in made)
     assert [kernel.reason for kernel in made if kernel.reason] == []
+
+
+class Keeps(torch.autograd.Function):
+    """Keeps what it is given and what it gives, where no hook sees it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.both = x, x.sin()
+        return ctx.both[1]
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, y = ctx.both
+        return gradient * x.cos() + y
+
+
+def read_by_kernels_later(self, x):
+    h = self.up(x)
+    y = Keeps.apply(h)
+    return (h * 3).neg() * 0.5, (y * 3).neg() * 0.5, (h * 3).neg() + y @ (y * 0.5).t() @ y
+
+
+def written_by_kernels_later(self, x):
+    h = self.up(x)
+    y = Keeps.apply(h)
+    h.mul_(2).neg_()
+    return h * 0.5 + y
+
+
+def gradients_read_by_kernels_later(self, x):
+    return (x * 2).neg() + Keeps.apply(self.up(x))
+
+
+@interpreted
+@pytest.mark.parametrize("forward", [read_by_kernels_later, written_by_kernels_later, gradients_read_by_kernels_later])
+def test_kernels_leave_alone_the_memory_that_a_function_may_keep(forward):
+    def step(module):
+        x = draw(4, 8).requires_grad_()
+        outputs = module(x)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        gradients = [draw(4, 8) + number for number in range(len(outputs))]
+        torch.autograd.backward(outputs, gradients, retain_graph=True)
+        torch.autograd.backward(outputs, gradients)
+        return [*outputs, *gradients, x.grad]
+
+    twins = Twins(Around(module_of(forward, up=nn.Linear(8, 8))))
+    with generating_on("cpu"):
+        twins.settle(step)
+        for _ in range(3):
+            for kernel in twins.regions[0].kernels:
+                if kernel._compiled is not None:
+                    kernel._compiled.result()
+            twins.step(step)
+        assert twins.regions[0].kernels
 
 
 class TestAtRunTime:

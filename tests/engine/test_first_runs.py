@@ -116,6 +116,12 @@ def test_what_a_run_moves_makes_or_deletes_is_where_it_was_when_it_runs_again(pl
     assert gradients(FIRST_RUNS[place], policed) == gradients(FIRST_RUNS[place], lambda model: None)
 
 
+def test_a_function_that_a_tape_was_told_of_before_finds_it_there_too():
+    scale = FIRST_RUNS["made by a custom Function"]
+    gradients(scale, lambda model: policed(model, "recompute"))
+    assert gradients(scale, policed) == gradients(scale, lambda model: None)
+
+
 def test_what_a_library_notes_on_a_parameter_whose_memory_it_swaps_stays_after_the_second_run():
     def forward(self, x):
         count(self.weight)

@@ -102,6 +102,8 @@ class Grouping:
         self.readers: list[list[int]] = [[] for _ in self.statements]
         self.roots: dict[str, str] = {}
         """For the variable of a view, that of the tensor."""
+        self.outdated: set[int] = set()
+        """The statements that read what others overwrite afterwards."""
         last_ordered: int | None = None
         for index, statement in enumerate(self.statements):
             if statement.view_of is not None:
@@ -113,7 +115,9 @@ class Grouping:
                 before.add(made[name])
                 self.readers[made[name]].append(index)
             for name in statement.writes:
-                before.update(reading.pop(name, ()))
+                earlier = reading.pop(name, ())
+                before.update(earlier)
+                self.outdated.update(earlier)
                 made[name] = index
             for name in reads.difference(statement.writes):
                 reading.setdefault(name, []).append(index)
@@ -123,8 +127,9 @@ class Grouping:
                     before.add(last_ordered)
                 last_ordered = index
         roots = {self.roots.get(name, name) for name in self.last}
-        self.own = made.keys() - roots
-        """The variables that statements have made, and that nobody reads when all have run."""
+        held = {name for statement in self.statements for name in statement.holds}
+        self.own = {name for statement in self.statements for name in statement.makes} - roots - held
+        """The variables that statements have made, whose memory nobody has when all have run."""
         self.at_end = {made[name] for name in roots & made.keys()}
 
     def _results(self, index: int) -> list[int]:
@@ -166,7 +171,12 @@ class Grouping:
             self._contract([self.units[index][0], unit])
 
     def _takes(self, unit: Unit, index: int) -> bool:
-        """Whether a unit's kernel can make a value for itself: all but a mask that it reads in another order."""
+        """Whether a unit's kernel can make a value for itself.
+
+        It cannot make a mask that it reads in another order, nor a value of what is overwritten before it runs.
+        """
+        if index in self.outdated and not self._is_acyclic(unit.members | {index}):
+            return False
         if not self._draws([index]):
             return True
         try:
@@ -234,7 +244,7 @@ class Grouping:
             index = pending.pop()
             if index in seen:
                 continue
-            inside = self.units[index][-1].members if index in self.units else {index}
+            inside = set().union(*[unit.members for unit in self.units[index]]) if index in self.units else {index}
             seen |= inside
             for each in inside:
                 for before in self.before[each]:
@@ -272,14 +282,14 @@ class Grouping:
     def order(self) -> list[Unit]:
         """The units, in an order in which they can run, as near to that of the statements as it can be."""
         units = list({id(unit): unit for each in self.units.values() for unit in each}.values())
-        homes = {index: self.units[index][-1] for index in self.units}
         waits: dict[int, set[int]] = {}
         for unit in units:
             waits[id(unit)] = {
-                id(homes[before])
+                id(other)
                 for index in unit.members
                 for before in self.before[index]
-                if before not in unit.members and before in homes
+                if before not in unit.members
+                for other in self.units.get(before, ())
             }
         followers: dict[int, list[Unit]] = {}
         for unit in units:

@@ -59,7 +59,7 @@ class KernelSource:
     inputs: dict[str, int] = field(default_factory=dict)
     """The variables that it reads, and the buffer that each has."""
     templates: dict[str, int] = field(default_factory=dict)
-    """The variables of which ATen's calls read the layout, and their buffers."""
+    """The variables that ATen's calls read and the kernel does not, and their buffers."""
     elsewhere: set[str] = field(default_factory=set)
     """Those whose elements a program reads elsewhere than it writes."""
     numbers: dict[str, int] = field(default_factory=dict)
@@ -80,6 +80,9 @@ class KernelSource:
         self.stores: list[str] = []
         for number in self.stored:
             self._store(number)
+        for statement in self.group.values():
+            others = {name: number for number, name in statement.variables.items() if number not in self.group}
+            self.templates |= {name: number for name, number in others.items() if name not in self.inputs}
 
     @property
     def given(self) -> dict[str, int]:
@@ -246,9 +249,6 @@ class KernelSource:
         if call.op in PLACED:
             return self._padded(statement, values, index, output)
         row = ROWS[call.op]
-        if not row.operands:  # ATen's call reads the tensor that it makes another one like
-            others = [use.buffer for use in call.uses() if use.buffer not in self.group]
-            self.templates |= {statement.variables[buffer]: buffer for buffer in others}
         dtype = computing_dtype(row, values, output.dtype)
         operands: dict[str, Any] = dict(values, dtype=TRITON_DTYPES[output.dtype])
         for name in row.operands:

@@ -6,7 +6,7 @@ as for the biases of a few experts. This adds up blocks of rows in float32, in a
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -49,10 +49,10 @@ def _inverses(permutation, inverse, count, BLOCK: tl.constexpr):
     tl.store(inverse + tl.load(permutation + position, position < count), position, position < count)
 
 
-def rows_added(call: Call, recording: Recording, at_hand: Container[int]) -> Call | None:
+def rows_added(call: Call, recording: Recording, has: Callable[[int], bool]) -> Call | None:
     """The call whose arguments ``index_put_rows`` takes, if that does what ``call`` does, but for the order of sums.
 
-    at_hand: the buffers that it may read.
+    has: whether it may read a buffer.
     """
     if call.op is not _ATEN.index_put.default:
         return None
@@ -74,7 +74,7 @@ def rows_added(call: Call, recording: Recording, at_hand: Container[int]) -> Cal
     if not fits:
         return None
     permutation, times = _permutation_of(index, initial, recording)
-    if permutation is not None and permutation.buffer not in at_hand:
+    if permutation is not None and not has(permutation.buffer):
         permutation, times = None, 0
     return call._replace(args=(initial, index, rows, permutation, times))
 

@@ -47,7 +47,7 @@ class Elements:
 
     def guards(self, variables: Collection[str], width: int) -> list[str]:
         """The conditions under which an address that counts by these variables is inside of a tensor."""
-        return ["inside"] if self.size % BLOCK else []
+        return ["inside"] if variables and self.size % BLOCK else []
 
 
 @dataclass(frozen=True)

@@ -81,10 +81,10 @@ class _WholeForward:
     """The ``forward`` of a Function's class, which goes to the tape in force, or to what stands in for it."""
 
     def __init__(self, forward: Any):
-        self._forward = forward
+        self.__wrapped__ = forward  # by this name walks through code find it
 
     def __get__(self, instance: Any, function: Any = None) -> Any:
-        forward = self._forward.__get__(instance, function)
+        forward = self.__wrapped__.__get__(instance, function)
         if local.function_stand_in is not None:  # another op that a graph calls runs on tensors without values
             return _OnTape(forward, _run_stand_in, function_op(function))
         if not local.active_frames or local.regenerating:
