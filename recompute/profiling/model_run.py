@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recompute.engine.checkpoint.arguments import map_leaves, snapshot
+from recompute.engine.checkpoint.copies import OBJECT, Copier, map_leaves
 from recompute.engine.checkpoint.module_state import LearnedBuffers, ModuleState
 from recompute.engine.reachable_objects import find_generators
 from recompute.engine.rng import RngState
@@ -32,7 +32,7 @@ def arguments_of(batch: Any, dtype: torch.dtype | None = None) -> tuple[tuple, d
 
     def copied(value: Any) -> Any:
         if not isinstance(value, Tensor):
-            return snapshot(value)
+            return Copier(OBJECT).copy(value)
         if id(value) not in copies:
             copies[id(value)] = copy_of(value, dtype)
         return copies[id(value)]
