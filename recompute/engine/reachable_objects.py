@@ -6,8 +6,9 @@ import dis
 import functools
 import itertools
 import sys
+from argparse import Namespace
 from collections.abc import Iterable, Iterator
-from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
@@ -157,7 +158,7 @@ def is_foreign(value: Any) -> bool:
 
     It draws from the global generators, or from generators that it is passed.
     """
-    if isinstance(value, (nn.Module, Tensor)):
+    if isinstance(value, (nn.Module, Tensor, SimpleNamespace, Namespace)):
         return False  # even torch's own may have attributes and hooks of the user's
     if isinstance(value, ModuleType):
         name = value.__name__

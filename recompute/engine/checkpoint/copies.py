@@ -220,12 +220,15 @@ class StateCopies(Copier):
                 alias.__dict__.update(self.copy(tensor.__dict__))
         return alias
 
-    def all(self, values: list[Any]) -> list[Any]:
-        """Copies of all of these; ``values`` itself, if nothing among them needs one."""
+    def all(self, values: list[Any], most: int | None = None) -> list[Any]:
+        """Copies of all of these; ``values`` itself, if nothing among them needs one.
+
+        most: leave longer containers alone, as vocabularies.
+        """
         for kind in set(map(type, values)) - _inert:
             way = way_of(kind)
             if issubclass(kind, Tensor) or (way is not None and way.rank == COLLECTION):
-                return [self.copy(value) for value in values]
+                return [value if most is not None and _is_longer(value, most) else self.copy(value) for value in values]
             if len(_inert) > _MOST_CLASSES:  # made by functions, perhaps
                 _inert.intersection_update(NUMBERS)
             _inert.add(kind)
@@ -256,6 +259,11 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
 
 def _are_numbers(values: Iterable[Any]) -> bool:
     return NUMBERS.issuperset(map(type, values))
+
+
+def _is_longer(value: Any, most: int) -> bool:
+    way = way_of(type(value))
+    return way is not None and way.rank == COLLECTION and len(value) > most
 
 
 def _is_small(value: Any) -> bool:

@@ -5,7 +5,7 @@ It is captured when the frame begins, and put back while it runs again.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _NormBase
 
+from recompute.engine.checkpoint.copies import StateCopies
 from recompute.engine.dtensors import has_layout, is_managed_elsewhere
 from recompute.engine.saved_tensors import describe, storage_of, version_of
 from recompute.engine.wrapper_tensors import inner_tensors
@@ -31,7 +32,7 @@ It is there because a DataParallel replica gets a copy of the ``__dict__``.
 
 
 HeldModule = tuple[nn.Module, type, dict[str, Any], bool]
-"""A module, its class, a copy of its attributes, and whether there are containers or tensors among these."""
+"""A module, its class, a copy of its attributes, and whether these hold more than numbers, functions and objects."""
 
 
 _ScriptModule = torch.jit.ScriptModule
@@ -42,12 +43,12 @@ class ModuleState:
 
     __slots__ = ("_are_plain", "_bare", "_buffers", "_versions", "adorned", "held")
 
-    def __init__(self, roots: Iterable[nn.Module], learned: LearnedBuffers):
+    def __init__(self, roots: Iterable[nn.Module], learned: LearnedBuffers, copies: StateCopies):
+        """copies: makes those of the attributes; ``watch`` is to be told of the tensors in them."""
         modules = list(roots)
         seen = set(modules)
         parameters: list[Tensor | None] = []
         buffers: list[Tensor] = []
-        loose: list[Tensor] = []
         self.held: list[HeldModule] = []
         for module in modules:  # the loop appends to it
             parameters += module._parameters.values()
@@ -58,12 +59,9 @@ class ModuleState:
                     seen.add(child)
                     modules.append(child)
             if not isinstance(module, _ScriptModule):  # its attributes are not kept in Python
-                own = module.__dict__
-                has_parts = not PARTS.isdisjoint(map(type, map(own.get, own.keys() - TORCHS_OWN)))
-                attributes = _copied(own, has_parts)
-                self.held.append((module, type(module), attributes, has_parts))
-                if has_parts:
-                    loose += [value for value in attributes.values() if type(value) is Tensor]
+                self.held.append((module, type(module), *_copied(module.__dict__, copies)))
+                for kind in _HOOKS:
+                    copies.found += module.__dict__[kind].values()
         self._are_plain = _PLAIN.issuperset(map(type, parameters))
         self.adorned: list[Tensor] = []
         """The parameters and buffers that code has given attributes, which ``Places`` looks at."""
@@ -74,7 +72,7 @@ class ModuleState:
         if not _PLAIN.issuperset(map(type, buffers)):  # of wrappers, what they hold is copied and compared
             buffers = [each for buffer in buffers for each in inner_tensors(buffer) or (buffer,)]
         self._buffers = HeldBuffers(buffers, modules, learned) if buffers else None
-        parameters += loose if self._buffers is None else [*self._buffers.uncopied(), *loose]
+        parameters += () if self._buffers is None else self._buffers.uncopied()
         self._versions: list[tuple[Tensor, int, bool, StorageWeakRef | None]] = []
         self.watch([t for t in parameters if t is not None])
 
@@ -127,7 +125,7 @@ class ModuleState:
         return "what it refers to"
 
     @contextmanager
-    def replayed(self, name: str) -> Iterator[None]:
+    def replayed(self, name: str, copies: StateCopies) -> Iterator[None]:
         """The span in which the modules are as they were when the frame began. Afterwards they are as they are now."""
         if (what := self.changed()) is not None:
             raise MutationError(
@@ -146,7 +144,7 @@ class ModuleState:
                     given.clear()
             present = [(module, type(module), module.__dict__) for module in self.modules()]
             stack.callback(_swap_attributes, present)
-            again = [(module, kind, _copied(then, has_parts)) for module, kind, then, has_parts in self.held]
+            again = [(module, kind, _copied(then, copies, has_parts)[0]) for module, kind, then, has_parts in self.held]
             for module, _, attributes in again:
                 are_plain = self._are_plain and _PLAIN.issuperset(map(type, module._parameters.values()))
                 if not are_plain or attributes["_modules"]:
@@ -159,15 +157,15 @@ _BARE: tuple[dict[str, str], ...] = ({}, *({"_dynamo_static_input_type": kind} f
 """The attributes of a tensor that has none, or none but what torch's frontend notes."""
 _DICTS = (dict, OrderedDict)
 _PLAIN = frozenset((nn.Parameter, Tensor, type(None)))
-PARTS = frozenset((Tensor, list, dict, set, deque, OrderedDict, defaultdict, Counter))
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 TORCHS_OWN = frozenset(vars(nn.Module()))
 """The attributes that every module has: training flags, hooks, and the dicts of its parts."""
 
 
-def _copied(attributes: dict[str, Any], has_parts: bool) -> dict[str, Any]:
-    """A copy of a module's attributes. Containers in it are copies too: code may add to one.
+def _copied(attributes: dict[str, Any], copies: StateCopies, has_parts: bool = True) -> tuple[dict[str, Any], bool]:
+    """A copy of a module's attributes, and of containers in it, to which code may add; and whether there are such.
 
-    has_parts: whether there are containers or tensors among them.
+    has_parts: whether there may be.
     """
     copied = attributes.copy()
     # torch's own ``_parameters`` is a dict. A library may have put an object in its place that gathers weights, say. A
@@ -177,11 +175,11 @@ def _copied(attributes: dict[str, Any], has_parts: bool) -> dict[str, Any]:
     copied["_buffers"] = attributes["_buffers"].copy()
     copied["_modules"] = modules.copy() if modules and type(modules) is dict else modules
     if has_parts:
-        copies: dict[int, Any] = {}
-        for name, value in attributes.items():
-            if type(value) in PARTS and name not in TORCHS_OWN:
-                copied[name] = copy_of(value, copies)
-    return copied
+        names = [name for name in attributes if name not in TORCHS_OWN]
+        values = [*map(attributes.__getitem__, names)]
+        if has_parts := (found := copies.all(values)) is not values:
+            copied.update(zip(names, found, strict=True))
+    return copied, has_parts
 
 
 def _take_present_parts(again: dict[str, Any], module: nn.Module, are_plain: bool) -> None:
@@ -192,24 +190,6 @@ def _take_present_parts(again: dict[str, Any], module: nn.Module, are_plain: boo
     now, then = module._parameters, again["_parameters"]
     if not are_plain and any(has_layout(each) for each in (*now.values(), *then.values()) if each is not None):
         again["_parameters"] = now  # the library that gathers and frees them has them as they should be now
-
-
-def copy_of(part: Any, copies: dict[int, Any]) -> Any:
-    """A copy of a container and of all containers and tensors in it. copies: those that were made, by ``id``."""
-    if (known := copies.get(id(part))) is not None:
-        return known
-    if type(part) is Tensor:
-        # Without its graph. Else the graph of an auxiliary loss, say, would be held from step to step.
-        copies[id(part)] = alias = part.detach().requires_grad_(part.requires_grad)
-        if part.__dict__:
-            alias.__dict__.update(copy_of(part.__dict__, copies))
-        return alias
-    copied = copies[id(part)] = part.copy()
-    if not isinstance(part, set) and not PARTS.isdisjoint(map(type, part.values() if isinstance(part, dict) else part)):
-        for key, item in part.items() if isinstance(part, dict) else enumerate(part):
-            if type(item) in PARTS:
-                copied[key] = copy_of(item, copies)
-    return copied
 
 
 _set = object.__setattr__  # the module's own would first look at what kind of value it is

@@ -21,7 +21,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from recompute.engine.checkpoint.module_state import PARTS, TORCHS_OWN, HeldModule, LearnedBuffers, ModuleState, copy_of
+from recompute.engine.checkpoint.copies import StateCopies
+from recompute.engine.checkpoint.module_state import TORCHS_OWN, LearnedBuffers, ModuleState
 from recompute.engine.cut.ops import EFFECT, facts
 from recompute.engine.cut.reviewed_ops import is_effect_registered
 from recompute.engine.modes import SeesAllOps
@@ -103,7 +104,8 @@ class Places:
 
         own: modules whose state is noted elsewhere.
         """
-        self._defaults = [*map(weakref.ref, walk.defaults)]
+        self.defaults = [*map(weakref.ref, walk.defaults)]
+        """The tensors among the defaults of functions."""
         self._code = [*map(_weakly, _code_of(function, given))]
         known = set(map(id, own))
         found = {id(value): value for value in walk.values if isinstance(value, nn.Module) and id(value) not in known}
@@ -128,18 +130,11 @@ class Places:
         self._keys = [key for _, key in kept]
         self._others = places
 
-    def note(self, state: ModuleState, values: Sequence[Any]) -> None:
-        """The state of the region's modules, and what is at the places, when they were found."""
-        modules = state.held
+    def note(self, state: ModuleState, found: Sequence[Any]) -> None:
+        """The state of the region's modules, and what was found in it and at the places, as ``StateCopies`` tells."""
         self._code += map(_weakly, state.adorned)
-        self._kinds = [(kind, len(attributes)) for _, kind, attributes, _ in modules]
-        self._names = [attributes.keys() - TORCHS_OWN for _, _, attributes, _ in modules]
-        self._objects = [*map(_weakly, self._objects_at(values, modules))]
-        pairs = zip(modules, self._names, strict=True)
-        found = _tensors_in([attributes[name] for (_, _, attributes, _), names in pairs for name in names])
-        self.tensors = [weakref.ref(tensor) for tensor in found if type(tensor) is not Tensor]
-        self.tensors += self._defaults
-        """Defaults of functions, and wrappers among modules' attributes; ``ModuleState`` watches others there."""
+        self._kinds = [(kind, len(attributes)) for _, kind, attributes, _ in state.held]
+        self._objects = [*map(_weakly, found)]
 
     def values(self) -> list[Any]:
         """What is at the places now."""
@@ -149,38 +144,21 @@ class Places:
         return [*zip(self._spaces, self._keys, strict=True), *self._others]
 
     def are_those_of(
-        self, function: Callable[..., Any], state: ModuleState, given: Sequence[Any], values: Sequence[Any]
+        self, function: Callable[..., Any], state: ModuleState, given: Sequence[Any], found: Sequence[Any]
     ) -> bool:
         """Whether a walk would find them again: whether it would go through the same functions and objects.
 
-        values: what is at the places now. Of modules only the classes have to be the same, and what they hold.
+        found: as for ``note``, now. Of modules only the classes have to be the same, and what they hold.
         """
         return (
             [(kind, len(attributes)) for _, kind, attributes, _ in state.held] == self._kinds
             and _are_same(self._code, [*_code_of(function, given), *state.adorned])
-            and _are_same(self._objects, self._objects_at(values, state.held))
+            and _are_same(self._objects, found)
         )
-
-    def _objects_at(self, values: Sequence[Any], modules: Sequence[HeldModule]) -> list[Any]:
-        """What code may be in, or more state: all at the places and in modules' attributes but numbers and tensors."""
-        spaces = [attributes for _, _, attributes, _ in modules]
-        pairs = zip(spaces, self._names, strict=True)
-        attributes = [space.get(name, _MISSING) for space, names in pairs for name in names]
-        found = [value for value in (*values, *attributes) if type(value) not in _ATOMIC]
-        found += [space[kind] for space in spaces for kind in _HOOKS if space[kind]]
-        if _CONTAINERS.isdisjoint(map(type, found)):
-            return found
-        objects: list[Any] = []
-        _add_leaves(found, objects)
-        return [value for value in objects if type(value) not in _ATOMIC]
 
 
 _SUMS = frozenset(("main_grad",))
 """Sums of gradients, by Megatron's name. Code finds them in forward, and backward adds to them before other replays."""
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-_ATOMIC = {type(_MISSING)}.union(
-    (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, Tensor, nn.Parameter)
-)
 
 
 def _code_of(function: Callable[..., Any], given: Sequence[Any]) -> list[Any]:
@@ -196,26 +174,6 @@ def _code_of(function: Callable[..., Any], given: Sequence[Any]) -> list[Any]:
         elif callable(value) or isinstance(value, Tensor):
             found.append(value)
     return found
-
-
-_CONTAINERS = PARTS | {tuple}
-_DEPTH = 6
-
-
-def _add_leaves(values: Iterable[Any], found: list[Any], depth: int = 0) -> None:
-    """Add all of ``values`` but containers, and of these what is in them."""
-    for value in values:
-        kind = type(value)
-        if kind is Tensor or kind not in _CONTAINERS or depth >= _DEPTH:
-            found.append(value)
-        elif len(value) <= _MANY:
-            _add_leaves(value.values() if isinstance(value, dict) else value, found, depth + 1)
-
-
-def _tensors_in(values: Iterable[Any]) -> list[Tensor]:
-    found: list[Any] = []
-    _add_leaves(values, found)
-    return [value for value in found if isinstance(value, Tensor)]
 
 
 def alive(references: Iterable[weakref.ref[T]]) -> list[T]:
@@ -243,7 +201,7 @@ def class_attributes_read(walk: Walk) -> list[tuple[type, str]]:
 
 def _attributes_read(value: Any, names: set[str]) -> Iterator[Place]:
     """What code that reads attributes called ``names`` finds of ``value`` in slots and in classes, but for methods."""
-    if isinstance(value, (ModuleType, *PARTS)) or not hasattr(type(value), "__mro__"):
+    if isinstance(value, (ModuleType, Tensor, dict, list, set)) or not hasattr(type(value), "__mro__"):
         return
     for base in value.__mro__ if isinstance(value, type) else type(value).__mro__:
         if not is_foreign(base):
@@ -259,38 +217,26 @@ def _attributes_read(value: Any, names: set[str]) -> Iterator[Place]:
 class ReachedState:
     """What is at the places when a frame begins."""
 
-    __slots__ = ("_places", "_values", "tensors")
+    __slots__ = ("_places", "_values")
 
-    def __init__(self, places: Places, values: list[Any]):
+    def __init__(self, places: Places, values: list[Any], copies: StateCopies):
         self._places = places
-        self.tensors: list[Tensor] = []
-        """The tensors among it, none with its graph."""
-        if not (_CONTAINERS | {nn.Parameter}).isdisjoint(map(type, values)):
-            copies: dict[int, Any] = {}
-            values = [_copied(value, copies) for value in values]
-            self.tensors = _tensors_in(values)
-        self._values = values
+        self._values = copies.all(values, _MANY)
 
     @contextmanager
-    def replayed(self) -> Iterator[None]:
+    def replayed(self, copies: StateCopies) -> Iterator[None]:
         """The span in which what was at the places is there again. Afterwards there is what is there now."""
         places = self._places.all()
         now = self._places.values()
-        copies: dict[int, Any] = {}
         try:
-            for place, then, present in zip(places, self._values, now, strict=True):
-                if (value := _copied(then, copies)) is not present:
-                    _put(*place, value)
+            for place, then, present in zip(places, copies.all(self._values, _MANY), now, strict=True):
+                if then is not present:
+                    _put(*place, then)
             yield
         finally:
             for place, present in zip(places, now, strict=True):
                 if _get(*place) is not present:
                     _put(*place, present)
-
-
-def _copied(value: Any, copies: dict[int, Any]) -> Any:
-    kind = type(value)
-    return copy_of(value, copies) if kind is Tensor or (kind in PARTS and len(value) <= _MANY) else value
 
 
 class LearnedFacts:
@@ -318,16 +264,18 @@ class LearnedFacts:
         modules: those it runs. given: what it may call, run or draw from among its arguments.
         """
         roots = [*modules, *[value for value in given if isinstance(value, nn.Module)]]
-        places = self._places or self._find(function, roots, given)
-        state, values = ModuleState([*roots, *alive(places.modules)], self.buffers), places.values()
-        if places is self._places and not places.are_those_of(function, state, given, values):
-            places = self._find(function, roots, given)
-            state, values = ModuleState([*roots, *alive(places.modules)], self.buffers), places.values()
-        if places is not self._places:
-            places.note(state, values)
+        for places in (self._places, None):
+            if is_new := places is None:
+                places = self._find(function, roots, given)
+            copies = StateCopies()
+            state = ModuleState([*roots, *alive(places.modules)], self.buffers, copies)
+            reached = ReachedState(places, places.values(), copies)
+            if is_new or places.are_those_of(function, state, given, copies.found):
+                break
+        if is_new:
+            places.note(state, copies.found)
             self._places = places  # at last, as other threads may look at it
-        reached = ReachedState(places, values)
-        state.watch([*reached.tensors, *alive(places.tensors)] if places.tensors else reached.tensors)
+        state.watch([*copies.tensors, *alive(places.defaults)] if places.defaults else copies.tensors)
         return state, reached
 
     def _find(self, function: Callable[..., Any], roots: Sequence[nn.Module], given: Sequence[Any]) -> Places:

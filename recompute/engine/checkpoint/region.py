@@ -23,6 +23,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from recompute.engine.bit_comparison import count_different, is_verifying
 from recompute.engine.checkpoint.arguments import HeldArguments
+from recompute.engine.checkpoint.copies import StateCopies
 from recompute.engine.checkpoint.reached_state import LearnedFacts
 from recompute.engine.checkpoint.replay import ExpectedTensor, OpNames, Replay, ReplayComplete
 from recompute.engine.cut.layout import Layout
@@ -319,11 +320,12 @@ class CheckpointFrame(Scope, Recipe):
         return None
 
     def _run(self, replay: Replay, names: AbstractContextManager[Any] = _NOTHING) -> None:
+        copies = StateCopies()
         with (
             # No transform of torch.func is at work: a batched backward still needs one plain forward.
             _NOTHING if _transforms() is None else temporarily_clear_interpreter_stack(),
-            self._state.replayed(self.statistics.name),
-            self._reached.replayed(),
+            self._state.replayed(self.statistics.name, copies),
+            self._reached.replayed(copies),
             # Put back all generators afterwards. One that forward left where it was may move now: torch.manual_seed(0).
             _NOTHING if is_fake() else RngState(self._region.learned.generators or (), only_torch=True),
             _NOTHING if self._rng is None else self._rng.replayed(),
