@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.nested import nested_tensor
 from torch.nn.utils.rnn import pack_padded_sequence
 
+from bodies.modules import CONTAINERS
+
 
 class Color(enum.Enum):
     RED = 1
@@ -255,9 +257,22 @@ def is_parameter(self, x, weight):
     return (x.exp() * weight).sin() * (2.0 if isinstance(weight, nn.Parameter) else 3.0)
 
 
+def filled(make, change):
+    """What forward changes, and what changes once more before backward."""
+    shared = []
+    return Body(
+        lambda self, x, value: (change(value), x * len(str(value)))[1].exp().sin(),
+        given=lambda x: (x, shared[0]),
+        start=lambda module: shared.__setitem__(slice(None), [make()]),
+        between=lambda module, given, result: change(given[1]),
+        state=lambda module: str(shared[0]),
+    )
+
+
 WEIGHT = nn.Parameter(torch.linspace(0, 1, HIDDEN))
 ARGUMENTS: dict[str, Body] = {
     **{name: kind(number, *each) for number, (name, each) in enumerate(KINDS.items())},
+    **{f"{name} that forward fills": filled(*each) for name, each in CONTAINERS.items()},
     "one list twice": Body(same_twice, given=lambda x: (x, *[[1.0]] * 2)),
     "one tensor twice": Body(
         lambda self, a, b: (a.exp() * (2.0 if a is b else 3.0)).sin(), given=lambda x: (x, x), captured=True

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from recompute.engine.bit_comparison import count_different
-from recompute.engine.checkpoint.copies import NUMBERS, OBJECT, RECORD, Copier, Mapper, fingerprint, way_of
+from recompute.engine.checkpoint.copies import NUMBERS, OBJECT, RECORD, Copier, Mapper, contents_of, fingerprint
 from recompute.engine.rng import GENERATORS
 from recompute.engine.saved_tensors import (
     Hooks,
@@ -134,9 +134,10 @@ class HeldArguments(Copier):
                 if held.attributes and isinstance(value, nn.Parameter):
                     self.others.append(value)
             return held
-        if type(value) in NUMBERS:
+        kind: Any = type(value)
+        if kind in NUMBERS:
             return value
-        if way_of(type(value)) is not None:
+        if contents_of(kind) is not None:
             if (opaque := self._opaque.get(id(value))) is None:
                 opaque = self._opaque[id(value)] = _HeldObject(value, self.others)
             return opaque

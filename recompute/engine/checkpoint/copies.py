@@ -1,8 +1,8 @@
 """Copies of what code can change: containers, arrays and objects, each with all that is in it.
 
-For each class one ``Way`` says what its objects hold, and what makes another one. Arguments, attributes of modules, and
-what is in globals and closures are copied when a frame begins, and those copies are copied for each replay. So a replay
-finds what forward found, and nobody finds what a replay changes.
+What the objects of a class hold is told in one place, ``Contents``. Arguments, attributes of modules, and what is in
+globals and closures are copied when a frame begins, and those copies are copied for each replay. So a replay finds what
+forward found, and nobody finds what a replay changes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import sys
 from array import array
 from collections import ChainMap, OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
-from types import MappingProxyType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
+from contextlib import suppress
+from types import MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,88 +30,103 @@ from recompute.engine.saved_tensors import version_of
 COLLECTION, RECORD, OBJECT = range(3)
 """What a copier enters: containers of any class; dataclasses and pytrees, too; and all else that has attributes."""
 NUMBERS = frozenset((int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size))
-ATOMS = NUMBERS | {Tensor, nn.Parameter}
+_ATOMS = NUMBERS | {Tensor, nn.Parameter}
 _WHOLE = (Tensor, nn.Module, type, enum.Enum, functools.partial, MethodType, ModuleType, torch.Size, *GENERATORS)
-_FLAT = (np.ndarray, bytearray, array)
-_SERIES = (tuple, list, deque)
-_BASES = (OrderedDict, defaultdict, dict, *_SERIES, set, *_FLAT, MappingProxyType, SimpleNamespace)
+_DICTS = (OrderedDict, defaultdict, dict)
+_ARRAYS = (np.ndarray, bytearray, array)
+_BASES = (*_DICTS, list, deque, set, tuple, *_ARRAYS, SimpleNamespace)
 _IN_PYTHON = (UserDict, UserList, ChainMap)
 _DEPTH = 5  # of objects in objects: enough for a cache and its layers, and not for all that a configuration refers to
 _MOST_BYTES = 1 << 16  # of an array: copying these takes no longer than launching a kernel
 
+Place = tuple[Callable[[Any, Any, Any], Any], Any, Any]
+"""What puts a part into an object, by which key or name, and the part that is there."""
 
-class Way(NamedTuple):
-    """How the objects of a class are taken apart."""
+
+class Contents(NamedTuple):
+    """What the objects of a class hold. No method of the class runs: it may do more than to hold things."""
 
     rank: int
     base: Any
-    """The class in C that makes an empty one and holds the items, whatever methods the class itself has."""
+    """The class in C that makes an empty one, and has the methods that its items are read and put there by."""
     slots: tuple[MemberDescriptorType, ...]
 
-    def parts(self, value: Any) -> Iterator[tuple[Any, Any]]:
-        """What ``value`` holds, by keys, positions, slots and names."""
-        if issubclass(self.base, (dict, MappingProxyType)):
-            yield from self.base.items(value)
-        elif self.base in _SERIES:
-            yield from enumerate(self.base.__iter__(value))
-        elif self.base is set:
-            yield from ((each, True) for each in set.__iter__(value))
-        elif self.base in _FLAT and _is_small(value):
-            yield None, bytes(value) if self.base is bytearray else value.tobytes()
-        yield from self.in_slots(value)
-        if (own := getattr(value, "__dict__", value)) is not value:
-            yield from own.items()
+    def empty(self, value: Any) -> Any:
+        """Another object of the class of ``value``, with no items and attributes."""
+        if self.base is deque:
+            made = deque.__new__(type(value))
+            deque.__init__(made, maxlen=value.maxlen)
+            return made
+        made = self.base.__new__(type(value))
+        if self.base is defaultdict:
+            made.default_factory = value.default_factory
+        return made
 
-    def in_slots(self, value: Any) -> Iterator[tuple[MemberDescriptorType, Any]]:
+    def places(self, value: Any) -> Iterator[Place]:
+        """Where ``value`` holds something: its items, but those of a tuple, and its attributes."""
+        base = self.base
+        if base in _DICTS:
+            yield from ((base.__setitem__, key, part) for key, part in base.items(value))
+        elif base is list or base is deque:
+            yield from ((_append, index, part) for index, part in enumerate(base.__iter__(value)))
+        elif base is set:
+            yield from ((_add, part, True) for part in set.__iter__(value))
         for slot in self.slots:
-            try:
-                yield slot, slot.__get__(value)
-            except AttributeError:  # it is empty
-                continue
+            with suppress(AttributeError):  # it is empty
+                yield _put_in_slot, slot, slot.__get__(value)
+        own = getattr(value, "__dict__", ())
+        if own is value:  # a dict whose items are its attributes
+            yield object.__setattr__, "__dict__", value
+        else:
+            yield from ((_put_attribute, name, own[name]) for name in own)
+
+
+def _append(made: Any, index: int, part: Any) -> None:
+    (list if isinstance(made, list) else deque).append(made, part)
+
+
+def _add(made: set[Any], part: Any, _: Any) -> None:
+    set.add(made, part)
+
+
+def _put_in_slot(made: Any, slot: MemberDescriptorType, part: Any) -> None:
+    slot.__set__(made, part)
+
+
+def _put_attribute(made: Any, name: str, part: Any) -> None:
+    made.__dict__[name] = part
 
 
 @functools.lru_cache(4096)
-def way_of(kind: Any) -> Way | None:
-    """How objects of this class are taken apart; None if they are not, or are more than can be seen of them."""
+def contents_of(kind: Any) -> Contents | None:
+    """What objects of this class hold; None if they are never taken apart, or hold more than can be seen."""
     base: Any = next((base for base in _BASES if issubclass(kind, base)), object)
-    if kind in ATOMS or issubclass(kind, _WHOLE) or (base in _FLAT and kind is not base):
+    if kind in _ATOMS or issubclass(kind, _WHOLE) or (base in _ARRAYS and kind is not base):
         return None
-    if base in (*_FLAT, MappingProxyType):
-        return Way(COLLECTION, base, ())
     try:
-        base.__new__(kind)
-    except TypeError:  # a stream, say, is made by its own class in C
-        return None
+        if base not in _ARRAYS:
+            base.__new__(kind)
+    except TypeError:
+        if kind not in SUPPORTED_NODES:  # a stream, say, is made by its own class in C
+            return None
     slots = [each for base in kind.__mro__ if "__slots__" in vars(base) for each in vars(base).values()]
     descriptors = tuple([each for each in slots if isinstance(each, MemberDescriptorType)])
+    if kind in SUPPORTED_NODES and kind not in _BASES:
+        return Contents(RECORD, base, descriptors)
     if base not in (object, SimpleNamespace) or issubclass(kind, _IN_PYTHON):
-        return Way(COLLECTION, base, descriptors)
+        return Contents(COLLECTION, base, descriptors)
     if not (descriptors or kind.__dictoffset__) or any("__call__" in vars(base) for base in kind.__mro__):
         return None
-    return Way(RECORD if dataclasses.is_dataclass(kind) else OBJECT, base, descriptors)
-
-
-class Registered:
-    """An object of a class that is registered as a pytree, taken apart. It is made as it was registered."""
-
-    __slots__ = ("build", "parts")
-
-    def __init__(self, parts: list[Any], build: Callable[[list[Any]], Any]):
-        self.parts = parts
-        self.build = build
+    return Contents(RECORD if dataclasses.is_dataclass(kind) else OBJECT, base, descriptors)
 
 
 class Copier:
-    """Makes copies that refer to each other as what they are copies of does.
-
-    No method of what is copied runs: it may want other values, or do more than to keep them.
-    """
+    """Makes copies that refer to each other as what they are copies of does."""
 
     def __init__(self, rank: int = COLLECTION):
         """rank: what it enters."""
         self.rank = rank
         self._made: dict[int, Any] = {}  # by the id of the original, which has to live as long as this copies
-        self._taken: list[Any] = []  # what lives for that alone
         self._depth = _DEPTH
 
     def leaf(self, value: Any) -> Any:
@@ -121,76 +137,43 @@ class Copier:
         """A copy, after which it forgets what it has copied."""
         made = self.copy(value)
         self._made.clear()
-        self._taken.clear()
         return made
 
     def copy(self, value: Any) -> Any:
-        kind = type(value)
-        if kind in ATOMS:
+        kind: Any = type(value)
+        if kind in _ATOMS:
             return self.leaf(value)
         if kind is tuple:
             return tuple([self.copy(item) for item in value])
-        if (known := self._made.get(id(value))) is not None:
-            return known
-        made: Any
-        if kind is dict or kind is list:
-            made = self._made[id(value)] = kind()
-            if kind is list:
-                made += value if _are_numbers(value) else [self.copy(item) for item in value]
-            else:
-                made |= value if _are_numbers(value.values()) else {key: self.copy(item) for key, item in value.items()}
+        if (made := self._made.get(id(value))) is not None:
             return made
-        if kind is Registered:
-            made = self._made[id(value)] = value.build([self.copy(part) for part in value.parts])
+        if kind is list:
+            made = self._made[id(value)] = []
+            made += value if _are_numbers(value) else [self.copy(item) for item in value]
             return made
-        if self.rank == RECORD and kind in SUPPORTED_NODES and kind not in _BASES:
-            node = SUPPORTED_NODES[kind]
-            children, context = node.flatten_fn(value)
-            self._taken.append(children)
-            made = self._made[id(value)] = Registered([], lambda parts: node.unflatten_fn(parts, context))
-            made.parts += [self.copy(child) for child in children]
+        if kind is dict:
+            made = self._made[id(value)] = {}
+            made |= value if _are_numbers(value.values()) else {key: self.copy(item) for key, item in value.items()}
             return made
-        way = way_of(kind)
-        if way is None or way.rank > self.rank or not self._depth:
+        contents = contents_of(kind)
+        if contents is None or contents.rank > self.rank or (contents.rank == OBJECT and not self._depth):
             return self.leaf(value)
-        self._depth -= way.rank == OBJECT
-        made = self._copied(value, kind, way)
-        self._depth += way.rank == OBJECT
-        return made
-
-    def _copied(self, value: Any, kind: Any, way: Way) -> Any:
-        base = way.base
-        if base in _FLAT:
-            return copy.copy(value) if _is_small(value) else self.leaf(value)
-        if base is MappingProxyType:
-            made = self._made[id(value)] = MappingProxyType({key: self.copy(item) for key, item in value.items()})
+        if contents.base in _ARRAYS:
+            made = self._made[id(value)] = copy.copy(value) if _is_small(value) else self.leaf(value)
             return made
-        if base is tuple:
-            made = self._made[id(value)] = tuple.__new__(kind, [self.copy(item) for item in tuple.__iter__(value)])
+        if contents.base is tuple:
+            items = [self.copy(item) for item in tuple.__iter__(value)]
+            try:
+                made = self._made[id(value)] = tuple.__new__(kind, items)
+            except TypeError:  # it is one of torch's own, from an op
+                made = self._made[id(value)] = kind(items)
         else:
-            made = self._made[id(value)] = base.__new__(kind)
-            self._fill(made, value, base)
-        for slot, part in way.in_slots(value):
-            slot.__set__(made, self.copy(part))
-        if own := getattr(value, "__dict__", None):
-            if base is SimpleNamespace:
-                vars(made).update(self.copy(own))
-            else:  # which may be ``value`` itself, and whatever its class has for ``__setattr__``
-                object.__setattr__(made, "__dict__", self.copy(own))
+            made = self._made[id(value)] = contents.empty(value)
+        self._depth -= contents.rank == OBJECT
+        for put, key, part in contents.places(value):
+            put(made, key, self.copy(part))
+        self._depth += contents.rank == OBJECT
         return made
-
-    def _fill(self, made: Any, value: Any, base: Any) -> None:
-        if base is list:
-            list.extend(made, [self.copy(item) for item in list.__iter__(value)])
-        elif base is deque:
-            deque.__init__(made, [self.copy(item) for item in deque.__iter__(value)], value.maxlen)
-        elif base is set:
-            set.update(made, value)
-        elif issubclass(base, dict):
-            if base is defaultdict:
-                made.default_factory = value.default_factory
-            for key, item in base.items(value):
-                base.__setitem__(made, key, self.copy(item))
 
 
 class StateCopies(Copier):
@@ -226,8 +209,8 @@ class StateCopies(Copier):
         most: leave longer containers alone, as vocabularies.
         """
         for kind in set(map(type, values)) - _inert:
-            way = way_of(kind)
-            if issubclass(kind, Tensor) or (way is not None and way.rank == COLLECTION):
+            contents = contents_of(kind)
+            if issubclass(kind, Tensor) or (contents is not None and contents.rank == COLLECTION):
                 return [value if most is not None and _is_longer(value, most) else self.copy(value) for value in values]
             if len(_inert) > _MOST_CLASSES:  # made by functions, perhaps
                 _inert.intersection_update(NUMBERS)
@@ -236,7 +219,7 @@ class StateCopies(Copier):
         return values
 
 
-_inert: set[type] = set(NUMBERS)
+_inert: set[Any] = set(NUMBERS)
 """Classes of which ``StateCopies`` needs no copies, as far as it has met them."""
 _MOST_CLASSES = 4096
 
@@ -254,7 +237,7 @@ class Mapper(Copier):
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     """``value`` with each leaf of its containers, dataclasses and registered pytrees replaced."""
-    return Copier(RECORD).copy(Mapper(function).copy(value))
+    return Mapper(function).copy(value)
 
 
 def _are_numbers(values: Iterable[Any]) -> bool:
@@ -262,8 +245,9 @@ def _are_numbers(values: Iterable[Any]) -> bool:
 
 
 def _is_longer(value: Any, most: int) -> bool:
-    way = way_of(type(value))
-    return way is not None and way.rank == COLLECTION and len(value) > most
+    kind: Any = type(value)
+    contents = contents_of(kind)
+    return contents is not None and contents.rank == COLLECTION and len(value) > most
 
 
 def _is_small(value: Any) -> bool:
@@ -276,13 +260,16 @@ def fingerprint(value: Any) -> Any:
 
 
 def _fingerprint(value: Any, depth: int, seen: dict[int, int]) -> Any:
-    kind = type(value)
+    kind: Any = type(value)
     if isinstance(value, Tensor):
         return id(value), version_of(value)
-    if (way := way_of(kind)) is None or not depth:
+    if (contents := contents_of(kind)) is None or (contents.rank == OBJECT and not depth):
         return value if kind in NUMBERS else id(value)
     if id(value) in seen:
         return "seen", seen[id(value)]
     seen[id(value)] = len(seen)
-    depth -= way.rank == OBJECT
-    return [kind, *[(key, _fingerprint(part, depth, seen)) for key, part in way.parts(value)]]
+    if contents.base in _ARRAYS:
+        return bytes(value) if kind is bytearray else value.tobytes() if _is_small(value) else id(value)
+    depth -= contents.rank == OBJECT
+    items = [_fingerprint(part, depth, seen) for part in value] if contents.base is tuple else ()
+    return [kind, *items, *[(key, _fingerprint(part, depth, seen)) for _, key, part in contents.places(value)]]

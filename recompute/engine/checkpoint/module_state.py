@@ -60,8 +60,8 @@ class ModuleState:
                     modules.append(child)
             if not isinstance(module, _ScriptModule):  # its attributes are not kept in Python
                 self.held.append((module, type(module), *_copied(module.__dict__, copies)))
-                for kind in _HOOKS:
-                    copies.found += module.__dict__[kind].values()
+                if module._forward_hooks or module._forward_pre_hooks:
+                    copies.found += (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
         self._are_plain = _PLAIN.issuperset(map(type, parameters))
         self.adorned: list[Tensor] = []
         """The parameters and buffers that code has given attributes, which ``Places`` looks at."""
@@ -157,7 +157,6 @@ _BARE: tuple[dict[str, str], ...] = ({}, *({"_dynamo_static_input_type": kind} f
 """The attributes of a tensor that has none, or none but what torch's frontend notes."""
 _DICTS = (dict, OrderedDict)
 _PLAIN = frozenset((nn.Parameter, Tensor, type(None)))
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 TORCHS_OWN = frozenset(vars(nn.Module()))
 """The attributes that every module has: training flags, hooks, and the dicts of its parts."""
 
@@ -174,12 +173,13 @@ def _copied(attributes: dict[str, Any], copies: StateCopies, has_parts: bool = T
     copied["_parameters"] = parameters.copy() if type(parameters) in _DICTS else parameters
     copied["_buffers"] = attributes["_buffers"].copy()
     copied["_modules"] = modules.copy() if modules and type(modules) is dict else modules
-    if has_parts:
-        names = [name for name in attributes if name not in TORCHS_OWN]
-        values = [*map(attributes.__getitem__, names)]
-        if has_parts := (found := copies.all(values)) is not values:
-            copied.update(zip(names, found, strict=True))
-    return copied, has_parts
+    if not has_parts or not (names := attributes.keys() - TORCHS_OWN):
+        return copied, False
+    values = [*map(attributes.get, names)]
+    found = copies.all(values)
+    if found is not values:
+        copied.update(zip(names, found, strict=True))
+    return copied, found is not values
 
 
 def _take_present_parts(again: dict[str, Any], module: nn.Module, are_plain: bool) -> None:

@@ -264,15 +264,16 @@ class LearnedFacts:
         modules: those it runs. given: what it may call, run or draw from among its arguments.
         """
         roots = [*modules, *[value for value in given if isinstance(value, nn.Module)]]
-        for places in (self._places, None):
-            if is_new := places is None:
-                places = self._find(function, roots, given)
+        known = self._places
+        places = known or self._find(function, roots, given)
+        while True:
             copies = StateCopies()
             state = ModuleState([*roots, *alive(places.modules)], self.buffers, copies)
             reached = ReachedState(places, places.values(), copies)
-            if is_new or places.are_those_of(function, state, given, copies.found):
+            if places is not known or places.are_those_of(function, state, given, copies.found):
                 break
-        if is_new:
+            places = self._find(function, roots, given)
+        if places is not known:
             places.note(state, copies.found)
             self._places = places  # at last, as other threads may look at it
         state.watch([*copies.tensors, *alive(places.defaults)] if places.defaults else copies.tensors)
