@@ -103,6 +103,8 @@ def contents_of(kind: Any) -> Contents | None:
     base: Any = next((base for base in _BASES if issubclass(kind, base)), object)
     if kind in _ATOMS or issubclass(kind, _WHOLE) or (base in _ARRAYS and kind is not base):
         return None
+    if hasattr(kind, "__del__"):  # a copy would end what the original still uses
+        return None
     try:
         if base not in _ARRAYS:
             base.__new__(kind)
