@@ -87,7 +87,8 @@ class _HeldObject(Copier):
         # Weakly, because forward puts tensors into a cache whose graph this is a part of (invariant 8).
         self.value = weakref.ref(value) if hasattr(value, "__weakref__") else lambda: None
         self._others, self._versions = others, list[tuple[Tensor, int]]()
-        self.before = self.copy_once(value)
+        self.before = self.copy(value)
+        del self._made
         self.fingerprint = fingerprint(value)
         self.was_changed = False
 
@@ -124,7 +125,8 @@ class HeldArguments(Copier):
         self._opaque: dict[int, _HeldObject] = {}
         self.others: list[Any] = []
         """The arguments that are no tensors or objects with state, generators in such, parameters with attributes."""
-        self._arguments = self.copy_once(arguments)
+        self._arguments = self.copy(arguments)
+        del self._made
         self._hooks = None  # hooks refer to the scopes around
 
     def leaf(self, value: Any) -> Any:

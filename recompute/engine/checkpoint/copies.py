@@ -135,12 +135,6 @@ class Copier:
         """What stands in the place of ``value``, which it does not enter."""
         return value
 
-    def copy_once(self, value: Any) -> Any:
-        """A copy, after which it forgets what it has copied."""
-        made = self.copy(value)
-        self._made.clear()
-        return made
-
     def copy(self, value: Any) -> Any:
         kind: Any = type(value)
         if kind in _ATOMS:
@@ -256,22 +250,20 @@ def _is_small(value: Any) -> bool:
     return (value.nbytes if isinstance(value, np.ndarray) else sys.getsizeof(value)) <= _MOST_BYTES
 
 
-def fingerprint(value: Any) -> Any:
+def fingerprint(value: Any, depth: int = _DEPTH, seen: dict[int, int] | None = None) -> Any:
     """What a value refers to. Two fingerprints differ if the value, or a tensor in it, was changed in between."""
-    return _fingerprint(value, _DEPTH, {})
-
-
-def _fingerprint(value: Any, depth: int, seen: dict[int, int]) -> Any:
     kind: Any = type(value)
     if isinstance(value, Tensor):
         return id(value), version_of(value)
     if (contents := contents_of(kind)) is None or (contents.rank == OBJECT and not depth):
         return value if kind in NUMBERS else id(value)
+    seen = {} if seen is None else seen
     if id(value) in seen:
         return "seen", seen[id(value)]
     seen[id(value)] = len(seen)
     if contents.base in _ARRAYS:
         return bytes(value) if kind is bytearray else value.tobytes() if _is_small(value) else id(value)
     depth -= contents.rank == OBJECT
-    items = [_fingerprint(part, depth, seen) for part in value] if contents.base is tuple else ()
-    return [kind, *items, *[(key, _fingerprint(part, depth, seen)) for _, key, part in contents.places(value)]]
+    items = tuple.__iter__(value) if contents.base is tuple else ()
+    parts = [*enumerate(items), *[(key, part) for _, key, part in contents.places(value)]]
+    return [kind, *[(key, fingerprint(part, depth, seen)) for key, part in parts]]

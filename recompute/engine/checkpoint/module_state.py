@@ -272,29 +272,21 @@ class HeldBuffers:
 
     def settle(self, modules: Sequence[nn.Module]) -> bool:
         """The frame has ended: note which buffers it has changed. Returns whether others are ``uncopied`` now."""
-        learned, was_first, before = self._learned, self._is_first, self._changing
-        unseen = set(self._copies) if learned.may_change_unseen else set()
-        if was_first:
-            before = frozenset()
-            norms = [module for module in modules if isinstance(module, _NormBase) and module.training]
-            statistics = {id(buffer) for norm in norms for buffer in norm._buffers.values()}
-            unseen = {index for index in unseen if _is_small(self.all[index])}
-            unseen.update(index for index, buffer in enumerate(self.all) if id(buffer) in statistics)
-        elif not unseen and not any(copy.has_moved for copy in self._copies.values()):
-            return False
-        self._changing = before.union(
+        learned, was_first, self._is_first = self._learned, self._is_first, False
+        before = frozenset() if was_first else self._changing
+        norms = [each for each in modules if isinstance(each, _NormBase) and each.training] if was_first else []
+        statistics = {id(buffer) for norm in norms for buffer in norm._buffers.values()}
+        changing = before.union(
             index
             for index, copy in self._copies.items()
-            if index not in before and (index in unseen or copy.has_moved or _differ(copy.value, copy.buffer))
+            if copy.has_moved
+            or (learned.may_change_unseen and _is_small(copy.buffer))
+            or (was_first and (id(copy.buffer) in statistics or _differ(copy.value, copy.buffer)))
         )
-        self._is_first = False
-        self._copies = {i: c for i, c in self._copies.items() if i in self._changing or _is_small(c.buffer)}
-        for index, copy in self._copies.items():
-            if index in self._changing:
-                learned.copies.pop(index, None)
-            else:
-                learned.copies[index] = copy
-        learned.changing[self._flags] = self._changing
+        if was_first or changing != before:
+            self._changing = learned.changing[self._flags] = changing
+            self._copies = {i: c for i, c in self._copies.items() if i in changing or _is_small(c.buffer)}
+            learned.copies = {i: c for i, c in self._copies.items() if i not in changing}
         return was_first
 
     def unlearn(self) -> None:

@@ -87,13 +87,11 @@ def environment() -> dict[Any, Any]:
 
 def _put_environment(value: dict[Any, Any]) -> None:
     now = environment()
-    for key in now.keys() | value.keys():
-        if (then := value.get(key)) != now.get(key):
-            name = os.environ.decodekey(key)
-            if then is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = os.environ.decodevalue(then)
+    for key in [key for key in now.keys() | value.keys() if now.get(key) != value.get(key)]:
+        if key in value:
+            os.environ[os.environ.decodekey(key)] = os.environ.decodevalue(value[key])
+        else:
+            del os.environ[os.environ.decodekey(key)]
 
 
 class Places:
@@ -142,6 +140,21 @@ class Places:
 
     def all(self) -> list[Place]:
         return [*zip(self._spaces, self._keys, strict=True), *self._others]
+
+    @contextmanager
+    def replayed(self, values: list[Any], copies: StateCopies) -> Iterator[None]:
+        """The span in which ``values`` are at the places again. Afterwards there is what is there now."""
+        places = self.all()
+        now = self.values()
+        try:
+            for place, then, present in zip(places, copies.all(values, _MANY), now, strict=True):
+                if then is not present:
+                    _put(*place, then)
+            yield
+        finally:
+            for place, present in zip(places, now, strict=True):
+                if _get(*place) is not present:
+                    _put(*place, present)
 
     def are_those_of(
         self, function: Callable[..., Any], state: ModuleState, given: Sequence[Any], found: Sequence[Any]
@@ -214,31 +227,6 @@ def _attributes_read(value: Any, names: set[str]) -> Iterator[Place]:
                     yield base, name
 
 
-class ReachedState:
-    """What is at the places when a frame begins."""
-
-    __slots__ = ("_places", "_values")
-
-    def __init__(self, places: Places, values: list[Any], copies: StateCopies):
-        self._places = places
-        self._values = copies.all(values, _MANY)
-
-    @contextmanager
-    def replayed(self, copies: StateCopies) -> Iterator[None]:
-        """The span in which what was at the places is there again. Afterwards there is what is there now."""
-        places = self._places.all()
-        now = self._places.values()
-        try:
-            for place, then, present in zip(places, copies.all(self._values, _MANY), now, strict=True):
-                if then is not present:
-                    _put(*place, then)
-            yield
-        finally:
-            for place, present in zip(places, now, strict=True):
-                if _get(*place) is not present:
-                    _put(*place, present)
-
-
 class LearnedFacts:
     """What is known of a region after its first frame."""
 
@@ -258,8 +246,8 @@ class LearnedFacts:
 
     def reach(
         self, function: Callable[..., Any], modules: Sequence[nn.Module], given: Sequence[Any]
-    ) -> tuple[ModuleState, ReachedState]:
-        """What ``function(...)`` reads beside its arguments, as it is now: of modules, and at other places.
+    ) -> tuple[ModuleState, Places, list[Any]]:
+        """What ``function(...)`` reads beside its arguments, as it is now: of modules; other places; and what is there.
 
         modules: those it runs. given: what it may call, run or draw from among its arguments.
         """
@@ -269,7 +257,7 @@ class LearnedFacts:
         while True:
             copies = StateCopies()
             state = ModuleState([*roots, *alive(places.modules)], self.buffers, copies)
-            reached = ReachedState(places, places.values(), copies)
+            values = copies.all(places.values(), _MANY)
             if places is not known or places.are_those_of(function, state, given, copies.found):
                 break
             places = self._find(function, roots, given)
@@ -277,7 +265,7 @@ class LearnedFacts:
             places.note(state, copies.found)
             self._places = places  # at last, as other threads may look at it
         state.watch([*copies.tensors, *alive(places.defaults)] if places.defaults else copies.tensors)
-        return state, reached
+        return state, places, values
 
     def _find(self, function: Callable[..., Any], roots: Sequence[nn.Module], given: Sequence[Any]) -> Places:
         """The places, found anew, and what else a walk through the code tells."""
