@@ -8,10 +8,10 @@ import io
 import logging
 import warnings
 from array import array
-from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, defaultdict, deque
+from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, defaultdict, deque, namedtuple
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -54,23 +54,18 @@ class Table(dict):
         super().__init__(dict.fromkeys(range(count), 0))
 
 
-class Rows(list):
-    pass
-
-
 class Attributes(dict):
     def __init__(self, **given):
         super().__init__(**given)
         self.__dict__ = self
 
 
-class Named(NamedTuple):
-    rows: list[int]
-
-
 @dataclasses.dataclass(slots=True)
 class Slots:
     rows: list[int]
+
+
+Rows, Named = type("Rows", (list,), {}), namedtuple("Named", "rows")
 
 
 CONTAINERS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
