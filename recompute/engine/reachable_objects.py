@@ -7,6 +7,7 @@ import functools
 import itertools
 import sys
 from argparse import Namespace
+from collections import deque
 from collections.abc import Iterable, Iterator
 from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
@@ -132,7 +133,7 @@ class Walk:
                 continue
             seen.add(id(value))
             self.values.append(value)
-            if isinstance(value, (dict, list, tuple)):
+            if isinstance(value, (dict, list, tuple, set, deque)):
                 values += itertools.islice(value.values() if isinstance(value, dict) else value, _MANY)
                 continue
             called, others = taken_apart(value)
@@ -201,10 +202,7 @@ def _attributes_of(module: nn.Module) -> Iterator[Any]:
     for name, value in vars(module).items():
         if name != "_modules":
             yield value
-            if isinstance(value, (list, tuple)):
-                yield from value
-            elif isinstance(value, dict):
-                yield from value.values()
+            yield from value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
 
 
 def _names(code: CodeType) -> Iterator[str]:

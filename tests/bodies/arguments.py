@@ -69,6 +69,14 @@ class Derived:
 
 
 @dataclasses.dataclass
+class Scale:
+    scale: Tensor
+
+    def __call__(self, x):
+        return self.scale.sin() * x
+
+
+@dataclasses.dataclass
 class Guarded:
     """Takes no values but tensors."""
 
@@ -77,6 +85,9 @@ class Guarded:
     def __setattr__(self, name, value):
         assert isinstance(value, Tensor)
         object.__setattr__(self, name, value)
+
+
+MARK = SimpleNamespace(name="what code asks for by itself")
 
 
 class Unpicklable:
@@ -172,6 +183,7 @@ KINDS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Any]]] = {
     "packed sequence": (packed, lambda v: v.data.sin()),
     "result of an op": (lambda x: (x * 2).max(0), lambda v: v.values * v.indices),
     "dataclass that derives a field": (lambda x: Derived(x * 2), lambda v: v.hidden * v.total),
+    "callable dataclass": (lambda x: Scale(x * 2), lambda v: v(2.0)),
     "dataclass that guards its fields": (lambda x: Guarded(x * 2), lambda v: v.hidden.sin()),
     "registered container": (lambda x: Registered(x * 2, x * 3), lambda v: v.items[0] * v.items[1]),
     "object that cannot be copied": (lambda x: Unpicklable(x * 2), lambda v: v.scale.sin()),
@@ -193,6 +205,7 @@ KINDS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Any]]] = {
     "string": (lambda x: "sin", lambda v: 2.0 if v == "sin" else 1.0),
     "none": (lambda x: None, lambda v: 2.0 if v is None else 1.0),
     "enum": (lambda x: Color.RED, lambda v: 2.0 if v is Color.RED else 1.0),
+    "mark": (lambda x: MARK, lambda v: 2.0 if v is MARK else 1.0),
     "callable": (lambda x: double, lambda v: v(2.0)),
     "dtype": (lambda x: torch.float32, lambda v: torch.ones((), dtype=v)),
     "device": (lambda x: torch.device("cpu"), lambda v: torch.ones((), device=v)),

@@ -90,7 +90,6 @@ class _HeldObject(Copier):
         self.before = self.copy(value)
         del self._made
         self.fingerprint = fingerprint(value)
-        self.was_changed = False
 
     def leaf(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -99,19 +98,14 @@ class _HeldObject(Copier):
             self._others.append(value)
         return value
 
-    def settle(self) -> None:
-        """At the end of the frame: note whether it changed the object."""
-        self.was_changed = fingerprint(self.value()) != self.fingerprint
-
     def changed(self) -> bool:
         """Whether a tensor in it has been modified in place: that state cannot be put back."""
         return any(version_of(tensor) != version for tensor, version in self._versions)
 
     def restore(self) -> Any:
-        """The object as it was when the frame began: itself if nobody has changed it since, else a copy."""
+        """The object as it was when the frame began: itself if it is now as it was, else a copy."""
         value = self.value()
-        as_it_was = not self.was_changed and fingerprint(value) == self.fingerprint
-        return value if as_it_was else Copier(OBJECT).copy(self.before)
+        return value if fingerprint(value) == self.fingerprint else Copier(OBJECT).copy(self.before)
 
 
 class HeldArguments(Copier):
@@ -122,7 +116,7 @@ class HeldArguments(Copier):
         self._name = name
         self._hooks: Hooks | None = top_hooks()
         self._tensors: dict[int, _HeldTensor] = {}  # by id: one tensor passed twice is one tensor again
-        self._opaque: dict[int, _HeldObject] = {}
+        self._opaque: list[_HeldObject] = []
         self.others: list[Any] = []
         """The arguments that are no tensors or objects with state, generators in such, parameters with attributes."""
         self._arguments = self.copy(arguments)
@@ -140,8 +134,8 @@ class HeldArguments(Copier):
         if kind in NUMBERS:
             return value
         if contents_of(kind) is not None:
-            if (opaque := self._opaque.get(id(value))) is None:
-                opaque = self._opaque[id(value)] = _HeldObject(value, self.others)
+            opaque = self._made[id(value)] = _HeldObject(value, self.others)
+            self._opaque.append(opaque)
             return opaque
         self.others.append(value)
         return value
@@ -160,7 +154,7 @@ class HeldArguments(Copier):
                 known = (held.original, held.before, *[tensor for tensor, _ in held.inner])
                 tensor = next(each for each in known if each is not None)
                 return f"an argument, a {describe(tensor)}, has been modified in place"
-        for opaque in self._opaque.values():
+        for opaque in self._opaque:
             if opaque.changed():
                 return f"a tensor in an argument, a {type(opaque.before).__name__}, has been modified in place"
         for value in self.others:
@@ -173,8 +167,6 @@ class HeldArguments(Copier):
 
         Returns the tensors that were given, and those of them that are held as they are.
         """
-        for opaque in self._opaque.values():
-            opaque.settle()
         given, kept = [], []
         for held in self._tensors.values():
             if held.original is not None:
@@ -191,6 +183,6 @@ class HeldArguments(Copier):
                 f"in {self._name}: {what} between forward and backward, so the region cannot be run again as it ran"
             )
 
-        parts: list[Any] = [*self._tensors.values(), *self._opaque.values()]
+        parts: list[Any] = [*self._tensors.values(), *self._opaque]
         restored = {id(part): part.restore() for part in parts}
         return Mapper(lambda value: restored.get(id(value), value)).copy(self._arguments)

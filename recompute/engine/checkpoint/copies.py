@@ -113,13 +113,12 @@ def contents_of(kind: Any) -> Contents | None:
             return None
     slots = [each for base in kind.__mro__ if "__slots__" in vars(base) for each in vars(base).values()]
     descriptors = tuple([each for each in slots if isinstance(each, MemberDescriptorType)])
-    if kind in SUPPORTED_NODES and kind not in _BASES:
+    if (kind in SUPPORTED_NODES and kind not in _BASES) or dataclasses.is_dataclass(kind):
         return Contents(RECORD, base, descriptors)
     if base not in (object, SimpleNamespace) or issubclass(kind, _IN_PYTHON):
         return Contents(COLLECTION, base, descriptors)
-    if not (descriptors or kind.__dictoffset__) or any("__call__" in vars(base) for base in kind.__mro__):
-        return None
-    return Contents(RECORD if dataclasses.is_dataclass(kind) else OBJECT, base, descriptors)
+    has_no_state = not (descriptors or kind.__dictoffset__) or any("__call__" in vars(each) for each in kind.__mro__)
+    return None if has_no_state else Contents(OBJECT, base, descriptors)
 
 
 class Copier:
@@ -140,7 +139,7 @@ class Copier:
         if kind in _ATOMS:
             return self.leaf(value)
         if kind is tuple:
-            return tuple([self.copy(item) for item in value])
+            return value if _are_numbers(value) else tuple([self.copy(item) for item in value])
         if (made := self._made.get(id(value))) is not None:
             return made
         if kind is list:
@@ -204,20 +203,17 @@ class StateCopies(Copier):
 
         most: leave longer containers alone, as vocabularies.
         """
-        for kind in set(map(type, values)) - _inert:
-            contents = contents_of(kind)
-            if issubclass(kind, Tensor) or (contents is not None and contents.rank == COLLECTION):
-                return [value if most is not None and _is_longer(value, most) else self.copy(value) for value in values]
-            if len(_inert) > _MOST_CLASSES:  # made by functions, perhaps
-                _inert.intersection_update(NUMBERS)
-            _inert.add(kind)
+        if any(map(_may_change, set(map(type, values)))):
+            return [value if most is not None and _is_longer(value, most) else self.copy(value) for value in values]
         self.found += [value for value in values if type(value) not in NUMBERS]
         return values
 
 
-_inert: set[Any] = set(NUMBERS)
-"""Classes of which ``StateCopies`` needs no copies, as far as it has met them."""
-_MOST_CLASSES = 4096
+@functools.lru_cache(4096)
+def _may_change(kind: Any) -> bool:
+    """Whether ``StateCopies`` copies or watches objects of this class."""
+    contents = contents_of(kind)
+    return issubclass(kind, Tensor) or (contents is not None and contents.rank == COLLECTION)
 
 
 class Mapper(Copier):
@@ -242,8 +238,7 @@ def _are_numbers(values: Iterable[Any]) -> bool:
 
 def _is_longer(value: Any, most: int) -> bool:
     kind: Any = type(value)
-    contents = contents_of(kind)
-    return contents is not None and contents.rank == COLLECTION and len(value) > most
+    return _may_change(kind) and not isinstance(value, Tensor) and len(value) > most
 
 
 def _is_small(value: Any) -> bool:

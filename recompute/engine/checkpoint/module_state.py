@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -222,18 +223,16 @@ class _Copy(NamedTuple):
         return version_of(self.buffer) != self.version
 
 
+@dataclass(slots=True)
 class LearnedBuffers:
     """What a region's frames have found out about its buffers, which are numbered, for later frames."""
 
-    __slots__ = ("changing", "copies", "may_change_unseen")
-
-    def __init__(self) -> None:
-        self.may_change_unseen = False
-        """Whether its code names a batch norm, whose kernels write to statistics without a new version."""
-        self.changing: dict[tuple[bool, ...], frozenset[int]] = {}
-        """The buffers that a frame has changed, by the modules' training flags: training may change others."""
-        self.copies: dict[int, _Copy] = {}
-        """Copies of the small buffers that no frame has changed. All frames share them until somebody does."""
+    may_change_unseen: bool = False
+    """Whether its code names a batch norm, whose kernels write to statistics without a new version."""
+    changing: dict[tuple[bool, ...], frozenset[int]] = field(default_factory=dict)
+    """The buffers that a frame has changed, by the modules' training flags: training may change others."""
+    copies: dict[int, _Copy] = field(default_factory=dict)
+    """Copies of the small buffers that no frame has changed. All frames share them until somebody does."""
 
 
 class HeldBuffers:

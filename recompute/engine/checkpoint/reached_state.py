@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat, starmap
 from types import MemberDescriptorType, MethodType, ModuleType
@@ -227,22 +228,20 @@ def _attributes_read(value: Any, names: set[str]) -> Iterator[Place]:
                     yield base, name
 
 
+@dataclass(slots=True)
 class LearnedFacts:
     """What is known of a region after its first frame."""
 
-    __slots__ = ("_places", "buffers", "effect", "found", "generators", "is_scripted")
-
-    def __init__(self) -> None:
-        self.generators: list[Any] | None = None
-        """The random generators that it may draw from; None as long as no frame with these places has ended."""
-        self.found: list[Any] = []
-        """Those of them that names in its code lead to."""
-        self.is_scripted = False
-        """Whether it may run a ScriptModule."""
-        self.effect = ""
-        """An op with an effect that it has run, by its name; "" as long as none was seen."""
-        self.buffers = LearnedBuffers()
-        self._places: Places | None = None
+    generators: list[Any] | None = None
+    """The random generators that it may draw from; None as long as no frame with these places has ended."""
+    found: list[Any] = field(default_factory=list)
+    """Those of them that names in its code lead to."""
+    is_scripted: bool = False
+    """Whether it may run a ScriptModule."""
+    effect: str = ""
+    """An op with an effect that it has run, by its name; "" as long as none was seen."""
+    buffers: LearnedBuffers = field(default_factory=LearnedBuffers)
+    _places: Places | None = None
 
     def reach(
         self, function: Callable[..., Any], modules: Sequence[nn.Module], given: Sequence[Any]
