@@ -6,8 +6,10 @@ import dis
 import functools
 import itertools
 import sys
+from argparse import Namespace
+from collections import deque
 from collections.abc import Iterable, Iterator
-from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
@@ -135,7 +137,7 @@ class Walk:
                 continue
             seen.add(id(value))
             self.values.append(value)
-            if isinstance(value, (dict, list, tuple)):
+            if isinstance(value, (dict, list, tuple, set, deque)):
                 values += itertools.islice(value.values() if isinstance(value, dict) else value, _MANY)
                 continue
             called, others = taken_apart(value)
@@ -161,7 +163,7 @@ def is_foreign(value: Any) -> bool:
 
     It draws from the global generators, or from generators that it is passed.
     """
-    if isinstance(value, (nn.Module, Tensor)):
+    if isinstance(value, (nn.Module, Tensor, SimpleNamespace, Namespace)):
         return False  # even torch's own may have attributes and hooks of the user's
     if isinstance(value, ModuleType):
         name = value.__name__
@@ -204,10 +206,7 @@ def _attributes_of(module: nn.Module) -> Iterator[Any]:
     for name, value in vars(module).items():
         if name != "_modules":
             yield value
-            if isinstance(value, (list, tuple)):
-                yield from value
-            elif isinstance(value, dict):
-                yield from value.values()
+            yield from value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
 
 
 def _names(code: CodeType) -> Iterator[str]:

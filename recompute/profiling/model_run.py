@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recompute.engine.checkpoint.arguments import map_leaves, snapshot
+from recompute.engine.checkpoint.copies import OBJECT, Copier, StateCopies, map_leaves
 from recompute.engine.checkpoint.module_state import LearnedBuffers, ModuleState
 from recompute.engine.reachable_objects import find_generators
 from recompute.engine.rng import RngState
@@ -32,7 +32,7 @@ def arguments_of(batch: Any, dtype: torch.dtype | None = None) -> tuple[tuple, d
 
     def copied(value: Any) -> Any:
         if not isinstance(value, Tensor):
-            return snapshot(value)
+            return Copier(OBJECT).copy(value)
         if id(value) not in copies:
             copies[id(value)] = copy_of(value, dtype)
         return copies[id(value)]
@@ -63,12 +63,13 @@ def roots(
 @contextmanager
 def left_as_it_was(model: nn.Module, sources: Iterable[Any]) -> Iterator[None]:
     """Inside, ``model`` is in training mode without gradients. At the end it and the random state are as before."""
-    state = ModuleState([model], LearnedBuffers())
+    copies = StateCopies()
+    state = ModuleState([model], LearnedBuffers(), copies)
+    state.watch(copies.tensors)
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     attributes = [value for module in model.modules() for value in vars(module).values()]
-    tensors = [value for value in attributes if type(value) is Tensor]
     hooks = [(value, value.copy()) for value in attributes if isinstance(value, dict)]  # and other tables of modules
-    with RngState(sources).replayed(), state.replayed(type(model).__name__), _put_back(tensors):
+    with RngState(sources).replayed(), state.replayed(type(model).__name__, StateCopies()), _put_back(copies.tensors):
         try:
             if not model.training:
                 model.train()

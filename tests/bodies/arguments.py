@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.nested import nested_tensor
 from torch.nn.utils.rnn import pack_padded_sequence
 
+from bodies.modules import CONTAINERS
+
 
 class Color(enum.Enum):
     RED = 1
@@ -36,18 +38,10 @@ class Batch:
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Frozen:
     scale: Tensor
     nested: tuple[Batch, ...] = ()
-
-
-class Checked(Pair):
-    """A named tuple that looks at what it is given, as ``PackedSequence`` does."""
-
-    def __new__(cls, left, right):
-        assert left.shape == right.shape
-        return super().__new__(cls, left, right)
 
 
 class Labelled(tuple):
@@ -75,8 +69,16 @@ class Derived:
 
 
 @dataclasses.dataclass
+class Scale:
+    scale: Tensor
+
+    def __call__(self, x):
+        return self.scale.sin() * x
+
+
+@dataclasses.dataclass
 class Guarded:
-    """Takes no values but tensors, and refuses to be copied."""
+    """Takes no values but tensors."""
 
     hidden: Tensor
 
@@ -84,13 +86,8 @@ class Guarded:
         assert isinstance(value, Tensor)
         object.__setattr__(self, name, value)
 
-    def __copy__(self):
-        raise RuntimeError("there is but one")
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Slotted:
-    hidden: Tensor
+MARK = SimpleNamespace(name="what code asks for by itself")
 
 
 class Unpicklable:
@@ -181,14 +178,13 @@ KINDS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Any]]] = {
     "deque": (lambda x: deque([x, x * 2]), lambda v: v[0] * v[1]),
     "named tuple": (lambda x: Pair(x, None), lambda v: v.left.sin()),
     "dataclass": (lambda x: Batch(x, extra={"w": x * 2}), lambda v: v.hidden * v.extra["w"]),
-    "frozen dataclass": (lambda x: Frozen(x, (Batch(x * 2),)), lambda v: v.scale * v.nested[0].hidden),
-    "checked named tuple": (lambda x: Checked(x, x * 2), lambda v: v.left * v.right),
+    "frozen dataclass in slots": (lambda x: Frozen(x, (Batch(x * 2),)), lambda v: v.scale * v.nested[0].hidden),
     "tuple with an attribute": (lambda x: Labelled(x, label=x * 2), lambda v: v[0] * v[1] * v.label),
     "packed sequence": (packed, lambda v: v.data.sin()),
     "result of an op": (lambda x: (x * 2).max(0), lambda v: v.values * v.indices),
     "dataclass that derives a field": (lambda x: Derived(x * 2), lambda v: v.hidden * v.total),
+    "callable dataclass": (lambda x: Scale(x * 2), lambda v: v(2.0)),
     "dataclass that guards its fields": (lambda x: Guarded(x * 2), lambda v: v.hidden.sin()),
-    "dataclass in slots": (lambda x: Slotted(x * 2), lambda v: v.hidden.sin()),
     "registered container": (lambda x: Registered(x * 2, x * 3), lambda v: v.items[0] * v.items[1]),
     "object that cannot be copied": (lambda x: Unpicklable(x * 2), lambda v: v.scale.sin()),
     "object of parts that cannot be": (lambda x: Connected(), lambda v: v.scale),
@@ -209,6 +205,7 @@ KINDS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Any]]] = {
     "string": (lambda x: "sin", lambda v: 2.0 if v == "sin" else 1.0),
     "none": (lambda x: None, lambda v: 2.0 if v is None else 1.0),
     "enum": (lambda x: Color.RED, lambda v: 2.0 if v is Color.RED else 1.0),
+    "mark": (lambda x: MARK, lambda v: 2.0 if v is MARK else 1.0),
     "callable": (lambda x: double, lambda v: v(2.0)),
     "dtype": (lambda x: torch.float32, lambda v: torch.ones((), dtype=v)),
     "device": (lambda x: torch.device("cpu"), lambda v: torch.ones((), device=v)),
@@ -255,9 +252,27 @@ def is_parameter(self, x, weight):
     return (x.exp() * weight).sin() * (2.0 if isinstance(weight, nn.Parameter) else 3.0)
 
 
+def shared(forward, make, between, seen, **options):
+    """Is given one object in both calls of a step, which changes once more before backward, and is ``seen`` then."""
+    one = []
+    return Body(
+        forward,
+        given=lambda x: (x, one[0]),
+        start=lambda module: one.__setitem__(slice(None), [make()]),
+        between=lambda module, given, result: between(given[1]),
+        state=lambda module: seen(one[0]),
+        **options,
+    )
+
+
+def filled(make, change):
+    return shared(lambda self, x, value: (change(value), x * len(str(value)))[1].exp().sin(), make, change, str)
+
+
 WEIGHT = nn.Parameter(torch.linspace(0, 1, HIDDEN))
 ARGUMENTS: dict[str, Body] = {
     **{name: kind(number, *each) for number, (name, each) in enumerate(KINDS.items())},
+    **{f"{name} that forward fills": filled(*each) for name, each in CONTAINERS.items()},
     "one list twice": Body(same_twice, given=lambda x: (x, *[[1.0]] * 2)),
     "one tensor twice": Body(
         lambda self, a, b: (a.exp() * (2.0 if a is b else 3.0)).sin(), given=lambda x: (x, x), captured=True
@@ -380,21 +395,14 @@ def attend(self, x, cache):
     return ((x @ keys.t()).softmax(-1) @ keys).sin()
 
 
-def cached(make, clears):
-    """Both calls of a step share a cache; ``clears``: and it is emptied before backward."""
-    shared = []
-    return Body(
+CACHES = {
+    f"{name}{' that is cleared' if clears else ''}": shared(
         attend,
-        given=lambda x: (x, shared[0]),
-        start=lambda module: shared.__setitem__(slice(None), [make()]),
-        between=lambda module, given, result: given[1].clear() if clears else None,
-        state=lambda module: shared[0].length,
+        make,
+        lambda cache, clears=clears: cache.clear() if clears else None,
+        lambda cache: cache.length,
         together=True,
     )
-
-
-CACHES = {
-    f"{name}{' that is cleared' if clears else ''}": cached(make, clears)
     for name, make in KINDS_OF_CACHES.items()
     for clears in (False, True)
 }

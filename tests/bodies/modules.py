@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import logging
 import warnings
-from collections import Counter, OrderedDict, defaultdict, deque
+from array import array
+from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, defaultdict, deque, namedtuple
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -46,6 +49,25 @@ def grow_inner_list(value):
     value["losses"][-1].append(0)
 
 
+class Table(dict):
+    def __init__(self, count):
+        super().__init__(dict.fromkeys(range(count), 0))
+
+
+class Attributes(dict):
+    def __init__(self, **given):
+        super().__init__(**given)
+        self.__dict__ = self
+
+
+@dataclasses.dataclass(slots=True)
+class Slots:
+    rows: list[int]
+
+
+Rows, Named = type("Rows", (list,), {}), namedtuple("Named", "rows")
+
+
 CONTAINERS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "list": (list, lambda value: value.append(0)),
     "dict": (dict, lambda value: value.update({len(value): 0})),
@@ -55,6 +77,21 @@ CONTAINERS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "counter": (Counter, lambda value: value.update("a")),
     "dict of lists": (lambda: defaultdict(list), grow_inner_list),
     "list that has itself": (lambda: (one := [], one.append(one))[0], lambda value: value[0].append(0)),
+    "subclass of dict": (lambda: Table(2), lambda value: value.update({len(value): 0})),
+    "subclass of list": (lambda: Rows([0]), lambda value: value.append(0)),
+    "subclass of dict that is its attributes": (lambda: Attributes(rows=[]), lambda value: value.rows.append(0)),
+    "dict of a subclass of dict": (lambda: {"a": Table(2)}, lambda value: value["a"].update({len(str(value)): 0})),
+    "user dict": (UserDict, lambda value: value.update({len(value): 0})),
+    "user list": (UserList, lambda value: value.append(0)),
+    "chain map": (lambda: ChainMap({}, {}), lambda value: value.update({len(value): 0})),
+    "named tuple of a list": (lambda: Named([]), lambda value: value.rows.append(0)),
+    "tuple of lists": (lambda: ([],), lambda value: value[0].append(0)),
+    "dataclass in slots": (lambda: Slots([]), lambda value: value.rows.append(0)),
+    "namespace": (lambda: SimpleNamespace(rows=0), lambda value: setattr(value, "rows", 10 * value.rows + 1)),
+    "array": (lambda: np.ones(2, int), lambda value: np.multiply(value, 10, out=value)),
+    "list of an array": (lambda: [np.ones(2, int)], lambda value: np.multiply(value[0], 10, out=value[0])),
+    "array of Python's": (lambda: array("q", [1]), lambda value: value.append(0)),
+    "bytes": (bytearray, lambda value: value.append(0)),
 }
 
 

@@ -71,23 +71,6 @@ def test_what_stands_for_a_cache_goes_by_reference_count(kind):
         assert reference.expired()
 
 
-def test_a_singleton_argument_is_not_written_to():
-    class Single:
-        """Copies of it are itself, as for loggers, modules' registries, process groups."""
-
-        def __init__(self):
-            self.entries = [1.0]
-
-        def __copy__(self):
-            return self
-
-    single = Single()
-    entries = single.entries
-    model, x = policed(holding(lambda self, x, single: (x * single.entries[0]).exp().sin())), tokens()
-    model(x, single).sum().backward()
-    assert single.entries is entries
-
-
 def test_a_tensor_of_an_object_argument_mutated_before_backward_is_refused():
     cache = Cache()
     cache.keys.append(torch.ones(2, HIDDEN))

@@ -5,9 +5,10 @@ It is captured when the frame begins, and put back while it runs again.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _NormBase
 
+from recompute.engine.checkpoint.copies import StateCopies
 from recompute.engine.dtensors import has_layout, is_managed_elsewhere
 from recompute.engine.saved_tensors import describe, storage_of, version_of
 from recompute.engine.wrapper_tensors import inner_tensors
@@ -31,7 +33,7 @@ It is there because a DataParallel replica gets a copy of the ``__dict__``.
 
 
 HeldModule = tuple[nn.Module, type, dict[str, Any], bool]
-"""A module, its class, a copy of its attributes, and whether there are containers or tensors among these."""
+"""A module, its class, a copy of its attributes, and whether these hold more than numbers, functions and objects."""
 
 
 _ScriptModule = torch.jit.ScriptModule
@@ -42,12 +44,12 @@ class ModuleState:
 
     __slots__ = ("_are_plain", "_bare", "_buffers", "_versions", "adorned", "held")
 
-    def __init__(self, roots: Iterable[nn.Module], learned: LearnedBuffers):
+    def __init__(self, roots: Iterable[nn.Module], learned: LearnedBuffers, copies: StateCopies):
+        """copies: makes those of the attributes; ``watch`` is to be told of the tensors in them."""
         modules = list(roots)
         seen = set(modules)
         parameters: list[Tensor | None] = []
         buffers: list[Tensor] = []
-        loose: list[Tensor] = []
         self.held: list[HeldModule] = []
         for module in modules:  # the loop appends to it
             parameters += module._parameters.values()
@@ -58,12 +60,9 @@ class ModuleState:
                     seen.add(child)
                     modules.append(child)
             if not isinstance(module, _ScriptModule):  # its attributes are not kept in Python
-                own = module.__dict__
-                has_parts = not PARTS.isdisjoint(map(type, map(own.get, own.keys() - TORCHS_OWN)))
-                attributes = _copied(own, has_parts)
-                self.held.append((module, type(module), attributes, has_parts))
-                if has_parts:
-                    loose += [value for value in attributes.values() if type(value) is Tensor]
+                self.held.append((module, type(module), *_copied(module.__dict__, copies)))
+                if module._forward_hooks or module._forward_pre_hooks:
+                    copies.found += (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
         self._are_plain = _PLAIN.issuperset(map(type, parameters))
         self.adorned: list[Tensor] = []
         """The parameters and buffers that code has given attributes, which ``Places`` looks at."""
@@ -74,7 +73,7 @@ class ModuleState:
         if not _PLAIN.issuperset(map(type, buffers)):  # of wrappers, what they hold is copied and compared
             buffers = [each for buffer in buffers for each in inner_tensors(buffer) or (buffer,)]
         self._buffers = HeldBuffers(buffers, modules, learned) if buffers else None
-        parameters += loose if self._buffers is None else [*self._buffers.uncopied(), *loose]
+        parameters += () if self._buffers is None else self._buffers.uncopied()
         self._versions: list[tuple[Tensor, int, bool, StorageWeakRef | None]] = []
         self.watch([t for t in parameters if t is not None])
 
@@ -127,7 +126,7 @@ class ModuleState:
         return "what it refers to"
 
     @contextmanager
-    def replayed(self, name: str) -> Iterator[None]:
+    def replayed(self, name: str, copies: StateCopies) -> Iterator[None]:
         """The span in which the modules are as they were when the frame began. Afterwards they are as they are now."""
         if (what := self.changed()) is not None:
             raise MutationError(
@@ -146,7 +145,7 @@ class ModuleState:
                     given.clear()
             present = [(module, type(module), module.__dict__) for module in self.modules()]
             stack.callback(_swap_attributes, present)
-            again = [(module, kind, _copied(then, has_parts)) for module, kind, then, has_parts in self.held]
+            again = [(module, kind, _copied(then, copies, has_parts)[0]) for module, kind, then, has_parts in self.held]
             for module, _, attributes in again:
                 are_plain = self._are_plain and _PLAIN.issuperset(map(type, module._parameters.values()))
                 if not are_plain or attributes["_modules"]:
@@ -159,15 +158,14 @@ _BARE: tuple[dict[str, str], ...] = ({}, *({"_dynamo_static_input_type": kind} f
 """The attributes of a tensor that has none, or none but what torch's frontend notes."""
 _DICTS = (dict, OrderedDict)
 _PLAIN = frozenset((nn.Parameter, Tensor, type(None)))
-PARTS = frozenset((Tensor, list, dict, set, deque, OrderedDict, defaultdict, Counter))
 TORCHS_OWN = frozenset(vars(nn.Module()))
 """The attributes that every module has: training flags, hooks, and the dicts of its parts."""
 
 
-def _copied(attributes: dict[str, Any], has_parts: bool) -> dict[str, Any]:
-    """A copy of a module's attributes. Containers in it are copies too: code may add to one.
+def _copied(attributes: dict[str, Any], copies: StateCopies, has_parts: bool = True) -> tuple[dict[str, Any], bool]:
+    """A copy of a module's attributes, and of containers in it, to which code may add; and whether there are such.
 
-    has_parts: whether there are containers or tensors among them.
+    has_parts: whether there may be.
     """
     copied = attributes.copy()
     # torch's own ``_parameters`` is a dict. A library may have put an object in its place that gathers weights, say. A
@@ -176,12 +174,13 @@ def _copied(attributes: dict[str, Any], has_parts: bool) -> dict[str, Any]:
     copied["_parameters"] = parameters.copy() if type(parameters) in _DICTS else parameters
     copied["_buffers"] = attributes["_buffers"].copy()
     copied["_modules"] = modules.copy() if modules and type(modules) is dict else modules
-    if has_parts:
-        copies: dict[int, Any] = {}
-        for name, value in attributes.items():
-            if type(value) in PARTS and name not in TORCHS_OWN:
-                copied[name] = copy_of(value, copies)
-    return copied
+    if not has_parts or not (names := attributes.keys() - TORCHS_OWN):
+        return copied, False
+    values = [*map(attributes.get, names)]
+    found = copies.all(values)
+    if found is not values:
+        copied.update(zip(names, found, strict=True))
+    return copied, found is not values
 
 
 def _take_present_parts(again: dict[str, Any], module: nn.Module, are_plain: bool) -> None:
@@ -192,24 +191,6 @@ def _take_present_parts(again: dict[str, Any], module: nn.Module, are_plain: boo
     now, then = module._parameters, again["_parameters"]
     if not are_plain and any(has_layout(each) for each in (*now.values(), *then.values()) if each is not None):
         again["_parameters"] = now  # the library that gathers and frees them has them as they should be now
-
-
-def copy_of(part: Any, copies: dict[int, Any]) -> Any:
-    """A copy of a container and of all containers and tensors in it. copies: those that were made, by ``id``."""
-    if (known := copies.get(id(part))) is not None:
-        return known
-    if type(part) is Tensor:
-        # Without its graph. Else the graph of an auxiliary loss, say, would be held from step to step.
-        copies[id(part)] = alias = part.detach().requires_grad_(part.requires_grad)
-        if part.__dict__:
-            alias.__dict__.update(copy_of(part.__dict__, copies))
-        return alias
-    copied = copies[id(part)] = part.copy()
-    if not isinstance(part, set) and not PARTS.isdisjoint(map(type, part.values() if isinstance(part, dict) else part)):
-        for key, item in part.items() if isinstance(part, dict) else enumerate(part):
-            if type(item) in PARTS:
-                copied[key] = copy_of(item, copies)
-    return copied
 
 
 _set = object.__setattr__  # the module's own would first look at what kind of value it is
@@ -242,18 +223,16 @@ class _Copy(NamedTuple):
         return version_of(self.buffer) != self.version
 
 
+@dataclass(slots=True)
 class LearnedBuffers:
     """What a region's frames have found out about its buffers, which are numbered, for later frames."""
 
-    __slots__ = ("changing", "copies", "may_change_unseen")
-
-    def __init__(self) -> None:
-        self.may_change_unseen = False
-        """Whether its code names a batch norm, whose kernels write to statistics without a new version."""
-        self.changing: dict[tuple[bool, ...], frozenset[int]] = {}
-        """The buffers that a frame has changed, by the modules' training flags: training may change others."""
-        self.copies: dict[int, _Copy] = {}
-        """Copies of the small buffers that no frame has changed. All frames share them until somebody does."""
+    may_change_unseen: bool = False
+    """Whether its code names a batch norm, whose kernels write to statistics without a new version."""
+    changing: dict[tuple[bool, ...], frozenset[int]] = field(default_factory=dict)
+    """The buffers that a frame has changed, by the modules' training flags: training may change others."""
+    copies: dict[int, _Copy] = field(default_factory=dict)
+    """Copies of the small buffers that no frame has changed. All frames share them until somebody does."""
 
 
 class HeldBuffers:
@@ -292,29 +271,21 @@ class HeldBuffers:
 
     def settle(self, modules: Sequence[nn.Module]) -> bool:
         """The frame has ended: note which buffers it has changed. Returns whether others are ``uncopied`` now."""
-        learned, was_first, before = self._learned, self._is_first, self._changing
-        unseen = set(self._copies) if learned.may_change_unseen else set()
-        if was_first:
-            before = frozenset()
-            norms = [module for module in modules if isinstance(module, _NormBase) and module.training]
-            statistics = {id(buffer) for norm in norms for buffer in norm._buffers.values()}
-            unseen = {index for index in unseen if _is_small(self.all[index])}
-            unseen.update(index for index, buffer in enumerate(self.all) if id(buffer) in statistics)
-        elif not unseen and not any(copy.has_moved for copy in self._copies.values()):
-            return False
-        self._changing = before.union(
+        learned, was_first, self._is_first = self._learned, self._is_first, False
+        before = frozenset() if was_first else self._changing
+        norms = [each for each in modules if isinstance(each, _NormBase) and each.training] if was_first else []
+        statistics = {id(buffer) for norm in norms for buffer in norm._buffers.values()}
+        changing = before.union(
             index
             for index, copy in self._copies.items()
-            if index not in before and (index in unseen or copy.has_moved or _differ(copy.value, copy.buffer))
+            if copy.has_moved
+            or (learned.may_change_unseen and _is_small(copy.buffer))
+            or (was_first and (id(copy.buffer) in statistics or _differ(copy.value, copy.buffer)))
         )
-        self._is_first = False
-        self._copies = {i: c for i, c in self._copies.items() if i in self._changing or _is_small(c.buffer)}
-        for index, copy in self._copies.items():
-            if index in self._changing:
-                learned.copies.pop(index, None)
-            else:
-                learned.copies[index] = copy
-        learned.changing[self._flags] = self._changing
+        if was_first or changing != before:
+            self._changing = learned.changing[self._flags] = changing
+            self._copies = {i: c for i, c in self._copies.items() if i in changing or _is_small(c.buffer)}
+            learned.copies = {i: c for i, c in self._copies.items() if i not in changing}
         return was_first
 
     def unlearn(self) -> None:

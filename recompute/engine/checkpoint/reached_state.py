@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat, starmap
 from types import MemberDescriptorType, MethodType, ModuleType
@@ -21,7 +22,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from recompute.engine.checkpoint.module_state import PARTS, TORCHS_OWN, HeldModule, LearnedBuffers, ModuleState, copy_of
+from recompute.engine.checkpoint.copies import StateCopies
+from recompute.engine.checkpoint.module_state import TORCHS_OWN, LearnedBuffers, ModuleState
 from recompute.engine.cut.ops import EFFECT, facts
 from recompute.engine.cut.reviewed_ops import is_effect_registered
 from recompute.engine.modes import SeesAllOps
@@ -86,13 +88,11 @@ def environment() -> dict[Any, Any]:
 
 def _put_environment(value: dict[Any, Any]) -> None:
     now = environment()
-    for key in now.keys() | value.keys():
-        if (then := value.get(key)) != now.get(key):
-            name = os.environ.decodekey(key)
-            if then is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = os.environ.decodevalue(then)
+    for key in [key for key in now.keys() | value.keys() if now.get(key) != value.get(key)]:
+        if key in value:
+            os.environ[os.environ.decodekey(key)] = os.environ.decodevalue(value[key])
+        else:
+            del os.environ[os.environ.decodekey(key)]
 
 
 class Places:
@@ -103,7 +103,8 @@ class Places:
 
         own: modules whose state is noted elsewhere.
         """
-        self._defaults = [*map(weakref.ref, walk.defaults)]
+        self.defaults = [*map(weakref.ref, walk.defaults)]
+        """The tensors among the defaults of functions."""
         self._code = [*map(_weakly, _code_of(function, given))]
         known = set(map(id, own))
         found = {id(value): value for value in walk.values if isinstance(value, nn.Module) and id(value) not in known}
@@ -128,18 +129,11 @@ class Places:
         self._keys = [key for _, key in kept]
         self._others = places
 
-    def note(self, state: ModuleState, values: Sequence[Any]) -> None:
-        """The state of the region's modules, and what is at the places, when they were found."""
-        modules = state.held
+    def note(self, state: ModuleState, found: Sequence[Any]) -> None:
+        """The state of the region's modules, and what was found in it and at the places, as ``StateCopies`` tells."""
         self._code += map(_weakly, state.adorned)
-        self._kinds = [(kind, len(attributes)) for _, kind, attributes, _ in modules]
-        self._names = [attributes.keys() - TORCHS_OWN for _, _, attributes, _ in modules]
-        self._objects = [*map(_weakly, self._objects_at(values, modules))]
-        pairs = zip(modules, self._names, strict=True)
-        found = _tensors_in([attributes[name] for (_, _, attributes, _), names in pairs for name in names])
-        self.tensors = [weakref.ref(tensor) for tensor in found if type(tensor) is not Tensor]
-        self.tensors += self._defaults
-        """Defaults of functions, and wrappers among modules' attributes; ``ModuleState`` watches others there."""
+        self._kinds = [(kind, len(attributes)) for _, kind, attributes, _ in state.held]
+        self._objects = [*map(_weakly, found)]
 
     def values(self) -> list[Any]:
         """What is at the places now."""
@@ -148,39 +142,37 @@ class Places:
     def all(self) -> list[Place]:
         return [*zip(self._spaces, self._keys, strict=True), *self._others]
 
+    @contextmanager
+    def replayed(self, values: list[Any], copies: StateCopies) -> Iterator[None]:
+        """The span in which ``values`` are at the places again. Afterwards there is what is there now."""
+        places = self.all()
+        now = self.values()
+        try:
+            for place, then, present in zip(places, copies.all(values, _MANY), now, strict=True):
+                if then is not present:
+                    _put(*place, then)
+            yield
+        finally:
+            for place, present in zip(places, now, strict=True):
+                if _get(*place) is not present:
+                    _put(*place, present)
+
     def are_those_of(
-        self, function: Callable[..., Any], state: ModuleState, given: Sequence[Any], values: Sequence[Any]
+        self, function: Callable[..., Any], state: ModuleState, given: Sequence[Any], found: Sequence[Any]
     ) -> bool:
         """Whether a walk would find them again: whether it would go through the same functions and objects.
 
-        values: what is at the places now. Of modules only the classes have to be the same, and what they hold.
+        found: as for ``note``, now. Of modules only the classes have to be the same, and what they hold.
         """
         return (
             [(kind, len(attributes)) for _, kind, attributes, _ in state.held] == self._kinds
             and _are_same(self._code, [*_code_of(function, given), *state.adorned])
-            and _are_same(self._objects, self._objects_at(values, state.held))
+            and _are_same(self._objects, found)
         )
-
-    def _objects_at(self, values: Sequence[Any], modules: Sequence[HeldModule]) -> list[Any]:
-        """What code may be in, or more state: all at the places and in modules' attributes but numbers and tensors."""
-        spaces = [attributes for _, _, attributes, _ in modules]
-        pairs = zip(spaces, self._names, strict=True)
-        attributes = [space.get(name, _MISSING) for space, names in pairs for name in names]
-        found = [value for value in (*values, *attributes) if type(value) not in _ATOMIC]
-        found += [space[kind] for space in spaces for kind in _HOOKS if space[kind]]
-        if _CONTAINERS.isdisjoint(map(type, found)):
-            return found
-        objects: list[Any] = []
-        _add_leaves(found, objects)
-        return [value for value in objects if type(value) not in _ATOMIC]
 
 
 _SUMS = frozenset(("main_grad",))
 """Sums of gradients, by Megatron's name. Code finds them in forward, and backward adds to them before other replays."""
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-_ATOMIC = {type(_MISSING)}.union(
-    (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, Tensor, nn.Parameter)
-)
 
 
 def _code_of(function: Callable[..., Any], given: Sequence[Any]) -> list[Any]:
@@ -196,26 +188,6 @@ def _code_of(function: Callable[..., Any], given: Sequence[Any]) -> list[Any]:
         elif callable(value) or isinstance(value, Tensor):
             found.append(value)
     return found
-
-
-_CONTAINERS = PARTS | {tuple}
-_DEPTH = 6
-
-
-def _add_leaves(values: Iterable[Any], found: list[Any], depth: int = 0) -> None:
-    """Add all of ``values`` but containers, and of these what is in them."""
-    for value in values:
-        kind = type(value)
-        if kind is Tensor or kind not in _CONTAINERS or depth >= _DEPTH:
-            found.append(value)
-        elif len(value) <= _MANY:
-            _add_leaves(value.values() if isinstance(value, dict) else value, found, depth + 1)
-
-
-def _tensors_in(values: Iterable[Any]) -> list[Tensor]:
-    found: list[Any] = []
-    _add_leaves(values, found)
-    return [value for value in found if isinstance(value, Tensor)]
 
 
 def alive(references: Iterable[weakref.ref[T]]) -> list[T]:
@@ -243,7 +215,7 @@ def class_attributes_read(walk: Walk) -> list[tuple[type, str]]:
 
 def _attributes_read(value: Any, names: set[str]) -> Iterator[Place]:
     """What code that reads attributes called ``names`` finds of ``value`` in slots and in classes, but for methods."""
-    if isinstance(value, (ModuleType, *PARTS)) or not hasattr(type(value), "__mro__"):
+    if isinstance(value, (ModuleType, Tensor, dict, list, set)) or not hasattr(type(value), "__mro__"):
         return
     for base in value.__mro__ if isinstance(value, type) else type(value).__mro__:
         if not is_foreign(base):
@@ -256,79 +228,43 @@ def _attributes_read(value: Any, names: set[str]) -> Iterator[Place]:
                     yield base, name
 
 
-class ReachedState:
-    """What is at the places when a frame begins."""
-
-    __slots__ = ("_places", "_values", "tensors")
-
-    def __init__(self, places: Places, values: list[Any]):
-        self._places = places
-        self.tensors: list[Tensor] = []
-        """The tensors among it, none with its graph."""
-        if not (_CONTAINERS | {nn.Parameter}).isdisjoint(map(type, values)):
-            copies: dict[int, Any] = {}
-            values = [_copied(value, copies) for value in values]
-            self.tensors = _tensors_in(values)
-        self._values = values
-
-    @contextmanager
-    def replayed(self) -> Iterator[None]:
-        """The span in which what was at the places is there again. Afterwards there is what is there now."""
-        places = self._places.all()
-        now = self._places.values()
-        copies: dict[int, Any] = {}
-        try:
-            for place, then, present in zip(places, self._values, now, strict=True):
-                if (value := _copied(then, copies)) is not present:
-                    _put(*place, value)
-            yield
-        finally:
-            for place, present in zip(places, now, strict=True):
-                if _get(*place) is not present:
-                    _put(*place, present)
-
-
-def _copied(value: Any, copies: dict[int, Any]) -> Any:
-    kind = type(value)
-    return copy_of(value, copies) if kind is Tensor or (kind in PARTS and len(value) <= _MANY) else value
-
-
+@dataclass(slots=True)
 class LearnedFacts:
     """What is known of a region after its first frame."""
 
-    __slots__ = ("_places", "buffers", "effect", "found", "generators", "is_scripted")
-
-    def __init__(self) -> None:
-        self.generators: list[Any] | None = None
-        """The random generators that it may draw from; None as long as no frame with these places has ended."""
-        self.found: list[Any] = []
-        """Those of them that names in its code lead to."""
-        self.is_scripted = False
-        """Whether it may run a ScriptModule."""
-        self.effect = ""
-        """An op with an effect that it has run, by its name; "" as long as none was seen."""
-        self.buffers = LearnedBuffers()
-        self._places: Places | None = None
+    generators: list[Any] | None = None
+    """The random generators that it may draw from; None as long as no frame with these places has ended."""
+    found: list[Any] = field(default_factory=list)
+    """Those of them that names in its code lead to."""
+    is_scripted: bool = False
+    """Whether it may run a ScriptModule."""
+    effect: str = ""
+    """An op with an effect that it has run, by its name; "" as long as none was seen."""
+    buffers: LearnedBuffers = field(default_factory=LearnedBuffers)
+    _places: Places | None = None
 
     def reach(
         self, function: Callable[..., Any], modules: Sequence[nn.Module], given: Sequence[Any]
-    ) -> tuple[ModuleState, ReachedState]:
-        """What ``function(...)`` reads beside its arguments, as it is now: of modules, and at other places.
+    ) -> tuple[ModuleState, Places, list[Any]]:
+        """What ``function(...)`` reads beside its arguments, as it is now: of modules; other places; and what is there.
 
         modules: those it runs. given: what it may call, run or draw from among its arguments.
         """
         roots = [*modules, *[value for value in given if isinstance(value, nn.Module)]]
-        places = self._places or self._find(function, roots, given)
-        state, values = ModuleState([*roots, *alive(places.modules)], self.buffers), places.values()
-        if places is self._places and not places.are_those_of(function, state, given, values):
+        known = self._places
+        places = known or self._find(function, roots, given)
+        while True:
+            copies = StateCopies()
+            state = ModuleState([*roots, *alive(places.modules)], self.buffers, copies)
+            values = copies.all(places.values(), _MANY)
+            if places is not known or places.are_those_of(function, state, given, copies.found):
+                break
             places = self._find(function, roots, given)
-            state, values = ModuleState([*roots, *alive(places.modules)], self.buffers), places.values()
-        if places is not self._places:
-            places.note(state, values)
+        if places is not known:
+            places.note(state, copies.found)
             self._places = places  # at last, as other threads may look at it
-        reached = ReachedState(places, values)
-        state.watch([*reached.tensors, *alive(places.tensors)] if places.tensors else reached.tensors)
-        return state, reached
+        state.watch([*copies.tensors, *alive(places.defaults)] if places.defaults else copies.tensors)
+        return state, places, values
 
     def _find(self, function: Callable[..., Any], roots: Sequence[nn.Module], given: Sequence[Any]) -> Places:
         """The places, found anew, and what else a walk through the code tells."""

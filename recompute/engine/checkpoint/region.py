@@ -23,6 +23,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from recompute.engine.bit_comparison import count_different, is_verifying
 from recompute.engine.checkpoint.arguments import HeldArguments
+from recompute.engine.checkpoint.copies import StateCopies
 from recompute.engine.checkpoint.reached_state import LearnedFacts
 from recompute.engine.checkpoint.replay import ExpectedTensor, OpNames, Replay, ReplayComplete
 from recompute.engine.cut.layout import Layout
@@ -112,10 +113,11 @@ class CheckpointFrame(Scope, Recipe):
         "_modes",
         "_originals",
         "_pins",
-        "_reached",
+        "_places",
         "_region",
         "_rng",
         "_state",
+        "_then",
         "outer",
     )
 
@@ -135,7 +137,7 @@ class CheckpointFrame(Scope, Recipe):
         self._modes = modes
         self._inputs = HeldArguments((args, kwargs), region.statistics.name)
         given, learned = self._inputs.others, region.learned
-        self._state, self._reached = learned.reach(function, modules, given)
+        self._state, self._places, self._then = learned.reach(function, modules, given)
         self._rng: RngState | None = None
         if not is_fake():
             found = learned.found if learned.generators is None else learned.generators
@@ -270,7 +272,7 @@ class CheckpointFrame(Scope, Recipe):
         if changed is not None:
             name = re.sub("[0-9]+", "*", self.statistics.name)  # one warning for all layers
             warn(f"{name} cannot run again as it ran, so nothing is dropped there: {changed}.")
-        del self._inputs, self._state, self._reached, self._context, self._function, self._expected
+        del self._inputs, self._state, self._places, self._then, self._context, self._function, self._expected
 
     def _kept(self, tensor: Tensor, version: int, parameter: Tensor | None, all_are: bool) -> PackedTensor:
         """What holds a tensor as it is, without its graph: the node that saved it may be part of that (invariant 8)."""
@@ -319,11 +321,12 @@ class CheckpointFrame(Scope, Recipe):
         return None
 
     def _run(self, replay: Replay, names: AbstractContextManager[Any] = _NOTHING) -> None:
+        copies = StateCopies()
         with (
             # No transform of torch.func is at work: a batched backward still needs one plain forward.
             _NOTHING if _transforms() is None else temporarily_clear_interpreter_stack(),
-            self._state.replayed(self.statistics.name),
-            self._reached.replayed(),
+            self._state.replayed(self.statistics.name, copies),
+            self._places.replayed(self._then, copies),
             # Put back all generators afterwards. One that forward left where it was may move now: torch.manual_seed(0).
             _NOTHING if is_fake() else RngState(self._region.learned.generators or (), only_torch=True),
             _NOTHING if self._rng is None else self._rng.replayed(),
