@@ -341,11 +341,12 @@ class CapturedRegion(RegionRecord):
         return result, RecordedFrame(tape.recording, tape.variant, around)
 
     def _holds_more(self, plan: SavePlan | None) -> str:
-        """Why a checkpoint that is captured would hold more than it does now; "" if it would not."""
+        """Why a checkpoint that is captured would hold more than now, by over an eighth of its inputs; "" if not."""
         if plan is None or not self.is_checkpoint:
             return ""
-        made = [known for number in plan.kept if (known := plan.facts[number]).step is not None]
-        if sum(known.nbytes for known in made) <= LARGEST_COPY:
+        kept = [plan.facts[number] for number in plan.kept if not plan.facts[number].is_parameter]
+        made, given = ([known for known in kept if (known.step is None) is is_given] for is_given in (False, True))
+        if sum(known.nbytes for known in made) <= max(LARGEST_COPY, sum(known.nbytes for known in given) // 8):
             return ""
         reasons = [plan.steps[known.step].reason for known in made if known.step is not None]
         return f"a checkpoint holds less: {next(filter(None, reasons), 'some ops do not run again')}"
@@ -394,6 +395,5 @@ class CapturedRegion(RegionRecord):
             return self.state.reason
         if self.is_captured or (graphs := self.state.graphs) is None:
             return ""
-        failures = [reason for graph in graphs.all if (reason := graph.failure(self))]
-        last = failures[-1] if failures else ""
+        last = next((reason for graph in reversed(graphs.all) if (reason := graph.failure(self))), "")
         return graphs.failure or last or graphs.shared.failure or "it has not run backward since"

@@ -23,6 +23,7 @@ from recompute.compiled.generated.fusing import fused
 from recompute.compiled.generated.generated_kernel import GeneratedKernel
 from recompute.compiled.generated.out_of_place import out_of_place
 from recompute.compiled.generated.row_sums import index_put_rows, keeps_bits, rows_added
+from recompute.compiled.generated.safe_softmax import is_safe_softmax, safe_softmax
 from recompute.compiled.generated.switch import Generates
 from recompute.compiled.held_inputs import HELPERS
 from recompute.compiled.recording import Buffer, Call, ObjectUse, Recording, Use, uses_in
@@ -110,7 +111,9 @@ class Code:
                 self._overwritten.add(before)
         variables = {use.buffer: self._memory(use, again) for use in call.uses()}
         writes = tuple([self.tensors[after] for _, after in call.written])
-        function = self.named(index_put_rows) if adds_rows else self._function(call.op)
+        is_safe = self.recording.is_generated and is_safe_softmax(call, self.recording)
+        ours = index_put_rows if adds_rows else safe_softmax if is_safe else None
+        function = self._function(call.op) if ours is None else self.named(ours)
         text = f"{function}({', '.join(arguments)})"
         if makes:
             text = f"{', '.join(targets)}{',' if call.is_sequence and len(targets) == 1 else ''} = {text}"

@@ -208,6 +208,14 @@ def on_its_own(self, x):
     return self.linear(F.gelu(z))
 
 
+def put_together(self, x):
+    y = self.linear(x)
+    both = y.new_empty(TOKENS, HIDDEN + 2)
+    both[:, 2:].copy_(y.exp())
+    both[:, :2].copy_(x[:1, :2])
+    return both.sin() * both
+
+
 def lists_in_place(self, x):
     y = self.linear(x)
     values = [y * 2, y.sin()]
@@ -252,6 +260,7 @@ CHANGES: dict[str, Body] = {
     "in a chain": Body(lambda self, x: (self.norm(x) * 2).mul_(3.0).add_(1.0).exp_().sin(), norm),
     "a sum": Body(sum_in_place, norm),
     "its own, in captured code": Body(on_its_own, linear, captured=True),
+    "memory that copies fill": Body(put_together, linear, captured=True),
     "in lists": Body(lists_in_place, linear, drops=False),
     "its input, on the tape": Body(
         lambda self, x: self.linear(x.mul_(2)).exp().sin(),

@@ -21,9 +21,11 @@ from recompute.compiled.generated.fusing import fused
 from recompute.compiled.generated.generated_kernel import GeneratedKernel
 from recompute.compiled.generated.index_forms import Form
 from recompute.compiled.generated.row_sums import index_put_rows, rows_added
+from recompute.compiled.generated.safe_softmax import safe_softmax
 from recompute.compiled.generated.spaces import Elements
 from recompute.compiled.generated.switch import Generates, generating_on
 from recompute.compiled.program_writer import deciding
+from recompute.diagnostics.comparing_runs import same_bits
 
 interpreted = pytest.mark.skipif(not device_functions.is_interpreted, reason="Triton's interpreter is off")
 
@@ -149,6 +151,20 @@ def their_gradient(gradient, output, place):
     return of_both[..., :-1] * 0.5, of_both[..., -1:] * 1
 
 
+def masked_scores(rows, width):
+    """Among them rows of minus infinity alone, and a row with NaN beside that, with infinity, and of infinity alone."""
+    scores = draw(rows, width)
+    scores[2:5], scores[7, ::2], scores[70], scores[77], scores[-1] = (
+        -torch.inf,
+        -torch.inf,
+        -torch.inf,
+        torch.inf,
+        -torch.inf,
+    )
+    scores[9], scores[9, -1], scores[11, 0], scores[12, 3] = -torch.inf, torch.nan, torch.inf, torch.nan
+    return scores
+
+
 BY_ROWS: dict[str, tuple[Callable[..., Any], list[Tensor]]] = {
     "softmax": (lambda x: (x * 2 + 1).softmax(-1) * 3, [draw(300, 100)]),
     "softmax of scores and a mask": (lambda x, m: (x * 0.1 + m).softmax(-1), [draw(1, 4, 64, 30), draw(1, 1, 64, 30)]),
@@ -163,6 +179,7 @@ BY_ROWS: dict[str, tuple[Callable[..., Any], list[Tensor]]] = {
         lambda g, y: torch.ops.aten._log_softmax_backward_data(g * 2, y, -1, y.dtype) * 0.5,
         [draw(300, 65), draw(300, 65).log_softmax(-1)],
     ),
+    "softmax with masked rows": (lambda x: torch.ops.aten._safe_softmax(x * 2, -1) + 1, [masked_scores(300, 70)]),
     "a norm": (lambda x, w: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * w, [draw(512, 48), draw(48)]),
     "sums and rows of them": (lambda x, y: ((x * y).sum(-1), x * y.amax(-1, keepdim=True)), [draw(257, 40)] * 2),
     "a mean without its dimension": (lambda x: (x + 1).mean(-1).exp(), [draw(4, 64, 40)]),
@@ -226,6 +243,18 @@ class TestRows:
         statements = fused(code.statements, [code.tensors[number] for number in numbers], code.recording, names)
         atens = [each.text.partition("aten_")[2].partition("(")[0] for each in statements if "aten_" in each.text]
         assert atens == (["mul_Tensor", "_softmax_default", "mean_dim"] if runs_again else [])
+
+    @pytest.mark.parametrize(
+        "device", [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
+    )
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    def test_masked_rows_have_the_bits_of_aten_without_a_look_at_the_others(self, device, dtype):
+        scores = masked_scores(131, 67).reshape(1, 131, 67).to(device, dtype)
+        with generating_on(device):
+            code, _ = written(lambda x: torch.ops.aten._safe_softmax(x, -1), scores)
+        assert safe_softmax in code.names.values()
+        found, expected = safe_softmax(scores, -1), torch.ops.aten._safe_softmax(scores, -1)
+        assert same_bits(found, expected)
 
     def test_columns_few_rows_and_long_rows_are_atens(self):
         for function, given in (

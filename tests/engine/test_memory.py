@@ -36,6 +36,7 @@ from engine_testing import (
 )
 from tiers import by_default
 from tiny import counted_ops
+from torch import nn
 from torch.nn import functional as F
 
 import recompute
@@ -313,3 +314,34 @@ def test_a_module_that_a_graph_outlives_dies_when_the_graph_does():
         result.sum().backward()
         del result
         assert reference() is None
+
+
+@pytest.mark.parametrize(
+    ("start", "is_read", "is_dropped"),
+    [(2, False, True), (3, False, False), (2, True, False)],
+    ids=["all", "but for a column", "read before"],
+)
+def test_memory_that_copies_fill_altogether_comes_back(start, is_read, is_dropped):
+    """Of memory that is only allocated, something unseen may fill the rest."""
+
+    def forward(self, x):
+        y = self.linear(x)
+        both = y.new_empty(TOKENS, HIDDEN + 2)
+        if start > 2:
+            both[:, 2:start].fill_(1.0)
+        both[:, :2].copy_(x[:1, :2])
+        first = both[:, :1].clone() if is_read else 0.0
+        both[:, start:].copy_(y[:, start - 2 :].exp())
+        return both.sin() + first
+
+    x = tokens()
+    model = holding(forward, linear=nn.Linear(HIDDEN, HIDDEN))
+    plain = copy.deepcopy(model)
+    handle = recompute.apply(model, governing(SETTINGS["recompute"]))
+    for _ in range(8):
+        found, expected = (
+            [bits(each) for each in torch.autograd.grad(loss_of(m(x)), list(m.parameters()))] for m in (model, plain)
+        )
+        assert found == expected
+    made = handle.plans()["inside"].kept_nbytes - x.nbytes
+    assert (made == TOKENS * HIDDEN * 4) is is_dropped  # what the linear layer gives

@@ -44,6 +44,12 @@ def _softmax(x: str, row: RowWriter) -> str:
     return row.write(f"{powers} / {row.total(powers)}")
 
 
+def _safe_softmax(x: str, row: RowWriter) -> str:
+    """Zeros where all elements are minus infinity."""
+    is_masked = row.write(f"tl.min(({row.filled(x, _LEAST)} == {_LEAST}).to(tl.int32), 1, keep_dims=True) > 0")
+    return row.write(f"tl.where({is_masked}, 0.0, {_softmax(x, row)})")
+
+
 def _log_softmax(x: str, row: RowWriter) -> str:
     x = row.filled(x, _LEAST)
     shifted = row.write(f"{x} - tl.max({x}, 1, keep_dims=True)")
@@ -82,6 +88,7 @@ def _max(x: str, row: RowWriter) -> tuple[str, str]:
 
 ROW_OPS: dict[Any, tuple[tuple[str, ...], Callable[..., Any]]] = {
     _ATEN._softmax.default: (("self",), _softmax),
+    _ATEN._safe_softmax.default: (("self",), _safe_softmax),
     _ATEN._log_softmax.default: (("self",), _log_softmax),
     _ATEN._softmax_backward_data.default: (("grad_output", "output"), _softmax_backward),
     _ATEN._log_softmax_backward_data.default: (("grad_output", "output"), _log_softmax_backward),

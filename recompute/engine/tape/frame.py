@@ -18,6 +18,7 @@ from torch import Tensor
 
 from recompute.engine.bit_comparison import is_verifying
 from recompute.engine.compression import Codec
+from recompute.engine.cut.filled_memory import with_filled_memory
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.op_costs import seconds
 from recompute.engine.cut.op_policy import OpPolicy
@@ -472,6 +473,8 @@ class TapeFrame:
                 step if step.reason or released.isdisjoint(step.inputs) else step._replace(reason=RELEASED)
                 for step in self._steps
             ]
+        parts = {index: layout for index, call in self._calls.items() for layout in (call.writes or {}).values()}
+        self._steps = with_filled_memory(self._steps, values.facts, {number for number, _ in self._saves}, parts)
         if self._is_deoptimized:  # it knows of its beginning only what the plan needed
             self._plan_cache.forget(self._guard)
             return self._solve_for_what_is_left(results)

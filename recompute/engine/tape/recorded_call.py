@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from recompute.engine.cut.filled_memory import ALLOCATE
 from recompute.engine.cut.layout import Layout, is_dense
 from recompute.engine.cut.op_policy import OpPolicy
-from recompute.engine.cut.ops import Kind, OpFacts, tensors_in
+from recompute.engine.cut.ops import FACTORY, Kind, OpFacts, tensors_in
 from recompute.engine.cut.save_plan import ValueRef
 from recompute.engine.recipes import RecordedCall
 from recompute.engine.rng import WatchedDraws
@@ -81,7 +82,7 @@ def record_call(
     keywords = kwargs
     if kwargs:
         keywords = dict(zip(kwargs, _with_refs(values, kwargs.values(), inputs, foreseen), strict=True))
-    if reason:
+    if reason and not (op in ALLOCATE and reason == FACTORY):  # copies may fill it
         return None, tuple(inputs)
     writes = _read_whole(values, known, template) if known.kind is Kind.IN_PLACE else None
     rng = None
