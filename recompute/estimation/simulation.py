@@ -17,7 +17,7 @@ from recompute.errors import ModelError, RecomputeError
 from recompute.estimation.attention_choice import Platform
 from recompute.estimation.cuda_semantics import as_on_cuda
 from recompute.estimation.module_tracker import LOSS, ModuleTracker, unit_of
-from recompute.estimation.storage_tracker import BLOCK_NBYTES, StorageTrace
+from recompute.estimation.storage_tracker import BLOCK_NBYTES, OpClock, StorageTrace
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,6 @@ class Surroundings(NamedTuple):
 
 
 AS_ON_THE_CPU = Surroundings()
-OpClock = Callable[[Any, Any, Any, Any], float]
 
 
 def run_forward(model: nn.Module, run: Callable[[], Any], surroundings: Surroundings) -> None:
@@ -122,7 +121,7 @@ def simulate(
 
     run: runs forward; returns the loss, and what else the model returned.
     tokens, classes: the shape of logits, (..., classes) for so many tokens; None where there are none.
-    timed: returns the seconds of an op, given it, its arguments and what it returned; None: nobody asks for them.
+    timed: None where nobody asks for seconds.
     """
     units: dict[Tensor, str] = {parameter: unit_of(path) for path, parameter in model.named_parameters()}
     recorder = _MemoryRecorder(classes, tokens, units)

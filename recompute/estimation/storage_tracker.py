@@ -29,6 +29,8 @@ _WRAPPERS = ("inner", "_fn")  # functions of torch._compile around a dispatch mo
 
 BLOCK_NBYTES = 512
 """What CUDA's caching allocator rounds sizes up to."""
+OpClock = Callable[[Any, Any, Any, Any], float]
+"""The seconds of an op, from it, its arguments and what it returned."""
 
 
 class StorageTrace(MemoryTrace):

@@ -25,7 +25,7 @@ from recompute.estimation.attention_choice import Platform
 from recompute.estimation.build_model import without_packing
 from recompute.estimation.fake_tensors import fake_batch, fake_copy
 from recompute.estimation.module_tracker import unit_of
-from recompute.estimation.optimizer_step import optimizer_peak_nbytes
+from recompute.estimation.optimizer_step import simulate_optimizer
 from recompute.estimation.simulation import SimulatedStep, Surroundings, run_forward, simulate
 from recompute.estimation.storage_tracker import StorageTrace
 from recompute.estimation.workspaces import workspace_nbytes
@@ -227,8 +227,9 @@ SHAPES = [(1000, 100), (1000, 100), (128,)]
     ],
 )
 def test_an_optimizers_step(options: dict[str, bool], nbytes: int) -> None:
-    peak = optimizer_peak_nbytes(lambda given: torch.optim.AdamW(given, **options), SHAPES, torch.bfloat16)
-    assert abs(peak - nbytes) <= 1024  # numbers of 4 bytes
+    shapes = [(shape, torch.bfloat16) for shape in SHAPES]
+    step = simulate_optimizer(lambda given: torch.optim.AdamW(given, **options), shapes)
+    assert abs(step.peak_nbytes - nbytes) <= 1024  # numbers of 4 bytes
 
 
 def test_cuda_backward_of_attention_sums_in_float32() -> None:
