@@ -58,13 +58,16 @@ class SimulatedStep:
 
     def is_like(self, other: SimulatedStep, tolerance: int) -> bool:
         """Whether the other one holds the same, and takes the same in each moment, but for ``tolerance`` bytes."""
-        rows = [
-            [(moment.name, *entry) for moment in step.moments for entry in moment.alive.items()]
+        mine, theirs = (
+            sorted((moment.name, *entry) for moment in step.moments for entry in moment.alive.items())
             for step in (self, other)
-        ]
-        pairs = list(zip(*map(sorted, rows), strict=False))
-        same = self.held == other.held and self.gradients == other.gradients and len(rows[0]) == len(rows[1])
-        return same and all(a[:2] == b[:2] and abs(a[2] - b[2]) <= tolerance for a, b in pairs)
+        )
+        same = self.held == other.held and self.gradients == other.gradients and len(mine) == len(theirs)
+        return (
+            same
+            and self.logits_peak_nbytes == other.logits_peak_nbytes
+            and all(a[:2] == b[:2] and abs(a[2] - b[2]) <= tolerance for a, b in zip(mine, theirs, strict=True))
+        )
 
     def beside_others(self, in_flight: int) -> SimulatedStep:
         """The step of a microbatch that runs beside others, so that so many are in flight, and beside all gradients."""
