@@ -27,7 +27,7 @@ from recompute.estimation.layer_extrapolation import Growth, extrapolated_step
 from recompute.estimation.layer_stacks import find_stacks
 from recompute.estimation.model_and_batch import ModelAndBatch
 from recompute.estimation.module_tracker import LOSS, layer_of, parameter_shapes, pattern_of, unit_of
-from recompute.estimation.optimizer_step import OptimizerStep, simulate_optimizer
+from recompute.estimation.optimizer_step import OptimizerStep, simulate_by_shape
 from recompute.estimation.simulation import SimulatedStep, Surroundings, run_forward, simulate
 from recompute.estimation.static_memory import (
     DTYPE_RECIPES,
@@ -266,7 +266,7 @@ class ModelEstimator:
             # One of 8 bits reads and writes about what the same one fused does, less half of the states.
             name, given = (kind.torch_class, kind.options) if kind.torch_class else ("AdamW", {"fused": True})
             make = partial(getattr(torch.optim, name), **given)
-            step = simulate_optimizer(make, [(shape, dtype) for shape in shapes], self._timed)
+            step = simulate_by_shape(make, [(shape, dtype) for shape in shapes], self._timed)
             # With master weights there are the gradients once more, in their dtype.
             more = sum(map(math.prod, shapes)) * recipe.master
             self._updates[key] = step._replace(peak_nbytes=step.peak_nbytes + more)
@@ -367,5 +367,5 @@ def _parts(found: Estimate, step: SimulatedStep, share: Callable[[int], int], op
         gradients, alive = max(moment.alive.items(), key=lambda each: each[1] + share(each[0]))
         logits = min(alive, step.logits_peak_nbytes) if name.endswith(LOSS) else 0
         parts |= {"gradients": share(gradients), "logits": logits, "activations": alive - logits}
-    parts["buffers"] = static.in_phase(phase) - static.parameters - static.optimizer
+    parts["buffers"] = static.buffer_nbytes(phase)
     return {part: nbytes for part, nbytes in parts.items() if nbytes}

@@ -17,7 +17,7 @@ from recompute.errors import ModelError, RecomputeError
 from recompute.estimation.attention_choice import Platform
 from recompute.estimation.cuda_semantics import as_on_cuda
 from recompute.estimation.module_tracker import LOSS, ModuleTracker, unit_of
-from recompute.estimation.storage_tracker import BLOCK_NBYTES, OpClock, StorageTrace
+from recompute.estimation.storage_tracker import BLOCK_NBYTES, OpClock, StorageTrace, gradients_apart
 
 
 @dataclass(frozen=True)
@@ -127,18 +127,17 @@ def simulate(
     timed: None where nobody asks for seconds.
     """
     units: dict[Tensor, str] = {parameter: unit_of(path) for path, parameter in model.named_parameters()}
-    recorder = _MemoryRecorder(classes, tokens, units)
     trace = StorageTrace(1 if surroundings.platform is None else BLOCK_NBYTES)
-    recorder.watch(trace)
+    recorder = _MemoryRecorder(classes, tokens, units, trace)
     if timed is not None:
         trace.on_run = lambda *ran: recorder.add_seconds(timed(*ran))
-    hooks = [
-        parameter.register_post_accumulate_grad_hook(recorder.take_gradient)
-        for parameter in model.parameters()
-        if parameter.requires_grad
-    ]
     try:
-        with _without_garbage_collection(), surroundings.entered() as (forward_only, attention), trace:
+        with (
+            _without_garbage_collection(),
+            gradients_apart(units, trace, recorder.took_gradient),
+            surroundings.entered() as (forward_only, attention),
+            trace,
+        ):
             with forward_only(), _following(model, recorder.tracker):
                 loss, output = run()
             logits = _logits(output, classes)
@@ -152,8 +151,6 @@ def simulate(
                 torch.autograd.backward(loss)  # function modes are not active in what ``loss.backward()`` calls
             del loss
     finally:
-        for hook in hooks:
-            hook.remove()
         model.zero_grad()
     moments = tuple(MomentMemory(name, dict(alive)) for name, alive in recorder.moments.items())
     kernels = tuple(sorted(attention))
@@ -192,6 +189,7 @@ class _MemoryRecorder:
     tokens: int
     units: Mapping[Tensor, str]
     """For each parameter, the layer or module that it is in."""
+    trace: StorageTrace
     tracker: ModuleTracker = field(default_factory=ModuleTracker)
     is_backward: bool = False
     gradient_nbytes: int = 0
@@ -202,19 +200,14 @@ class _MemoryRecorder:
     gradients: Counter[str] = field(default_factory=Counter)
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     moments: dict[str, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
-    _trace: StorageTrace | None = None
 
-    def watch(self, trace: StorageTrace) -> None:
-        self._trace = trace
-        trace.on_grown, trace.label, trace.on_freed = self._grown, self._label, self._freed
+    def __post_init__(self) -> None:
+        self.trace.on_grown, self.trace.label, self.trace.on_freed = self._grown, self._label, self._freed
 
-    def take_gradient(self, parameter: Tensor) -> None:
-        assert self._trace is not None, "hooks are set when the trace is"
-        if parameter.grad is not None:
-            nbytes = self._trace.forget(parameter.grad)
-            self.gradient_nbytes += nbytes
-            self.gradients[self.units[parameter]] += nbytes
-            self._grown(self._trace.alive_nbytes)
+    def took_gradient(self, parameter: Tensor, nbytes: int) -> None:
+        self.gradient_nbytes += nbytes
+        self.gradients[self.units[parameter]] += nbytes
+        self._grown(self.trace.alive_nbytes)
 
     def add_seconds(self, seconds: float) -> None:
         self.seconds[unit_of(self._where())] += seconds
