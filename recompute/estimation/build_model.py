@@ -25,7 +25,7 @@ from recompute.estimation.adapters import Adapters
 from recompute.estimation.check_paths import check_source, names_factory
 from recompute.estimation.factories import load_factory, make, placed
 from recompute.estimation.fake_tensors import modules_move
-from recompute.estimation.llama import ModelFile, ModelShape, build_llama
+from recompute.estimation.llama import ModelFile, ModelShape
 from recompute.estimation.make_batch import batch_of
 from recompute.files import user_path
 from recompute.policy.document import load_document
@@ -68,10 +68,10 @@ def build(
         else:
             if isinstance(source, str) and source.endswith((".yaml", ".yml")):
                 source = load_document(ModelFile, source, kind="configuration").model
-            if isinstance(source, ModelShape):
-                model = build_llama(source, positions=sequence_length, dtype=dtype, device=device, seed=seed)
-            else:
-                model = _hugging_face(source, dtype, device, sequence_length)
+            given = source.config(sequence_length) if isinstance(source, ModelShape) else source
+            model = _hugging_face(given, dtype, device, sequence_length)
+            if given is not source:
+                torch.manual_seed(seed)  # so that an ablation's batch is the same whatever the model's shape
             batch = batch_of(model, _called(source), sequence_length, batch_size, dtype, device)
         if is_fake() and isinstance(model, transformers.PreTrainedModel):
             model.tie_weights()  # initializing would have done this
@@ -97,7 +97,7 @@ def build_fake(source: Source, *, device: torch.device, **options: Any) -> Itera
 
     Raises ``ModelError`` where the model asks inside for the value of a tensor.
     """
-    with without_packing(_called(source)), FakeMode(), modules_move():
+    with without_values(_called(source)):
         with no_init_weights():  # initializing some models asks for the values of tensors
             model, batch = build(source, device=torch.device("cpu"), **options)
         if device.type != "cpu":  # not earlier: CUDA's random state cannot be saved and put back under fake tensors
@@ -107,8 +107,8 @@ def build_fake(source: Source, *, device: torch.device, **options: Any) -> Itera
 
 
 @contextmanager
-def without_packing(name: str) -> Iterator[None]:
-    """Have Hugging Face's attention treat fake positions like those of a single sequence.
+def without_values(name: str) -> Iterator[None]:
+    """Inside, tensors are fake. Hugging Face's attention treats their positions like those of a single sequence.
 
     Raises ``ModelError`` where the model, called ``name``, asks inside for the value of a tensor.
     """
@@ -116,7 +116,8 @@ def without_packing(name: str) -> Iterator[None]:
     # Of fake positions it cannot tell, and would assume several sequences in a row, whose mask changes what is saved.
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
     try:
-        yield
+        with FakeMode(), modules_move():
+            yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ModelError(
             f"{name}: its forward depends on the values of tensors ({error}), so only a real run can tell: apply the "

@@ -17,7 +17,7 @@ from recompute.policy.loading import load_policy
 if TYPE_CHECKING:
     from recompute.attach.apply import PolicyLike
     from recompute.estimation.model_estimator import ModelEstimator
-    from recompute.estimation.simulation import OpClock
+    from recompute.estimation.storage_tracker import OpClock
 
 
 def estimate(

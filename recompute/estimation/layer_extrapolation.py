@@ -10,13 +10,12 @@ Two steps also show which layers a moment outside of the lists adds up. Under th
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,14 +24,18 @@ from recompute.estimation.layer_stacks import LayerStack, Neighbourhood, shorten
 from recompute.estimation.simulation import MomentMemory, SimulatedStep
 
 _SHARED = 1e-3  # of the peak: by so much a shared tensor may move a moment
-
+_FORWARD, _BACKWARD = "forward of ", "backward of "
 
 Growth = dict[tuple[str, int], list[tuple[frozenset[int], frozenset[int]]]]
 """By which sums over lists a moment outside of them grows: for each entry of what is alive then.
 
-By the moment's name and the number of entries. The sums are indices of ``_Sums.left_by``, for gradients, and of
+By the moment's name and the number of entries. The sums are indices of ``_Sums.left``, for gradients, and of
 ``_Sums.alive``, for other bytes.
 """
+Alive = tuple[tuple[int, int], ...]
+"""``MomentMemory.alive`` in order: bytes of gradients, and the most bytes alive beside them."""
+Kind = tuple[str, Neighbourhood]
+"""A layer's list and neighbourhood, which layers share that take the same."""
 
 
 def extrapolated_step(
@@ -49,21 +52,18 @@ def extrapolated_step(
     if not stacks:
         return None
     key = tuple([(stack.path, *stack[2:]) for stack in stacks])
-    whole = [len(stack.kinds) for stack in stacks]
     try:
         with shortened(stacks, "few"), governed(partial(shortened, stacks, "to_learn")) as simulate:
-            rows = _Extrapolation(stacks, simulate())
+            few = _Few(stacks, simulate())
             if key in known:
-                try:
-                    return rows.of(whole, known[key])
-                except _NotAlike:  # other moments than under that policy
-                    pass
+                with suppress(_NotAlike):  # other moments than under that policy
+                    return few.continued("whole", known[key], is_own=False)
             with shortened(stacks, "fewer"):
                 less = simulate()
-        growth = rows.growth_from(less)
-        if not rows.of([stack.fewer for stack in stacks], growth).is_like(less, rows.tolerance):
+        growth = few.growth_from(less)
+        if not few.continued("fewer", growth).is_like(less, few.tolerance):
             return None
-        found = rows.of(whole, growth)
+        found = few.continued("whole", growth)
     except (ModelError, _NotAlike):  # a ModelError: the model has the number of its layers elsewhere, too
         return None
     known[key] = known.get(key, {}) | growth
@@ -74,79 +74,75 @@ class _NotAlike(Exception):
     """Layers of one kind differ in what they take, or moments do not correspond."""
 
 
-Alive = tuple[tuple[int, int], ...]
-"""``MomentMemory.alive`` in order: bytes of gradients, and the most bytes alive beside them."""
+class _Layer(NamedTuple):
+    """What a layer takes by itself."""
+
+    held: dict[str, int]
+    """By the path inside of it."""
+    gradients: int
+    seconds: float
+    host: int
 
 
-@dataclass
-class _Sums:
-    """For a number of layers in each list: what is alive before each layer, and the gradients from after it.
+class _Sums(NamedTuple):
+    """For a number of layers in each list: what other layers add to the moments of each.
 
-    Lists are in the order in which forward runs them. Behind the layers comes what is alive, or left, by whole lists.
+    Lists are in the order in which forward runs them.
     """
 
-    before: dict[str, dict[str, int]]
-    """By phase: in forward what earlier layers hold, in backward also what came back of them."""
-    left: dict[str, int]
+    beside: dict[str, tuple[int, int]]
+    """By a moment's name: the gradients of layers after it, and what layers before it have alive.
+
+    In forward that is what these hold, in backward also what came back of them.
+    """
+    left: list[int]
+    """The gradients of all lists from each one on."""
     alive: list[int]
-    left_by: list[int]
+    """What is alive of all lists before each one, in forward and then in backward."""
 
 
-class _Extrapolation:
-    def __init__(self, stacks: Sequence[LayerStack], more: SimulatedStep):
-        order = [moment.name for moment in more.moments]
-        self._given = stacks
-        self._stacks = sorted(stacks, key=lambda stack: _place(order, f"forward of {stack.named(0)}"))
-        self._more = more
-        self.tolerance = int(_SHARED * max(nbytes for moment in more.moments for nbytes in moment.alive.values()))
-        self._held: dict[Any, tuple[tuple[str, int], ...]] = {}
-        self._alive: dict[Any, Alive] = {}
+class _Few:
+    """A step with the first few layers of each list, and what each kind of layer takes in it."""
+
+    def __init__(self, stacks: Sequence[LayerStack], step: SimulatedStep):
+        self._step = step
+        self._moments = {moment.name: moment.alive for moment in step.moments}
+        order = {name: number for number, name in enumerate(self._moments)}
+        self._stacks = sorted(stacks, key=lambda stack: order.get(_FORWARD + stack.named(0), len(order)))
+        self.tolerance = int(_SHARED * max(nbytes for alive in self._moments.values() for nbytes in alive.values()))
+        self._layers: dict[Kind, _Layer] = {}
         self._returned: dict[tuple[str, int], int] = {}
         """By list and kind: what is alive of a layer in backward of later ones beside what it holds.
 
         Where a layer's input comes back from the layer before it, those of all layers are there from the start on.
         """
-        self._gradients: dict[Any, int] = {}
-        self._added: dict[Any, tuple[float, int]] = {}
-        """Seconds, and bytes on the host."""
-        self._is_own = False
-        """Whether moments outside of the lists grow as they do under this policy, and not under another one."""
-        self._learn()
-
-    def _learn(self) -> None:
-        counts = {id(stack): stack.few for stack in self._stacks}
-        for stack, index, key in self._layers(counts):
-            inside = re.compile(rf"{re.escape(stack.named(index))}(\..*)?")
-            held = [(match[1] or "", n) for path, n in self._more.held.items() if (match := inside.fullmatch(path))]
-            gradient = self._more.gradients.get(stack.named(index), 0)
-            name = stack.named(index)
-            self._added[key] = self._more.seconds.get(name, 0.0), self._more.host.get(name, 0)
-            seen = tuple(sorted(held)), gradient
-            if (self._held.setdefault(key, seen[0]), self._gradients.setdefault(key, gradient)) != seen:
+        self._alive: dict[tuple[str, Kind], Alive] = {}
+        for path, key in self._rows("few"):
+            held = {name[len(path) :]: n for name, n in sorted(step.held.items()) if f"{name}.".startswith(f"{path}.")}
+            added = step.seconds.get(path, 0.0), step.host.get(path, 0)
+            layer = _Layer(held, step.gradients.get(path, 0), *added)
+            if self._layers.get(key, layer)[:2] != layer[:2]:
                 raise _NotAlike
-        moments = {moment.name: moment for moment in self._more.moments}
-        self._learn_what_returns(self._sums(counts), moments)
-        sums = self._sums(counts)
-        for stack, index, key in self._layers(counts):
-            path = stack.named(index)
-            for phase in _PHASES:
-                moment = moments.get(phase + path)
-                if moment is not None:
-                    alive = _shifted(moment, -sums.before[phase][path], -_left(sums, phase, path))
+            self._layers[key] = layer
+        self._learn_what_returns(self._sums("few").beside)
+        beside = self._sums("few").beside
+        for path, key in self._rows("few"):
+            for phase in (_FORWARD, _BACKWARD):
+                if (name := phase + path) in self._moments:
+                    alive = _shifted(self._moments[name], beside[name], -1)
                     self._alive[phase, key] = self._most(self._alive.get((phase, key), alive), alive)
 
-    def _learn_what_returns(self, sums: _Sums, moments: Mapping[str, MomentMemory]) -> None:
+    def _learn_what_returns(self, beside: Mapping[str, tuple[int, int]]) -> None:
         """From layers with one neighbourhood: by how much more than is held does backward have before the later one?"""
         for stack in self._stacks:
             latest: dict[Neighbourhood, tuple[int, int]] = {}
             kinds = sorted(set(stack.kinds))
             between, found = [], []
-            for index, around in enumerate(stack.neighbourhoods(stack.few)):
-                path = stack.named(index)
-                moment = moments.get(_PHASES[1] + path)
-                if moment is None:
+            for index, around in enumerate(stack.neighbourhoods("few")):
+                name = _BACKWARD + stack.named(index)
+                if name not in self._moments:
                     continue
-                nbytes = max(moment.alive.values()) - sums.before[_PHASES[1]][path]
+                nbytes = max(self._moments[name].values()) - beside[name][1]
                 if around in latest:
                     start, before = latest[around]
                     between.append([stack.kinds[start:index].count(kind) for kind in kinds])
@@ -164,136 +160,107 @@ class _Extrapolation:
             raise _NotAlike
         return tuple([max(pair) for pair in zip(first, second, strict=True)])
 
-    def _layers(self, counts: Mapping[int, int]) -> Iterator[tuple[LayerStack, int, Any]]:
+    def _rows(self, which: str) -> Iterator[tuple[str, Kind]]:
+        """The path of each layer, and its kind. which: as ``shortened`` takes it."""
         for stack in self._stacks:
-            for index, around in enumerate(stack.neighbourhoods(counts[id(stack)])):
-                yield stack, index, (stack.path, around)
+            for index, around in enumerate(stack.neighbourhoods(which)):
+                yield stack.named(index), (stack.path, around)
 
-    def _sums(self, counts: Mapping[int, int]) -> _Sums:
-        rows = list(self._layers(counts))
-        held = [sum(nbytes for _, nbytes in self._held[key]) for _, _, key in rows]
-        returned = [self._returned.get((stack.path, stack.kinds[index]), 0) for stack, index, _ in rows]
-        left = [self._gradients[key] for _, _, key in rows]
-        paths = [stack.named(index) for stack, index, _ in rows]
-        alive = {_PHASES[0]: held, _PHASES[1]: [sum(pair) for pair in zip(held, returned, strict=True)]}
-        before = {phase: [0, *accumulate(each)] for phase, each in alive.items()}
-        after = [0, *accumulate(reversed(left))][::-1]
-        borders = [0, *accumulate(counts[id(stack)] for stack in self._stacks)]
-        return _Sums(
-            {phase: dict(zip(paths, each, strict=False)) for phase, each in before.items()},
-            dict(zip(paths, after[1:], strict=True)),
-            [before[phase][border] for phase in _PHASES for border in borders],
-            [after[border] for border in borders],
-        )
-
-    def _outside(self) -> Iterator[MomentMemory]:
-        return (moment for moment in self._more.moments if self._of_layer(moment.name)[1] is None)
+    def _sums(self, which: str) -> _Sums:
+        rows = list(self._rows(which))
+        paths = [path for path, _ in rows]
+        held = [sum(self._layers[key].held.values()) for _, key in rows]
+        returned = [self._returned.get((path, around[1]), 0) for _, (path, around) in rows]
+        forward = [0, *accumulate(held)]
+        backward = [0, *accumulate(map(sum, zip(held, returned, strict=True)))]
+        left = [0, *accumulate(self._layers[key].gradients for _, key in reversed(rows))][::-1]
+        beside = {_FORWARD + path: (0, nbytes) for path, nbytes in zip(paths, forward, strict=False)}
+        rest = zip(left[1:], backward, strict=False)
+        beside |= {_BACKWARD + path: both for path, both in zip(paths, rest, strict=True)}
+        borders = [0, *accumulate(getattr(stack, which) for stack in self._stacks)]
+        alive = [each[border] for each in (forward, backward) for border in borders]
+        return _Sums(beside, [left[border] for border in borders], alive)
 
     def growth_from(self, less: SimulatedStep) -> Growth:
-        """By which sums moments outside of the lists grow from the shorter step to the longer one."""
-        same = ("held", "gradients")
-        if less.logits_peak_nbytes != self._more.logits_peak_nbytes:
-            raise _NotAlike
-        if any(self._elsewhere(less, table) != self._elsewhere(self._more, table) for table in same):
-            raise _NotAlike
+        """By which sums moments outside of the lists grow from the shorter step to this one."""
         before = {moment.name: sorted(moment.alive.items()) for moment in less.moments}
-        few, more = (self._sums({id(stack): getattr(stack, n) for stack in self._stacks}) for n in ("fewer", "few"))
+        fewer, few = self._sums("fewer"), self._sums("few")
         found: Growth = {}
-        self._is_own = True
-        for moment in self._outside():
-            rows = list(zip(before.get(moment.name, ()), sorted(moment.alive.items()), strict=False))
-            if not len(rows) == len(before.get(moment.name, ())) == len(moment.alive):
+        for name, alive in self._moments.items():
+            if self._of_layer(name) is not None:
+                continue
+            if len(before.get(name, ())) != len(alive):
                 raise _NotAlike
-            found[moment.name, len(rows)] = [
+            found[name, len(alive)] = [
                 (
-                    _sources(new[0] - old[0], few.left_by, more.left_by),
-                    _sources(new[1] - old[1], few.alive, more.alive, self.tolerance),
+                    _sources(new[0] - old[0], fewer.left, few.left),
+                    _sources(new[1] - old[1], fewer.alive, few.alive, self.tolerance),
                 )
-                for old, new in rows
+                for old, new in zip(before[name], sorted(alive.items()), strict=True)
             ]
         return found
 
-    def of(self, counts_given: Sequence[int], growth: Growth) -> SimulatedStep:
-        """The step with so many layers in each list."""
-        counts = {id(stack): count for stack, count in zip(self._given, counts_given, strict=True)}
-        sums = self._sums(counts)
-        more = self._sums({id(stack): stack.few for stack in self._stacks})
-        moments: list[MomentMemory] = []
-        done: set[str] = set()
-        for moment in self._more.moments:
-            phase, stack = self._of_layer(moment.name)
-            if stack is None:
-                rows = sorted(moment.alive.items())
-                sources = growth.get((moment.name, len(rows)))
-                if sources is None:
-                    raise _NotAlike
-                alive = {
-                    gradients + self._grown(by[0], more.left_by, sums.left_by): (
-                        nbytes + self._grown(by[1], more.alive, sums.alive)
-                    )
-                    for (gradients, nbytes), by in zip(rows, sources, strict=True)
-                }
-                moments.append(MomentMemory(moment.name, alive))
-            elif phase + stack.path not in done:
-                done.add(phase + stack.path)
-                moments += self._of_stack(phase, stack, counts[id(stack)], sums)
-        tables = ("held", "gradients", "seconds", "host")
-        held, gradients, seconds, host = (self._elsewhere(self._more, each) for each in tables)
-        for each, index, key in self._layers(counts):
-            held |= {each.named(index) + inside: nbytes for inside, nbytes in self._held[key]}
-            if self._gradients[key]:
-                gradients[each.named(index)] = self._gradients[key]
-            seconds[each.named(index)], host[each.named(index)] = self._added[key]
-        by_layer: dict[str, Any] = {"gradients": gradients, "seconds": seconds, "host": host}
-        return replace(self._more, moments=tuple(moments), held=held, **by_layer)
+    def continued(self, which: str, growth: Growth, *, is_own: bool = True) -> SimulatedStep:
+        """The step with so many layers. is_own: whether the growth was seen under the policy of this step."""
+        few, wanted = self._sums("few"), self._sums(which)
+        moments: dict[str, MomentMemory] = {}
+        for name, alive in self._moments.items():
+            if (of := self._of_layer(name)) is not None:
+                moments |= {each.name: each for each in self._of_list(*of, which, wanted)}
+                continue
+            if (name, len(alive)) not in growth:
+                raise _NotAlike
+            grown = {
+                gradients + _grown(of_left, few.left, wanted.left, is_own): (
+                    nbytes + _grown(of_alive, few.alive, wanted.alive, is_own)
+                )
+                for (gradients, nbytes), (of_left, of_alive) in zip(
+                    sorted(alive.items()), growth[name, len(alive)], strict=True
+                )
+            }
+            moments[name] = MomentMemory(name, grown)
+        held, gradients, seconds, host = map(self._elsewhere, ("held", "gradients", "seconds", "host"))
+        for path, key in self._rows(which):
+            layer = self._layers[key]
+            held |= {path + inside: nbytes for inside, nbytes in layer.held.items()}
+            if layer.gradients:
+                gradients[path] = layer.gradients
+            seconds[path], host[path] = layer.seconds, layer.host
+        tables: dict[str, Any] = {"held": held, "gradients": gradients, "seconds": seconds, "host": host}
+        return replace(self._step, moments=tuple(moments.values()), **tables)
 
-    def _of_layer(self, name: str) -> tuple[str, LayerStack | None]:
-        for phase in _PHASES:
-            for stack in self._stacks:
-                if name.startswith(f"{phase}{stack.path}."):
-                    return phase, stack
-        return "", None
+    def _of_layer(self, name: str) -> tuple[str, str] | None:
+        """The phase and the list of a moment's layer; None for a moment outside of the lists."""
+        both = ((phase, stack.path) for phase in (_FORWARD, _BACKWARD) for stack in self._stacks)
+        return next(((phase, path) for phase, path in both if name.startswith(f"{phase}{path}.")), None)
 
-    def _of_stack(self, phase: str, stack: LayerStack, count: int, sums: _Sums) -> Iterator[MomentMemory]:
-        layers = list(enumerate(stack.neighbourhoods(count)))
-        for index, around in layers if phase == _PHASES[0] else reversed(layers):
-            path, key = stack.named(index), (phase, (stack.path, around))
+    def _of_list(self, phase: str, path: str, which: str, sums: _Sums) -> Iterator[MomentMemory]:
+        layers = [(phase + layer, (phase, key)) for layer, key in self._rows(which) if key[0] == path]
+        for name, key in layers if phase == _FORWARD else reversed(layers):
             if key in self._alive:  # a frozen layer has no backward
-                before, left = sums.before[phase][path], _left(sums, phase, path)
-                yield MomentMemory(phase + path, {g + left: n + before for g, n in self._alive[key]})
+                yield MomentMemory(name, dict(_shifted(dict(self._alive[key]), sums.beside[name], 1)))
 
-    def _grown(self, sources: frozenset[int], more: Sequence[int], wanted: Sequence[int]) -> int:
-        """By how much the sums grow from ``more`` to ``wanted``: under another policy all of them must agree."""
-        found = {0 if index < 0 else wanted[index] - more[index] for index in sources}
-        if len(found) > 1 and not self._is_own:
-            raise _NotAlike
-        return min(found)
-
-    def _elsewhere(self, step: SimulatedStep, table: str) -> dict[str, Any]:
+    def _elsewhere(self, table: str) -> dict[str, Any]:
         """What a table has by path, of paths outside of the lists."""
         lists = tuple([f"{stack.path}." for stack in self._stacks])
-        return {path: nbytes for path, nbytes in getattr(step, table).items() if not path.startswith(lists)}
+        return {path: number for path, number in getattr(self._step, table).items() if not path.startswith(lists)}
 
 
-_PHASES = ("forward of ", "backward of ")
-
-
-def _place(order: Sequence[str], name: str) -> int:
-    return order.index(name) if name in order else len(order)
-
-
-def _left(sums: _Sums, phase: str, path: str) -> int:
-    return sums.left[path] if phase == _PHASES[1] else 0
-
-
-def _shifted(moment: MomentMemory, held: int, left: int) -> Alive:
-    return tuple(sorted((gradients + left, nbytes + held) for gradients, nbytes in moment.alive.items()))
+def _shifted(alive: Mapping[int, int], by: tuple[int, int], sign: int) -> Alive:
+    return tuple(sorted((gradients + sign * by[0], nbytes + sign * by[1]) for gradients, nbytes in alive.items()))
 
 
 def _sources(difference: int, less: Sequence[int], more: Sequence[int], tolerance: int = 0) -> frozenset[int]:
-    """The sums that grow from ``less`` to ``more`` by about as much; -1 stands for no growth."""
-    off = {index: abs(b - a - difference) for index, (a, b) in enumerate(zip(less, more, strict=True))}
-    off[-1] = abs(difference)
-    if min(off.values()) > tolerance:
+    """The sums that grow from ``less`` to ``more`` by about as much. One of them never grows: that over no list."""
+    off = [abs(b - a - difference) for a, b in zip(less, more, strict=True)]
+    if min(off) > tolerance:
         raise _NotAlike
-    return frozenset([index for index, nbytes in off.items() if nbytes == min(off.values())])
+    return frozenset([index for index, nbytes in enumerate(off) if nbytes == min(off)])
+
+
+def _grown(sources: frozenset[int], few: Sequence[int], wanted: Sequence[int], is_own: bool) -> int:
+    """By how much the sums grow from ``few`` to ``wanted``: under another policy all of them must agree."""
+    found = {wanted[index] - few[index] for index in sources}
+    if len(found) > 1 and not is_own:
+        raise _NotAlike
+    return min(found)

@@ -40,14 +40,18 @@ class LayerStack(NamedTuple):
         """How many of the first layers show every kind, and one more: the first one's input comes from elsewhere."""
         return max(map(self.kinds.index, self.kinds)) + 2
 
-    def neighbourhoods(self, count: int) -> list[Neighbourhood]:
-        """Those of the layers in a list of the first ``count``."""
-        return _neighbourhoods(self.kinds[:count], self.tells_first)
+    @property
+    def whole(self) -> int:
+        return len(self.kinds)
 
-    def stand_ins(self, count: int) -> list[int]:
-        """For each of the first ``count`` layers, the last of the few that has its neighbourhood."""
-        known = {around: index for index, around in enumerate(self.neighbourhoods(self.few))}
-        return [known[around] for around in self.neighbourhoods(count)]
+    def neighbourhoods(self, which: str) -> list[Neighbourhood]:
+        """Those of the layers in a shorter list. which: as ``shortened`` takes it."""
+        return _neighbourhoods(self.kinds[: getattr(self, which)], self.tells_first)
+
+    def stand_ins(self, which: str) -> list[int]:
+        """For each of so many layers, the last of the few that has its neighbourhood."""
+        known = {around: index for index, around in enumerate(self.neighbourhoods("few"))}
+        return [known[around] for around in self.neighbourhoods(which)]
 
     def named(self, index: int) -> str:
         return f"{self.path}.{index}"

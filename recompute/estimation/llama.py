@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import torch
 from pydantic import BaseModel, ConfigDict, PositiveInt, model_validator
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig
 
 _VOCABULARY = 256  # byte-level
 
@@ -28,6 +27,20 @@ class ModelShape(BaseModel):
             raise ValueError(f"expected heads to be a multiple of kv_heads = {self.kv_heads}")
         return self
 
+    def config(self, positions: int) -> LlamaConfig:
+        return LlamaConfig(
+            vocab_size=_VOCABULARY,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            max_position_embeddings=positions,
+            use_cache=False,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+
 
 class ModelFile(BaseModel):
     """A YAML file that describes a Llama, as an ablation's configuration does. Its other keys are ignored."""
@@ -35,24 +48,3 @@ class ModelFile(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
 
     model: ModelShape
-
-
-def build_llama(
-    shape: ModelShape, *, positions: int, dtype: torch.dtype, device: torch.device, seed: int = 0
-) -> LlamaForCausalLM:
-    """A model in training mode, initialized on ``device`` from the seed; leaves the global random state as it was."""
-    llama = LlamaConfig(
-        vocab_size=_VOCABULARY,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        max_position_embeddings=positions,
-        use_cache=False,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
-        torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(llama, dtype=dtype, attn_implementation="sdpa").train()

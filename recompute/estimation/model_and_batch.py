@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -12,14 +12,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig
 
-from recompute.engine.fake_mode import FakeMode
 from recompute.errors import ModelError
 from recompute.estimation.adapt_model import adapting
 from recompute.estimation.adapters import BASES
-from recompute.estimation.build_model import build_fake, without_packing
+from recompute.estimation.build_model import build_fake, without_values
 from recompute.estimation.estimate_options import EstimateOptions
 from recompute.estimation.factories import call, check_taken, describe, own_loss, placed
-from recompute.estimation.fake_tensors import fake_batch, fake_copy, modules_move
+from recompute.estimation.fake_tensors import fake_batch, fake_copy
 from recompute.estimation.make_batch import batch_of, takes_images
 from recompute.estimation.static_memory import DTYPE_RECIPES
 
@@ -56,7 +55,7 @@ def on_fake_tensors(model: nn.Module, batch: Any, dtype: torch.dtype | None = No
 
     Raises ``ModelError`` where the model asks inside for the value of a tensor.
     """
-    with without_packing(type(model).__name__), FakeMode():
+    with without_values(type(model).__name__):
         yield fake_copy(model, dtype), fake_batch(batch)
 
 
@@ -68,32 +67,31 @@ def fake_model_and_batch(
     dtype = torch.float32 if recipe.parameter == 4 else torch.bfloat16
     adapt = adapting(adapters, dtype, torch.bfloat16 if recipe.autocast else dtype)
     told = () if adapters is None or not adapters.base else (f"Linears of the base in {BASES[adapters.base]}",)
-    if isinstance(model, nn.Module):
-        name = type(model).__name__
-        with on_fake_tensors(model, batch, adapt["dtype"]) as (fake, given), modules_move():
-            if adapters is not None:
-                fake = adapt["adapt"](fake)
+    with ExitStack() as stack:
+        if isinstance(model, nn.Module):
+            name = type(model).__name__
             if batch is not None:
                 check_taken(model, batch, name)
-                given, assumed = _in_dtype(given, options)
-                yield ModelAndBatch(fake, given, name, (*told, *assumed))
-            elif hasattr(model, "config") and hasattr(model, "main_input_name"):
-                given = batch_of(fake, name, length, batch_size, dtype, torch.device("cpu"))
-                yield ModelAndBatch(fake, given, describe(fake, given), (*told, *_made(fake, given)))
-            else:
+            elif not (hasattr(model, "config") and hasattr(model, "main_input_name")):
                 raise ModelError(f"{name}: what its forward is given is not known: pass batch, as in batch=(x,)")
-        return
-    if isinstance(model, os.PathLike):
-        model = os.fspath(model)
-    if not isinstance(model, (str, PretrainedConfig)):
-        raise ModelError(
-            "expected an nn.Module, a configuration of transformers, a path or a name; "
-            f"found {type(model).__name__}: {model!r}"
-        )
-    sizes: dict[str, Any] = {"sequence_length": length, "batch_size": batch_size, **adapt}
-    with build_fake(model, device=torch.device("cpu"), **sizes) as (network, given):
-        given, assumed = (given, _made(network, given)) if batch is None else _in_dtype(fake_batch(batch), options)
-        yield ModelAndBatch(network, given, describe(network, given), (*told, *assumed))
+            fake, given = stack.enter_context(on_fake_tensors(model, batch, adapt["dtype"]))
+            if adapters is not None:
+                fake = adapt["adapt"](fake)
+            if batch is None:
+                given = batch_of(fake, name, length, batch_size, dtype, torch.device("cpu"))
+        else:
+            model = os.fspath(model) if isinstance(model, os.PathLike) else model
+            if not isinstance(model, (str, PretrainedConfig)):
+                raise ModelError(
+                    "expected an nn.Module, a configuration of transformers, a path or a name; "
+                    f"found {type(model).__name__}: {model!r}"
+                )
+            sizes: dict[str, Any] = {"sequence_length": length, "batch_size": batch_size, **adapt}
+            fake, given = stack.enter_context(build_fake(model, device=torch.device("cpu"), **sizes))
+            given = given if batch is None else fake_batch(batch)
+        given, assumed = (given, _made(fake, given)) if batch is None else _in_dtype(given, options)
+        name = type(model).__name__ if batch is not None and isinstance(model, nn.Module) else describe(fake, given)
+        yield ModelAndBatch(fake, given, name, (*told, *assumed))
 
 
 def _in_dtype(batch: Any, options: EstimateOptions) -> tuple[Any, tuple[str, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -26,8 +27,8 @@ from recompute.estimation.layer_extrapolation import Growth, extrapolated_step
 from recompute.estimation.layer_stacks import find_stacks
 from recompute.estimation.model_and_batch import ModelAndBatch
 from recompute.estimation.module_tracker import LOSS, layer_of, parameter_shapes, pattern_of, unit_of
-from recompute.estimation.optimizer_step import optimizer_peak_nbytes, optimizer_seconds
-from recompute.estimation.simulation import OpClock, SimulatedStep, Surroundings, run_forward, simulate
+from recompute.estimation.optimizer_step import OptimizerStep, simulate_by_shape
+from recompute.estimation.simulation import SimulatedStep, Surroundings, run_forward, simulate
 from recompute.estimation.static_memory import (
     DTYPE_RECIPES,
     OPTIMIZERS,
@@ -37,6 +38,7 @@ from recompute.estimation.static_memory import (
     share_of,
     static_nbytes,
 )
+from recompute.estimation.storage_tracker import OpClock
 from recompute.estimation.workspaces import cublas_nbytes
 from recompute.policy.loading import load_policy
 from recompute.policy.meaning import Mechanism, meaning_of
@@ -69,8 +71,7 @@ class ModelEstimator:
         self._platform = platform
         self._steps: dict[Any, SimulatedStep] = {}
         self._growth: dict[Any, Growth] = {}
-        self._optimizer_peaks: dict[Any, int] = {}
-        self._optimizer_seconds: dict[Any, float] = {}
+        self._updates: dict[Any, OptimizerStep] = {}
         self._has_met_functions = False
         self._parameters = parameter_shapes(subject.model)
         if not any(each.trains for each in self._parameters):
@@ -85,7 +86,7 @@ class ModelEstimator:
         step = self.step(self._governing(options, policy), DTYPE_RECIPES[options.dtype].autocast)
         if options.microbatches > 1:
             step = step.beside_others(options.microbatches_in_flight)
-        optimizer_peak = self._optimizer_peak(options)
+        optimizer_peak = self._update(options).peak_nbytes
         if offloads:
             static, optimizer_peak = replace(static, optimizer=0), 0
         share = share_of(options.sharding, options.devices)
@@ -112,16 +113,7 @@ class ModelEstimator:
         """Those of a step, as ``timed`` tells them of each op. What several devices tell each other takes none."""
         assert self._timed is not None, "the estimator is made with a clock"
         step = self.step(self._governing(options, policy), DTYPE_RECIPES[options.dtype].autocast)
-        recipe, kind = DTYPE_RECIPES[options.dtype], OPTIMIZERS[options.optimizer]
-        shapes = tuple(shard_shapes(self._parameters, options.sharding, options.devices))
-        key = kind.torch_class, str(kind.options), shapes, recipe.state
-        if key not in self._optimizer_seconds:
-            dtype = torch.float32 if recipe.state == 4 else torch.bfloat16
-            # One of 8 bits reads and writes about what the same one fused does, less half of the states.
-            name, fused = (kind.torch_class, kind.options) if kind.torch_class else ("AdamW", {"fused": True})
-            make = partial(getattr(torch.optim, name), **fused)
-            self._optimizer_seconds[key] = optimizer_seconds(make, shapes, dtype, self._timed)
-        return options.microbatches * sum(step.seconds.values()) + self._optimizer_seconds[key]
+        return options.microbatches * sum(step.seconds.values()) + self._update(options).seconds
 
     def _governing(self, options: EstimateOptions, policy: Policy | None) -> Policy | None:
         return self._with_chunked_loss(policy) if options.loss == "chunked" else policy
@@ -264,20 +256,21 @@ class ModelEstimator:
             if handle is not None:
                 handle.remove()
 
-    def _optimizer_peak(self, options: EstimateOptions) -> int:
+    def _update(self, options: EstimateOptions) -> OptimizerStep:
+        """What the optimizer's step takes."""
         recipe, kind = DTYPE_RECIPES[options.dtype], OPTIMIZERS[options.optimizer]
         shapes = tuple(shard_shapes(self._parameters, options.sharding, options.devices))
         key = options.optimizer, shapes, recipe
-        if key not in self._optimizer_peaks:
+        if key not in self._updates:
             dtype = torch.float32 if recipe.state == 4 else torch.bfloat16
-            peak = 0
-            if kind.torch_class and not kind.options.get("fused"):  # those are one kernel, in place
-                make = partial(getattr(torch.optim, kind.torch_class), **kind.options)
-                peak = optimizer_peak_nbytes(make, shapes, dtype)
-            if recipe.master:  # the gradients once more, in the dtype of the master weights
-                peak += sum(torch.Size(shape).numel() for shape in shapes) * recipe.master
-            self._optimizer_peaks[key] = peak
-        return self._optimizer_peaks[key]
+            # One of 8 bits reads and writes about what the same one fused does, less half of the states.
+            name, given = (kind.torch_class, kind.options) if kind.torch_class else ("AdamW", {"fused": True})
+            make = partial(getattr(torch.optim, name), **given)
+            step = simulate_by_shape(make, [(shape, dtype) for shape in shapes], self._timed)
+            # With master weights there are the gradients once more, in their dtype.
+            more = sum(map(math.prod, shapes)) * recipe.master
+            self._updates[key] = step._replace(peak_nbytes=step.peak_nbytes + more)
+        return self._updates[key]
 
     def _tokens(self) -> int:
         """How many there are: token ids of a model of one's own are the first whole numbers that it is given."""
@@ -374,5 +367,5 @@ def _parts(found: Estimate, step: SimulatedStep, share: Callable[[int], int], op
         gradients, alive = max(moment.alive.items(), key=lambda each: each[1] + share(each[0]))
         logits = min(alive, step.logits_peak_nbytes) if name.endswith(LOSS) else 0
         parts |= {"gradients": share(gradients), "logits": logits, "activations": alive - logits}
-    parts["buffers"] = static.in_phase(phase) - static.parameters - static.optimizer
+    parts["buffers"] = static.buffer_nbytes(phase)
     return {part: nbytes for part, nbytes in parts.items() if nbytes}

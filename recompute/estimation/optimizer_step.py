@@ -14,17 +14,20 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recompute.engine.cut.ops import tensors_in
-from recompute.estimation.storage_tracker import BLOCK_NBYTES, StorageTrace
+from recompute.estimation.storage_tracker import BLOCK_NBYTES, OpClock, StorageTrace
 
 OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
 """Makes an optimizer of parameters: ``functools.partial(torch.optim.AdamW, fused=True)``, say."""
 
 
 class OptimizerStep(NamedTuple):
-    """The bytes of a step: the most beside parameters, gradients and states; and the states."""
+    """What a step takes."""
 
     peak_nbytes: int
+    """The most beside parameters, gradients and states."""
     state_nbytes: int
+    seconds: float
+    """Of its ops; 0 where nobody times them."""
 
 
 class _WithoutAddresses(TorchDispatchMode):
@@ -39,13 +42,11 @@ class _WithoutAddresses(TorchDispatchMode):
 
 
 def simulate_optimizer(
-    make: OptimizerFactory,
-    shapes: Sequence[tuple[tuple[int, ...], torch.dtype]],
-    on_run: Callable[[Any, Any, Any, Any], None] | None = None,
+    make: OptimizerFactory, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]], timed: OpClock | None = None
 ) -> OptimizerStep:
     """What a step takes that updates parameters of these shapes and dtypes. Call it under the mode of fake tensors.
 
-    on_run: as ``StorageTrace`` has it.
+    timed: None where nobody asks for seconds.
     """
 
     def given(device: str) -> list[nn.Parameter]:
@@ -66,39 +67,27 @@ def simulate_optimizer(
                 if group.get("foreach", False) is None:
                     group["foreach"] = True  # as torch chooses on CUDA
         optimizer.step()  # makes the states
+        ops: list[float] = []
         trace = StorageTrace(BLOCK_NBYTES)
-        trace.on_run = on_run or trace.on_run
+        if timed is not None:
+            trace.on_run = lambda *ran: ops.append(timed(*ran))
         with trace:
             optimizer.step()
     states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-    return OptimizerStep(trace.peak_nbytes, sum(value.nbytes for value in states))
+    return OptimizerStep(trace.peak_nbytes, sum(value.nbytes for value in states), sum(ops))
 
 
-def optimizer_peak_nbytes(make: OptimizerFactory, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> int:
-    """The most that a step of torch's own optimizer takes beside parameters, gradients and its states.
+def simulate_by_shape(
+    make: OptimizerFactory, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]], timed: OpClock | None = None
+) -> OptimizerStep:
+    """What ``simulate_optimizer`` finds for an optimizer of torch's, in less time: equal shapes run once.
 
-    A ``foreach`` optimizer runs each op on all parameters before the next one, so that each shape takes what it takes
-    by itself, as many times as there are parameters of it.
+    A ``foreach`` optimizer runs each op on all parameters before the next one, and a fused one is one op, so that each
+    shape takes what it takes by itself, as many times as there are parameters of it. A loop takes as long.
     """
-    rows = [(shape, dtype) for shape in shapes]
-    if make([nn.Parameter(torch.empty(1, device="meta"))]).defaults.get("foreach") is False:
-        return simulate_optimizer(make, rows).peak_nbytes
-    return sum(count * simulate_optimizer(make, [row]).peak_nbytes for row, count in Counter(rows).items())
-
-
-def optimizer_seconds(
-    make: OptimizerFactory,
-    shapes: Sequence[tuple[int, ...]],
-    dtype: torch.dtype,
-    timed: Callable[[Any, Any, Any, Any], float],
-) -> float:
-    """The seconds of the ops of an optimizer's step, as ``timed`` tells them of each. Equal shapes run once."""
-    found = 0.0
-    for shape, count in Counter(shapes).items():
-
-        def add(*ran: Any, count: int = count) -> None:
-            nonlocal found
-            found += count * timed(*ran)
-
-        simulate_optimizer(make, [(shape, dtype)], add)
-    return found
+    rows = [(simulate_optimizer(make, [shape], timed), count) for shape, count in Counter(shapes).items()]
+    peak = sum(count * step.peak_nbytes for step, count in rows)
+    if make([nn.Parameter(torch.empty(1))]).defaults["foreach"] is False:
+        peak = simulate_optimizer(make, shapes).peak_nbytes
+    states = sum(count * step.state_nbytes for step, count in rows)
+    return OptimizerStep(peak, states, sum(count * step.seconds for step, count in rows))

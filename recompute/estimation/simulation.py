@@ -17,7 +17,7 @@ from recompute.errors import ModelError, RecomputeError
 from recompute.estimation.attention_choice import Platform
 from recompute.estimation.cuda_semantics import as_on_cuda
 from recompute.estimation.module_tracker import LOSS, ModuleTracker, unit_of
-from recompute.estimation.storage_tracker import BLOCK_NBYTES, StorageTrace
+from recompute.estimation.storage_tracker import BLOCK_NBYTES, OpClock, StorageTrace, gradients_apart
 
 
 @dataclass(frozen=True)
@@ -58,13 +58,16 @@ class SimulatedStep:
 
     def is_like(self, other: SimulatedStep, tolerance: int) -> bool:
         """Whether the other one holds the same, and takes the same in each moment, but for ``tolerance`` bytes."""
-        rows = [
-            [(moment.name, *entry) for moment in step.moments for entry in moment.alive.items()]
+        mine, theirs = (
+            sorted((moment.name, *entry) for moment in step.moments for entry in moment.alive.items())
             for step in (self, other)
-        ]
-        pairs = list(zip(*map(sorted, rows), strict=False))
-        same = self.held == other.held and self.gradients == other.gradients and len(rows[0]) == len(rows[1])
-        return same and all(a[:2] == b[:2] and abs(a[2] - b[2]) <= tolerance for a, b in pairs)
+        )
+        same = self.held == other.held and self.gradients == other.gradients and len(mine) == len(theirs)
+        return (
+            same
+            and self.logits_peak_nbytes == other.logits_peak_nbytes
+            and all(a[:2] == b[:2] and abs(a[2] - b[2]) <= tolerance for a, b in zip(mine, theirs, strict=True))
+        )
 
     def beside_others(self, in_flight: int) -> SimulatedStep:
         """The step of a microbatch that runs beside others, so that so many are in flight, and beside all gradients."""
@@ -100,7 +103,6 @@ class Surroundings(NamedTuple):
 
 
 AS_ON_THE_CPU = Surroundings()
-OpClock = Callable[[Any, Any, Any, Any], float]
 
 
 def run_forward(model: nn.Module, run: Callable[[], Any], surroundings: Surroundings) -> None:
@@ -122,21 +124,20 @@ def simulate(
 
     run: runs forward; returns the loss, and what else the model returned.
     tokens, classes: the shape of logits, (..., classes) for so many tokens; None where there are none.
-    timed: returns the seconds of an op, given it, its arguments and what it returned; None: nobody asks for them.
+    timed: None where nobody asks for seconds.
     """
     units: dict[Tensor, str] = {parameter: unit_of(path) for path, parameter in model.named_parameters()}
-    recorder = _MemoryRecorder(classes, tokens, units)
     trace = StorageTrace(1 if surroundings.platform is None else BLOCK_NBYTES)
-    recorder.watch(trace)
+    recorder = _MemoryRecorder(classes, tokens, units, trace)
     if timed is not None:
         trace.on_run = lambda *ran: recorder.add_seconds(timed(*ran))
-    hooks = [
-        parameter.register_post_accumulate_grad_hook(recorder.take_gradient)
-        for parameter in model.parameters()
-        if parameter.requires_grad
-    ]
     try:
-        with _without_garbage_collection(), surroundings.entered() as (forward_only, attention), trace:
+        with (
+            _without_garbage_collection(),
+            gradients_apart(units, trace, recorder.took_gradient),
+            surroundings.entered() as (forward_only, attention),
+            trace,
+        ):
             with forward_only(), _following(model, recorder.tracker):
                 loss, output = run()
             logits = _logits(output, classes)
@@ -150,8 +151,6 @@ def simulate(
                 torch.autograd.backward(loss)  # function modes are not active in what ``loss.backward()`` calls
             del loss
     finally:
-        for hook in hooks:
-            hook.remove()
         model.zero_grad()
     moments = tuple(MomentMemory(name, dict(alive)) for name, alive in recorder.moments.items())
     kernels = tuple(sorted(attention))
@@ -190,6 +189,7 @@ class _MemoryRecorder:
     tokens: int
     units: Mapping[Tensor, str]
     """For each parameter, the layer or module that it is in."""
+    trace: StorageTrace
     tracker: ModuleTracker = field(default_factory=ModuleTracker)
     is_backward: bool = False
     gradient_nbytes: int = 0
@@ -200,19 +200,14 @@ class _MemoryRecorder:
     gradients: Counter[str] = field(default_factory=Counter)
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     moments: dict[str, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
-    _trace: StorageTrace | None = None
 
-    def watch(self, trace: StorageTrace) -> None:
-        self._trace = trace
-        trace.on_grown, trace.label, trace.on_freed = self._grown, self._label, self._freed
+    def __post_init__(self) -> None:
+        self.trace.on_grown, self.trace.label, self.trace.on_freed = self._grown, self._label, self._freed
 
-    def take_gradient(self, parameter: Tensor) -> None:
-        assert self._trace is not None, "hooks are set when the trace is"
-        if parameter.grad is not None:
-            nbytes = self._trace.forget(parameter.grad)
-            self.gradient_nbytes += nbytes
-            self.gradients[self.units[parameter]] += nbytes
-            self._grown(self._trace.alive_nbytes)
+    def took_gradient(self, parameter: Tensor, nbytes: int) -> None:
+        self.gradient_nbytes += nbytes
+        self.gradients[self.units[parameter]] += nbytes
+        self._grown(self.trace.alive_nbytes)
 
     def add_seconds(self, seconds: float) -> None:
         self.seconds[unit_of(self._where())] += seconds

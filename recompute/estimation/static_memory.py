@@ -134,8 +134,10 @@ class StaticBytes:
 
     def in_phase(self, phase: str) -> int:
         """What lives all through "forward", "backward" or "optimizer", without gradients."""
-        buffers = sum(each.nbytes for each in self.buffers.values() if phase in each.phases)
-        return self.parameters + self.optimizer + buffers
+        return self.parameters + self.optimizer + self.buffer_nbytes(phase)
+
+    def buffer_nbytes(self, phase: str) -> int:
+        return sum(each.nbytes for each in self.buffers.values() if phase in each.phases)
 
 
 _ALSO_CALLED = {

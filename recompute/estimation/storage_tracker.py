@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -29,6 +30,8 @@ _WRAPPERS = ("inner", "_fn")  # functions of torch._compile around a dispatch mo
 
 BLOCK_NBYTES = 512
 """What CUDA's caching allocator rounds sizes up to."""
+OpClock = Callable[[Any, Any, Any, Any], float]
+"""The seconds of an op, from it, its arguments and what it returned."""
 
 
 class StorageTrace(MemoryTrace):
@@ -125,6 +128,25 @@ class StorageTrace(MemoryTrace):
 
     def _rounded(self, nbytes: int) -> int:
         return -(-nbytes // self._block_nbytes) * self._block_nbytes
+
+
+@contextmanager
+def gradients_apart(
+    parameters: Iterable[Tensor], trace: StorageTrace, took: Callable[[Tensor, int], None]
+) -> Iterator[None]:
+    """Inside, a complete gradient no longer counts: ``took`` is called with its parameter and its bytes."""
+
+    def take(parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            took(parameter, trace.forget(parameter.grad))
+
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    hooks = [parameter.register_post_accumulate_grad_hook(take) for parameter in trained]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 class _StorageMode(TorchDispatchMode):

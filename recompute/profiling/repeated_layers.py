@@ -31,7 +31,7 @@ def representative(run: DryRun, match: str | Sequence[str] | None) -> list[Layer
     try:
         with shortened(stacks, "few"):
             few = list(find_regions(run.model, match))
-        if not stacks or [path for path, _ in _continued(few, stacks, [len(each.kinds) for each in stacks])] != whole:
+        if not stacks or [path for path, _ in _continued(few, stacks, "whole")] != whole:
             return []
     except (ModelError, _Irregular):  # where ``match`` names single layers, the shortened model lacks some of them
         return []
@@ -53,7 +53,7 @@ def _are_alike(stacks: Sequence[LayerStack], step: Callable[[], Sequence[StepPar
             few = step()
         with shortened(stacks, "fewer"):
             fewer = step()
-        rows = _continued([part.path for part in few], stacks, [each.fewer for each in stacks])
+        rows = _continued([part.path for part in few], stacks, "fewer")
     except Exception:
         # A shortened model may raise anything, as where it also has the number of its layers elsewhere. The whole model
         # runs next: if the error has another reason, it comes up there again.
@@ -68,7 +68,7 @@ def continued(places: Sequence[Place], stacks: Sequence[LayerStack], layers: Map
 
     Raises ``ValueError`` where the layers did not run in their order.
     """
-    rows = _continued([place.path for place in places], stacks, [len(each.kinds) for each in stacks])
+    rows = _continued([place.path for place in places], stacks, "whole")
     return [places[index].model_copy(update={"path": path, "layer": layers.get(path)}) for path, index in rows]
 
 
@@ -76,13 +76,13 @@ class _Irregular(ValueError):
     """The layers of a list do not run one after the other."""
 
 
-def _continued(paths: Sequence[str], stacks: Sequence[LayerStack], counts: Sequence[int]) -> list[tuple[str, int]]:
+def _continued(paths: Sequence[str], stacks: Sequence[LayerStack], which: str) -> list[tuple[str, int]]:
     """The paths of a model's parts with so many layers in each list, in the order in which they run.
 
     paths: those of the parts with the few layers. Each path found comes with the index of the one that stands for it.
     """
     rows = list(zip(paths, range(len(paths)), strict=True))
-    for stack, count in zip(stacks, counts, strict=True):
+    for stack in stacks:
         inside = re.compile(rf"{re.escape(stack.path)}\.(\d+)(.*)")
         found = [(position, match) for position, (path, _) in enumerate(rows) if (match := inside.fullmatch(path))]
         if not found:
@@ -93,7 +93,7 @@ def _continued(paths: Sequence[str], stacks: Sequence[LayerStack], counts: Seque
             raise _Irregular(f"{stack.path}: expected layers that run one after the other")
         rows[first:last] = [
             (f"{stack.path}.{index}{match[2]}", rows[position][1])
-            for index, stand_in in enumerate(stack.stand_ins(count))
+            for index, stand_in in enumerate(stack.stand_ins(which))
             for position, match in found
             if int(match[1]) == stand_in
         ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -78,16 +79,14 @@ def roofline(
         args, kwargs = arguments_of(given)
         trained = [parameter for parameter in fake.parameters() if parameter.requires_grad]
         shards = Shards.of(fake, sharding, devices)
-        clock = _RooflineClock(gpu)
-        updating = simulate_optimizer(optimizer or AdamW, shards.updated, clock.add)
-        clock.mark("optimizer")
+        updating = simulate_optimizer(optimizer or AdamW, shards.updated, partial(op_seconds, figures=gpu))
         run = _FakeDryRun(fake, args, kwargs, loss, SGD(trained, lr=0.0), figures=gpu, share=shards.share)
         table = _table(run, match, kernels, progress, gpu.link is not None, compress)
         static_nbytes = shards.static.parameters + nbytes_of(list(fake.buffers())) + updating.state_nbytes
         static_nbytes += table["microbatch_nbytes"]
     table["regions"] = shards.with_buffers(table["regions"])
     table["static_nbytes"] = static_nbytes + cublas_nbytes(gpu.capability)
-    table["optimizer_seconds"] = clock.seconds["optimizer"]
+    table["optimizer_seconds"] = updating.seconds
     table["optimizer_peak_nbytes"] = updating.peak_nbytes + shards.buffer_nbytes("optimizer")
     machine: dict[str, Any] = {**gpu._asdict(), "torch": torch.__version__}
     where = machine["gpu"] = machine.pop("name")

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import models
@@ -22,10 +23,10 @@ from recompute import counters
 from recompute.engine.fake_mode import FakeMode
 from recompute.errors import ModelError
 from recompute.estimation.attention_choice import Platform
-from recompute.estimation.build_model import without_packing
+from recompute.estimation.build_model import without_values
 from recompute.estimation.fake_tensors import fake_batch, fake_copy
 from recompute.estimation.module_tracker import unit_of
-from recompute.estimation.optimizer_step import optimizer_peak_nbytes
+from recompute.estimation.optimizer_step import simulate_by_shape, simulate_optimizer
 from recompute.estimation.simulation import SimulatedStep, Surroundings, run_forward, simulate
 from recompute.estimation.storage_tracker import StorageTrace
 from recompute.estimation.workspaces import workspace_nbytes
@@ -130,7 +131,7 @@ def run(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Any]:
 
 
 def fake_step(model: nn.Module, batch: dict[str, Tensor], policy: str) -> SimulatedStep:
-    with without_packing("model"), FakeMode():
+    with without_values("model"):
         fake, given = fake_copy(model, torch.float32), fake_batch(batch)
         recompute.apply(fake, policy)
         run_forward(fake, lambda: run(fake, given), Surroundings())
@@ -227,8 +228,11 @@ SHAPES = [(1000, 100), (1000, 100), (128,)]
     ],
 )
 def test_an_optimizers_step(options: dict[str, bool], nbytes: int) -> None:
-    peak = optimizer_peak_nbytes(lambda given: torch.optim.AdamW(given, **options), SHAPES, torch.bfloat16)
-    assert abs(peak - nbytes) <= 1024  # numbers of 4 bytes
+    shapes = [(shape, torch.bfloat16) for shape in SHAPES]
+    make = partial(torch.optim.AdamW, **options)
+    step = simulate_optimizer(make, shapes)
+    assert step == simulate_by_shape(make, shapes)
+    assert abs(step.peak_nbytes - nbytes) <= 1024  # numbers of 4 bytes
 
 
 def test_cuda_backward_of_attention_sums_in_float32() -> None:
