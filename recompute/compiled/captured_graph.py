@@ -22,7 +22,8 @@ from recompute.compiled.autocast_settings import CallSettings, cast_of
 from recompute.compiled.captured_function import CapturedFrame, apply_captured
 from recompute.compiled.following import FollowingRecording
 from recompute.compiled.function_calls import objects_of
-from recompute.compiled.guards import MISSED, GuardedCalls, asks_about_tracing, meets_function
+from recompute.compiled.function_effects import CHANGES
+from recompute.compiled.guards import MISSED, GuardedCalls, asks_about_tracing, meets_function, names_read
 from recompute.compiled.observation import Observation
 from recompute.compiled.program import Program
 from recompute.compiled.recording import Departure, Recording
@@ -147,7 +148,7 @@ class GuardedGraphs:
 
     def _compile(self, module: torch.fx.GraphModule, given: Sequence[Any]) -> Callable[..., Any]:
         unfit = "it asks whether it is compiled" if asks_about_tracing() else _unfit_node(module)
-        graph = CapturedGraph(self._cached, module, unfit or "")
+        graph = CapturedGraph(self._cached, module, names_read(), unfit or "")
         self.graphs.append(graph)
         return graph.run
 
@@ -197,11 +198,12 @@ class Caller:
 class CapturedGraph:
     """A graph of a region, and the programs that were made of it: one for each plan, and way to go backward."""
 
-    def __init__(self, cached: CachedGraphs, module: torch.fx.GraphModule, failure: str):
-        """failure: why no program can be made of it; "" if one can."""
+    def __init__(self, cached: CachedGraphs, module: torch.fx.GraphModule, read: frozenset[str], failure: str):
+        """read: the names of what its code reads in Python. failure: why no program can be made of it, or ""."""
         self._cached = cached
         self._forward = leaving_vmaps(module.forward)
         self._code = module.code
+        self._read = read
         self._objects = objects_of(module.graph)
         """The positions of the inputs that are no tensors, and go to custom Functions as they are."""
         self._unfit = failure
@@ -296,8 +298,13 @@ class CapturedGraph:
         try:
             if not all(isinstance(value, Tensor) for value in given):
                 raise Departure("its graph is given what is no tensor")
+            for index, function in expected.recording.functions.items():
+                if function.changed & self._read:
+                    raise Departure(CHANGES.format(expected.recording.calls[index].op))
             around, name = CallSettings.of(given), region.statistics.name
-            recording = FollowingRecording(objects, generates=region.generates, expected=expected.recording)
+            recording = FollowingRecording(
+                objects, generates=region.generates, expected=expected.recording, read=self._read
+            )
             seen = Observation(given, recording, around, caller.learn, name, known)
             caller.observed = weakref.ref(seen)
             tape = GraphTape(region.tape, expected.variant, seen)

@@ -13,6 +13,8 @@ class FollowingRecording(Recording):
     """A recording whose calls of forward must be those that are expected, with buffers of its own."""
 
     expected: Recording = field(default_factory=Recording)
+    read: frozenset[str] = frozenset()
+    """The names of what the code has read in Python."""
     _same: dict[int, int] = field(default_factory=dict)
     """For each buffer of the expected calls, the one here."""
 

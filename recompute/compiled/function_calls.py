@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._library.fake_class_registry import FakeScriptObject
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
+from recompute.compiled.function_effects import CHANGES, changed, found_by
 from recompute.compiled.recording import Departure, FunctionResult, NotCapturable, ObjectUse, Recording, Use
 from recompute.engine.cut.layout import Layout
 from recompute.engine.saved_tensors import (
@@ -138,15 +139,18 @@ class FunctionCall:
         made: Sequence[int],
         saves: Sequence[int],
         takes_gradients: bool,
+        names: frozenset[str],
     ):
         """args, outputs: of the call that was recorded. around: the span of the autocast that it runs under.
 
         made: the positions of the arguments that the region has made. saves: of those that it saves and leaves as they
-        are. takes_gradients: whether the call ran with gradients on.
+        are. takes_gradients: whether the call ran with gradients on. names: those of what it might change in Python and
+        the code around it reads.
         """
         self.op = op
         self.saves = saves
         self._made = made
+        self._names = names
         self._takes = [takes_gradients and takes_gradient(value) for value in args]
         self._is_differentiated = any(self._takes)
         self._results = list(map(_described, outputs))
@@ -171,12 +175,15 @@ class FunctionCall:
             entered = iter(_Enter.apply(_source(), *itertools.compress(given, enters)))
             args = [next(entered) if is_entered else value for value, is_entered in zip(given, enters, strict=True)]
         versions = [version_of(args[position]) for position in self._made]
+        found = found_by(self.op, args, self._names) if self._names else {}
         after = _After()
         with self._saving(args, after) if self.saves else nullcontext():
             output = self.op.function.apply(*args)
         after.values = ()
         if versions != [version_of(args[position]) for position in self._made]:
             raise Departure(f"{self.op} changes from time to time what it is given")
+        if self._names and changed(found, found_by(self.op, args, self._names)):
+            raise Departure(CHANGES.format(self.op))
         outputs = output if type(output) in LISTS else (output,)
         if list(map(_described, outputs)) != self._results:
             raise Departure(f"{self.op} gives something else from time to time")
@@ -260,7 +267,7 @@ def stand_in_for(recording: Recording) -> Callable[..., Any]:
     """``(op, args, kwargs) -> outputs``: tensors like those that Functions gave, while a graph is traced."""
 
     def stand_in(op: FunctionOp, args: tuple, kwargs: dict[str, Any]) -> Any:
-        for index, (results, _) in recording.functions.items():
+        for index, (results, *_) in recording.functions.items():
             call = recording.calls[index]
             if call.op is op and not kwargs and _are_alike(call.args, args):
                 takes = torch.is_grad_enabled() and any(map(takes_gradient, args))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import re
 import sys
 import threading
 import warnings
@@ -60,6 +61,15 @@ def depends_on_sizes() -> bool:
     """Whether what is being traced branches on a size that is not fixed."""
     mode: Any = TracingContext.get().fake_mode
     return bool(mode.shape_env.guards)
+
+
+_WORD = re.compile(r"\w+")
+
+
+def names_read() -> frozenset[str]:
+    """The names in the guards of what is being traced, which lead to all that it has read in Python."""
+    guards = TracingContext.get().guards_context.dynamo_guards
+    return frozenset(word for guard in guards for word in _WORD.findall(guard.name))
 
 
 def meets_function() -> bool:

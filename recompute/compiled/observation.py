@@ -24,6 +24,7 @@ from recompute.compiled.function_calls import (
     is_untold,
     takes_gradient,
 )
+from recompute.compiled.function_effects import shared_names
 from recompute.compiled.program import Program
 from recompute.compiled.program_writer import ObservedFrame, ProgramWriter
 from recompute.compiled.recording import Call, Departure, NotCapturable, Recording, Use
@@ -86,7 +87,7 @@ class Observation:
         """Whether the region has run another frame before this one's backward."""
         self._known = known
         self.reason: str | None = None
-        self._recording = recording
+        self._recording, self.read = recording, recording.read
         self._done: Callable[[Program | str], None] | None = done
         parameters = {i for i, tensor in enumerate(given) if isinstance(tensor, nn.Parameter)}
         self._frame = ObservedFrame(self._recording, parameters, around)
@@ -153,8 +154,8 @@ class Observation:
         uses = {position: use.buffer for position, use in enumerate(given) if type(use) is Use}
         made = [position for position, number in uses.items() if buffers[buffers[number].root].call is not None]
         saves = [position for position in made if position in saved and (uses[position],) * 2 in written]
-        call = FunctionCall(op, args, outputs, around, made=made, saves=saves, takes_gradients=takes_gradients)
-        self._frame.functions[index] = call
+        options: dict[str, Any] = {"takes_gradients": takes_gradients, "names": shared_names(op, self.read)}
+        self._frame.functions[index] = FunctionCall(op, args, outputs, around, made=made, saves=saves, **options)
         for tensor in filter(takes_gradient, outputs):
             self._nodes[tensor.grad_fn] = index
 

@@ -84,6 +84,8 @@ class RecordedFunction(NamedTuple):
     """What it gave, with a ``FunctionResult`` in the place of each tensor."""
     reached: Sequence[int | None]
     """The buffers that it may have written to."""
+    changed: frozenset[str] = frozenset()
+    """The names of what it has changed in Python."""
 
 
 class Call(NamedTuple):
@@ -312,10 +314,8 @@ class Recording:
                 results.append(None if self.knows(tensor) else self._new(tensor, call=index))
         is_sequence = type(output) in LISTS
         if is_function:
-            results_of = [
-                FunctionResult(Layout.of(each), each.device) if isinstance(each, Tensor) else each
-                for each in (output if is_sequence else (output,))
-            ]
+            outputs = output if is_sequence else (output,)
+            results_of = [FunctionResult(Layout.of(o), o.device) if isinstance(o, Tensor) else o for o in outputs]
             self.functions[index] = RecordedFunction(results_of, [self._current.get(key) for key in self._reached])
         self.calls.append(
             Call(started.op, started.args, started.kwargs, tuple(results), tuple(written.values()), is_sequence)

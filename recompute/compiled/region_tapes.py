@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from recompute.compiled.function_calls import takes_gradient
+from recompute.compiled.function_effects import CHANGES, changed, found_by, shared_names
 from recompute.compiled.observation import Observation
 from recompute.compiled.recording import Departure, NotCapturable, Recording
 from recompute.engine.cut.ops import Kind, facts, tensors_in
@@ -71,7 +72,14 @@ class RecordingTape(_ShowingTape):
         is_ruled = policy is not own and type(op) is not FunctionOp and policy.decide(op) != own.decide(op)
         if is_ruled or hooks is None or getattr(hooks[0], "__self__", None) is not self:
             self.has_rules_inside = True
-        return self.recording.run(op, args, kwargs, run, self._give_up)
+        if type(op) is not FunctionOp:
+            return self.recording.run(op, args, kwargs, run, self._give_up)
+        before = found_by(op, args)
+        output = self.recording.run(op, args, kwargs, run, self._give_up)
+        if self.recording is not None:
+            index, known = self.recording.functions.popitem()
+            self.recording.functions[index] = known._replace(changed=changed(before, found_by(op, args)))
+        return output
 
     def _give_up(self, reason: NotCapturable) -> None:
         self.recording, self.reason = None, str(reason)
@@ -84,7 +92,10 @@ class RecordingTape(_ShowingTape):
 class _RunningFunction:
     """A call of a custom Function, from its forward until what it has returned has a graph."""
 
-    def __init__(self, args: tuple):
+    def __init__(self, op: FunctionOp, args: tuple, read: frozenset[str]):
+        """read: the names of what the code around it has read."""
+        self._op, self._names = op, shared_names(op, read)
+        self._found = found_by(op, args, self._names)
         self._args = args
         self._versions = self._versions_now()
         self._output: Any = None
@@ -120,6 +131,8 @@ class _RunningFunction:
 
     def end(self, seen: Observation, returned: Any) -> None:
         """returned: what its caller got; None if the caller does not tell."""
+        if changed(self._found, found_by(self._op, self._args, self._names)):
+            raise Departure(CHANGES.format(self._op))
         is_changed, takes_gradients = self._versions_now() != self._versions, torch.is_grad_enabled()
         if returned is None:
             if len(self._made()) != len(tensors_in(self._output)):
@@ -143,7 +156,7 @@ class GraphTape(_ShowingTape):
     def step(self, op: Any, args: tuple, kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
         if type(op) is FunctionOp:
             self.end_function()
-            self._function = _RunningFunction(args)
+            self._function = _RunningFunction(op, args, self._seen.read)
             run = partial(self._function.forward, run)
         elif facts(op).kind is not Kind.VIEW:  # autograd may view what a Function returns
             self.end_function()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -173,6 +174,39 @@ def test_a_function_gives_another_number_at_any_step(x):
 
     for steps in range(7, 1, -1):
         twins = Twins(Around(body(forward, lin=linear())))
+        for number, count in ((1.0, steps), (2.0, 2)):
+            FACTOR[:] = [number]
+            twins.steps(train(x), count)
+
+
+def set_number(x, store):
+    store.scale = FACTOR[0]
+    return x * 2
+
+
+def set_item(x, store):
+    store.scales["last"] = FACTOR[0]
+    return x * 2
+
+
+def set_tensor(x, store):
+    store.scale = x.detach().abs().amax() * FACTOR[0]
+    return x * 2
+
+
+@pytest.mark.parametrize(
+    ("setting", "read"),
+    [(set_number, lambda s: s.scale), (set_item, lambda s: s.scales["last"]), (set_tensor, lambda s: s.scale)],
+)
+def test_code_reads_what_a_function_has_set(x, setting, read):
+    sets = function_of(setting, lambda gradient: (gradient * 2, None), saves=lambda *_: ())
+
+    def forward(self, x):
+        return sets.apply(self.lin(x), self.store).sin() * read(self.store)
+
+    for steps in range(7, 1, -1):
+        store = SimpleNamespace(scale=1.0, scales={"last": 1.0})
+        twins = Twins(Around(body(forward, lin=linear(), store=store)))
         for number, count in ((1.0, steps), (2.0, 2)):
             FACTOR[:] = [number]
             twins.steps(train(x), count)
