@@ -87,7 +87,12 @@ class Guarded:
         object.__setattr__(self, name, value)
 
 
-MARK = SimpleNamespace(name="what code asks for by itself")
+class Mark:
+    """What code asks for by itself."""
+
+
+MARK = Mark()
+MARK.name = "none given"
 
 
 class Unpicklable:

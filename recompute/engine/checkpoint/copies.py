@@ -12,6 +12,7 @@ import dataclasses
 import enum
 import functools
 import sys
+from argparse import Namespace
 from array import array
 from collections import ChainMap, OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -117,8 +118,9 @@ def contents_of(kind: Any) -> Contents | None:
         return Contents(RECORD, base, descriptors)
     if base not in (object, SimpleNamespace) or issubclass(kind, _IN_PYTHON):
         return Contents(COLLECTION, base, descriptors)
-    has_no_state = not (descriptors or kind.__dictoffset__) or any("__call__" in vars(each) for each in kind.__mro__)
-    return None if has_no_state else Contents(OBJECT, base, descriptors)
+    has_state = (descriptors or kind.__dictoffset__) and not any("__call__" in vars(each) for each in kind.__mro__)
+    is_python_s = kind.__module__ in sys.stdlib_module_names and kind not in (SimpleNamespace, Namespace)
+    return None if is_python_s or not has_state else Contents(OBJECT, base, descriptors)  # loggers know all others
 
 
 class Copier:
