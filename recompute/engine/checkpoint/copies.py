@@ -79,7 +79,7 @@ class Contents(NamedTuple):
         if own is value:  # a dict whose items are its attributes
             yield object.__setattr__, "__dict__", value
         else:
-            yield from ((_put_attribute, name, own[name]) for name in own)
+            yield from ((_put_attribute, name, own[name]) for name in [*own])
 
 
 def _append(made: Any, index: int, part: Any) -> None:
@@ -110,7 +110,7 @@ def contents_of(kind: Any) -> Contents | None:
         if base not in _ARRAYS:
             base.__new__(kind)
     except TypeError:
-        if kind not in SUPPORTED_NODES:  # a stream, say, is made by its own class in C
+        if base is not tuple:  # a stream, say, is made by its own class in C
             return None
     slots = [each for base in kind.__mro__ if "__slots__" in vars(base) for each in vars(base).values()]
     descriptors = tuple([each for each in slots if isinstance(each, MemberDescriptorType)])
