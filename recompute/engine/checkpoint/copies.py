@@ -126,10 +126,10 @@ def contents_of(kind: Any) -> Contents | None:
 class Copier:
     """Makes copies that refer to each other as what they are copies of does."""
 
-    def __init__(self, rank: int = COLLECTION):
-        """rank: what it enters."""
+    def __init__(self, rank: int = COLLECTION, made: dict[int, Any] | None = None):
+        """rank: what it enters. made: what there is already, by the id of what it stands for."""
         self.rank = rank
-        self._made: dict[int, Any] = {}  # by the id of the original, which has to live as long as this copies
+        self._made = {} if made is None else made  # originals live as long as this copies, so no id stands for two
         self._depth = _DEPTH
 
     def leaf(self, value: Any) -> Any:
@@ -218,11 +218,9 @@ def _may_change(kind: Any) -> bool:
     return issubclass(kind, Tensor) or (contents is not None and contents.rank == COLLECTION)
 
 
-class Mapper(Copier):
-    """Puts what ``function`` returns in the place of all that it does not enter."""
-
-    def __init__(self, function: Callable[[Any], Any], rank: int = RECORD):
-        super().__init__(rank)
+class _Mapper(Copier):
+    def __init__(self, function: Callable[[Any], Any]):
+        super().__init__(RECORD)
         self._function = function
 
     def leaf(self, value: Any) -> Any:
@@ -231,7 +229,7 @@ class Mapper(Copier):
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     """``value`` with each leaf of its containers, dataclasses and registered pytrees replaced."""
-    return Mapper(function).copy(value)
+    return _Mapper(function).copy(value)
 
 
 def _are_numbers(values: Iterable[Any]) -> bool:
