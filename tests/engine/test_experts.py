@@ -60,7 +60,7 @@ class Unsteady:
     """Turns the router's preferences around in every second run, which no engine can know of."""
 
     def __init__(self):
-        self.sign = np.ones(1)
+        self.sign = np.ones(1 << 14)  # too large an array to be looked into
 
     def __call__(self, logits):
         self.sign *= -1

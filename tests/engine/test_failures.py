@@ -162,7 +162,7 @@ def test_an_exception_in_forward_leaves_nothing_behind(action, error):
 
 @pytest.mark.parametrize("error", [Boom, KeyboardInterrupt])
 def test_an_exception_in_regeneration_leaves_all_as_it_was_and_a_retry_succeeds(error):
-    switch = np.zeros(1, bool)  # a checkpoint does not look into an array
+    switch = np.zeros(1 << 17, bool)  # a checkpoint does not look into so large an array
 
     def forward(self, x):
         hidden = F.dropout(self.norm(x), 0.5)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from recompute.engine.bit_comparison import count_different
-from recompute.engine.checkpoint.copies import NUMBERS, OBJECT, RECORD, Copier, Mapper, contents_of, fingerprint
+from recompute.engine.checkpoint.copies import NUMBERS, OBJECT, RECORD, Copier, contents_of, fingerprint
 from recompute.engine.rng import GENERATORS
 from recompute.engine.saved_tensors import (
     Hooks,
@@ -182,7 +182,5 @@ class HeldArguments(Copier):
             raise MutationError(
                 f"in {self._name}: {what} between forward and backward, so the region cannot be run again as it ran"
             )
-
         parts: list[Any] = [*self._tensors.values(), *self._opaque]
-        restored = {id(part): part.restore() for part in parts}
-        return Mapper(lambda value: restored.get(id(value), value)).copy(self._arguments)
+        return Copier(RECORD, {id(part): part.restore() for part in parts}).copy(self._arguments)

@@ -12,6 +12,7 @@ import dataclasses
 import enum
 import functools
 import sys
+from argparse import Namespace
 from array import array
 from collections import ChainMap, OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -78,7 +79,7 @@ class Contents(NamedTuple):
         if own is value:  # a dict whose items are its attributes
             yield object.__setattr__, "__dict__", value
         else:
-            yield from ((_put_attribute, name, own[name]) for name in own)
+            yield from ((_put_attribute, name, own[name]) for name in [*own])
 
 
 def _append(made: Any, index: int, part: Any) -> None:
@@ -109,7 +110,7 @@ def contents_of(kind: Any) -> Contents | None:
         if base not in _ARRAYS:
             base.__new__(kind)
     except TypeError:
-        if kind not in SUPPORTED_NODES:  # a stream, say, is made by its own class in C
+        if base is not tuple:  # a stream, say, is made by its own class in C
             return None
     slots = [each for base in kind.__mro__ if "__slots__" in vars(base) for each in vars(base).values()]
     descriptors = tuple([each for each in slots if isinstance(each, MemberDescriptorType)])
@@ -117,17 +118,18 @@ def contents_of(kind: Any) -> Contents | None:
         return Contents(RECORD, base, descriptors)
     if base not in (object, SimpleNamespace) or issubclass(kind, _IN_PYTHON):
         return Contents(COLLECTION, base, descriptors)
-    has_no_state = not (descriptors or kind.__dictoffset__) or any("__call__" in vars(each) for each in kind.__mro__)
-    return None if has_no_state else Contents(OBJECT, base, descriptors)
+    has_state = (descriptors or kind.__dictoffset__) and not any("__call__" in vars(each) for each in kind.__mro__)
+    is_python_s = kind.__module__ in sys.stdlib_module_names and kind not in (SimpleNamespace, Namespace)
+    return None if is_python_s or not has_state else Contents(OBJECT, base, descriptors)  # loggers know all others
 
 
 class Copier:
     """Makes copies that refer to each other as what they are copies of does."""
 
-    def __init__(self, rank: int = COLLECTION):
-        """rank: what it enters."""
+    def __init__(self, rank: int = COLLECTION, made: dict[int, Any] | None = None):
+        """rank: what it enters. made: what there is already, by the id of what it stands for."""
         self.rank = rank
-        self._made: dict[int, Any] = {}  # by the id of the original, which has to live as long as this copies
+        self._made = {} if made is None else made  # originals live as long as this copies, so no id stands for two
         self._depth = _DEPTH
 
     def leaf(self, value: Any) -> Any:
@@ -216,11 +218,9 @@ def _may_change(kind: Any) -> bool:
     return issubclass(kind, Tensor) or (contents is not None and contents.rank == COLLECTION)
 
 
-class Mapper(Copier):
-    """Puts what ``function`` returns in the place of all that it does not enter."""
-
-    def __init__(self, function: Callable[[Any], Any], rank: int = RECORD):
-        super().__init__(rank)
+class _Mapper(Copier):
+    def __init__(self, function: Callable[[Any], Any]):
+        super().__init__(RECORD)
         self._function = function
 
     def leaf(self, value: Any) -> Any:
@@ -229,7 +229,7 @@ class Mapper(Copier):
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     """``value`` with each leaf of its containers, dataclasses and registered pytrees replaced."""
-    return Mapper(function).copy(value)
+    return _Mapper(function).copy(value)
 
 
 def _are_numbers(values: Iterable[Any]) -> bool:
