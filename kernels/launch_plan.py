@@ -266,11 +266,15 @@ class _Writer:
             settings = ", ".join(f"{key}={self._named(value)}" for key, value in each.settings.items())
             self._lines.append(f"{self._named(each.kernel)}[({each.programs},)]({listed}, {settings})")
         else:
-            run, function = self._named(each.compiled.run), self._named(each.compiled.function)
+            runs, function = each.compiled.run, self._named(each.compiled.function)
+            # Triton's launcher allocates memory for kernels that ask for some. The others need not go through it.
+            is_bare = not (getattr(runs, "global_scratch_size", 1) or getattr(runs, "profile_scratch_size", 1))
             metadata = self._named(each.compiled.packed_metadata)
             constants = "".join(f", {self._named(value)}" for value in each.constants)
+            bare = f"{runs.launch_cooperative_grid}, {runs.launch_pdl}, None, None, " if is_bare else ""
             self._lines.append(
-                f"{run}({each.programs}, 1, 1, stream, {function}, {metadata}, None, None, None, {listed}{constants})"
+                f"{self._named(runs.launch if is_bare else runs)}({each.programs}, 1, 1, stream, {function}, {bare}"
+                f"{metadata}, None, None, None, {listed}{constants})"
             )
         return True
 
