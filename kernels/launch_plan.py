@@ -163,9 +163,9 @@ def _can_be_planned(arguments: tuple[Any, ...]) -> bool:
 
 
 def _are_apart(arguments: tuple[Any, ...]) -> bool:
-    """Whether all tensors begin at addresses of their own. Otherwise a plan could not tell which of them is which."""
-    addresses = [address_of(each) for each in arguments if isinstance(each, Tensor) and each.numel()]
-    return len(set(addresses)) == len(addresses)
+    """Whether no tensor is given twice. Otherwise a plan could not tell which of the two a kernel takes."""
+    tensors = [id(each) for each in arguments if isinstance(each, Tensor)]
+    return len(set(tensors)) == len(tensors)
 
 
 def _noted_call(
@@ -266,11 +266,15 @@ class _Writer:
             settings = ", ".join(f"{key}={self._named(value)}" for key, value in each.settings.items())
             self._lines.append(f"{self._named(each.kernel)}[({each.programs},)]({listed}, {settings})")
         else:
-            run, function = self._named(each.compiled.run), self._named(each.compiled.function)
+            runs, function = each.compiled.run, self._named(each.compiled.function)
+            # Triton's launcher allocates memory for kernels that ask for some. The others need not go through it.
+            is_bare = not (getattr(runs, "global_scratch_size", 1) or getattr(runs, "profile_scratch_size", 1))
             metadata = self._named(each.compiled.packed_metadata)
             constants = "".join(f", {self._named(value)}" for value in each.constants)
+            bare = f"{runs.launch_cooperative_grid}, {runs.launch_pdl}, None, None, " if is_bare else ""
             self._lines.append(
-                f"{run}({each.programs}, 1, 1, stream, {function}, {metadata}, None, None, None, {listed}{constants})"
+                f"{self._named(runs.launch if is_bare else runs)}({each.programs}, 1, 1, stream, {function}, {bare}"
+                f"{metadata}, None, None, None, {listed}{constants})"
             )
         return True
 
@@ -280,7 +284,9 @@ class _Writer:
             return "None"
         if not isinstance(value, Tensor):
             return None
-        return next((name for name, tensor in self._known.items() if _is_same(tensor, value)), None)
+        own = [name for name, tensor in self._known.items() if tensor is value]
+        own = own or [name for name, tensor in self._known.items() if _is_same(tensor, value)]
+        return own[0] if len(own) == 1 else None
 
     def _value(self, value: Any, *, as_address: bool) -> str | None:
         """The variable of an argument; None if it is a tensor that is not known.
@@ -290,9 +296,10 @@ class _Writer:
         if not isinstance(value, Tensor):
             return self._named(value)
         alike = {name: tensor for name, tensor in self._known.items() if tensor.dtype is value.dtype}
-        for name, tensor in alike.items():
-            if address_of(tensor) == address_of(value):  # a kernel is given the address alone
-                return self._address(name) if as_address else name
+        own = [name for name, tensor in alike.items() if tensor is value]
+        own = own or [name for name, tensor in alike.items() if address_of(tensor) == address_of(value)]
+        if own:  # a kernel is given the address alone, at which another tensor need not begin in later calls
+            return None if len(own) > 1 and alike[own[0]].numel() else self._address(own[0]) if as_address else own[0]
         around = [name for name, tensor in alike.items() if _share_memory(tensor, value)]
         if len(around) != 1:  # in later calls several tensors may not lie in one memory
             return None

@@ -22,7 +22,7 @@ from recompute.compiled.generated.dropout import DropoutMask, mask_of
 from recompute.compiled.generated.fusing import fused
 from recompute.compiled.generated.generated_kernel import GeneratedKernel
 from recompute.compiled.generated.out_of_place import out_of_place
-from recompute.compiled.generated.row_sums import index_put_rows, keeps_bits, rows_added
+from recompute.compiled.generated.row_sums import InTurn, index_put_rows, is_in_turn, keeps_bits, rows_added
 from recompute.compiled.generated.safe_softmax import is_safe_softmax, safe_softmax
 from recompute.compiled.generated.switch import Generates
 from recompute.compiled.held_inputs import HELPERS
@@ -90,9 +90,12 @@ class Code:
         if rounds and call.op in READERS:
             parts = {use: self._part(use, again) for use in call.uses()}
             call = call._replace(args=_with(call.args, parts), kwargs=_with(call.kwargs, parts))
+        adds_rows = in_turn = False
         added = rows_added(call, self.recording, self._has) if self.recording.is_generated else None
-        if adds_rows := added is not None and (rounds or keeps_bits(added)):
-            call = added
+        if added is not None:
+            in_turn = not (rounds or keeps_bits(added))
+            adds_rows = not in_turn or is_in_turn(added)
+            call = added._replace(args=(*added.args, in_turn)) if adds_rows else call
         if again and call.written:
             for before, after in call.written:
                 name = self.tensors[after] = f"t{after}"
@@ -112,7 +115,8 @@ class Code:
         variables = {use.buffer: self._memory(use, again) for use in call.uses()}
         writes = tuple([self.tensors[after] for _, after in call.written])
         is_safe = self.recording.is_generated and is_safe_softmax(call, self.recording)
-        ours = index_put_rows if adds_rows else safe_softmax if is_safe else None
+        of_rows = InTurn() if in_turn else PlannedCall(index_put_rows)
+        ours = of_rows if adds_rows else safe_softmax if is_safe else None
         function = self._function(call.op) if ours is None else self.named(ours)
         text = f"{function}({', '.join(arguments)})"
         if makes:

@@ -20,12 +20,13 @@ from recompute.compiled.generated import device_functions, generated_kernel
 from recompute.compiled.generated.fusing import fused
 from recompute.compiled.generated.generated_kernel import GeneratedKernel
 from recompute.compiled.generated.index_forms import Form
-from recompute.compiled.generated.row_sums import index_put_rows, rows_added
+from recompute.compiled.generated.row_sums import InTurn, index_put_rows, rows_added
 from recompute.compiled.generated.safe_softmax import safe_softmax
 from recompute.compiled.generated.spaces import Elements
 from recompute.compiled.generated.switch import Generates, generating_on
 from recompute.compiled.program_writer import deciding
 from recompute.diagnostics.comparing_runs import same_bits
+from recompute.kernels.launch_plan import PlannedCall
 
 interpreted = pytest.mark.skipif(not device_functions.is_interpreted, reason="Triton's interpreter is off")
 
@@ -316,7 +317,31 @@ class TestRowSums:
         for generates, by_kernel in ((Generates.ROUNDED, True), (Generates.EXACT, False)):
             with generating_on("cpu"):
                 code, _ = written(gradient, *given, generates=generates)
-            assert (index_put_rows in code.names.values()) is by_kernel
+            assert ("PlannedCall" in [type(each).__name__ for each in code.names.values()]) is by_kernel
+
+    @pytest.mark.parametrize(
+        "device", [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
+    )
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+    @pytest.mark.parametrize("times", [0, 1, 3, 4])
+    def test_an_exact_policy_adds_rows_in_turn(self, times, dtype, device):
+        rows, width, places = 60, 40, 60 // times if times else 7
+        values, order = draw(rows, width).to(device, dtype), torch.randperm(rows, device=device)
+
+        def gradient(v, experts):
+            index = experts.sort(stable=True).indices // times if times else experts % places
+            return v.new_zeros(places, width).index_put([index], v, accumulate=True)
+
+        with generating_on(device):
+            code, numbers = written(gradient, values, order)
+            run = code.compiled(["def run(t0, t1):"], f"t{numbers[0]}", [f"t{numbers[0]}"])
+        (in_turn,) = (each for each in code.names.values() if isinstance(each, (InTurn, PlannedCall)))
+        for _ in range(3):
+            assert same_bits(run(values, order), gradient(values, order))
+        is_trusted = (
+            device == "cuda" or dtype is not torch.bfloat16
+        )  # the interpreter rounds to bfloat16 in another way
+        assert times == 1 or isinstance(in_turn._run, PlannedCall) is is_trusted
 
     @pytest.mark.parametrize(
         "device", [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -262,6 +262,15 @@ def test_a_plan_is_not_made_of_a_call_that_gives_one_tensor_twice() -> None:
     assert same_bits(call(x, x), (x, x))
 
 
+def test_a_plan_tells_tensors_apart_that_lie_in_one_memory() -> None:
+    """As a parameter does, and the memory that it had in forward."""
+    call = PlannedCall(Copies())
+    x, y = make(M, H), make(M, H, seed=1)
+    assert same_bits(call(x, x.detach()), (x, x))
+    assert call.planned is not None
+    assert same_bits(call(x, y), (x, y))
+
+
 def test_a_plan_is_not_made_of_a_view_that_may_be_of_another_tensor_next_time() -> None:
     """The kernel is given the second rows of both, which lie in one memory in the first call alone."""
     call = PlannedCall(Copies(*[lambda x: x[1:]] * 2))

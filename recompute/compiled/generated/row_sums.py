@@ -1,44 +1,60 @@
 """Adds up rows that go to the same place: the gradient of indexing, as where experts take their tokens.
 
-ATen adds the rows of one place after each other, and rounds each sum. That takes long where many rows go to one place,
-as for the biases of a few experts. This adds up blocks of rows in float32, in an order that is always the same.
+ATen adds the rows of one place after each other, from memory to memory, and rounds each sum. That takes long where many
+rows go to one place, as for the biases of a few experts. ``index_put_rows`` adds up blocks of rows in float32, in an
+order that is always the same; ``InTurn`` does what ATen does, with the sum in registers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from recompute.compiled.generated.pointwise_ops import FLOATS, arguments_of
 from recompute.compiled.recording import Call, Recording, Use
+from recompute.engine.bit_comparison import count_different
+from recompute.engine.thread_state import is_in_cuda_graph
 from recompute.kernels.launch import jit, run, tl
+from recompute.kernels.launch_plan import PlannedCall
 
 _ATEN = torch.ops.aten
 _ZEROS = (_ATEN.zeros.default, _ATEN.zeros_like.default, _ATEN.new_zeros.default)
-ROWS_AT_ONCE, COLUMNS_AT_ONCE, BLOCK = 16, 256, 1024
+ROWS_AT_ONCE, BLOCK = 16, 1024
+WARP = 32
+"""ATen adds up rows of at most so many elements in other orders."""
 
 
 @jit
 def _sums(
-    initial, order, starts, values, sums, width,
-    TIMES: tl.constexpr, ROWS_AT_ONCE: tl.constexpr, COLUMNS_AT_ONCE: tl.constexpr,
+    values, initial, order, starts, sums, width,
+    TIMES: tl.constexpr, IN_TURN: tl.constexpr, ROWS_AT_ONCE: tl.constexpr, COLUMNS_AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(width, COLUMNS_AT_ONCE)
     place, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
     columns = block * COLUMNS_AT_ONCE + tl.arange(0, COLUMNS_AT_ONCE)
     inside = columns < width
-    total = tl.load(initial + place * width + columns, inside, 0.0).to(tl.float32)
+    total = tl.zeros((COLUMNS_AT_ONCE,), tl.float32)
+    if initial is not None:
+        total = tl.load(initial + place * width + columns, inside, 0.0).to(tl.float32)
     if TIMES == 0:
         first, stop = tl.load(starts + place), tl.load(starts + place + 1)
     else:
         first, stop = place * TIMES, (place + 1) * TIMES
     while first < stop:
         positions = first + tl.arange(0, ROWS_AT_ONCE)
-        rows = tl.load(order + positions, positions < stop, 0)[:, None]
-        wanted = (positions < stop)[:, None] & inside[None, :]
-        total += tl.sum(tl.load(values + rows * width + columns[None, :], wanted, 0.0).to(tl.float32), 0)
+        rows = tl.load(order + positions, positions < stop, 2**62)
+        if IN_TURN:
+            row = tl.min(rows, 0) * 0 - 1
+            for _ in tl.static_range(ROWS_AT_ONCE):
+                row = tl.min(tl.where(rows > row, rows, 2**62), 0)
+                value = tl.load(values + row * width + columns, inside & (row < 2**62), 0.0)
+                total = (total + value.to(tl.float32)).to(sums.dtype.element_ty).to(tl.float32)
+        else:
+            wanted = (positions < stop)[:, None] & inside[None, :]
+            total += tl.sum(tl.load(values + rows[:, None] * width + columns[None, :], wanted, 0.0).to(tl.float32), 0)
         first += ROWS_AT_ONCE
     tl.store(sums + place * width + columns, total, inside)
 
@@ -76,12 +92,22 @@ def rows_added(call: Call, recording: Recording, has: Callable[[int], bool]) -> 
     permutation, times = _permutation_of(index, initial, recording)
     if permutation is not None and not has(permutation.buffer):
         permutation, times = None, 0
-    return call._replace(args=(initial, index, rows, permutation, times))
+    order = None if permutation is None else _inverse_of(permutation, recording, has)
+    zeros = _maker(initial, recording)
+    is_zero = zeros is not None and zeros.op in _ZEROS
+    start = int(initial.layout.shape[0]) if is_zero else initial
+    return call._replace(args=(start, (permutation or index) if order is None else None, rows, times, order), kwargs={})
 
 
 def keeps_bits(call: Call) -> bool:
-    """Whether such a call gives ATen's bits, as a single row goes to each place."""
-    return call.args[4] == 1
+    """Whether such a call gives ATen's bits in any order of its sums, as a single row goes to each place."""
+    return call.args[3] == 1
+
+
+def is_in_turn(call: Call) -> bool:
+    """Whether ``InTurn`` is for such a call."""
+    width = call.args[2].layout.shape[1:].numel()
+    return type(call.args[0]) is int and width > WARP and call.args[3] <= ROWS_AT_ONCE
 
 
 def _permutation_of(index: Use, initial: Use, recording: Recording) -> tuple[Use | None, int]:
@@ -121,6 +147,19 @@ def _permutes(index: Use, maker: Call | None, recording: Recording) -> bool:
     )
 
 
+def _inverse_of(permutation: Use, recording: Recording, has: Callable[[int], bool]) -> Use | None:
+    """What is known as the inverse of a permutation, if it can be read."""
+    pairs = []
+    for call in recording.calls:
+        if call.op is _ATEN.index_put_.default and call.written:
+            ((_, number),) = call.written
+            made = Use(number, recording.buffers[number].layout)
+            if _permutes(made, call, recording):
+                pairs.append((call.args[1][0], made))
+    both = [pair for one, other in pairs for pair in ((one, other), (other, one))]
+    return next((each for own, each in both if own == permutation and has(each.buffer)), None)
+
+
 def _maker(use: Use, recording: Recording) -> Call | None:
     """The call that made, or wrote, all of a tensor."""
     buffer = recording.buffers[use.buffer]
@@ -128,22 +167,57 @@ def _maker(use: Use, recording: Recording) -> Call | None:
 
 
 def index_put_rows(
-    initial: Tensor, index: Tensor, values: Tensor, permutation: Tensor | None = None, times: int = 0
+    initial: Tensor | int,
+    index: Tensor | None,
+    values: Tensor,
+    times: int = 0,
+    order: Tensor | None = None,
+    in_turn: bool = False,
 ) -> Tensor:
     """``initial.index_put([index], values, accumulate=True)``.
 
-    initial: (places, ...); index: int64, (rows,); values: (rows, ...); all of them contiguous. permutation: int64,
-    (rows,), if ``index`` is that, divided by ``times`` and rounded down.
+    initial: (places, ...), or the number of places, which are zeros; index: int64, (rows,); values: (rows, ...); all of
+    them contiguous. times: if it is not 0, ``index`` is a permutation, and its rows go where that leads, divided by
+    ``times`` and rounded down. order: the inverse of it, if that is known. in_turn: whether to round each sum.
     """
-    count = len(initial)
-    if permutation is None:
-        places, order = index.remainder(count).sort()
-        starts = torch.searchsorted(places, torch.arange(count + 1, device=places.device))
-    else:
-        order = starts = torch.empty_like(permutation)
-        run(_inverses, -(-len(order) // BLOCK), permutation, order, len(order), BLOCK=BLOCK, num_warps=4)
-    sums, width = torch.empty_like(initial), initial[0].numel()
-    settings = {"TIMES": times, "ROWS_AT_ONCE": ROWS_AT_ONCE, "COLUMNS_AT_ONCE": COLUMNS_AT_ONCE, "num_warps": 4}
-    programs = count * -(-width // COLUMNS_AT_ONCE)
-    run(_sums, programs, initial, order, starts, values, sums, width, **settings)
+    count = initial if isinstance(initial, int) else len(initial)
+    starts = order
+    if order is None:
+        assert index is not None
+        if times:
+            order = starts = torch.empty_like(index)
+            run(_inverses, -(-len(order) // BLOCK), index, order, len(order), BLOCK=BLOCK, num_warps=4)
+        else:
+            places, order = index.remainder(count).sort(stable=True)
+            starts = torch.searchsorted(places, torch.arange(count + 1, device=places.device))
+    sums = values.new_empty((count, *values.shape[1:]))
+    width, start = values[:1].numel(), None if isinstance(initial, int) else initial
+    at_once = ROWS_AT_ONCE if times == 0 else 1 << (min(times, ROWS_AT_ONCE) - 1).bit_length()
+    columns = 128 if in_turn else min(2048, 256 * ROWS_AT_ONCE // at_once)
+    settings = {"TIMES": times, "IN_TURN": in_turn, "ROWS_AT_ONCE": at_once, "COLUMNS_AT_ONCE": columns}
+    programs = count * -(-width // columns)
+    run(_sums, programs, values, start, order, starts, sums, width, **settings, num_warps=1 if in_turn else 4)
     return sums
+
+
+class InTurn:
+    """``index_put_rows`` in turn, if its first call gives ATen's bits: other releases may add up in other orders."""
+
+    def __init__(self) -> None:
+        self._run: Callable[..., Tensor] = self._compared
+
+    def __call__(self, *arguments: Any) -> Tensor:
+        return self._run(*arguments)
+
+    def _compared(self, *arguments: Any) -> Tensor:
+        expected = self._aten(*arguments)
+        if not is_in_cuda_graph():
+            is_exact = not count_different(expected, index_put_rows(*arguments))
+            self._run = PlannedCall(index_put_rows) if is_exact else self._aten
+        return expected
+
+    @staticmethod
+    def _aten(count: int, index: Any, values: Tensor, times: int, order: Any, in_turn: bool) -> Tensor:
+        index = order.argsort() if index is None else index
+        index = index.div(times, rounding_mode="floor") if times else index
+        return values.new_zeros((count, *values.shape[1:])).index_put([index], values, accumulate=True)
