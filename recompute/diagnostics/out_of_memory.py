@@ -8,7 +8,7 @@ import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -226,15 +226,10 @@ def _with_advice(model: nn.Module, latest: _Latest, device: torch.device, found:
             if rule.action == "recompute" and not (rule.offload or rule.compress):
                 recomputed[rule.match] = saved
             most[rule.match] = max(saved, most.get(rule.match, 0))
-    return OutOfMemory(
-        found.where,
-        found.device,
-        found.static,
-        peak_nbytes,
-        moment,
-        tuple(sorted((each for each in by_module(now.held) if each.nbytes), key=lambda each: -each.nbytes)),
-        tuple(sorted(freed, key=lambda each: -each.nbytes)),
-    )
+    held = sorted((each for each in by_module(now.held) if each.nbytes), key=lambda each: -each.nbytes)
+    freed.sort(key=lambda each: -each.nbytes)
+    told: dict[str, Any] = {"activations": tuple(held), "rules": tuple(freed)}
+    return replace(found, peak_nbytes=peak_nbytes, peak_moment=moment, **told)
 
 
 def _peak(step: SimulatedStep) -> tuple[int, str]:

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from recompute.attach.apply import apply
-from recompute.counters import Clock, memory_trace
 from recompute.estimation.optimizer_step import OptimizerFactory
 from recompute.planning import solver
 from recompute.planning.allowed_ways import ways_of
@@ -205,9 +204,9 @@ def _measure(run: DryRun, profile: Profile, policy: Policy, steps: int) -> Measu
     with apply(run.model, policy):
         run.step(regions)
         static_nbytes = run.static_nbytes
-        trace = run.step(regions, memory=memory_trace(run.device))
+        trace = run.step(regions, counted=True)
         # Steps are timed without marks at regions, which would slow them down where the host sets the pace.
-        timed = [run.step(None, clock=Clock(run.device)) for _ in range(steps)]
+        timed = [run.step(None, timed=True) for _ in range(steps)]
     seconds = [run.microbatches * (one.seconds - one.optimizer_seconds) + one.optimizer_seconds for one in timed]
     return MeasuredStep(
         static_nbytes + trace.peak_nbytes,

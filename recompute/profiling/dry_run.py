@@ -14,8 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import AdamW, Optimizer
 from torch.utils._pytree import tree_leaves
 
-from recompute import counters
-from recompute.counters import Clock, MemoryTrace
+from recompute.counters import Clock, MemoryTrace, memory_trace
 from recompute.errors import ModelError
 from recompute.estimation.optimizer_step import OptimizerFactory
 from recompute.profiling.model_run import Loss, arguments_of, fixed_signs, left_as_it_was, roots, sources_of
@@ -64,12 +63,6 @@ class DryRun:
         """The ``via`` by which rules have kernels stand in here: on other devices than CUDA, "auto" uses none."""
         return "auto" if self.device.type == "cuda" else "kernel"
 
-    def memory_trace(self) -> MemoryTrace:
-        return counters.memory_trace(self.device)
-
-    def clock(self) -> Clock:
-        return Clock(self.device)
-
     @property
     def static_nbytes(self) -> int:
         """Bytes alive between steps."""
@@ -111,12 +104,19 @@ class DryRun:
 
     def warm_up(self, regions: Mapping[str, nn.Module]) -> float:
         """Run a training step before others are measured. Returns the seconds that it took."""
-        return self.step(regions, clock=self.clock()).seconds
+        return self.step(regions, timed=True).seconds
 
-    def step(
-        self, regions: Mapping[str, nn.Module] | None, *, memory: MemoryTrace | None = None, clock: Clock | None = None
+    def step(self, regions: Mapping[str, nn.Module] | None, *, counted: bool = False, timed: bool = False) -> StepTrace:
+        """One training step, as ``trace_step`` runs it; no gradients are left.
+
+        counted, timed: whether its bytes and its seconds are measured.
+        """
+        memory = memory_trace(self.device) if counted else None
+        return self._traced(regions, memory, Clock(self.device) if timed else None)
+
+    def _traced(
+        self, regions: Mapping[str, nn.Module] | None, memory: MemoryTrace | None, clock: Clock | None
     ) -> StepTrace:
-        """One training step, as ``trace_step`` runs and measures it; no gradients are left."""
         earlier = self._earlier_microbatches if memory is not None and self.microbatches > 1 else None
         try:
             return trace_step(self.forward, self.optimizer, regions, memory=memory, clock=clock, earlier=earlier)

@@ -16,6 +16,7 @@ from recompute.attach.apply import apply
 from recompute.attach.module_entries import module_entries
 from recompute.compiled.captured_region import WARMUP_FRAMES
 from recompute.errors import ModelError, RecomputeError, warn
+from recompute.estimation.layer_stacks import shortened
 from recompute.profiling.candidates import Candidate
 from recompute.profiling.dry_run import DryRun
 from recompute.profiling.offloaded_choices import offloading_rule
@@ -26,6 +27,7 @@ from recompute.profiling.regions import (
     policy_for,
     storages_that_may_travel,
 )
+from recompute.profiling.repeated_layers import continued, representative
 from recompute.profiling.step_log import StepLog
 from recompute.profiling.step_trace import StepTrace
 
@@ -59,21 +61,27 @@ def measure_regions(
     may_offload: bool = False,
     compress: bool = False,
 ) -> dict[str, Any]:
-    """The fields of a profile that steps of ``run`` measure.
+    """The fields of a profile that steps of ``run`` measure. Where these are calculated, of equal layers a few run.
 
     may_offload: find out, too, which tensors each way holds that may leave the device.
     """
     report = progress or (lambda what, done, total: None)
-    report("looking at what runs", 0, 0)
-    with _complains_of_memory(run.model):
-        layout = discover_layout(run, match, kernels=kernels, compress=compress)
-    found = StepLog(layout)
-    measuring = _RegionMeasurer(run, layout, steps, report, may_offload, found)
-    static_nbytes = measuring.run_base()
-    measuring.run_all()
+    stacks = []
+    if run.is_calculated:
+        report("looking for layers that are alike", 0, 0)
+        stacks = representative(run, match)
+    with shortened(stacks, "few"):
+        report("looking at what runs", 0, 0)
+        with _complains_of_memory(run.model):
+            layout = discover_layout(run, match, kernels=kernels, compress=compress)
+        found = StepLog(layout)
+        measuring = _RegionMeasurer(run, layout, steps, report, may_offload, found)
+        static_nbytes = measuring.run_base()
+        measuring.run_all()
     layers = {entry.path: entry.layer for entry in module_entries(run.model, "")[0]}
     of_microbatches = {"microbatch_nbytes": run.microbatch_nbytes, "output_nbytes": run.output_nbytes}
-    return {"static_nbytes": static_nbytes, **of_microbatches, **found.table(layers)}
+    table = {"static_nbytes": static_nbytes, **of_microbatches, **found.table()}
+    return {**table, "places": tuple(continued(table["places"], stacks, layers))}
 
 
 @contextmanager
@@ -147,15 +155,6 @@ class _RegionMeasurer:
                 name = self.layout.kinds[job[0].places[-1]].name
                 warn(f"profile: {job[0].candidate.name} is left out for {name}: {failure}")
 
-    @property
-    def _timed_steps(self) -> int:
-        return 1 if self.is_slow else self.steps
-
-    @property
-    def _is_timed_as_counted(self) -> bool:
-        """Whether the step whose bytes are counted is timed, too."""
-        return self.run.is_calculated or (self.is_slow and self.run.device.type == "cuda")
-
     def _jobs(self) -> list[list[_Placement]]:
         """Placements, packed into few jobs. Each job is one assignment, in which no place has two placements."""
         kinds = self.layout.kinds
@@ -219,17 +218,16 @@ class _RegionMeasurer:
             for _ in range(1 if self.is_slow else _WARMUP):
                 seconds = self.run.warm_up(regions)
             self.is_slow = seconds > SLOW_SECONDS
-            at_once = self._is_timed_as_counted
-            clock = self.run.clock() if at_once else None
-            counted = self.run.step(regions, memory=self.run.memory_trace(), clock=clock)
+            at_once = self.run.is_calculated or (self.is_slow and self.run.device.type == "cuda")
+            counted = self.run.step(regions, counted=True, timed=at_once)
             for _ in range(0 if at_once or self.is_slow else _STEPS_UNTIL_CAPTURED):
                 self.run.warm_up(regions)
             timed = [counted] if at_once else []
             whole: list[StepTrace] = []
-            while len(timed) < self._timed_steps:
-                timed.append(self.run.step(regions, clock=self.run.clock()))
+            while len(timed) < (1 if self.is_slow else self.steps):
+                timed.append(self.run.step(regions, timed=True))
                 if not self.is_slow:
-                    whole.append(self.run.step(None, clock=self.run.clock()))
+                    whole.append(self.run.step(None, timed=True))
         self.found.add(chosen, counted, timed, whole)
         if self.may_offload:
             self._look_at_storages(chosen)

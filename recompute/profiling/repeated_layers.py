@@ -10,10 +10,9 @@ exactly what the part of the first costs that stands for it. Where that does not
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from recompute.errors import ModelError
 from recompute.estimation.layer_stacks import LayerStack, find_stacks, shortened
 from recompute.profiling.cost_table import Place
 from recompute.profiling.dry_run import DryRun
@@ -26,39 +25,24 @@ def representative(run: DryRun, match: str | Sequence[str] | None) -> list[Layer
 
     match: which modules are regions, as ``recompute.profile`` takes it.
     """
-    stacks = find_stacks(run.model, None)
-    whole = list(find_regions(run.model, match))
+    stacks, whole = find_stacks(run.model, None), find_regions(run.model, match)
+
+    def step(which: str) -> Sequence[StepPart]:
+        with shortened(stacks, which):
+            regions = find_regions(run.model, match)
+            run.forward()  # the first one makes the gradients that outputs get, and the steps to compare make none
+            return run.step(regions, counted=True, timed=True).parts
+
     try:
-        with shortened(stacks, "few"):
-            few = list(find_regions(run.model, match))
-        if not stacks or [path for path, _ in _continued(few, stacks, "whole")] != whole:
-            return []
-    except (ModelError, _Irregular):  # where ``match`` names single layers, the shortened model lacks some of them
-        return []
-
-    def step() -> Sequence[StepPart]:
-        run.forward()  # the first one makes the gradients that outputs get, and the steps to compare make none
-        return run.step(find_regions(run.model, match), memory=run.memory_trace(), clock=run.clock()).parts
-
-    return stacks if _are_alike(stacks, step) else []
-
-
-def _are_alike(stacks: Sequence[LayerStack], step: Callable[[], Sequence[StepPart]]) -> bool:
-    """Whether in a step with fewer layers each of them costs what the one of the few costs that stands for it.
-
-    step: runs the model with the layers that it then has, and returns the parts of the step.
-    """
-    try:
-        with shortened(stacks, "few"):
-            few = step()
-        with shortened(stacks, "fewer"):
-            fewer = step()
-        rows = _continued([part.path for part in few], stacks, "fewer")
+        few, fewer = (step(which) if stacks else () for which in ("few", "fewer"))
+        paths = [part.path for part in few]
+        expected = [replace(few[index], path=path) for path, index in _continued(paths, stacks, "fewer")]
+        is_whole = {path for path, _ in _continued(paths, stacks, "whole")} == {"", *whole}
     except Exception:
-        # A shortened model may raise anything, as where it also has the number of its layers elsewhere. The whole model
-        # runs next: if the error has another reason, it comes up there again.
-        return False
-    return [replace(few[index], path=path) for path, index in rows] == list(fewer)
+        # A shortened model may raise anything, as where it also has the number of its layers elsewhere, or lacks some
+        # that ``match`` names. The whole model runs next: if the error has another reason, it comes up there again.
+        return []
+    return stacks if is_whole and expected == list(fewer) else []
 
 
 def continued(places: Sequence[Place], stacks: Sequence[LayerStack], layers: Mapping[str, int | None]) -> list[Place]:
@@ -70,10 +54,6 @@ def continued(places: Sequence[Place], stacks: Sequence[LayerStack], layers: Map
     """
     rows = _continued([place.path for place in places], stacks, "whole")
     return [places[index].model_copy(update={"path": path, "layer": layers.get(path)}) for path, index in rows]
-
-
-class _Irregular(ValueError):
-    """The layers of a list do not run one after the other."""
 
 
 def _continued(paths: Sequence[str], stacks: Sequence[LayerStack], which: str) -> list[tuple[str, int]]:
@@ -90,7 +70,7 @@ def _continued(paths: Sequence[str], stacks: Sequence[LayerStack], which: str) -
         first, last = found[0][0], found[-1][0] + 1
         numbers = [int(match[1]) for _, match in found]
         if len(found) != last - first or numbers != sorted(numbers) or set(numbers) != set(range(stack.few)):
-            raise _Irregular(f"{stack.path}: expected layers that run one after the other")
+            raise ValueError(f"{stack.path}: expected layers that run one after the other")
         rows[first:last] = [
             (f"{stack.path}.{index}{match[2]}", rows[position][1])
             for index, stand_in in enumerate(stack.stand_ins(which))

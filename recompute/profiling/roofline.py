@@ -5,9 +5,8 @@ The roofline of an op is the time that its arithmetic or its memory traffic take
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
-from recompute.attach.module_entries import module_entries
-from recompute.counters import Clock, MemoryTrace
+from recompute.counters import Clock
 from recompute.engine.cut.op_costs import work
 from recompute.engine.cut.ops import Kind, facts
 from recompute.errors import ModelError
@@ -24,18 +22,24 @@ from recompute.estimation.attention_choice import Platform
 from recompute.estimation.cuda_semantics import as_on_cuda
 from recompute.estimation.factories import describe
 from recompute.estimation.gpus import Gpu, find_gpu
-from recompute.estimation.layer_stacks import shortened
 from recompute.estimation.model_and_batch import on_fake_tensors
+from recompute.estimation.module_tracker import parameter_shapes
 from recompute.estimation.optimizer_step import OptimizerFactory, simulate_optimizer
-from recompute.estimation.static_memory import check_sharding
-from recompute.estimation.storage_tracker import BLOCK_NBYTES, StorageTrace
+from recompute.estimation.static_memory import (
+    DtypeRecipe,
+    OptimizerKind,
+    StaticBytes,
+    check_sharding,
+    shard_shapes,
+    share_of,
+    static_nbytes,
+)
+from recompute.estimation.storage_tracker import BLOCK_NBYTES, StorageTrace, gradients_apart
 from recompute.estimation.workspaces import cublas_nbytes
-from recompute.profiling.cost_table import HostLink, Profile
+from recompute.profiling.cost_table import Choice, HostLink, Profile, RegionCosts
 from recompute.profiling.dry_run import DryRun, nbytes_of
 from recompute.profiling.measure_regions import Progress, measure_regions
 from recompute.profiling.model_run import Loss, arguments_of, named
-from recompute.profiling.repeated_layers import continued, representative
-from recompute.profiling.shards import Shards
 from recompute.profiling.step_trace import StepTrace
 from recompute.substitution.formulas import looking_once
 
@@ -78,16 +82,17 @@ def roofline(
     ):
         args, kwargs = arguments_of(given)
         trained = [parameter for parameter in fake.parameters() if parameter.requires_grad]
-        shards = Shards.of(fake, sharding, devices)
-        updating = simulate_optimizer(optimizer or AdamW, shards.updated, partial(op_seconds, figures=gpu))
-        run = _FakeDryRun(fake, args, kwargs, loss, SGD(trained, lr=0.0), figures=gpu, share=shards.share)
-        table = _table(run, match, kernels, progress, gpu.link is not None, compress)
-        static_nbytes = shards.static.parameters + nbytes_of(list(fake.buffers())) + updating.state_nbytes
-        static_nbytes += table["microbatch_nbytes"]
-    table["regions"] = shards.with_buffers(table["regions"])
-    table["static_nbytes"] = static_nbytes + cublas_nbytes(gpu.capability)
+        static, shapes = _static(fake, sharding, devices)
+        updated = [(shape, trained[0].dtype) for shape in shapes]
+        updating = simulate_optimizer(optimizer or AdamW, updated, partial(op_seconds, figures=gpu))
+        share = share_of(sharding, devices)
+        run = _FakeDryRun(fake, args, kwargs, loss, SGD(trained, lr=0.0), figures=gpu, share=share)
+        table = measure_regions(run, match, kernels, 1, progress, gpu.link is not None, compress)
+        held_nbytes = static.parameters + nbytes_of(list(fake.buffers())) + updating.state_nbytes
+    table["regions"] = _with_buffers(table["regions"], static)
+    table["static_nbytes"] = held_nbytes + table["microbatch_nbytes"] + cublas_nbytes(gpu.capability)
     table["optimizer_seconds"] = updating.seconds
-    table["optimizer_peak_nbytes"] = updating.peak_nbytes + shards.buffer_nbytes("optimizer")
+    table["optimizer_peak_nbytes"] = updating.peak_nbytes + static.buffer_nbytes("optimizer")
     machine: dict[str, Any] = {**gpu._asdict(), "torch": torch.__version__}
     where = machine["gpu"] = machine.pop("name")
     if devices > 1:
@@ -103,6 +108,34 @@ def roofline(
     )
 
 
+def _static(model: nn.Module, sharding: str, devices: int) -> tuple[StaticBytes, list[tuple[int, ...]]]:
+    """What a device holds of a model, without an optimizer's states, and the shapes that its optimizer updates.
+
+    All parameters of floats have one dtype; where several devices share the model, all parameters do.
+    """
+    sharding, shapes = (sharding if devices > 1 else "none"), parameter_shapes(model)
+    size = next(model.parameters()).element_size()
+    recipe, kind = DtypeRecipe(size, size, 0, size), OptimizerKind(0)
+    static = static_nbytes(shapes, recipe=recipe, optimizer=kind, sharding=sharding, devices=devices)
+    if devices == 1:
+        static = replace(static, parameters=nbytes_of(list(model.parameters())))
+    return static, shard_shapes(shapes, sharding, devices)
+
+
+def _with_buffers(regions: Sequence[RegionCosts], static: StaticBytes) -> tuple[RegionCosts, ...]:
+    """The regions, with the buffers that parameters are gathered and gradients are reduced in added to their peaks."""
+    forward, backward = map(static.buffer_nbytes, ("forward", "backward"))
+
+    def of(choice: Choice) -> Choice:
+        peaks = {
+            "forward_peak_nbytes": choice.forward_peak_nbytes + forward,
+            "backward_peak_nbytes": choice.backward_peak_nbytes + backward,
+        }
+        return choice.model_copy(update=peaks)
+
+    return tuple([each.model_copy(update={"choices": tuple(map(of, each.choices))}) for each in regions])
+
+
 def _link(gpu: Gpu) -> HostLink | None:
     """The link that a GPU has to its host. Of the host nothing is known: it has room for as much as the GPU itself."""
     if gpu.link is None:
@@ -111,31 +144,13 @@ def _link(gpu: Gpu) -> HostLink | None:
     return HostLink(out_bandwidth=bandwidth, back_bandwidth=bandwidth, host_nbytes=gpu.capacity_nbytes)
 
 
-def _table(
-    run: DryRun,
-    match: str | Sequence[str] | None,
-    kernels: bool,
-    progress: Progress | None,
-    may_offload: bool,
-    compress: bool,
-) -> dict[str, Any]:
-    """The fields of a profile that training steps measure. Of layers that are alike, only a few run."""
-    if progress is not None:
-        progress("looking for layers that are alike", 0, 0)
-    stacks = representative(run, match)
-    layers = {entry.path: entry.layer for entry in module_entries(run.model, "")[0]}
-    with shortened(stacks, "few"):
-        table = measure_regions(run, match, kernels, 1, progress, may_offload, compress)
-    return {**table, "places": tuple(continued(table["places"], stacks, layers))}
-
-
 @dataclass(frozen=True, kw_only=True)
 class _FakeDryRun(DryRun):
     """Runs steps on fake CPU tensors that stand for tensors on CUDA."""
 
     figures: Gpu
-    share: Callable[[int], int] | None
-    """As in ``Shards``: from the bytes of a gradient to those that one device keeps of it."""
+    share: Callable[[int], int]
+    """From the bytes of a gradient to those that one device keeps of it once it is reduced."""
     is_calculated = True
 
     @property
@@ -147,44 +162,17 @@ class _FakeDryRun(DryRun):
         self.forward()
         return 0.0
 
-    def memory_trace(self) -> MemoryTrace:
-        return StorageTrace(BLOCK_NBYTES)
+    def step(self, regions: Mapping[str, nn.Module] | None, *, counted: bool = False, timed: bool = False) -> StepTrace:
+        memory, clock = StorageTrace(BLOCK_NBYTES), _RooflineClock(self.figures)
+        memory.on_run = clock.add
+        shards: list[Tensor] = []
 
-    def clock(self) -> Clock:
-        return _RooflineClock(self.figures)
-
-    def step(
-        self, regions: Mapping[str, nn.Module] | None, *, memory: MemoryTrace | None = None, clock: Clock | None = None
-    ) -> StepTrace:
-        with ExitStack() as stack:
-            if isinstance(memory, StorageTrace):
-                if isinstance(clock, _RooflineClock):
-                    memory.on_run = clock.add
-                if self.share is not None:
-                    stack.enter_context(_reduced(self.optimizer.param_groups[0]["params"], memory, self.share))
-            return super().step(regions, memory=memory, clock=clock)
-
-
-@contextmanager
-def _reduced(parameters: Sequence[nn.Parameter], memory: StorageTrace, share: Callable[[int], int]) -> Iterator[None]:
-    """Count each gradient as one device's share of its bytes from the moment that it is complete.
-
-    The buffers in which gradients are reduced are counted elsewhere, by ``Shards.with_buffers``.
-    """
-    shards: list[Tensor] = []
-
-    def reduce(parameter: Tensor) -> None:
-        if parameter.grad is not None:
-            nbytes = memory.forget(parameter.grad)
+        def reduce(parameter: Tensor, nbytes: int) -> None:
             parameter.grad = None
-            shards.append(torch.empty(share(nbytes), dtype=torch.uint8))
+            shards.append(torch.empty(self.share(nbytes), dtype=torch.uint8))
 
-    hooks = [parameter.register_post_accumulate_grad_hook(reduce) for parameter in parameters]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+        with gradients_apart(self.model.parameters(), memory, reduce):
+            return self._traced(regions, memory, clock)
 
 
 class _RooflineClock(Clock):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -44,15 +44,12 @@ class StepLog:
             found = [one.parts[place].slowed(factor) for one in timed]
             self.seconds_of.setdefault((id(kind), candidate.name), []).extend(found)
 
-    def table(self, layers: Mapping[str, int | None]) -> dict[str, Any]:
-        """The fields of a profile that are measured by steps.
-
-        layers: by the path of a module, its index in the list that it is in.
-        """
+    def table(self) -> dict[str, Any]:
+        """The fields of a profile that are measured by steps."""
         kinds = list({id(kind): kind for kind in self.layout.kinds}.values())
         numbers = {id(kind): number for number, kind in enumerate(kinds)}
         places = [
-            Place(path=path, region=numbers[id(kind)], layer=layers.get(path))
+            Place(path=path, region=numbers[id(kind)])
             for path, kind in zip(self.layout.paths, self.layout.kinds, strict=True)
         ]
         places[-1] = places[-1].model_copy(update={"also": self.layout.also})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -94,15 +95,13 @@ def trace_step(
     regions = regions or {}
     marks = _StepTracer(list(regions), memory, clock)
     with ExitStack() as stack:
-        stack.callback(marks.unhook)
+        stack.callback(lambda: [handle.remove() for handle in marks.handles])
         for path, module in regions.items():
             begins, ends = partial(marks.begin_region, path), partial(marks.end_region, path)
             before = module.register_forward_pre_hook(begins, with_kwargs=True, prepend=True)
             marks.handles += [before, module.register_forward_hook(ends)]
-        if clock is not None:
-            stack.enter_context(clock)
-        if memory is not None:
-            stack.enter_context(memory)
+        for meter in marks.meters:
+            stack.enter_context(meter)
         others = None if earlier is None else earlier()
         marks.begin_forward()
         roots, gradients = forward()
@@ -157,6 +156,10 @@ class _StepTracer:
     """The bytes of those that were freed by the end of forward: then only the regions' caller held them."""
 
     @property
+    def meters(self) -> list[MemoryTrace | Clock]:
+        return [each for each in (self.memory, self.clock) if each is not None]
+
+    @property
     def last(self) -> int:
         """The number of the last part; 0 if there are no regions, where the whole step is one part."""
         return len(self.order) + 1 if self.order else 0
@@ -164,10 +167,8 @@ class _StepTracer:
     def end(self, phase: str, part: int = 0, handed_nbytes: int = 0) -> None:
         """End the span of the current part; ``part`` is next."""
         name = str(len(self.spans))
-        if self.memory is not None:
-            self.memory.mark(name)
-        if self.clock is not None:
-            self.clock.mark(name)
+        for meter in self.meters:
+            meter.mark(name)
         self.spans.append(_Span(phase, self.part, handed_nbytes))
         self.part = part
 
@@ -220,13 +221,8 @@ class _StepTracer:
         self.end("forward", self.last)
         self.in_forward = False
 
-    def unhook(self) -> None:
-        for handle in self.handles:
-            handle.remove()
-
     def summary(self) -> StepTrace:
-        count = self.last + 1
-        seconds = self._seconds(count)
+        count, seconds = self.last + 1, self._seconds()
         parts = []
         bytes_of, left = self._nbytes(count)
         for number, path in enumerate(["", *self.order, ""][:count]):
@@ -235,10 +231,10 @@ class _StepTracer:
         peak = self.memory.peak_nbytes if self.memory is not None else 0
         return StepTrace(tuple(parts), seconds["optimizer", 0], max(0, step - left), peak)
 
-    def _seconds(self, count: int) -> dict[tuple[str, int], float]:
-        found = {(phase, number): 0.0 for phase in ("forward", "backward", "optimizer") for number in range(count)}
-        for index, span in enumerate(self.spans):
-            if self.clock is not None and (span.phase, span.part) in found:
+    def _seconds(self) -> Mapping[tuple[str, int], float]:
+        found: dict[tuple[str, int], float] = defaultdict(float)
+        if self.clock is not None:
+            for index, span in enumerate(self.spans):
                 found[span.phase, span.part] += self.clock.seconds[str(index)]
         return found
 

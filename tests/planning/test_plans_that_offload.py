@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.optim import SGD
 
 import recompute
-from recompute import counters, load_policy
+from recompute import load_policy
 from recompute.engine.host.host_memory import default_limit
 from recompute.errors import BudgetError, PolicyError
 from recompute.integrations import distributed
@@ -325,7 +325,7 @@ def test_the_peaks_of_mixed_plans_that_offload_are_right_to_the_byte(linked: Lin
             regions = {place.path: linked.model.get_submodule(place.path) for place in profile.places[1:-1]}
             for _ in range(2):
                 run.step(regions)
-            peak = run.static_nbytes + run.step(regions, memory=counters.memory_trace(CPU)).peak_nbytes
+            peak = run.static_nbytes + run.step(regions, counted=True).peak_nbytes
         assert predict(profile, assignment).peak_nbytes == peak, [choice.name for choice in choices]
 
 

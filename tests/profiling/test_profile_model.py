@@ -20,7 +20,6 @@ from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
 
 import recompute
-from recompute import counters
 from recompute.errors import AlreadyAppliedError, ModelError, PolicyWarning
 from recompute.profiling import measure_regions
 from recompute.profiling.cost_table import Choice, Profile
@@ -61,7 +60,7 @@ def measured_peak(profile: Profile, model: nn.Module, batch: Any, choices: Seque
         regions = {place.path: model.get_submodule(place.path) for place in profile.places[1:-1]}
         for _ in range(2):
             run.step(regions)
-        return run.step(regions, memory=counters.memory_trace(CPU)).peak_nbytes
+        return run.step(regions, counted=True).peak_nbytes
 
 
 def choices_of(profile: Profile) -> list[tuple[Choice, ...]]:
@@ -259,7 +258,7 @@ def test_a_step_of_several_microbatches_is_that_of_one_beside_the_others() -> No
         with dry_run(module, x, optimizer=lambda given: SGD(given, lr=1.0), **several) as run:
             for _ in range(2):
                 run.step({"1": module[1]})
-            steps.append(run.step({"1": module[1]}, memory=counters.memory_trace(CPU)))
+            steps.append(run.step({"1": module[1]}, counted=True))
             assert run.args[0].grad is None
     one, last = steps
     assert [part.held_nbytes for part in one.parts] == [part.held_nbytes for part in last.parts]
@@ -347,8 +346,8 @@ def test_short_steps_are_measured_as_captured_code(monkeypatch: pytest.MonkeyPat
     told: dict[int, list[list[str]]] = {}
     step = DryRun.step
 
-    def watched(run: DryRun, regions: Any, *, memory: Any = None, clock: Any = None) -> Any:
-        trace = step(run, regions, memory=memory, clock=clock)
+    def watched(run: DryRun, regions: Any, **more: Any) -> Any:
+        trace = step(run, regions, **more)
         if handles:
             said = re.findall(r"\d+ of \d+ run as captured code", str(handles[-1].explain(wide=True)))
             told.setdefault(len(handles), []).append(said)

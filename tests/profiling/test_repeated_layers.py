@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 import recompute
 from recompute.estimation.layer_stacks import find_stacks
 from recompute.planning import solver
-from recompute.profiling import roofline
+from recompute.profiling import measure_regions
 from recompute.profiling.cost_table import Profile
 
 
@@ -53,7 +53,7 @@ def profiled(model: nn.Module, **options: Any) -> Profile:
 
 def profiled_whole(model: nn.Module, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Profile:
     with monkeypatch.context() as patched:
-        patched.setattr(roofline, "representative", lambda run, match: [])
+        patched.setattr(measure_regions, "representative", lambda run, match: [])
         return profiled(model, **options)
 
 

@@ -16,7 +16,6 @@ from torch.nn import functional as F
 from torch.optim import AdamW
 
 import recompute
-from recompute import counters
 from recompute.errors import ModelError
 from recompute.profiling.dry_run import dry_run
 from recompute.profiling.step_trace import StepTrace
@@ -65,29 +64,26 @@ def timeline(spans: StepTrace) -> int:
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_the_parts_sum_to_the_whole(name: str) -> None:
-    memory = counters.memory_trace(CPU)
-    spans = tiny_step(POLICIES[name], memory=memory)
+    spans = tiny_step(POLICIES[name], counted=True)
     assert [part.path for part in spans.parts] == ["", "layers.0", "layers.1", "layers.2", ""]
-    assert timeline(spans) == spans.peak_nbytes == memory.peak_nbytes > 0
-    seconds = tiny_step(POLICIES[name], clock=counters.Clock(CPU))
+    assert timeline(spans) == spans.peak_nbytes > 0
+    seconds = tiny_step(POLICIES[name], timed=True)
     assert all(part.forward_seconds > 0 and part.backward_seconds > 0 for part in seconds.parts)
     assert seconds.seconds > seconds.optimizer_seconds > 0
     assert (seconds.peak_nbytes, spans.seconds) == (0, 0)
 
 
 def test_a_step_without_regions_is_one_part() -> None:
-    apart, spans = (
-        tiny_step(POLICIES["mixed"], memory=counters.memory_trace(CPU), whole=whole) for whole in (False, True)
-    )
+    apart, spans = (tiny_step(POLICIES["mixed"], counted=True, whole=whole) for whole in (False, True))
     assert [part.path for part in spans.parts] == [""]
     assert timeline(spans) == spans.peak_nbytes == apart.peak_nbytes
-    seconds = tiny_step(POLICIES["mixed"], clock=counters.Clock(CPU), whole=True)
+    seconds = tiny_step(POLICIES["mixed"], timed=True, whole=True)
     (part,) = seconds.parts
     assert min(part.forward_seconds, part.backward_seconds, seconds.optimizer_seconds) > 0
 
 
 def test_gradients_are_left_behind_where_their_parameters_are() -> None:
-    spans = tiny_step(memory=counters.memory_trace(CPU))
+    spans = tiny_step(counted=True)
     model = decoder()
     layer = sum(parameter.nbytes for parameter in model.layers[0].parameters())
     embedding, *layers, head = [part.gradient_nbytes for part in spans.parts]
@@ -100,7 +96,7 @@ def test_gradients_are_left_behind_where_their_parameters_are() -> None:
 @pytest.mark.parametrize("name", ["none", "checkpoint", "hook", "mixed", *slow("kernel")])
 def test_a_layer_holds_what_autograd_saves_in_it(name: str) -> None:
     policy = POLICIES[name]
-    spans = tiny_step(policy, memory=counters.memory_trace(CPU))
+    spans = tiny_step(policy, counted=True)
 
     def held(layers: int) -> int:
         model = decoder(layers=layers)
@@ -115,9 +111,7 @@ def test_a_layer_holds_what_autograd_saves_in_it(name: str) -> None:
         checkpoint, plain, hook = [part.held_nbytes for part in spans.parts[1:4]]
         assert checkpoint < hook < plain
         return
-    _, _, third, fourth, _ = [
-        part.held_nbytes for part in tiny_step(policy, 3, memory=counters.memory_trace(CPU)).parts
-    ]
+    _, _, third, fourth, _ = [part.held_nbytes for part in tiny_step(policy, 3, counted=True).parts]
     assert third == fourth == held(4) - held(3) == held(5) - held(4)
 
 
@@ -142,7 +136,7 @@ def stack_step(order: tuple[int, ...], paths: tuple[str, ...], **options: Any) -
     regions = {path: model.get_submodule(path) for path in paths}
     with dry_run(model, torch.ones(())) as run:
         run.step(regions)
-        return run.step(regions, memory=counters.memory_trace(CPU))
+        return run.step(regions, counted=True)
 
 
 def test_parts_are_in_the_order_in_which_regions_run() -> None:
@@ -182,6 +176,6 @@ def test_a_step_leaves_no_hook_and_no_gradient() -> None:
     before = tiny.snapshot(model)
     with dry_run(model, torch.ones(())) as run:
         for _ in range(2):
-            run.step({"layers.1": model.layers[1]}, clock=counters.Clock(CPU))
+            run.step({"layers.1": model.layers[1]}, timed=True)
         assert all(parameter.grad is None for parameter in model.parameters())
     assert tiny.snapshot(model) == before
