@@ -15,6 +15,7 @@ from recompute.compiled.function_calls import takes_gradient
 from recompute.compiled.observation import Observation
 from recompute.compiled.recording import Departure, NotCapturable, Recording
 from recompute.engine.cut.ops import Kind, facts, tensors_in
+from recompute.engine.dtensors import are_sharded
 from recompute.engine.saved_tensors import PackedTensor, top_hooks, version_of
 from recompute.engine.tape.functions import FunctionOp, caller_of_function
 from recompute.engine.tape.op_arguments import is_plain
@@ -30,7 +31,7 @@ class _ShowingTape(Tape):
         raise NotImplementedError
 
     def see(self, op: Any, types: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if local.regenerating or self.reached is not None:
+        if local.regenerating or self.reached is not None or (types and are_sharded(types)):
             return super().see(op, types, args, kwargs)
         return self.step(op, args, kwargs, partial(super().see, op, types, args, kwargs))
 
