@@ -23,6 +23,7 @@ from torch._guards import TracingContext
 from recompute.compiled.called_methods import CalledMethods
 from recompute.compiled.function_calls import graph_call, object_input, stand_in_for
 from recompute.compiled.recording import NotCapturable, Recording
+from recompute.compiled.traced_stand_ins import stand_in, value_of
 from recompute.engine.tape.functions import function_op, is_seen, make_whole
 from recompute.engine.thread_state import local, swapped
 from recompute.source_files import OURS, lies_in
@@ -102,9 +103,9 @@ def _prepare_frontend() -> None:
     @_replacing(InliningInstructionTranslator, "build_inline_tracer")
     def noting(begin: Callable[..., Any], parent: Any, function: Any, args: Any, *others: Any, **options: Any) -> Any:
         own = getattr(function, "fn", None)
-        function = _enabled(parent, function, own) or _unwaited(parent, own) or function
+        function = _enabled(parent, function, own) or stand_in(parent, own) or function
         if local.is_tracing and _local.called is not None and args:
-            _local.called.note(getattr(function, "fn", None), _value_of(args[0]))
+            _local.called.note(getattr(function, "fn", None), value_of(args[0]))
         return begin(parent, function, args, *others, **options)
 
     _take_functions_whole()
@@ -152,8 +153,8 @@ def _take_functions_whole() -> None:
 
     @_replacing(AutogradFunctionVariable, "call_method")
     def whole(call: Callable[..., Any], self: Any, translator: Any, name: str, args: Any, kwargs: Any) -> Any:
-        if name == "apply" and (unwaited := _unwaited(translator, self.fn_cls)) is not None:
-            return unwaited.call_function(translator, args, kwargs)
+        if name == "apply" and (other := stand_in(translator, self.fn_cls)) is not None:
+            return other.call_function(translator, args, kwargs)
         if not local.is_tracing or name != "apply" or is_seen(self.fn_cls):
             return call(self, translator, name, args, kwargs)
         _local.meets = make_whole(self.fn_cls) or _local.meets
@@ -177,27 +178,6 @@ def _enabled(translator: Any, variable: Any, function: Any) -> Any:
 
     source = variable.source and AttrSource(variable.source, "_torchdynamo_orig_callable")
     return VariableTracker.build(translator, own, source)
-
-
-def _unwaited(translator: Any, function: Any) -> Any:
-    """What stands for a function that wraps a collective's result, which is waited for where it is read; else None.
-
-    To a compiler torch gives a result that was waited for. A captured region runs what waits for it as eager code does.
-    The function that gathers another dimension than the first waits at once, in eager code, too.
-    """
-    collectives: Any = sys.modules.get("torch.distributed._functional_collectives")
-    wraps = [getattr(collectives, name, None) for name in ("_maybe_wrap_tensor", "_FromTorchTensor")]
-    if not local.is_tracing or function is None or not any(each is function for each in wraps):
-        return None
-    from torch._dynamo.variables.base import VariableTracker
-
-    dim = translator.symbolic_locals.get("gather_dim")
-    waits = dim is not None and _value_of(dim) != 0
-    return VariableTracker.build(translator, collectives.wait_tensor if waits else _wrap)
-
-
-def _wrap(result: torch.Tensor) -> Any:
-    return torch.ops._c10d_functional._wrap_tensor_autograd(result)
 
 
 def _look_into_disabled() -> None:
@@ -277,14 +257,6 @@ class _Miss(Exception):
 
 def _call(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     return function(*args, **kwargs)
-
-
-def _value_of(variable: Any) -> Any:
-    """The object or the class that a variable of torch's frontend stands for; None for a tensor, say.
-
-    To look at it must not guard it: the code that is traced may never do so.
-    """
-    return vars(variable.realize()).get("value") if variable.is_realized() else variable.peek_value()
 
 
 class GuardedCalls:
