@@ -7,28 +7,14 @@ number of ranks must divide that of key heads and that of tokens.
 
 from __future__ import annotations
 
-import torch.distributed as dist
 import torch.nn.functional as F
 from comparing import compare
-from torch import Tensor, arange, autograd, empty_like, nn
+from torch import Tensor, arange, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-
-class AllToAll(autograd.Function):
-    """Part i of each rank's goes to rank i. So do gradients, back."""
-
-    @staticmethod
-    def forward(ctx, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group, received = group, empty_like(parts)
-        dist.all_to_all_single(received, parts, group=group)
-        return received
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        return AllToAll.apply(gradient.contiguous(), ctx.group), None
 
 
 class SharedSequence(nn.Module):
@@ -51,7 +37,7 @@ class SharedSequence(nn.Module):
     def exchange(self, x: Tensor) -> Tensor:
         """Give away parts of dimension 1, and get all of dimension 2: heads for tokens, or tokens for heads."""
         parts = x.unflatten(1, (self.mesh.size(), -1)).movedim(1, 0).contiguous()
-        return AllToAll.apply(parts, self.group).movedim(0, 2).flatten(2, 3)
+        return all_to_all_single_autograd(parts, None, None, self.group).movedim(0, 2).flatten(2, 3)
 
     def forward(self, input_ids: Tensor, labels: Tensor):
         next_labels = F.pad(labels, (0, 1), value=-100)[:, 1:]

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -19,6 +20,7 @@ from pydantic import (
     PositiveInt,
     Strict,
     Tag,
+    ValidationError,
     model_validator,
 )
 
@@ -28,7 +30,7 @@ from recompute.counters import resolve_device
 from recompute.errors import AblationError, BudgetError
 from recompute.estimation.check_paths import names_factory
 from recompute.estimation.llama import ModelShape
-from recompute.policy.document import with_unit
+from recompute.policy.document import nearest, with_unit
 from recompute.units import parse_budget
 
 POLICIES = (BASELINE, "full", "hook", "elementwise", "kernel", "auto")
@@ -124,6 +126,28 @@ class LongestSequence(BaseModel):
         return low * step
 
 
+def _known_to_peft(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a ``LoraConfig``, if PEFT is here to tell. Without it no adapters train."""
+    try:
+        from peft import LoraConfig  # it takes seconds to load
+    except ModuleNotFoundError:
+        return fields
+    known = LoraConfig.__dataclass_fields__
+    mistakes: list[Any] = [
+        {
+            "type": "value_error",
+            "loc": (name,),
+            "input": value,
+            "ctx": {"error": ValueError(f"expected a field of PEFT's LoraConfig{nearest(name, known)}")},
+        }
+        for name, value in fields.items()
+        if name not in known
+    ]
+    if mistakes:
+        raise ValidationError.from_exception_data("LoraConfig", mistakes)
+    return fields
+
+
 class AblationConfig(BaseModel):
     """What to train and how long. The defaults suit two CPU cores; `default_config` knows a GPU's.
 
@@ -148,7 +172,7 @@ class AblationConfig(BaseModel):
 
     model: ModelShape = ModelShape()
     models: dict[str, ModelSource] = Field(default_factory=dict)
-    lora: dict[str, Any] | None = None
+    lora: Annotated[dict[str, Any], AfterValidator(_known_to_peft)] | None = None
     policies: Annotated[tuple[str, ...], Strict(False)] = POLICIES
     compile: bool = False
     peers: Annotated[tuple[Peer, ...], Strict(False)] = PEERS

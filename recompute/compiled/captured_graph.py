@@ -34,7 +34,7 @@ from recompute.engine.checkpoint.module_state import RUNNER
 from recompute.engine.cut.layout import Layout
 from recompute.engine.rng import RngState
 from recompute.engine.tape.exposed_memory import expose_arrays, is_shared
-from recompute.engine.tape.op_arguments import PLAIN
+from recompute.engine.tape.op_arguments import PLAIN, is_frozen_subclass
 from recompute.engine.wrapper_tensors import inner_tensors
 
 
@@ -345,8 +345,7 @@ def runners_in(function: Callable[..., Any], args: tuple) -> Iterator[Any]:
 
 def _as_plain(value: Any) -> Any:
     """A frozen parameter of a class of its own, such as one of 4 bits, as ops below autograd see it."""
-    is_own = isinstance(value, nn.Parameter) and type(value) is not nn.Parameter and not value.requires_grad
-    if not is_own or type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+    if not is_frozen_subclass(value):
         return value
     with torch._C.DisableTorchFunctionSubclass():
         return nn.Parameter(value.detach(), requires_grad=False)

@@ -24,6 +24,7 @@ from torch._guards import TracingContext
 from recompute.compiled.called_methods import CalledMethods
 from recompute.compiled.function_calls import graph_call, object_input, stand_in_for
 from recompute.compiled.recording import NotCapturable, Recording
+from recompute.compiled.traced_stand_ins import stand_in, value_of
 from recompute.engine.tape.functions import function_op, is_seen, make_whole
 from recompute.engine.thread_state import local, swapped
 from recompute.source_files import OURS, lies_in
@@ -111,9 +112,10 @@ def _prepare_frontend() -> None:
 
     @_replacing(InliningInstructionTranslator, "build_inline_tracer")
     def noting(begin: Callable[..., Any], parent: Any, function: Any, args: Any, *others: Any, **options: Any) -> Any:
-        function = _enabled(parent, function, getattr(function, "fn", None)) or function
+        own = getattr(function, "fn", None)
+        function = _enabled(parent, function, own) or stand_in(parent, own) or function
         if local.is_tracing and _local.called is not None and args:
-            _local.called.note(getattr(function, "fn", None), _value_of(args[0]))
+            _local.called.note(getattr(function, "fn", None), value_of(args[0]))
         return begin(parent, function, args, *others, **options)
 
     _take_functions_whole()
@@ -161,6 +163,8 @@ def _take_functions_whole() -> None:
 
     @_replacing(AutogradFunctionVariable, "call_method")
     def whole(call: Callable[..., Any], self: Any, translator: Any, name: str, args: Any, kwargs: Any) -> Any:
+        if name == "apply" and (other := stand_in(translator, self.fn_cls)) is not None:
+            return other.call_function(translator, args, kwargs)
         if not local.is_tracing or name != "apply" or is_seen(self.fn_cls):
             return call(self, translator, name, args, kwargs)
         _local.meets = make_whole(self.fn_cls) or _local.meets
@@ -263,14 +267,6 @@ class _Miss(Exception):
 
 def _call(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     return function(*args, **kwargs)
-
-
-def _value_of(variable: Any) -> Any:
-    """The object or the class that a variable of torch's frontend stands for; None for a tensor, say.
-
-    To look at it must not guard it: the code that is traced may never do so.
-    """
-    return vars(variable.realize()).get("value") if variable.is_realized() else variable.peek_value()
 
 
 class GuardedCalls:

@@ -16,6 +16,7 @@ from recompute.compiled.function_effects import CHANGES, changed, found_by, shar
 from recompute.compiled.observation import Observation
 from recompute.compiled.recording import Departure, NotCapturable, Recording
 from recompute.engine.cut.ops import Kind, facts, tensors_in
+from recompute.engine.dtensors import are_sharded
 from recompute.engine.saved_tensors import PackedTensor, top_hooks, version_of
 from recompute.engine.tape.functions import FunctionOp, caller_of_function
 from recompute.engine.tape.op_arguments import is_plain
@@ -31,7 +32,7 @@ class _ShowingTape(Tape):
         raise NotImplementedError
 
     def see(self, op: Any, types: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if local.regenerating or self.reached is not None:
+        if local.regenerating or self.reached is not None or (types and are_sharded(types)):
             return super().see(op, types, args, kwargs)
         return self.step(op, args, kwargs, partial(super().see, op, types, args, kwargs))
 

@@ -1,4 +1,4 @@
-"""Frozen weights that wrap codes, as torchao's do: a captured region is given the codes, and runs the ops on them."""
+"""Frozen weights of codes: torchao's wrap them, and a captured region runs the ops on them; bitsandbytes' are them."""
 
 from __future__ import annotations
 
@@ -41,6 +41,11 @@ def adapted(kind: str) -> Adapted:
     if kind == "NF4":
         module.base.__class__ = Nf4Linear
         module.base.weight = nn.Parameter(nf4.to_nf4(module.base.weight.detach(), 64, 8), requires_grad=False)
+    elif kind == "Linear8bitLt":
+        layers = pytest.importorskip("bitsandbytes.nn")
+        weight = layers.Int8Params(module.base.weight.detach(), requires_grad=False)
+        module.base = layers.Linear8bitLt(SIZE, SIZE, bias=False, has_fp16_weights=False)
+        module.base.weight = weight.to("cpu")
     elif kind:
         options = {} if kind == "Int8WeightOnlyConfig" else {"weight_dtype": torch.int4}
         config = getattr(quantization, kind)(**options)
@@ -84,9 +89,14 @@ def test_it_is_captured_and_holds_no_weight_that_was_made_of_codes(kind: str) ->
     assert Pair(kind).held_nbytes() == Pair("").held_nbytes()
 
 
-@pytest.mark.parametrize("kind", ["Int8WeightOnlyConfig", *slow("NF4")])
+@pytest.mark.parametrize("kind", ["Int8WeightOnlyConfig", *slow("Linear8bitLt", "NF4")])
 def test_a_checkpoint_is_captured(kind: str) -> None:
     Pair(kind, "checkpoint")
+
+
+def test_linears_of_8_bits_that_move_their_codes_are_captured() -> None:
+    """Their forward assigns attributes, and puts the codes in the place of the weight."""
+    assert Pair("Linear8bitLt").held_nbytes() > 0
 
 
 def test_other_codes_are_seen() -> None:

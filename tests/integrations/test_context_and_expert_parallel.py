@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import two_collectives
 import two_contexts
 import two_experts
 from engine_testing import (
@@ -15,7 +16,7 @@ from engine_testing import (
     clean_thread,  # noqa: F401  # around every test here
     governing,
 )
-from tiers import by_default
+from tiers import by_default, slow
 from two_processes import TwoProcesses
 
 POLICIES: dict[str, Any] = {
@@ -79,3 +80,13 @@ def test_gradients_and_routing_of_shared_experts_are_as_without(two_processes: T
     for found, plain in zip(experts(two_processes, name), experts(two_processes, None), strict=True):
         assert_as_without(name, found, plain)
         assert found.random == plain.random
+
+
+@pytest.mark.parametrize("name", ["elementwise", *slow("full", "auto")])
+def test_layers_that_call_functional_collectives_are_captured(two_processes: TwoProcesses, name: str) -> None:
+    """Outputs and gradients are those without, and no collective runs again but in a checkpoint."""
+    for is_same, plain, found, explained in two_processes.run(two_collectives.exchanges_as_without, name):
+        assert is_same
+        assert "2 of 2 run as captured code" in explained
+        assert found[0] == plain[0]
+        assert (found[1] == plain[1]) is (name != "full")

@@ -153,7 +153,8 @@ def _classify(op: Any) -> OpFacts:
     )
     returns = op._schema.returns
     if space in reviewed.COLLECTIVE_SPACES:
-        best = OpFacts("", Kind.OPAQUE, "collective", writes, COLLECTIVE)
+        is_view = base in reviewed.COLLECTIVE_VIEWS
+        best = OpFacts("", Kind.VIEW) if is_view else OpFacts("", Kind.OPAQUE, "collective", writes, COLLECTIVE)
     elif is_foreign and (is_effectful(op) or not (returns or writes)):
         best = OpFacts("", Kind.OPAQUE, _family_by_name(base), writes, EFFECT)
     elif not writes and not _returns_tensors(op) and (is_foreign or (space == "aten" and not returns)):

@@ -110,6 +110,8 @@ COLLECTIVE_SPACES = names("""
 # Collectives write to tensors without saying so in their schemas. All ops of c10d and fsdp write to whatever is not
 # called an input. These write to all of their tensors.
 COLLECTIVE_WRITERS = names("wait_tensor wait_tensors irecv batch_p2p_ops")
+# It gives what it is given, as a tensor that is waited for where it is read.
+COLLECTIVE_VIEWS = names("_wrap_tensor_autograd")
 
 FAMILY_WORDS = {
     "attention": ("attention", "attn", "fmha", "sdpa"),
