@@ -79,18 +79,7 @@ def test_ablate_prints_a_table_and_writes_all_files(config: Path, tmp_path: Path
 def test_options_replace_what_the_config_says(config: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_bytes(b"to be or not to be, " * 10)
-    options = (
-        "--policy",
-        "alternate",
-        "--policy",
-        "none",
-        "--peer",
-        "torch-selective",
-        "--steps",
-        1,
-        "--text",
-        text,
-    )
+    options = ("--policy", "alternate", "--policy", "none", "--peer", "torch-selective", "--steps", 1, "--text", text)
     code, output = recompute("ablate", config, "--out", tmp_path, "--device", "cpu", *options)
     assert code == 0, output
     results = saved(tmp_path)
