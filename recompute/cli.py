@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import shutil
 import sys
@@ -33,8 +32,6 @@ class _Commands(TyperGroup):
     """Every command tells a mistake of the user's in one message, without a traceback, and exits with 2."""
 
     def invoke(self, ctx: Any) -> Any:
-        # The profiler prints its starts and stops. Torch reads this once.
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         with warnings.catch_warnings():
             warnings.showwarning = partial(_show_warning, warnings.showwarning)
             try:

@@ -206,7 +206,7 @@ def test_progress_is_told_on_stderr_in_lines(tiny: Path) -> None:
     assert code == 0, told
     lines = told.splitlines()
     assert lines[:2] == ["recompute: loading torch and transformers", "recompute: building the model"]
-    jobs = [line.split(": ")[-1] for line in lines if "assignments of ways to regions" in line]
+    jobs = [line.split(": ")[-1] for line in lines if "ways to run the regions" in line]
     assert jobs
     assert jobs == sorted(set(jobs), key=lambda job: int(job.split(" of ")[0]))
     assert "assignments" not in printed
