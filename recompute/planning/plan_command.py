@@ -136,7 +136,7 @@ class PlanRequest:
         """The plan as text, with its frontier if that was asked for; or as one JSON object."""
         if as_json:
             return plan.to_json()
-        use = "" if self.out else '\nTo use it: --out plan.yaml writes it, recompute.apply(model, "plan.yaml") applies it.'
+        use = "" if self.out else '\nWrite it by --out plan.yaml, and apply it: recompute.apply(model, "plan.yaml").'
         if not self.frontier:
             return f"{plan}{use}"
         from recompute.planning import frontier_report  # which imports matplotlib

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import models
 import pytest
@@ -86,11 +88,7 @@ def test_what_transformers_refuses_is_told_in_a_line(command: str, changes: dict
 
 
 def test_a_name_that_transformers_cannot_fetch_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unreachable(*_: Any) -> None:
-        raise OSError("We couldn't connect")
-
-    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", unreachable)
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", Mock(side_effect=OSError("No connection")))
     code, output = recompute("explain", "hook", "--model", "Llama-3.1-8B")
     assert code == 2
-    assert "Llama-3.1-8B: no file and no folder here has this name, and transformers did not fetch a model" in output
-    assert "We couldn't connect. Give a name that Hugging Face knows, or the path of a config.json" in output
+    assert re.search("no file and no folder here has this name.*name: No connection. Give a name", output)
