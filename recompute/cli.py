@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import shutil
 import sys
@@ -17,29 +16,9 @@ from rich.progress import Progress
 from rich.table import Table
 from typer.core import TyperGroup
 
+from recompute import cli_parts as parts
 from recompute import errors
-from recompute.cli_parts import (
-    ALLOW_HELP,
-    MODEL_HELP,
-    BaseOption,
-    BatchOption,
-    Device,
-    DevicesOption,
-    DTypeOption,
-    InFlightOption,
-    JsonOption,
-    LengthOption,
-    LoraOption,
-    LoraTargetsOption,
-    MicrobatchesOption,
-    ModelOption,
-    OverwriteOption,
-    PolicyArgument,
-    ShardingOption,
-    own_path,
-    progress_told,
-    stderr,
-)
+from recompute.cli_parts import own_path
 from recompute.errors import PolicyWarning, RecomputeError
 
 if TYPE_CHECKING:
@@ -53,8 +32,6 @@ class _Commands(TyperGroup):
     """Every command tells a mistake of the user's in one message, without a traceback, and exits with 2."""
 
     def invoke(self, ctx: Any) -> Any:
-        # The profiler prints its starts and stops. Torch reads this once.
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         with warnings.catch_warnings():
             warnings.showwarning = partial(_show_warning, warnings.showwarning)
             try:
@@ -105,13 +82,13 @@ def ablate(
     peer: list[str] | None = typer.Option(None, help="torch-checkpoint, liger …, instead of the config's. Repeatable."),
     text: Path | None = typer.Option(None, help="Train on this file's bytes.", callback=own_path),
     out: Path = typer.Option("results/ablation", help="Folder to write to.", file_okay=False, callback=own_path),
-    device: Device | None = typer.Option(None, help="Where to train."),
+    device: parts.Device | None = typer.Option(None, help="Where to train."),
     steps: int | None = typer.Option(None, help="Training steps a policy.", min=1),
     model: str | None = typer.Option(
         None, help="package.module:factory, which returns a model and a batch, instead of a Llama and a text."
     ),
     resume: bool = typer.Option(False, "--resume", help="Go on with the results there; measure again what failed."),
-    overwrite: OverwriteOption = False,
+    overwrite: parts.OverwriteOption = False,
     compare: tuple[Path, Path] | None = typer.Option(
         None, metavar="A B", help="Train nothing: say what changed between two results.json, or their folders."
     ),
@@ -147,7 +124,7 @@ def _ablated(*asked: Any, **ways: Any) -> AblationOutcome:
         nonlocal left
         left = f"{done} of {total} done" + (f", about {_duration(seconds)} left" if seconds else "")
 
-    with Progress(console=stderr(), transient=True, disable=not stderr().is_terminal) as progress:
+    with Progress(console=parts.stderr(), transient=True, disable=not parts.stderr().is_terminal) as progress:
         task = progress.add_task("", total=None)
 
         def show(what: str, done: int, total: int) -> None:
@@ -169,15 +146,15 @@ def _duration(seconds: float) -> str:
 
 @app.command()
 def explain(
-    policy: PolicyArgument,
-    model: ModelOption,
-    seq_len: LengthOption = 4096,
-    batch_size: BatchOption = 1,
-    dtype: DTypeOption = "bfloat16",
-    lora: LoraOption = None,
-    lora_targets: LoraTargetsOption = "all-linear",
-    base: BaseOption = "",
-    device: Device = typer.Option("auto", help="Whose attention and kernels to explain. No GPU is needed for cuda."),
+    policy: parts.PolicyArgument,
+    model: parts.ModelOption,
+    seq_len: parts.LengthOption = 4096,
+    batch_size: parts.BatchOption = 1,
+    dtype: parts.DTypeOption = "bfloat16",
+    lora: parts.LoraOption = None,
+    lora_targets: parts.LoraTargetsOption = "all-linear",
+    base: parts.BaseOption = "",
+    device: parts.Device = typer.Option("auto", help="Whose attention and kernels to explain; cuda needs no GPU."),
     wide: bool = typer.Option(False, "--wide", help="Every byte, in lines as long as that takes."),
 ) -> None:
     """Print what a policy keeps and drops of a model, tensor by tensor, and why.
@@ -199,32 +176,32 @@ def explain(
 
 @app.command()
 def estimate(
-    model: str = typer.Option(..., "--model", "--config", help=MODEL_HELP),
-    seq_len: LengthOption = 4096,
-    batch_size: BatchOption = 1,
+    model: str = typer.Option(..., "--model", "--config", help=parts.MODEL_HELP),
+    seq_len: parts.LengthOption = 4096,
+    batch_size: parts.BatchOption = 1,
     dtype: str = typer.Option(
         "bfloat16", help="bfloat16, bfloat16-autocast, bfloat16-mixed (float32 masters), float32."
     ),
     optimizer: str = typer.Option(
         "adamw", help="adamw (foreach), adamw-fused, adamw-loop, adamw-8bit, sgd, sgd-momentum."
     ),
-    lora: LoraOption = None,
-    lora_targets: LoraTargetsOption = "all-linear",
-    base: BaseOption = "",
-    sharding: ShardingOption = "none",
-    devices: DevicesOption = 1,
+    lora: parts.LoraOption = None,
+    lora_targets: parts.LoraTargetsOption = "all-linear",
+    base: parts.BaseOption = "",
+    sharding: parts.ShardingOption = "none",
+    devices: parts.DevicesOption = 1,
     gpu: str | None = typer.Option(None, help="Say whether it fits this GPU (H200, …), and what would."),
     gpu_memory: str | None = typer.Option(None, help="The GPU's memory instead: 24GiB."),
     policy: str | None = typer.Option(None, help="Preset or policy file."),
     loss: str = typer.Option("full", help="full: with all logits; chunked: without them."),
-    microbatches: MicrobatchesOption = 1,
-    microbatches_in_flight: InFlightOption = 1,
-    as_json: JsonOption = False,
+    microbatches: parts.MicrobatchesOption = 1,
+    microbatches_in_flight: parts.InFlightOption = 1,
+    as_json: parts.JsonOption = False,
     sweep: bool = typer.Option(
         False, "--sweep", help="A table, and a plot, of 1, 2, 4 times the batch by 1/2, 1, 2, 4 the length."
     ),
     out: Path = typer.Option("results/estimate", help="Folder for the plot.", file_okay=False, callback=own_path),
-    overwrite: OverwriteOption = False,
+    overwrite: parts.OverwriteOption = False,
 ) -> None:
     """Print what a training step will take: parameters, gradients, optimizer, activations, and the peak.
 
@@ -241,7 +218,7 @@ def estimate(
     request = EstimateRequest.checked(
         model=model, options=options, policy=policy, sweep=sweep, out=out, overwrite=overwrite, **asked
     )
-    with progress_told() as tell:
+    with parts.progress_told() as tell:
         answer = request.run(tell)
     typer.echo(answer.to_json() if as_json else answer.text)
     if answer.fit is not None and not answer.fit.fits:
@@ -250,19 +227,19 @@ def estimate(
 
 @app.command()
 def doctor(
-    model: ModelOption,
-    seq_len: LengthOption = 4096,
-    batch_size: BatchOption = 1,
+    model: parts.ModelOption,
+    seq_len: parts.LengthOption = 4096,
+    batch_size: parts.BatchOption = 1,
     dtype: str = typer.Option("bfloat16", help="As estimate takes it."),
     optimizer: str = typer.Option("adamw", help="As estimate takes it."),
-    lora: LoraOption = None,
-    lora_targets: LoraTargetsOption = "all-linear",
-    base: BaseOption = "",
+    lora: parts.LoraOption = None,
+    lora_targets: parts.LoraTargetsOption = "all-linear",
+    base: parts.BaseOption = "",
     gpu: str | None = typer.Option(None, help="The GPU to fit (H200, 'RTX 4090', …). Default: this machine's."),
     gpu_memory: str | None = typer.Option(None, help="The GPU's memory, where it has another: 24GiB."),
     longest: bool = typer.Option(False, "--longest", help="Say how long a sequence fits, under which policy, instead."),
     host: str | None = typer.Option(None, help="The host's memory, with --longest: 128GiB. Default: what is free."),
-    as_json: JsonOption = False,
+    as_json: parts.JsonOption = False,
 ) -> None:
     """Say whether a run fits a GPU, what is in the way, and the three best things to type, with the time they cost.
 
@@ -275,7 +252,7 @@ def doctor(
     where: dict[str, Any] = {"gpu": gpu, "gpu_memory": gpu_memory, "batch_size": batch_size, "seq_len": seq_len}
     where |= {"longest": longest, "host": host}
     request = DoctorRequest.checked(model=model, options=options, **where)
-    with progress_told() as tell:
+    with parts.progress_told() as tell:
         found = request.run(tell)
     typer.echo(found.to_json() if as_json else str(found))
     if not found.fits:
@@ -284,12 +261,12 @@ def doctor(
 
 @app.command()
 def verify(
-    policy: PolicyArgument,
-    model: ModelOption,
-    seq_len: LengthOption = 256,
-    batch_size: BatchOption = 1,
-    dtype: DTypeOption = "float32",
-    device: Device = typer.Option("auto", help="Where to train."),
+    policy: parts.PolicyArgument,
+    model: parts.ModelOption,
+    seq_len: parts.LengthOption = 256,
+    batch_size: parts.BatchOption = 1,
+    dtype: parts.DTypeOption = "float32",
+    device: parts.Device = typer.Option("auto", help="Where to train."),
 ) -> None:
     """Check that a model with random weights has the same gradients with a policy as without it.
 
@@ -311,31 +288,31 @@ def verify(
 @app.command()
 def plan(
     budget: str = typer.Option(..., help="Of the whole step: 40GiB, 40GB, or 80% of the device."),
-    model: str | None = typer.Option(None, help=MODEL_HELP),
+    model: str | None = typer.Option(None, help=parts.MODEL_HELP),
     profile: Path | None = typer.Option(None, help="What --save-profile wrote: measure nothing.", callback=own_path),
     save_profile: Path | None = typer.Option(None, help="Write the measurements to this JSON.", callback=own_path),
-    seq_len: LengthOption = 4096,
-    batch_size: BatchOption = 1,
-    dtype: DTypeOption = "bfloat16",
-    lora: LoraOption = None,
-    lora_targets: LoraTargetsOption = "all-linear",
-    base: BaseOption = "",
-    device: Device = typer.Option("auto", help="Where to measure."),
+    seq_len: parts.LengthOption = 4096,
+    batch_size: parts.BatchOption = 1,
+    dtype: parts.DTypeOption = "bfloat16",
+    lora: parts.LoraOption = None,
+    lora_targets: parts.LoraTargetsOption = "all-linear",
+    base: parts.BaseOption = "",
+    device: parts.Device = typer.Option("auto", help="Where to measure."),
     gpu: str | None = typer.Option(
         None, help="Measure nothing: calculate for this GPU (H200, rtx4090, …), which need not be here."
     ),
     gpu_memory: str | None = typer.Option(None, help="Of a GPU by its data sheet: 24GiB."),
     gpu_tflops: float | None = typer.Option(None, help="Of a GPU by its data sheet, dense, in the model's dtype: 165."),
     gpu_bandwidth: str | None = typer.Option(None, help="Of a GPU by its data sheet: 1008GB/s."),
-    sharding: ShardingOption = "none",
-    devices: DevicesOption = 1,
-    microbatches: MicrobatchesOption = 1,
-    microbatches_in_flight: InFlightOption = 1,
+    sharding: parts.ShardingOption = "none",
+    devices: parts.DevicesOption = 1,
+    microbatches: parts.MicrobatchesOption = 1,
+    microbatches_in_flight: parts.InFlightOption = 1,
     optimizer: str = typer.Option("adamw", help="adamw (torch's choice), adamw-fused, adamw-loop, sgd, sgd-momentum."),
-    allow: list[str] | None = typer.Option(None, help=ALLOW_HELP),
+    allow: list[str] | None = typer.Option(None, help=parts.ALLOW_HELP),
     out: Path | None = typer.Option(None, help="Write the policy to this YAML file.", callback=own_path),
-    overwrite: OverwriteOption = False,
-    as_json: JsonOption = False,
+    overwrite: parts.OverwriteOption = False,
+    as_json: parts.JsonOption = False,
     frontier: bool = typer.Option(False, "--frontier", help="Show what other budgets give; with --out, a PNG, too."),
     verify: bool = typer.Option(False, "--verify", help="Run the plan; if its peak is off by over 2%, plan again."),
 ) -> None:
@@ -362,7 +339,7 @@ def plan(
         **files,
         **training,
     ).checked()
-    with progress_told() as tell:
+    with parts.progress_told() as tell:
         found = request.run(tell)
     typer.echo(request.text(found, as_json=as_json))
     for path in request.write(found):

@@ -105,6 +105,8 @@ class _CpuTrace(MemoryTrace):
     _MARK = "recompute.memory_trace: "
 
     def __enter__(self) -> MemoryTrace:
+        # The profiler prints its starts and stops. It reads this once, when it first starts.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         self._profile = profile(profile_memory=True)
         self._profile.__enter__()
         return self

@@ -79,18 +79,7 @@ def test_ablate_prints_a_table_and_writes_all_files(config: Path, tmp_path: Path
 def test_options_replace_what_the_config_says(config: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_bytes(b"to be or not to be, " * 10)
-    options = (
-        "--policy",
-        "alternate",
-        "--policy",
-        "none",
-        "--peer",
-        "torch-selective",
-        "--steps",
-        1,
-        "--text",
-        text,
-    )
+    options = ("--policy", "alternate", "--policy", "none", "--peer", "torch-selective", "--steps", 1, "--text", text)
     code, output = recompute("ablate", config, "--out", tmp_path, "--device", "cpu", *options)
     assert code == 0, output
     results = saved(tmp_path)
@@ -226,6 +215,9 @@ def test_a_bad_option_gives_exit_code_2_and_names_it(config: Path, tmp_path: Pat
     code, output = recompute("ablate", tmp_path / "gone.yaml")
     assert (code, "gone.yaml: cannot be read" in output) == (2, True)
     assert recompute("ablate", config, "--device", "tpu")[0] == 2
+    code, output = recompute("ablate", config, "--out", "/dev/null/out")
+    assert code == 2
+    assert output.startswith("recompute: /dev/null/out: expected a folder that can be written; ")
 
 
 @pytest.mark.parametrize("of_a_factory", [False, True])
@@ -245,19 +237,9 @@ def test_policies_lists_every_preset_and_prints_one() -> None:
     for name in preset_names():
         assert re.search(rf"^{name} +\w", output, re.MULTILINE)
     assert recompute("policies", "hook") == (0, preset_path("hook").read_text(encoding="utf-8"))
-
-
-def test_policies_refuses_a_name_that_is_no_preset() -> None:
     code, output = recompute("policies", "hok")
     assert code == 2
     assert output.startswith("recompute: no preset is named 'hok' (did you mean 'hook'?)")
-
-
-def test_ablate_tells_where_it_cannot_write(config: Path) -> None:
-    code, output = recompute("ablate", config, "--out", "/dev/null/out")
-    assert code == 2
-    assert "recompute: /dev/null/out: expected a folder that can be written; " in output
-    assert "Traceback" not in output
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "BF16", "half", "float32"])
@@ -278,15 +260,6 @@ def test_version() -> None:
     code, output = recompute("--version")
     assert code == 0
     assert output == f"recompute {__version__}\n"
-
-
-def test_the_profiler_is_silenced_before_torch_reads_that() -> None:
-    script = (
-        "import os, sys; from recompute.cli import app; assert 'torch' not in sys.modules;"
-        "app(['policies'], standalone_mode=False); print(os.environ['KINETO_LOG_LEVEL'])"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "6"
 
 
 def test_help_does_not_wait_for_heavy_imports() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from types import SimpleNamespace
 
@@ -164,6 +166,11 @@ def test_trace_on_cuda_counts_blocks_of_512_bytes() -> None:
         trace.mark("end")
     assert trace.held_nbytes == {"end": second.nbytes}
     assert trace.peak_nbytes == 12 * KIB
+
+
+def test_tracing_prints_nothing() -> None:
+    code = "import torch, recompute.counters as c\nwith c.memory_trace(torch.device('cpu')): pass"
+    assert not subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stderr
 
 
 @pytest.mark.gpu

@@ -45,8 +45,8 @@ def apply(
     """Put ``model`` under ``policy``, in place.
 
     Module names, ``state_dict``, and copies and pickles of the model are the same as without a policy. Where gradients
-    are off or a module is in ``eval()`` mode, the policy does nothing, except that kernels stand in there, too. If this
-    raises, the model is as before.
+    are off or a module is in ``eval()`` mode, the policy does nothing, except that kernels stand in there, too. A
+    warning says so of the first forward in ``eval()`` mode with gradients. If this raises, the model is as before.
 
     policy: a ``Policy``, a mapping, the path of a policy file, or the name of a preset. The default changes no bit of
         any gradient.

@@ -39,11 +39,12 @@ def check_effect(
     unmatched = unmatched_rules(policy, modules, rules)
     if strict and not rules and has_effect(policy):
         raise NoEffectError(
-            f"policy {policy.name} governs no module of {name}: {_lines(unmatched)}\nGive it a rule that matches, or "
+            f"policy {policy.name} governs no module of {name}: {_lines(unmatched)}\nGive it a rule that matches, "
             + (
-                "put it on the model that has the layers: recompute.apply(model, policy)"
+                "or put it on the model that has the layers: recompute.apply(model, policy)"
                 if decorated
-                else "allow this: recompute.apply(model, policy, strict=False)"
+                else "treat a module as one layer by recompute.recompute(module), or allow this: "
+                "recompute.apply(model, policy, strict=False)"
             )
         )
     if unmatched and not (rules and is_preset(policy)):  # a preset has rules for many models, and no model needs all

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import nullcontext, suppress
 from types import MethodType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from recompute.compiled.captured_region import CaptureCache, CapturedRegion
 from recompute.compiled.generated.switch import Generates, is_generating
@@ -22,8 +22,9 @@ from recompute.engine.checkpoint.region import CheckpointRegion
 from recompute.engine.cut.op_policy import op_policy
 from recompute.engine.host.offload import OffloadRegion
 from recompute.engine.region_statistics import RegionStatistics
-from recompute.engine.scopes import KeepScope, RecipeScope
+from recompute.engine.scopes import KeepScope, RecipeScope, is_recording
 from recompute.engine.tape.recorder import TapeRegion
+from recompute.errors import warn
 from recompute.policy.meaning import Kernels, Meaning, Mechanism
 from recompute.substitution.codec import Blockwise8Bit
 from recompute.substitution.formulas import is_decorated
@@ -39,6 +40,8 @@ class OuterRunner(Runner):
     inner: Runner | None = None
     compiled_region: CompiledRegion | None = None
     """Applies the rule in compiled code; None where nothing does, or the inner runner."""
+    cache: CaptureCache | None = None
+    """What the modules under one policy share; None of a runner that drops nothing itself."""
 
     def run_compiled(self, module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
         if self.inner is not None:
@@ -47,9 +50,19 @@ class OuterRunner(Runner):
         return forward(*args, **kwargs) if region is None else region.run(forward, args, kwargs)
 
     def run_plain(self, module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        if module is not None and is_recording() and self.cache is not None and not self.cache.warned_of_evaluation:
+            self._warn_of_evaluation(self.cache, (*module.parameters(), *args, *kwargs.values()))
         if self.inner is None:
             return forward(*args, **kwargs)
         return self.inner.run_plain(module, forward, args, kwargs)
+
+    def _warn_of_evaluation(self, cache: CaptureCache, values: Iterable[Any]) -> None:
+        if any(isinstance(each, Tensor) and each.requires_grad for each in values):
+            cache.warned_of_evaluation = True
+            warn(
+                f"{self.statistics.name} runs in evaluation mode with gradients enabled, where its policy does nothing "
+                "but have kernels stand in. To train, call model.train() first; to evaluate, use torch.no_grad()."
+            )
 
 
 class RootRunner(OuterRunner):
@@ -131,6 +144,7 @@ class CheckpointRunner(OuterRunner):
         self.statistics = statistics
         self.note = meaning.note
         self.compiled_region = compiled_region(op_policy(meaning))
+        self.cache = cache
         self._checkpoint = CheckpointRegion(statistics, op_policy(meaning), state_hooks=cache.state_hooks)
         if module is not None:
             run = functools.partial(_again, self._checkpoint, weakref.ref(module))
@@ -161,6 +175,7 @@ class TapeRunner(OuterRunner):
     ):
         self.statistics = statistics
         self.inner = inner
+        self.cache = cache
         self.note = meaning.note if inner is None else f"{inner.note}; {meaning.note}"
         self.compiled_region = compiled_region(op_policy(meaning), compresses=meaning.compresses)
         self.region = _region(statistics, meaning, cache)
@@ -177,9 +192,10 @@ class OffloadRunner(OuterRunner):
     inner: drops what need not be held.
     """
 
-    def __init__(self, statistics: RegionStatistics, meaning: Meaning, inner: Runner | None):
+    def __init__(self, statistics: RegionStatistics, meaning: Meaning, cache: CaptureCache, inner: Runner | None):
         assert meaning.offloading is not None
         self.statistics = statistics
+        self.cache = cache
         self.note = meaning.note
         self.inner = inner
         self.offload_region = OffloadRegion(statistics, meaning.offloading)
@@ -249,7 +265,7 @@ def choose_runners(
         fallback = PlainRunner(statistics, "it runs as it is") if is_on_cuda else None
         kernel = KernelHeadRunner(statistics, fallback, meaning.hold)
     else:
-        kernel = find_kernel(statistics, module, _instead_of_kernel(statistics, meaning), meaning)
+        kernel = find_kernel(statistics, module, PlainRunner(statistics) if is_on_cuda else None, meaning)
     if kernel is None or kernel.wants_tape or (meaning.tapes_kernels and not is_head(module)):
         runner: Runner = TapeRunner(statistics, meaning, cache, kernel)
     else:
@@ -257,7 +273,7 @@ def choose_runners(
             kernel.fallback = TapeRunner(statistics, meaning, cache)
         kernel.compiled_region = compiled_region(op_policy(meaning), compresses=meaning.compresses)
         runner = kernel
-    yield path, module, offloaded(runner, meaning)
+    yield path, module, offloaded(runner, meaning, cache)
     if kernel is None:
         yield from _kernels_inside(path, module, meaning, governed)
 
@@ -267,20 +283,17 @@ def runner_without_kernels(
 ) -> Runner:
     """What runs a module, or a decorated function, under a rule without kernels. module: None of a function."""
     if meaning.mechanism is Mechanism.CHECKPOINT:
-        return offloaded(CheckpointRunner(statistics, module, meaning, cache), meaning)
+        return offloaded(CheckpointRunner(statistics, module, meaning, cache), meaning, cache)
     if meaning.mechanism is Mechanism.TAPE:
-        return offloaded(TapeRunner(statistics, meaning, cache), meaning)
-    return KeepRunner(statistics, meaning) if meaning.offloading is None else OffloadRunner(statistics, meaning, None)
+        return offloaded(TapeRunner(statistics, meaning, cache), meaning, cache)
+    if meaning.offloading is None:
+        return KeepRunner(statistics, meaning)
+    return OffloadRunner(statistics, meaning, cache, None)
 
 
-def offloaded(runner: Runner, meaning: Meaning) -> Runner:
+def offloaded(runner: Runner, meaning: Meaning, cache: CaptureCache) -> Runner:
     """``runner``; if the rule offloads, with what it holds taken off the device."""
-    return runner if meaning.offloading is None else OffloadRunner(runner.statistics, meaning, runner)
-
-
-def _instead_of_kernel(statistics: RegionStatistics, meaning: Meaning) -> PlainRunner | None:
-    """The runner for other devices than CUDA; None if the kernel runs there, too."""
-    return PlainRunner(statistics) if meaning.kernels is Kernels.ON_CUDA else None
+    return runner if meaning.offloading is None else OffloadRunner(runner.statistics, meaning, cache, runner)
 
 
 def _kernels_inside(
@@ -294,7 +307,7 @@ def _kernels_inside(
         if child_path in governed or is_decorated(child):
             continue
         statistics = RegionStatistics(f"{child_path} ({type(child).__name__})")
-        fallback = _instead_of_kernel(statistics, meaning)
+        fallback = PlainRunner(statistics) if meaning.kernels is Kernels.ON_CUDA else None
         kernel = find_kernel(statistics, child, fallback, meaning, written_out=written_out)
         if kernel is None:
             yield from _kernels_inside(child_path, child, meaning, governed)

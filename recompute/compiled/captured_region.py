@@ -95,13 +95,13 @@ class CaptureCache:
     def __init__(self, state_hooks: Sequence[StateHook] = ()) -> None:
         self.state_hooks = state_hooks
         self.plan_cache = PlanCache()
+        self.warned_of_evaluation = False
         self._graphs: dict[Hashable, CachedGraphs] = {}
 
     def graphs_of(self, function: Hashable, rule: Hashable) -> CachedGraphs:
         """What is shared by the regions that run ``function`` under ``rule``."""
         key = function, rule
-        found = self._graphs.get(key)
-        return self._graphs.setdefault(key, CachedGraphs()) if found is None else found
+        return self._graphs.get(key) or self._graphs.setdefault(key, CachedGraphs())
 
 
 @dataclass

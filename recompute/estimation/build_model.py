@@ -171,6 +171,11 @@ def refusals_named(source: Source) -> Iterator[None]:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
         told = (lines[1] if lines[0].endswith(":") and len(lines) > 1 else lines[0]).rstrip(".")
         kind = "" if isinstance(error, (OSError, ValueError)) or len(lines) > 1 else f"{type(error).__name__}: "
+        if isinstance(error, OSError) and isinstance(source, str) and not user_path(source).exists():
+            raise ModelError(
+                f"{source}: no file and no folder here has this name, and transformers did not fetch a model of this "
+                f"name: {told}. Give a name that Hugging Face knows, or the path of a config.json"
+            ) from error
         raise ModelError(
             f"{_called(source)}: expected a configuration that transformers {transformers.__version__} builds a model "
             f"of; it refuses this one: {kind}{told}. Correct that, or give the path of another config.json"

@@ -101,13 +101,8 @@ class PlanRequest:
     def run(self, progress: Callable[[str, int, int], None]) -> Plan:
         """Make the plan of a ``checked`` request; writes the profile, if asked to."""
         table = None if self.profile is None else Profile.load(self.profile)
-        asked: dict[str, Any] = {
-            "budget": self.budget,
-            "allowed": self.allowed,
-            "frontier": self.frontier,
-            "microbatches": self.microbatches,
-            "microbatches_in_flight": self.microbatches_in_flight,
-        }
+        asked: dict[str, Any] = {"budget": self.budget, "allowed": self.allowed, "frontier": self.frontier}
+        asked |= {"microbatches": self.microbatches, "microbatches_in_flight": self.microbatches_in_flight}
         if self.model is None:
             assert table is not None, "a checked request has a model or a profile"
             if self.save_profile is not None:
@@ -141,11 +136,12 @@ class PlanRequest:
         """The plan as text, with its frontier if that was asked for; or as one JSON object."""
         if as_json:
             return plan.to_json()
+        use = "" if self.out else '\nWrite it by --out plan.yaml, and apply it: recompute.apply(model, "plan.yaml").'
         if not self.frontier:
-            return str(plan)
+            return f"{plan}{use}"
         from recompute.planning import frontier_report  # which imports matplotlib
 
-        return f"{plan}\n\n{frontier_report.table(plan)}"
+        return f"{plan}{use}\n\n{frontier_report.table(plan)}"
 
     def write(self, plan: Plan) -> list[Path]:
         """Write the policy to ``out``, and beside it the frontier's plot. Returns all that the request has written."""

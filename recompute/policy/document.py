@@ -235,6 +235,7 @@ def _syntax_error(error: MarkedYAMLError, label: str) -> str:
     where = f"{label}:{mark.line + 1}:{mark.column + 1}" if mark else label
     text = ": ".join(part for part in (error.context, error.problem) if part)
     hint = "; a value that starts with '*' has to be in quotes" if "alias" in text else ""
+    hint = "; indent by spaces, not by tabs" if "'\\t'" in text else hint
     return f"{where}: not valid YAML: {text}{hint}"
 
 

@@ -142,7 +142,7 @@ class _RegionMeasurer:
         """Measure every candidate that has not been measured yet."""
         jobs, done = self._jobs(), 0
         while jobs:
-            self.report("assignments of ways to regions", done, done + len(jobs))
+            self.report("ways to run the regions", done, done + len(jobs))
             job = jobs.pop(0)
             failure = self._try(job)
             done += 1

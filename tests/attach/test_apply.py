@@ -40,17 +40,12 @@ def governed(model):
     return [name for name, module in model.named_modules() if type(module) is not plain[name][0]]
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        "hook",
-        preset_path("hook"),
-        str(preset_path("hook")),
-        recompute.load_policy("hook"),
-        recompute.load_policy("hook").model_dump(exclude_defaults=True),
-    ],
-    ids=["preset", "path", "string", "Policy", "mapping"],
-)
+HOOK = recompute.load_policy("hook")
+WAYS = {"preset": "hook", "path": preset_path("hook"), "string": str(preset_path("hook")), "Policy": HOOK}
+WAYS["mapping"] = HOOK.model_dump(exclude_defaults=True)
+
+
+@pytest.mark.parametrize("policy", WAYS.values(), ids=WAYS)
 def test_takes_a_policy_however_it_is_given(policy):
     model, expected = decoder(), decoder()
     recompute.apply(expected, "hook")

@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -232,29 +230,15 @@ def test_a_policy_applied_in_eval_mode_knows_nothing_of_training(cls, action, vi
     assert_same(gradients(module.train(), x), gradients(plain, x))
 
 
-@contextmanager
-def evaluating(model):
-    model.eval()
-    yield
-    model.train()
-
-
-MODES: dict[str, Callable[[nn.Module], AbstractContextManager[Any]]] = {
-    "eval": evaluating,
-    "no_grad": lambda _: torch.no_grad(),
-    "inference_mode": lambda _: torch.inference_mode(),
-}
-
-
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [nullcontext, torch.no_grad, torch.inference_mode])
 def test_kernels_stand_in_in_every_mode(mode):
     model = decoder()
     trained = decoder()
     recompute.apply(trained, "kernel")
     expected = trained(token_ids())
     handle = recompute.apply(model, "kernel")
-    with MODES[mode](model), counted_ops() as counts:
-        output = model(token_ids())
+    with mode(), counted_ops() as counts:
+        output = model.train(mode is not nullcontext)(token_ids())
     assert torch.equal(output, expected)  # what trains and what infers is one function
     assert counts["recompute.rms_norm_forward"] == 5
     assert counts["recompute.glu_forward"] == 2
@@ -266,15 +250,47 @@ def test_parts_in_eval_mode_are_left_alone():
     handle = recompute.apply(model, "full")
     for each in (model, plain):
         each.layers[0].eval()
-    assert_same(train(model), train(plain))
+    with pytest.warns(PolicyWarning, match=r"layers\.0 \(TinyDecoderLayer\) runs in evaluation mode"):
+        assert_same(train(model), train(plain))
     assert handle.stats().frames == 2
+
+
+def warnings_of_evaluation(*modules):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for module in modules:
+            module(torch.ones(TOKENS, HIDDEN))
+    return ["evaluation mode" in str(each.message) and "model.train()" in str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize("policy", ["elementwise", "auto", "full", rules(rule("TinyMLP", "offload"))], ids=str)
+def test_a_model_in_eval_mode_is_warned_of_once(policy):
+    model = nn.Sequential(*[TinyMLP() for _ in range(2)]).eval()
+    for _ in range(2):
+        recompute.apply(model, policy, replace=True)
+        for quiet in (torch.no_grad(), torch.inference_mode()):
+            with quiet:
+                assert warnings_of_evaluation(model) == []
+        assert warnings_of_evaluation(model.train(), model.eval(), model) == [True]
+
+
+def test_what_no_policy_would_drop_in_training_is_not_warned_of():
+    frozen, kept = TinyMLP().eval().requires_grad_(False), TinyMLP().eval()
+    recompute.apply(frozen, mlp_policy("hook"))
+    recompute.apply(kept, rules(rule("TinyMLP", "keep")))
+    assert warnings_of_evaluation(frozen, kept) == []
+
+
+def test_instances_of_a_decorated_class_in_eval_mode_are_warned_of_once():
+    cls = recompute.recompute(type("Decorated", (TinyMLP,), {"forward": TinyMLP.forward}))
+    assert warnings_of_evaluation(cls().eval(), cls().eval()) == [True]
 
 
 @pytest.mark.parametrize("preset", by_default(POLICIES, "full", "elementwise", "kernel"))
 def test_arguments_by_name(preset):
     model, plain = decoder(), decoder()
     recompute.apply(model, preset)
-    with MODES["no_grad"](model):
+    with torch.no_grad():
         for call in (lambda m: m(ids=token_ids(), scale=0.5), lambda m: m.norm(hidden_states=torch.ones(1, 16))):
             torch.testing.assert_close(call(model), call(plain))
     layer, same = model.layers[0], plain.layers[0]

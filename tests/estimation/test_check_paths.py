@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import models
 import pytest
@@ -83,3 +85,10 @@ def test_what_transformers_refuses_is_told_in_a_line(command: str, changes: dict
     assert line.startswith(f"recompute: {path}: expected a configuration that transformers ")
     assert message in line
     assert "Traceback" not in output
+
+
+def test_a_name_that_transformers_cannot_fetch_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", Mock(side_effect=OSError("No connection")))
+    code, output = recompute("explain", "hook", "--model", "Llama-3.1-8B")
+    assert code == 2
+    assert re.search("no file and no folder here has this name.*name: No connection. Give a name", output)

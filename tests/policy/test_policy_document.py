@@ -89,6 +89,7 @@ REFUSED_AS = [
     ("rules:\n- {action: keep, layers: [0-3, every 0]}", "2:32: rules[0].layers[1]: expected a step", "'every 0'"),
     ("name: x\nrules:\n- match: a", "3:3: rules[0].action: this key is required, and missing", ""),
     ("rules:\n- action: keep", "2:3: rules[0]: expected at least one of", "found {'action': 'keep'}"),
+    ("rules:\n\t- action: keep", "2:1: not valid YAML: ", "; indent by spaces, not by tabs"),
     ("version: 2\nrules: none", "1:10: version: expected 1, the only version", "found 2"),
     *(
         (f"rules:\n- action: keep\n  match: {glob}\n", "3:1", "; a value that starts with '*' has to be in quotes")

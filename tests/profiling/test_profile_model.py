@@ -333,7 +333,7 @@ def test_fewer_steps_run_where_they_are_long_and_progress_counts_assignments(
     told: list[tuple[str, int, int]] = []
     model, ids, loss = decoder_and_loss(1)
     recompute.profile(model, ids, loss=loss, match="layers.*.mlp", steps=3, progress=lambda *now: told.append(now))
-    jobs = [now[1:] for now in told if now[0] == "assignments of ways to regions"]
+    jobs = [now[1:] for now in told if now[0] == "ways to run the regions"]
     assert jobs == [(done, len(jobs)) for done in range(len(jobs))]
     assert len(jobs) > 1
     assert len(ran) == steps_of_first_job + len(jobs) * steps_of_a_job

@@ -188,7 +188,7 @@ def relu(x):
 
 @jit
 def is_kept(seed, offset, program, probability, vector: tl.constexpr, threads: tl.constexpr, block: tl.constexpr):
-    """Which of a program's elements ATen's dropout keeps, by its numbers: see ``dropout.DropoutMask``."""
+    """Which of a program's elements ATen's dropout keeps, by its state: see ``dropout.DropoutMask``."""
     four = program * (block // 4) + tl.arange(0, block // 4)
     turn = four // (vector // 4)
     counter = offset // 4 + (turn // threads) * (vector // 4) + four % (vector // 4)

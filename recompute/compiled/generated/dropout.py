@@ -1,9 +1,9 @@
 """Dropout in generated kernels: they make ATen's random numbers where these are read.
 
-A captured program runs ``native_dropout`` in three steps. It takes numbers from the generator: a seed and an offset,
-which moves the generator on as ATen's kernel would. A mask is made of them, and the input is scaled where the mask is
-set. The last two are pointwise, so that a group computes them. Where the mask is read only inside of groups it never
-reaches memory, and no generator is put back to draw it again.
+A captured program runs ``native_dropout`` in three steps. It takes the generator's state, a seed and an offset, and
+moves the generator on as ATen's kernel would. It makes a mask from that state, and it scales the input where the mask
+is set. The last two are pointwise, so that a group computes them. A mask that only groups read never reaches memory,
+and no generator is put back to draw it again.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ MAX_ELEMENTS = 2**31 - 1
 BLOCK_THREADS = 256
 """In a block of ATen's kernel."""
 
-Numbers = tuple[int, int]
-"""Where the random numbers of a dropout begin: a generator's seed and offset."""
+DropoutState = tuple[int, int]
+"""A generator's seed and offset where the random numbers of a dropout begin."""
 
 
 @dataclass(frozen=True)
@@ -60,22 +60,22 @@ class DropoutMask:
 
     @property
     def kept(self) -> float:
-        """The probability by which an element is kept, as ATen's kernel has it: a float32."""
+        """The probability that an element is kept, as ATen's kernel has it: a float32."""
         return torch.tensor(1.0 - self.p, dtype=torch.float32).item()
 
     @property
     def scale(self) -> float:
-        """By which ATen multiplies what is kept."""
+        """The factor of each element that is kept."""
         return 1.0 / self.kept
 
     def __str__(self) -> str:
         return "recompute.dropout_mask.default"
 
-    def taken(self, name: str | None) -> Numbers | None:
-        """The numbers of one dropout, which the generator moves past.
+    def taken(self, name: str | None) -> DropoutState | None:
+        """The state for one dropout. The generator moves past its random numbers.
 
         name: of the region, if the mask is made again in backward. Otherwise a captured CUDA graph may have the
-        dropout: then it is ATen's own, and there are no numbers.
+        dropout: then it is ATen's own, and there is no state.
 
         Raises:
             RngError: the generator's state cannot be read, and the mask is made again.
@@ -91,15 +91,15 @@ class DropoutMask:
         source.generator.set_offset(offset + per_thread)
         return seed, offset
 
-    def __call__(self, numbers: Numbers | None) -> Tensor:
+    def __call__(self, state: DropoutState | None) -> Tensor:
         """The mask, by ATen's kernel."""
         like = torch.empty_strided(self.layout.shape, self.layout.stride, dtype=self.layout.dtype, device=self.device)
-        if numbers is None:
+        if state is None:
             return _ATEN.native_dropout.default(like, self.p, True)[1]
         source = self._source()
         present = source.state()
         try:
-            source.restore(numbers)
+            source.restore(state)
             return _ATEN.native_dropout.default(like, self.p, True)[1]
         finally:
             source.restore(present)
@@ -127,6 +127,6 @@ def mask_of(call: Call, recording: Recording) -> DropoutMask | None:
     return DropoutMask(layout, device, p) if is_there and layout.dtype in FLOATS else None
 
 
-def flat(numbers: Iterable[Numbers]) -> list[int]:
-    """The numbers as arguments of a kernel, in int64."""
-    return [value for seed, offset in numbers for value in (seed - (seed >> 63 << 64), offset)]
+def flat(states: Iterable[DropoutState]) -> list[int]:
+    """The states as arguments of a kernel, in int64."""
+    return [value for seed, offset in states for value in (seed - (seed >> 63 << 64), offset)]

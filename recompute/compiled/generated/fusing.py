@@ -56,7 +56,7 @@ def _generated(
     buffers = source.recording.buffers
     numbers = source.stored
     made = [f"t{number}" for number in numbers]
-    read = [*source.given, *source.numbers]
+    read = [*source.given, *source.states]
     body = list(_with_views(members, views, made))
     lines = [line for own in lines_of(body, made, names) for line in own]
     name = f"kernel{len(names)}"
@@ -71,7 +71,7 @@ def _generated(
     written = sum(buffers[number].nbytes for number in numbers)
     moved = Traffic(sum(buffers[number].nbytes for number in source.inputs.values()), written, own - written)
     names[name] = GeneratedKernel(
-        source.text(waits=waits), found[name], source.space, layouts, places, moved, len(source.numbers)
+        source.text(waits=waits), found[name], source.space, layouts, places, moved, len(source.states)
     )
     text = f"{', '.join(made)}, = {name}({', '.join(read)})"
     for index, variable in reused.items():

@@ -111,9 +111,9 @@ class GeneratedKernel:
 
     def _launch_on(self, *arguments: Any) -> Any:
         """The kernel, with dropouts."""
-        return self._launch(*arguments[: -self._dropouts], numbers=flat(arguments[-self._dropouts :]))
+        return self._launch(*arguments[: -self._dropouts], states=flat(arguments[-self._dropouts :]))
 
-    def _launch(self, *tensors: Tensor, numbers: Sequence[int] = ()) -> Any:
+    def _launch(self, *tensors: Tensor, states: Sequence[int] = ()) -> Any:
         device = tensors[0].device
         made = [
             tensors[self._reused[index]]
@@ -121,7 +121,7 @@ class GeneratedKernel:
             else torch.empty_strided(output.shape, output.stride, dtype=output.dtype, device=device)
             for index, output in enumerate(self._outputs)
         ]
-        run(kernel_of(self.source), self._space.programs, *tensors, *made, *numbers, **self._settings)
+        run(kernel_of(self.source), self._space.programs, *tensors, *made, *states, **self._settings)
         return tuple(made)
 
     def _wait(self, *arguments: Any) -> Any:

@@ -62,8 +62,8 @@ class KernelSource:
     """The variables that ATen's calls read and the kernel does not, and their buffers."""
     elsewhere: set[str] = field(default_factory=set)
     """Those whose elements a program reads elsewhere than it writes."""
-    numbers: dict[str, int] = field(default_factory=dict)
-    """The variables of the numbers that dropouts have taken, and the place of each among these."""
+    states: dict[str, int] = field(default_factory=dict)
+    """The variables of the states that dropouts have taken, and the place of each among these."""
     lines: list[str] = field(default_factory=list)
     _values: dict[Any, str] = field(default_factory=dict)
     _counter: itertools.count = field(default_factory=itertools.count)
@@ -126,8 +126,8 @@ class KernelSource:
         parameters = [*[f"in_{name}" for name in self.given], *[f"out{number}" for number in self.stored]]
         names = {name: f"p{index}" for index, name in enumerate(parameters)}
         first = self.space.lines(".to(tl.int64)" if is_long else "")
-        numbers = [f"{part}{place}: tl.int64" for place in self.numbers.values() for part in ("seed", "offset")]
-        lines = [f"def {self.name}({', '.join([*names.values(), *numbers])}):", *first]
+        states = [f"{part}{place}: tl.int64" for place in self.states.values() for part in ("seed", "offset")]
+        lines = [f"def {self.name}({', '.join([*names.values(), *states])}):", *first]
         for line in [*self.lines, *["tl.debug_barrier()"] * waits, *self.stores]:
             for name, short in names.items():
                 line = line.replace(f"({name} + ", f"({short} + ")
@@ -275,11 +275,11 @@ class KernelSource:
         return value if source is target else self._fresh("x", f"{value}.to({TRITON_DTYPES[target]})")
 
     def _kept(self, statement: Statement, op: DropoutMask, index: Index) -> str:
-        """Whether a dropout keeps an element. A program makes the numbers of those that lie side by side."""
+        """Whether a dropout keeps an element. A program draws for elements that lie side by side."""
         address = Form.total(zip(index, op.layout.stride, strict=True))
         if not isinstance(self.space, Elements) or address != self.space.address(op.layout.shape.numel()):
             raise NotOneKernel
-        place = self.numbers.setdefault(statement.reads[0], len(self.numbers))
+        place = self.states.setdefault(statement.reads[0], len(self.states))
         settings = f"{text_of(op.kept)}, {op.vector}, {op.threads}, {BLOCK}"
         return self._fresh("b", f"functions.is_kept(seed{place}, offset{place}, tl.program_id(0), {settings})")
 
