@@ -1,7 +1,5 @@
 """Budgets are read as people write them, what is no budget is told, and bytes are shown."""
 
-from __future__ import annotations
-
 import pytest
 
 from recompute.errors import BudgetError, RecomputeError
@@ -26,7 +24,7 @@ from recompute.units import humanize, parse_budget
         (1e9, 10**9),
     ],
 )
-def test_a_budget_is_read(budget: str | int, nbytes: int) -> None:
+def test_a_budget_is_read(budget, nbytes):
     assert parse_budget(budget, 1000) == nbytes
 
 
@@ -50,9 +48,9 @@ def test_a_budget_is_read(budget: str | int, nbytes: int) -> None:
         ("80%", None, "the capacity of the device is not known; expected a size such as '40GiB'"),
     ],
 )
-def test_what_is_no_budget_is_told(budget: object, capacity: int | None, message: str) -> None:
+def test_what_is_no_budget_is_told(budget, capacity, message):
     with pytest.raises(BudgetError) as caught:
-        parse_budget(budget, capacity)  # type: ignore[arg-type]
+        parse_budget(budget, capacity)
     assert message in str(caught.value)
     assert isinstance(caught.value, RecomputeError)
 
@@ -71,5 +69,5 @@ def test_what_is_no_budget_is_told(budget: object, capacity: int | None, message
         (-1, "-1 B"),
     ],
 )
-def test_bytes_are_shown_in_the_largest_unit_that_they_fill(nbytes: int, text: str) -> None:
+def test_bytes_are_shown_in_the_largest_unit_that_they_fill(nbytes, text):
     assert humanize(nbytes) == text

@@ -1,9 +1,5 @@
 """The table of module bodies, by subject. A new body is one row; ``corpus`` says what is claimed of each."""
 
-from __future__ import annotations
-
-from corpus import Body
-
 from bodies.arguments import ARGUMENTS, CACHES, RESULTS
 from bodies.autograd import FUNCTIONS, GRADIENTS
 from bodies.captures import CAPTURES
@@ -11,7 +7,7 @@ from bodies.memory import ALIASES, CHANGES, VIEWS
 from bodies.modules import ATTRIBUTES, EFFECTS, MODULES
 from bodies.random import DRAWS, REACHED
 
-TABLES: dict[str, dict[str, Body]] = {
+TABLES = {
     "argument": ARGUMENTS,
     "cache": CACHES,
     "result": RESULTS,

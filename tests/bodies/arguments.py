@@ -7,7 +7,6 @@ import enum
 import logging
 import threading
 from collections import OrderedDict, UserDict, defaultdict, deque
-from collections.abc import Callable
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -171,7 +170,7 @@ def packed(x):
     return pack_padded_sequence((x * 2)[:, None], [TOKENS])
 
 
-KINDS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Any]]] = {
+KINDS = {
     "tensor": (lambda x: x * 3, lambda v: v.sin()),
     "tuple": (lambda x: (x, (x * 2, None)), lambda v: v[0] * v[1][0]),
     "list": (lambda x: [x, [x * 2]], lambda v: v[0] * v[1][0]),
@@ -256,7 +255,7 @@ def is_parameter(self, x, weight):
 
 
 WEIGHT = nn.Parameter(torch.linspace(0, 1, HIDDEN))
-ARGUMENTS: dict[str, Body] = {
+ARGUMENTS = {
     **{name: kind(number, *each) for number, (name, each) in enumerate(KINDS.items())},
     "one list twice": Body(same_twice, given=lambda x: (x, *[[1.0]] * 2)),
     "one tensor twice": Body(
@@ -295,7 +294,7 @@ ARGUMENTS: dict[str, Body] = {
     ),
 }
 
-GIVEN_BACK: dict[str, Callable[[Tensor], Any]] = {
+GIVEN_BACK = {
     "tensor": lambda y: y.sin(),
     "tuple": lambda y: (y.sin(), (y.exp(), None), 3, "s"),
     "list": lambda y: [y.sin(), [y.exp()]],
@@ -324,7 +323,7 @@ def giving(function, captured):
     return Body(lambda self, x: function(self.norm(x).cos()), lambda: {"norm": RMSNorm()}, captured=captured)
 
 
-RESULTS: dict[str, Body] = {
+RESULTS = {
     **{name: giving(each, True if name in MAY_BE_CAPTURED else None) for name, each in GIVEN_BACK.items()},
     **{
         f"nothing that takes gradients: {result!r}": Body(
@@ -372,7 +371,7 @@ class DictCache(dict):
         return sum(map(len, self.get("keys", [])))
 
 
-KINDS_OF_CACHES: dict[str, Any] = {"object": Cache, "slots": BareCache, "dict": DictCache}
+KINDS_OF_CACHES = {"object": Cache, "slots": BareCache, "dict": DictCache}
 
 
 def attend(self, x, cache):

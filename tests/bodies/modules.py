@@ -1,14 +1,10 @@
 """What modules remember and are made of: attributes, containers, buffers, statistics, weights; and side effects."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import logging
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
@@ -46,7 +42,7 @@ def grow_inner_list(value):
     value["losses"][-1].append(0)
 
 
-CONTAINERS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+CONTAINERS = {
     "list": (list, lambda value: value.append(0)),
     "dict": (dict, lambda value: value.update({len(value): 0})),
     "ordered dict": (OrderedDict, lambda value: value.update({len(value): 0})),
@@ -114,7 +110,7 @@ def start_state(module):
     module.state, module.states = torch.zeros(HIDDEN), []
 
 
-ATTRIBUTES: dict[str, Body] = {
+ATTRIBUTES = {
     "a number that advances": Body(advances, lambda: {"count": 0}),
     "a number that every call changes": Body(
         lambda self, x: advances(self, self.linear(x)), lambda: {**linear(), "count": 0}, captured=False
@@ -153,7 +149,7 @@ ATTRIBUTES: dict[str, Body] = {
 
 # Side effects
 
-SAID: list[str] = []
+SAID = []
 LOGGER = logging.getLogger("recompute.bodies")
 
 
@@ -237,7 +233,7 @@ EFFECTS = {
 
 # Parts, and what they do to buffers
 
-NORMALIZED: dict[str, Callable[[nn.Module], nn.Module]] = {
+NORMALIZED = {
     "spectral norm by a hook": lambda linear: torch.nn.utils.spectral_norm(linear, n_power_iterations=2),
     "weight norm by a hook": torch.nn.utils.weight_norm,
     "spectral norm": parametrizations.spectral_norm,
@@ -325,7 +321,7 @@ def update_in_no_grad(module, *_):
     module.average.mul_(2.0)
 
 
-MODULES: dict[str, Body] = {
+MODULES = {
     **{name: normalized(each) for name, each in NORMALIZED.items()},
     "norms with statistics": Body(
         lambda self, x: self.average(self.instance(self.batch(self.conv(x[None])).relu()).exp()).sin(), norms

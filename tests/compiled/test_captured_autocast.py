@@ -1,11 +1,7 @@
 """Captured regions under autocast, whose casts of parameters are shared by all who read these in its span."""
 
-from __future__ import annotations
-
 import functools
-from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import models
 import pytest
@@ -27,7 +23,7 @@ from capture_testing import (
 )
 from engine_testing import assert_same, loss_of
 from tiers import by_default, slow
-from torch import Tensor, nn
+from torch import nn
 
 import recompute
 from recompute import counters
@@ -98,7 +94,7 @@ def test_another_autocast_has_code_of_its_own(x):
     assert twins.runs_code(in_float16) == 1
 
 
-SHARED: dict[str, Callable[[nn.Module, Tensor], Any]] = {
+SHARED = {
     "the region, twice": lambda module, x: module(x) + module(x.flip(0)),
     "other code, before": lambda module, x: F.linear(x, module.inside.up.weight) + module(x),
     "other code, afterwards": lambda module, x: F.linear(module(x), module.inside.up.weight),

@@ -1,7 +1,5 @@
 """torchao's float8 in captured regions: the ops of its custom Function, also those on wrapped tensors, are calls."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -16,15 +14,15 @@ float8 = pytest.importorskip("torchao.float8")
 
 
 class Mlp(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.gate, self.up, self.down = nn.Linear(32, 64), nn.Linear(32, 64), nn.Linear(64, 32)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x + self.down(nn.functional.silu(self.gate(x.sin())) * self.up(x.sin()))
 
 
-def twins(recipe: str, action: str) -> Twins:
+def twins(recipe, action):
     torch.manual_seed(0)
     config = dataclasses.replace(float8.Float8LinearConfig.from_recipe_name(recipe), emulate=True)
     module = float8.convert_to_float8_training(Around(Mlp().bfloat16()), config=config)
@@ -35,7 +33,7 @@ def twins(recipe: str, action: str) -> Twins:
 
 @pytest.mark.parametrize("action", ["recompute", "checkpoint"])
 @pytest.mark.parametrize("recipe", ["tensorwise", *slow("rowwise", "rowwise_with_gw_hp")])
-def test_its_casts_are_calls_of_the_program(recipe: str, action: str) -> None:
+def test_its_casts_are_calls_of_the_program(recipe, action):
     found = twins(recipe, action)
     (region,) = found.regions
     plan = region.tape.statistics.plan
@@ -45,7 +43,7 @@ def test_its_casts_are_calls_of_the_program(recipe: str, action: str) -> None:
     assert ops.count(torch.ops.aten.clamp.default) == 6 * 2  # casts, each with a clamp of a scale and one of numbers
 
 
-def test_equal_casts_run_once() -> None:
+def test_equal_casts_run_once():
     (region,) = twins("tensorwise", "recompute").regions
     (program,) = [program for graph in region.state.graphs.all if (program := graph.program(region)) is not None]
     assert program.forward.source.count("aten_clamp") == 5 * 2  # two Linears read the same

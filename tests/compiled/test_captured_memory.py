@@ -1,12 +1,8 @@
 """What captured regions hold, for how long, and how they account for it."""
 
-from __future__ import annotations
-
 import copy
 import gc
-from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -180,7 +176,7 @@ def counted_by_tape_and_not(model, rules, steps, around_the_last=nullcontext()):
     return expected, found, handles[1]
 
 
-MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+MODELS = {
     "mlp": (lambda: Around(mlp()), rule()),
     "gated": (lambda: Around(GatedMLP(SIZE)), rule()),
     "dropout": (lambda: Around(nn.Sequential(linear(), nn.GELU(), nn.Dropout(0.3), linear())), rule()),

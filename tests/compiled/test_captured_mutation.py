@@ -1,7 +1,5 @@
 """Tensors that change in place: inside of a captured region, and between its forward and its backward."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -47,7 +45,7 @@ def assert_both_refuse(twins, step):
             step(module)
 
 
-REFUSED: dict[str, Change] = {
+REFUSED = {
     "input": lambda m, x, y: x.mul_(2),
     "weight": lambda m, x, y: m.inside.up.weight.mul_(2),
     "weight of a product": lambda m, x, y: m.inside.weight.mul_(2),
@@ -69,7 +67,7 @@ def test_an_output_that_the_region_keeps_may_not_change(x, activation):
     assert_both_refuse(twins, between(x, lambda m, x, y: y.mul_(2)))
 
 
-PERMITTED: dict[str, Change] = {
+PERMITTED = {
     "output": lambda m, x, y: y.mul_(2),
     "bias": lambda m, x, y: m.inside.up.bias.mul_(2),
     "part of an output": lambda m, x, y: y[1:].zero_(),

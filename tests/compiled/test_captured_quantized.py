@@ -1,12 +1,10 @@
 """Frozen weights that wrap codes, as torchao's do: a captured region is given the codes, and runs the ops on them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from capture_testing import STEPS_TO_SETTLE, Around
 from tiers import slow
-from torch import Tensor, nn
+from torch import nn
 
 import recompute
 from recompute.engine.tape.op_arguments import generators_of
@@ -17,25 +15,25 @@ SIZE = 128
 
 
 class Nf4Linear(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return nf4.linear_nf4(x, self.weight)
 
 
 class Adapted(nn.Module):
     """A frozen Linear beside a trained product of two thin ones, with a norm before, as in a layer."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm = nn.RMSNorm(SIZE)
         self.base = nn.Linear(SIZE, SIZE, bias=False).requires_grad_(False)
         self.down, self.up = nn.Linear(SIZE, 2, bias=False), nn.Linear(2, SIZE, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         y = self.norm(x)
         return x + torch.nn.functional.silu(self.base(y) + self.up(self.down(y)))
 
 
-def adapted(kind: str) -> Adapted:
+def adapted(kind):
     torch.manual_seed(0)
     module = Adapted()
     if kind == "NF4":
@@ -51,7 +49,7 @@ def adapted(kind: str) -> Adapted:
 class Pair:
     """An adapted Linear in plain eager, and under a rule. Codes have no copies or views to compare."""
 
-    def __init__(self, kind: str, action: str = "recompute"):
+    def __init__(self, kind, action="recompute"):
         self.plain, self.under = (Around(adapted(kind), before=nn.Linear(SIZE, SIZE)) for _ in range(2))
         self.under.before.load_state_dict(self.plain.before.state_dict())
         self.handle = recompute.apply(self.under, {"rules": [{"match": "inside", "action": action}]})
@@ -61,7 +59,7 @@ class Pair:
             self.step()
         assert "inside: 1 of 1 run as captured code" in self.handle.explain()
 
-    def step(self) -> Tensor:
+    def step(self):
         """A step of both, which give the same bits; returns the output."""
         outputs, gradients = [], []
         for module in (self.plain, self.under):
@@ -73,23 +71,23 @@ class Pair:
         assert all(map(torch.equal, *gradients))
         return outputs[0].detach()
 
-    def held_nbytes(self) -> int:
+    def held_nbytes(self):
         """What is held of what the region has made."""
         plan = self.handle.plans()["inside"]
         return sum(plan.facts[number].nbytes for number in plan.kept if plan.facts[number].step is not None)
 
 
 @pytest.mark.parametrize("kind", ["Int8WeightOnlyConfig", "NF4", *slow("IntxWeightOnlyConfig")])
-def test_it_is_captured_and_holds_no_weight_that_was_made_of_codes(kind: str) -> None:
+def test_it_is_captured_and_holds_no_weight_that_was_made_of_codes(kind):
     assert Pair(kind).held_nbytes() == Pair("").held_nbytes()
 
 
 @pytest.mark.parametrize("kind", ["Int8WeightOnlyConfig", *slow("NF4")])
-def test_a_checkpoint_is_captured(kind: str) -> None:
+def test_a_checkpoint_is_captured(kind):
     Pair(kind, "checkpoint")
 
 
-def test_other_codes_are_seen() -> None:
+def test_other_codes_are_seen():
     pair = Pair("Int8WeightOnlyConfig")
     before = pair.step()
     for module in (pair.plain, pair.under):
@@ -97,7 +95,7 @@ def test_other_codes_are_seen() -> None:
     assert not torch.equal(before, pair.step())
 
 
-def test_scales_that_change_before_backward_are_refused() -> None:
+def test_scales_that_change_before_backward_are_refused():
     pair = Pair("Int8WeightOnlyConfig")
     loss = pair.under(pair.x).square().sum()
     pair.under.inside.base.weight.scale.neg_()
@@ -105,7 +103,7 @@ def test_scales_that_change_before_backward_are_refused() -> None:
         loss.backward()
 
 
-def test_ops_of_bitsandbytes_draw_no_random_numbers() -> None:
+def test_ops_of_bitsandbytes_draw_no_random_numbers():
     """Where no input takes a gradient, no Function of its stands around its ops."""
     pytest.importorskip("bitsandbytes")
     assert generators_of(torch.ops.bitsandbytes.dequantize_4bit.default) == []

@@ -1,17 +1,13 @@
 """Captured code in generated kernels: the same bits, fewer kernels, nothing written that only a group reads."""
 
-from __future__ import annotations
-
 import copy
 import re
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from engine_testing import module_of, twins_of
 from generated_testing import as_one_kernel, generated, written
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 import recompute
@@ -64,7 +60,7 @@ def draw(*shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-GROUPS: dict[str, tuple[Callable[..., Any], list[Tensor]]] = {
+GROUPS = {
     "broadcast over rows and columns": (lambda x, w, r: x * w + r * 2, [draw(6, 8), draw(8), draw(6, 1)]),
     "a scalar tensor": (lambda x, s: x * s + 1, [draw(5, 7), draw(1).reshape(())]),
     "views between calls": (lambda x, y: (x.exp().view(2, 3, 8) + y).transpose(0, 1) * 2, [draw(6, 8), draw(2, 3, 8)]),
@@ -148,7 +144,7 @@ def their_gradient(gradient, output, place):
     return of_both[..., :-1] * 0.5, of_both[..., -1:] * 1
 
 
-BY_ROWS: dict[str, tuple[Callable[..., Any], list[Tensor]]] = {
+BY_ROWS = {
     "softmax": (lambda x: (x * 2 + 1).softmax(-1) * 3, [draw(300, 100)]),
     "softmax of scores and a mask": (lambda x, m: (x * 0.1 + m).softmax(-1), [draw(1, 4, 64, 30), draw(1, 1, 64, 30)]),
     "softmax in float32": (lambda x: torch.softmax(x, -1, dtype=torch.float32).to(x.dtype) + x, [draw(256, 33)]),
@@ -330,7 +326,7 @@ def backward_of_a_gated_mlp(a, b, gradient, w):
     return of_weight, inner * b, inner * a
 
 
-GROUPED: dict[str, tuple[Callable[..., Any], list[Tensor], list[int], list[str]]] = {
+GROUPED = {
     "what only a group reads never reaches memory": (lambda x: ((x * 2).exp() + 1).tanh(), [draw(64)], [1], []),
     "a cast is made in each group that reads it": (norm, [draw(8, 16).bfloat16()], [1, 1], ["mean_dim"]),
     "a GEMM between two calls keeps them apart": (

@@ -1,10 +1,7 @@
 """One table: which ops each rule lets run again, in eager code and in what ``torch.compile`` makes of it."""
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
@@ -45,7 +42,7 @@ HOOK = {"action": "recompute", "via": "hook"}
 
 # On purpose, eager and compiled code differ in one thing: a tape keeps what a factory makes, as something that it does
 # not see may fill it (a Triton kernel, NumPy); in compiled code all that writes to it is an op of the graph.
-TABLE: list[tuple[dict[str, Any], set[str], set[str]]] = [
+TABLE = [
     # the rule, and what runs again in eager code, and in compiled code
     ({"action": "keep"}, set(), set()),
     ({"action": "checkpoint"}, ALL, ALL),

@@ -1,13 +1,9 @@
 """TRL's trainers under ``logits=False``: what they write on logits is computed without them, with adapters too."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +22,7 @@ VOCABULARY = 1031
 SHAPE = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 WORDS = ["<pad>", "<s>", "</s>", "<unk>", *(f"w{index}" for index in range(VOCABULARY - 4))]
 PAIRS = [{"prompt": f"w{n} w5", "chosen": f" w{n + 9} w7 w8", "rejected": f" w{n + 20} w9"} for n in range(8)]
-ROWS: dict[str, list[dict[str, Any]]] = {
+ROWS = {
     "ORPO": PAIRS,
     "CPO": PAIRS,
     "DPO": PAIRS,
@@ -41,11 +37,11 @@ SAMPLES = {"num_generations": 2, "max_completion_length": 6, "beta": 0.0}
 class WideTensors(TorchDispatchMode):
     """Notes the rows of each tensor that is as wide as the vocabulary, where these are tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.rows: list[int] = []
+        self.rows = []
 
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         results = op(*args, **(kwargs or {}))
         for each in tree_leaves(results):
             if isinstance(each, Tensor) and each.dim() > 1 and each.shape[-1] == VOCABULARY and not is_weight(each):
@@ -53,26 +49,26 @@ class WideTensors(TorchDispatchMode):
         return results
 
 
-def is_weight(tensor: Tensor) -> bool:
+def is_weight(tensor):
     """Whether it is a head's or an adapter's, turned around."""
     return tensor.dim() == 2 and tensor.shape[0] in (SHAPE["hidden_size"], 4)
 
 
-def make_model() -> transformers.PreTrainedModel:
+def make_model():
     torch.manual_seed(0)
     ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     config = transformers.LlamaConfig(**SHAPE, **ids, num_attention_heads=4, max_position_embeddings=64)
     return transformers.LlamaForCausalLM(config)
 
 
-def make_tokenizer() -> Any:
+def make_tokenizer():
     words = Tokenizer(WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<unk>"))
-    words.pre_tokenizer = Whitespace()  # type: ignore[assignment]
+    words.pre_tokenizer = Whitespace()
     names = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     return transformers.PreTrainedTokenizerFast(tokenizer_object=words, **names)
 
 
-def trained(name: str, directory: Path, callbacks: list[Any], adapts: bool) -> tuple[Any, list[int]]:
+def trained(name, directory, callbacks, adapts):
     trl = pytest.importorskip("trl")
     datasets = pytest.importorskip("datasets")
     if name in ("ORPO", "CPO"):
@@ -84,7 +80,7 @@ def trained(name: str, directory: Path, callbacks: list[Any], adapts: bool) -> t
         **{"max_steps": 2, "per_device_train_batch_size": 2, "logging_steps": 1, "report_to": [], "use_cpu": True},
         **{"gradient_checkpointing": False, "bf16": False, "save_strategy": "no", "disable_tqdm": True, **options},
     )
-    given: dict[str, Any] = {}
+    given = {}
     if name in ("GRPO", "RLOO"):
         given["reward_funcs"] = [lambda completions, **_: [float(len({*each})) for each in completions]]
     if adapts:
@@ -102,7 +98,7 @@ def trained(name: str, directory: Path, callbacks: list[Any], adapts: bool) -> t
     )
     step, seen = trainer.training_step, WideTensors()
 
-    def watched(*args: Any, **kwargs: Any) -> Any:
+    def watched(*args, **kwargs):
         with seen:
             return step(*args, **kwargs)
 
@@ -115,7 +111,7 @@ def trained(name: str, directory: Path, callbacks: list[Any], adapts: bool) -> t
 @pytest.mark.filterwarnings("error::recompute.errors.PolicyWarning")
 @pytest.mark.parametrize("adapts", [False, True], ids=["all", "adapters"])
 @pytest.mark.parametrize("name", ROWS)
-def test_no_trainer_makes_logits(name: str, adapts: bool, tmp_path: Path) -> None:
+def test_no_trainer_makes_logits(name, adapts, tmp_path):
     plain, whole = trained(name, tmp_path, [], adapts)
     found, rows = trained(name, tmp_path, [RecomputeCallback("elementwise", logits=False)], adapts)
     if name in ("ORPO", "CPO"):  # the others have TRL's own fused head, which makes blocks of logits
@@ -126,8 +122,8 @@ def test_no_trainer_makes_logits(name: str, adapts: bool, tmp_path: Path) -> Non
         assert [entry[key] for entry in found.state.log_history if key in entry] == pytest.approx(expected, rel=1e-4)
 
 
-def test_what_has_a_kernel_of_trls_is_written_out_where_logits_are_lazy(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
+def test_what_has_a_kernel_of_trls_is_written_out_where_logits_are_lazy(monkeypatch):
+    asked = []
     utils = SimpleNamespace(_supports_trl_loss_kernel=lambda logits, index=None: bool(asked.append(logits)) or True)
     monkeypatch.setitem(sys.modules, "trl.trainer.utils", utils)
     before, end = utils._supports_trl_loss_kernel, _keep_lazy_in_trl()

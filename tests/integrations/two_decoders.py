@@ -1,13 +1,9 @@
 """A Hugging Face decoder whose layers kernels stand in for, trained by two processes: with DDP and FSDP2."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 import torch.distributed as dist
 import transformers
-from torch import Tensor, nn
+from torch import nn
 from two_processes import distributed
 
 import recompute
@@ -26,7 +22,7 @@ POLICY = {
 class Decoder(nn.Module):
     """Has its layers where ``distributed`` looks for them."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         config = transformers.LlamaConfig(
             vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -35,16 +31,16 @@ class Decoder(nn.Module):
         self.model = transformers.LlamaForCausalLM(config).train()
 
     @property
-    def layers(self) -> nn.ModuleList:
+    def layers(self):
         return self.model.model.layers
 
-    def forward(self, ids: Tensor) -> Any:
+    def forward(self, ids):
         return self.model(input_ids=ids, labels=ids, use_cache=False)
 
 
-def _train(how: str, first: str | None) -> list[Tensor]:
+def _train(how, first):
     torch.manual_seed(0)
-    model: nn.Module = Decoder()
+    model = Decoder()
     if first == "policy":
         recompute.apply(model, POLICY)
     wrapped = distributed(model, how)
@@ -62,7 +58,7 @@ def _train(how: str, first: str | None) -> list[Tensor]:
     return [*losses, *(p.to_local() if hasattr(p, "to_local") else p.detach() for p in wrapped.parameters())]
 
 
-def kernels_train_as_without(how: str, first: str) -> float:
+def kernels_train_as_without(how, first):
     """The largest relative difference that the policy makes to a loss, or to a weight after some steps.
 
     first: what is put on first, "policy" or "wrapper".

@@ -20,12 +20,12 @@ EXPERTS, CHOSEN, TOKENS, STEPS = 4, 2, 24, 5
 class Experts(nn.Module):
     """Half of the experts, each of which is given the tokens that chose it, whichever process they are of."""
 
-    def __init__(self, world_size: int):
+    def __init__(self, world_size):
         super().__init__()
         self.world_size = world_size
         self.experts = nn.ModuleList(GatedMLP() for _ in range(EXPERTS // world_size))
 
-    def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
+    def forward(self, tokens, counts):
         """tokens: sorted by their experts. counts: of each expert's tokens."""
         of_others = _now(all_to_all_single(counts, None, None, dist.group.WORLD))
         given = counts.view(self.world_size, -1).sum(1).tolist()
@@ -36,25 +36,25 @@ class Experts(nn.Module):
         return all_to_all_single_autograd(torch.cat(done), given, taken, dist.group.WORLD)
 
 
-def _now(tensor: Tensor) -> Tensor:
+def _now(tensor):
     return tensor.wait() if hasattr(tensor, "wait") else tensor
 
 
 class ExpertsLayer(nn.Module):
     """A decoder layer whose router is noisy."""
 
-    def __init__(self, world_size: int):
+    def __init__(self, world_size):
         super().__init__()
         self.norm1, self.norm2 = RMSNorm(), RMSNorm()
         self.attention = Attention()
         self.router = nn.Linear(HIDDEN, EXPERTS, bias=False)
         self.mlp = Experts(world_size)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = x + self.attention(self.norm1(x))
         return x + self.routed(self.norm2(x))
 
-    def routed(self, x: Tensor) -> Tensor:
+    def routed(self, x):
         scores = self.router(x * (0.9 + 0.2 * torch.rand_like(x))).softmax(-1)
         weights, chosen = scores.topk(CHOSEN)
         order = chosen.flatten().argsort(stable=True)
@@ -75,7 +75,7 @@ class SharedExperts(NamedTuple):
     dropped_nbytes: int
 
 
-def model_of(world_size: int) -> nn.Module:
+def model_of(world_size):
     """Each process has other experts, and the same of all else."""
     torch.manual_seed(0)
     model = nn.Sequential()
@@ -88,11 +88,11 @@ def model_of(world_size: int) -> nn.Module:
     return model
 
 
-def train(rules: Any) -> SharedExperts:
+def train(rules):
     model = model_of(2)
     handle = recompute.apply(model, rules) if rules is not None else None
     torch.manual_seed(10 + dist.get_rank())
-    values: list[Tensor] = []
+    values = []
     for _ in range(STEPS):
         x = torch.randn(TOKENS, HIDDEN, requires_grad=True)
         with Collectives() as seen:

@@ -1,10 +1,7 @@
 """Run in each of two processes: a LightningModule under DDP or FSDP2, with a policy and without."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
@@ -18,19 +15,19 @@ from recompute.integrations.lightning import RecomputeCallback
 
 
 class Sharded(Decoder):
-    def configure_model(self) -> None:
+    def configure_model(self):
         mesh = self.device_mesh["data_parallel"]
         for layer in self.model.model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(self.model, mesh=mesh)
 
 
-def ways() -> dict[str, Any]:
+def ways():
     sharded = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo")
     return {"ddp": DDPStrategy(process_group_backend="gloo"), "fsdp2": sharded}
 
 
-def main() -> None:
+def main():
     torch.set_num_threads(1)
     for way in ways():
         found = []
@@ -45,14 +42,14 @@ def main() -> None:
         assert min(policed.held) < 0.85 * min(plain.held)  # gloo's threads may let go of something late
         for one, other in zip(policed.parameters(), plain.parameters(), strict=True):
             assert torch.equal(local(one), local(other))
-        of_ranks: list[Any] = [None, None]
+        of_ranks = [None, None]
         distributed.all_gather_object(of_ranks, plain.losses)
         assert of_ranks[0] != of_ranks[1], "both train on the same texts: this shows nothing"
     distributed.destroy_process_group()
     print("two modules agree")
 
 
-def local(tensor: Any) -> torch.Tensor:
+def local(tensor):
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -1,18 +1,14 @@
 """Run in each of two processes: a Trainer under FSDP2 or DeepSpeed's ZeRO, with a policy and without."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import DistributedType
 from accelerate.state import AcceleratorState, PartialState
 from ruamel.yaml import YAML
-from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from trainer_testing import ACCUMULATED, STEPS, arguments, logged, model, texts
 from transformers import Trainer
@@ -26,11 +22,11 @@ STACKS = Path(__file__).parents[2] / "examples" / "stacks"
 class Counting(Trainer):
     """Bytes that each forward leaves, by storages: gloo's threads free some where no profiler looks."""
 
-    def __init__(self, *given: Any):
+    def __init__(self, *given):
         super().__init__(*given, train_dataset=texts())
-        self.held: list[int] = []
+        self.held = []
 
-    def compute_loss(self, *given: Any, **options: Any) -> Tensor:
+    def compute_loss(self, *given, **options):
         with StorageTrace() as trace:
             loss = super().compute_loss(*given, **options)
             trace.mark("forward")
@@ -38,7 +34,7 @@ class Counting(Trainer):
         return loss
 
 
-def options(way: str) -> dict[str, Any]:
+def options(way):
     if way == "fsdp2":
         config = YAML(typ="safe").load((STACKS / "accelerate-fsdp2.yaml").read_text(encoding="utf-8"))["fsdp_config"]
         return {"fsdp": True, "fsdp_config": {key.removeprefix("fsdp_"): value for key, value in config.items()}}
@@ -49,20 +45,20 @@ def options(way: str) -> dict[str, Any]:
     return {"deepspeed": config | {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}}
 
 
-def let_accelerate_shard_on_the_cpu() -> None:
+def let_accelerate_shard_on_the_cpu():
     """It takes FSDP on accelerators alone, and on the CPU does without, though nothing that it then runs minds."""
     original = AcceleratorState.__init__
 
-    def init(self: Any, *given: Any, fsdp_plugin: Any = None, **others: Any) -> None:
+    def init(self, *given, fsdp_plugin=None, **others):
         original(self, *given, fsdp_plugin=fsdp_plugin, **others)
         if fsdp_plugin is not None:
             self.fsdp_plugin = fsdp_plugin
             self.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
 
-    AcceleratorState.__init__ = init  # type: ignore[method-assign]
+    AcceleratorState.__init__ = init
 
 
-def main() -> None:
+def main():
     torch.set_num_threads(1)
     way, folder = sys.argv[1], Path(sys.argv[2])
     let_accelerate_shard_on_the_cpu()

@@ -1,7 +1,5 @@
 """Run in each of two processes: a Trainer under DDP, with a policy and without; for ``test_two_processes``."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -15,7 +13,7 @@ from recompute.integrations.transformers import RecomputeTrainingArguments
 class Counting(MeasuredTrainer):
     """(right, all) tokens of each micro-batch, from whole logits."""
 
-    def compute_loss(self, net: torch.nn.Module, inputs: dict[str, torch.Tensor], *given: object, **options: object):
+    def compute_loss(self, net, inputs, *given, **options):
         with torch.no_grad():
             logits = self.model.eval()(input_ids=inputs["input_ids"]).logits[:, :-1]
         self.model.train()
@@ -25,7 +23,7 @@ class Counting(MeasuredTrainer):
         return super().compute_loss(net, inputs, *given, **options)
 
 
-def main() -> None:
+def main():
     torch.set_num_threads(1)
     found = []
     without_logits = {"recompute_policy": "auto", "recompute_kwargs": {"logits": False}}

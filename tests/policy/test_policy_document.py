@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -22,13 +21,13 @@ KEYS_OF_A_RULE = (
 )
 
 
-def refusal_of(text: str, model_class: type[BaseModel] = Policy, kind: str = "policy") -> str:
+def refusal_of(text, model_class=Policy, kind="policy"):
     with pytest.raises(PolicyError) as caught:
         parse_document(model_class, text, label="p.yaml", kind=kind)
     return str(caught.value)
 
 
-def file_refusal(path: Path) -> str:
+def file_refusal(path):
     with pytest.raises(PolicyError) as caught:
         load_document(Policy, path, kind="policy")
     return str(caught.value).replace(str(path.parent), "")
@@ -174,7 +173,7 @@ class Config(BaseModel):
     dtype: Literal["float32", "bfloat16"] | None = None
 
 
-def config_refusal(text: str) -> str:
+def config_refusal(text):
     return refusal_of("shape: {hidden_size: 1}\n" + text, Config, "configuration")
 
 

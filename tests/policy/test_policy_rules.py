@@ -1,7 +1,5 @@
 """Rules and policies made in Python: what they accept, hold, write and refuse."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import subprocess
@@ -19,13 +17,13 @@ from recompute.policy.loading import load_policy
 from recompute.policy.rules import FAMILIES, PRICE, REPEATABLE, LayerSpan, Policy, Rule, is_op_name, is_tensor_name
 
 
-def refusal_of(make, /, **values) -> str:
+def refusal_of(make, /, **values):
     with pytest.raises(PolicyError) as caught:
         make(**values)
     return str(caught.value)
 
 
-def selected(selector, count: int) -> list[int]:
+def selected(selector, count):
     span = LayerSpan.parse(selector)
     return [index for index in range(count) if span.selects(index, count)]
 
@@ -61,7 +59,7 @@ how_much = st.fixed_dictionaries({"price": st.floats(0, allow_infinity=False) | 
 
 
 @st.composite
-def rules(draw) -> Rule:
+def rules(draw):
     action = draw(st.sampled_from(["keep", "recompute", "checkpoint"]))
     rerun = draw(one_or_more(st.sampled_from(sorted(REPEATABLE)))) if action == "recompute" else ()
     keepable = families.filter(lambda family: family not in rerun) | op_name | tensor_name

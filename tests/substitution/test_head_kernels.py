@@ -1,16 +1,12 @@
 """Heads that kernels compute: training makes no logits, whoever takes the loss, and evaluation makes them."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 import transformers
 from models import BATCH, LENGTH, SHAPE, VOCABULARY, held
 from models import LAYERS_BY_KERNELS as POLICY
 from tiers import slow
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 import recompute
@@ -21,17 +17,17 @@ LAYERS = 1  # the others are as the first
 IDS = torch.randint(3, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
 
 
-def make(name: str = "Llama", **options: Any) -> nn.Module:
+def make(name="Llama", **options):
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**{**SHAPE, "num_hidden_layers": LAYERS, **options})
     return transformers.AutoModelForCausalLM.from_config(config).train()
 
 
-def loss_of(model: nn.Module) -> Tensor:
+def loss_of(model):
     return model(input_ids=IDS, labels=IDS, use_cache=False).loss
 
 
-def test_training_makes_no_logits_and_evaluation_does() -> None:
+def test_training_makes_no_logits_and_evaluation_does():
     model = make()
     recompute.apply(model, POLICY)
     output = model(input_ids=IDS, labels=IDS)
@@ -49,7 +45,7 @@ def test_training_makes_no_logits_and_evaluation_does() -> None:
     assert type(model.eval()(input_ids=IDS, labels=IDS).logits) is Tensor
 
 
-def test_without_logits_a_step_holds_less() -> None:
+def test_without_logits_a_step_holds_less():
     vocabulary = 4096
     model, plain = (make(vocab_size=vocabulary) for _ in range(2))
     recompute.apply(model, POLICY)
@@ -58,8 +54,8 @@ def test_without_logits_a_step_holds_less() -> None:
 
 
 @pytest.mark.parametrize("name", ["Llama", *slow("Cohere", "Granite", "Gemma2")])
-def test_log_probabilities_and_entropies_of_ones_own_go_without_logits_too(name: str) -> None:
-    def loss(model: nn.Module) -> Tensor:
+def test_log_probabilities_and_entropies_of_ones_own_go_without_logits_too(name):
+    def loss(model):
         logits = model(input_ids=IDS, use_cache=False).logits
         scores = F.log_softmax(logits[:, :-1] / 0.7, -1)
         entropy = -(scores.exp() * scores).sum(-1)

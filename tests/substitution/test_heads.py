@@ -1,10 +1,5 @@
 """Which heads go without logits: of many families, adapted, frozen; and what is said of those that do not."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import transformers
@@ -28,13 +23,13 @@ PARTS = {
 }  # fmt: skip
 
 
-def causal(name: str, **options: Any) -> Callable[[], nn.Module]:
+def causal(name, **options):
     return lambda: transformers.AutoModelForCausalLM.from_config(
         getattr(transformers, f"{name}Config")(**{**SHAPE, **options})
     )
 
 
-def t5(tied: bool) -> nn.Module:
+def t5(tied):
     sizes = {"vocab_size": WORDS, "d_model": WIDTH, "d_kv": 16, "d_ff": 96, "num_layers": 1, "num_heads": 4}
     config = transformers.T5Config(
         **sizes, tie_word_embeddings=tied, dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0
@@ -43,7 +38,7 @@ def t5(tied: bool) -> nn.Module:
 
 
 GPT = {"n_layer": 1, "n_head": 4}
-FAMILIES: dict[str, Callable[[], nn.Module]] = {
+FAMILIES = {
     "llama": causal("Llama"),
     "tied": causal("Llama", tie_word_embeddings=True),
     "cohere": causal("Cohere"),
@@ -64,11 +59,11 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
 class Wide(TorchDispatchMode):
     """Notes ops that give tensors as wide as the vocabulary, with a row for every token."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.ops: list[str] = []
+        self.ops = []
 
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         results = op(*args, **(kwargs or {}))
         tensors = [each for each in tree_leaves(results) if isinstance(each, Tensor) and each.dim() > 1]
         if any(each.shape[-1] == WORDS and each.shape[:-1].numel() in (TOKENS, TOKENS - 2) for each in tensors):
@@ -76,7 +71,7 @@ class Wide(TorchDispatchMode):
         return results
 
 
-def step(model: nn.Module, **options: Any) -> tuple[dict[str, Tensor], list[str]]:
+def step(model, **options):
     """The loss and gradients of a step, and the ops that gave logits."""
     torch.manual_seed(1)
     model.zero_grad()
@@ -86,7 +81,7 @@ def step(model: nn.Module, **options: Any) -> tuple[dict[str, Tensor], list[str]
     return {"loss": loss.detach()} | {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, wide.ops
 
 
-def assert_goes_without_logits(model: nn.Module) -> Any:
+def assert_goes_without_logits(model):
     expected, ops = step(model)
     assert ops
     handle = recompute.apply(model, POLICY)
@@ -97,7 +92,7 @@ def assert_goes_without_logits(model: nn.Module) -> Any:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_heads_of_many_families_make_no_logits(family: str) -> None:
+def test_heads_of_many_families_make_no_logits(family):
     torch.manual_seed(0)
     handle = assert_goes_without_logits(FAMILIES[family]().train())
     assert "linear_cross_entropy (if nothing else reads the logits)" in handle.explain()
@@ -106,14 +101,14 @@ def test_heads_of_many_families_make_no_logits(family: str) -> None:
 class Adapted(nn.Module):
     """A Linear with a LoRA adapter, as PEFT puts it in the place of the Linear."""
 
-    def __init__(self, base: nn.Linear, dropout: float = 0.0, dtype: torch.dtype = torch.float32):
+    def __init__(self, base, dropout=0.0, dtype=torch.float32):
         super().__init__()
         self.base_layer = base.requires_grad_(False)
         self.lora_dropout = nn.Dropout(dropout)
         self.lora_A = nn.ModuleDict({"default": nn.Linear(base.in_features, 4, bias=False, dtype=dtype)})
         self.lora_B = nn.ModuleDict({"default": nn.Linear(4, base.out_features, bias=False, dtype=dtype)})
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         result = self.base_layer(x)
         thin = self.lora_A["default"](self.lora_dropout(x.to(self.lora_A["default"].weight.dtype)))
         return (result + self.lora_B["default"](thin) * 2.0).to(result.dtype)
@@ -121,9 +116,9 @@ class Adapted(nn.Module):
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("family", ["llama", "gemma 3 with a cap", "granite"])
-def test_an_adapter_on_the_head_adds_a_thin_product(family: str, dropout: float) -> None:
+def test_an_adapter_on_the_head_adds_a_thin_product(family, dropout):
     torch.manual_seed(0)
-    model: Any = FAMILIES[family]().train()
+    model = FAMILIES[family]().train()
     model.lm_head = Adapted(model.lm_head, dropout)
     explained = assert_goes_without_logits(model).explain()
     assert "lm_head.base_layer" in explained
@@ -131,9 +126,9 @@ def test_an_adapter_on_the_head_adds_a_thin_product(family: str, dropout: float)
     assert model.lm_head.base_layer.weight.grad is None
 
 
-def test_an_adapter_in_float32_on_a_narrower_head_rounds_as_the_head_does() -> None:
+def test_an_adapter_in_float32_on_a_narrower_head_rounds_as_the_head_does():
     torch.manual_seed(0)
-    model: Any = FAMILIES["llama"]().train().bfloat16()
+    model = FAMILIES["llama"]().train().bfloat16()
     model.lm_head = Adapted(model.lm_head, dtype=torch.float32)
     expected, _ = step(model)
     recompute.apply(model, POLICY)
@@ -144,9 +139,9 @@ def test_an_adapter_in_float32_on_a_narrower_head_rounds_as_the_head_does() -> N
         assert found[name].dtype is value.dtype
 
 
-def test_a_frozen_head_gets_no_gradient() -> None:
+def test_a_frozen_head_gets_no_gradient():
     torch.manual_seed(0)
-    model: Any = FAMILIES["llama"]().train()
+    model = FAMILIES["llama"]().train()
     model.lm_head.requires_grad_(False)
     assert_goes_without_logits(model)
     assert model.lm_head.weight.grad is None
@@ -155,18 +150,18 @@ def test_a_frozen_head_gets_no_gradient() -> None:
 class Quantized(nn.Linear):
     """As bitsandbytes has it: its forward is a Function of its own."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return _Rounded.apply(x, self.weight)
 
 
 class _Rounded(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx, x, weight):
         ctx.save_for_backward(weight)
         return F.linear(x, (weight * 64).round() / 64)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
+    def backward(ctx, gradient):
         (weight,) = ctx.saved_tensors
         return gradient @ weight, None
 
@@ -175,9 +170,9 @@ class Packed(Tensor):
     """As torchao has a quantized weight: a Parameter of a class of its own."""
 
 
-def replaced(how: str) -> nn.Module:
+def replaced(how):
     torch.manual_seed(0)
-    model: Any = FAMILIES["llama"]().train()
+    model = FAMILIES["llama"]().train()
     if how == "function":
         head = Quantized(WIDTH, WORDS, bias=False)
         model.lm_head = head
@@ -196,7 +191,7 @@ def replaced(how: str) -> nn.Module:
         ("hook", "lm_head is a Linear, or has hooks; expected a plain nn.Linear"),
     ],
 )
-def test_a_head_that_no_kernel_takes_has_logits_and_explain_says_why(how: str, why: str) -> None:
+def test_a_head_that_no_kernel_takes_has_logits_and_explain_says_why(how, why):
     model = replaced(how)
     handle = recompute.apply(model, POLICY)
     found, ops = step(model)
@@ -205,9 +200,9 @@ def test_a_head_that_no_kernel_takes_has_logits_and_explain_says_why(how: str, w
     assert f"No loss goes without logits: {why}." in handle.explain(width=1000)
 
 
-def test_explain_says_that_there_is_no_head() -> None:
+def test_explain_says_that_there_is_no_head():
     torch.manual_seed(0)
-    model: Any = FAMILIES["llama"]()
+    model = FAMILIES["llama"]()
     policy = {"rules": [*POLICY["rules"], {"type": "block", "action": "recompute"}]}
     with pytest.warns(recompute.errors.PolicyWarning, match="finds no head"):
         handle = recompute.apply(model.model, policy)
@@ -215,9 +210,9 @@ def test_explain_says_that_there_is_no_head() -> None:
     assert "without logits" not in recompute.apply(FAMILIES["tied"](), POLICY).explain(width=1000)
 
 
-def test_explain_names_what_had_logits_made() -> None:
+def test_explain_names_what_had_logits_made():
     torch.manual_seed(0)
-    model: Any = FAMILIES["llama"]().train()
+    model = FAMILIES["llama"]().train()
     handle = recompute.apply(model, POLICY)
     for _ in range(2):
         model(input_ids=IDS).logits.tanh().sum().backward()
