@@ -136,13 +136,16 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     """Three projections of one normalized input, two heads."""
 
+    is_causal = False
+
     def __init__(self, size: int = HIDDEN):
         super().__init__()
         self.q, self.k, self.v, self.o = (nn.Linear(size, size, bias=False) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (project(x).unflatten(-1, (2, -1)).transpose(-2, -3) for project in (self.q, self.k, self.v))
-        return self.o(F.scaled_dot_product_attention(q, k, v).transpose(-2, -3).flatten(-2))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.is_causal)
+        return self.o(mixed.transpose(-2, -3).flatten(-2))
 
 
 class GatedMLP(nn.Module):

@@ -11,7 +11,7 @@ from engine_testing import (
     tokens,
 )
 from tiers import by_default, slow
-from two_decoders import kernels_train_as_without
+from two_parts import kernels_train_as_without
 from two_processes import adapted, trains_as_without
 
 each_policy_in_processes = pytest.mark.parametrize(

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 import transformers
 from engine_testing import bits
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -21,10 +21,11 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
+from two_processes import distributed
 
 import recompute
+from recompute.attach.explain import Stats
 from recompute.estimation.storage_tracker import StorageTrace
 from recompute.integrations.distributed import agree, verify_plan
 from recompute.planning import plan_verification
@@ -33,6 +34,12 @@ from recompute.profiling.cost_table import Choice, Place, Profile, RegionCosts
 VOCABULARY, STEPS = 40, 3
 COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 ROWS = ("self_attn.o_proj", "mlp.down_proj")
+KERNELS = {
+    "rules": [
+        {"type": ["*DecoderLayer", "*RMSNorm"], "action": "recompute", "via": "kernel"},
+        {"match": "**.lm_head", "action": "recompute", "via": "kernel"},
+    ]
+}
 
 
 def decoder(dropout=0.25, layers=2):
@@ -76,24 +83,12 @@ def sequence_parallel(model, mesh):
 
 
 def shared_out(model, how):
-    """ "ddp", "fsdp", "fsdp of parts", "tensor parallel", "sequence parallel", or "tensor parallel, then fsdp"."""
-    mesh = init_device_mesh("cpu", (2,))
-    if how == "ddp":
-        return DistributedDataParallel(model)
-    if how == "tensor parallel":
-        return tensor_parallel(model, mesh)
-    if how == "sequence parallel":
-        return sequence_parallel(model, mesh)
+    """how: "tensor parallel", "sequence parallel", "tensor parallel, then fsdp", or one of ``distributed``."""
     if how == "tensor parallel, then fsdp":
         both = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
-        tensor_parallel(model, both["tensor"])
-        mesh = both["data"]
-    for layer in model.model.layers:
-        if how == "fsdp of parts":
-            fully_shard(layer.self_attn, mesh=mesh)
-            fully_shard(layer.mlp, mesh=mesh)
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+        return distributed(tensor_parallel(model, both["tensor"]), how, both["data"])
+    ways = {"tensor parallel": tensor_parallel, "sequence parallel": sequence_parallel}
+    return ways[how](model, init_device_mesh("cpu", (2,))) if how in ways else distributed(model, how)
 
 
 class Collectives(TorchDispatchMode):
@@ -133,8 +128,8 @@ class Trained(NamedTuple):
     plans: dict[str, Any]
 
 
-def train(how, rules, first="policy"):
-    """first: what is put on first, "policy" or "wrapper"."""
+def train(how, rules, first="policy", of=bits):
+    """first: what is put on first, "policy" or "wrapper". of: what is told of a loss, a gradient and a weight."""
     model = decoder()
     handle = recompute.apply(model, rules) if rules is not None and first == "policy" else None
     wrapped = shared_out(model, how)
@@ -150,25 +145,52 @@ def train(how, rules, first="policy"):
             loss = wrapped(input_ids=ids, labels=ids).loss
             forward, gathered = Counter(seen.counts), _gathered_nbytes(model)
             loss.backward()
-        values += [bits(loss), *(_local(parameter.grad) for parameter in wrapped.parameters())]
+        values += [of(loss), *(of(_local(parameter.grad)) for parameter in wrapped.parameters())]
         optimizer.step()
         optimizer.zero_grad()
-    values += map(_local, wrapped.parameters())
+    values += [of(_local(parameter)) for parameter in wrapped.parameters()]
     random = bits(torch.get_rng_state())
     ids = torch.randint(0, VOCABULARY, (8, 64))
     wrapped(input_ids=ids, labels=ids).loss.backward()  # so that there are gradients, and what else is made once
-    held_nbytes, peak_nbytes = step_memory(lambda: wrapped(input_ids=ids, labels=ids).loss)
-    return Trained(
-        values,
-        random,
-        (forward, seen.counts),
-        held_nbytes,
-        peak_nbytes,
-        handle.stats().dropped_nbytes if handle else 0,
-        handle.stats().offloaded_nbytes if handle else 0,
-        gathered,
-        {path: _structure(plan) for path, plan in handle.plans().items()} if handle else {},
-    )
+    memory = step_memory(lambda: wrapped(input_ids=ids, labels=ids).loss)
+    stats = handle.stats() if handle else Stats()
+    plans = {path: _structure(plan) for path, plan in handle.plans().items()} if handle else {}
+    collectives = forward, seen.counts
+    return Trained(values, random, collectives, *memory, stats.dropped_nbytes, stats.offloaded_nbytes, gathered, plans)
+
+
+def kernels_train_as_without(how, first):
+    """The largest relative difference that kernels make to a loss, a gradient, or a weight after some steps."""
+    of = lambda value: value.detach().clone()  # noqa: E731
+    pairs = zip(train(how, KERNELS, first, of).values, train(how, None, first, of).values, strict=True)
+    return max(((found - plain).norm() / plain.norm().clamp_min(1e-12)).item() for found, plain in pairs)
+
+
+class Seen(NamedTuple):
+    """What one process saw of some steps."""
+
+    values: list[Tensor]
+    """Outputs and gradients of each."""
+    random: Any
+    collectives: tuple[Counter[str], Counter[str]]
+    """Of a step's forward, and of all of it."""
+    dropped_nbytes: int
+
+
+def seen_by_one(model, rules, given, loss_of):
+    """given: of a step's number the context of forward and backward, which gives an input."""
+    handle = recompute.apply(model, rules) if rules is not None else None
+    torch.manual_seed(10 + dist.get_rank())
+    values = []
+    for step in range(5):
+        with given(step) as x, Collectives() as seen:
+            out = model(x)
+            forward = Counter(seen.counts)
+            loss_of(out).backward()
+        values += [out.detach(), *(each.grad.clone() for each in (x, *model.parameters()) if each.grad is not None)]
+        model.zero_grad()
+    dropped = handle.stats().dropped_nbytes if handle else 0
+    return Seen(values, bits(torch.get_rng_state()), (forward, seen.counts), dropped)
 
 
 def step_memory(forward):
@@ -200,7 +222,7 @@ def _gathered_nbytes(model):
 
 
 def _local(tensor):
-    return bits(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class Waves(nn.Module):

@@ -80,23 +80,18 @@ def adapted():
 MODELS = {"full": full, "adapted": adapted}
 
 
-def distributed(model, how):
-    if how == "ddp":
-        return DistributedDataParallel(model)
-    if how == "ddp, static graph":
-        return DistributedDataParallel(model, static_graph=True)
-    if how == "ddp, unused parameters":
-        return DistributedDataParallel(model, find_unused_parameters=True)
+def distributed(model, how, mesh=None):
+    ddp = {"static graph": {"static_graph": True}, "unused parameters": {"find_unused_parameters": True}}
+    if how.startswith("ddp"):
+        return DistributedDataParallel(model, **ddp.get(how.removeprefix("ddp, "), {}))
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    options = {
-        "fsdp": {},
-        "fsdp, weights stay gathered": {"reshard_after_forward": False},
-        "fsdp, mixed precision": {"mp_policy": half},
-    }[how]
-    mesh = init_device_mesh("cpu", (2,))
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh, **options)
-    return fully_shard(model, mesh=mesh, **options)
+    fsdp = {"weights stay gathered": {"reshard_after_forward": False}, "mixed precision": {"mp_policy": half}}
+    options = {"mesh": mesh or init_device_mesh("cpu", (2,)), **fsdp.get(how.removeprefix("fsdp, "), {})}
+    for layer in getattr(model, "model", model).layers:
+        for part in (layer.self_attn, layer.mlp) if how == "fsdp of parts" else ():
+            fully_shard(part, **options)
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
 
 
 def _synchronized(model, now):

@@ -3,12 +3,15 @@
 import pytest
 import torch
 import transformers
+from engine_testing import function_of
+from tiers import slow
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import recompute
+from recompute.substitution.lazy_logits import LazyLogits
 
 WORDS, TOKENS, WIDTH = 517, 32, 64
 POLICY = {"rules": [{"type": "head", "action": "recompute", "via": "kernel"}]}
@@ -71,21 +74,31 @@ class Wide(TorchDispatchMode):
         return results
 
 
-def step(model, **options):
+def of_the_model(model):
+    return model(input_ids=IDS, labels=IDS).loss
+
+
+def of_ones_own(model):
+    scores = F.log_softmax(model(input_ids=IDS).logits[:, :-1] / 0.7, -1)
+    entropy = -(scores.exp() * scores).sum(-1)
+    return (scores.gather(-1, IDS[:, 1:, None]).squeeze(-1) - 0.01 * entropy).mean()
+
+
+def step(model, loss_of=of_the_model):
     """The loss and gradients of a step, and the ops that gave logits."""
     torch.manual_seed(1)
     model.zero_grad()
     with Wide() as wide:
-        loss = model(input_ids=IDS, labels=IDS, **options).loss
+        loss = loss_of(model)
         loss.backward()
     return {"loss": loss.detach()} | {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, wide.ops
 
 
-def assert_goes_without_logits(model):
-    expected, ops = step(model)
+def assert_goes_without_logits(model, loss_of=of_the_model):
+    expected, ops = step(model, loss_of)
     assert ops
     handle = recompute.apply(model, POLICY)
-    found, ops = step(model)
+    found, ops = step(model, loss_of)
     assert ops == []
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     return handle
@@ -96,6 +109,12 @@ def test_heads_of_many_families_make_no_logits(family):
     torch.manual_seed(0)
     handle = assert_goes_without_logits(FAMILIES[family]().train())
     assert "linear_cross_entropy (if nothing else reads the logits)" in handle.explain()
+
+
+@pytest.mark.parametrize("family", ["llama", *slow("cohere", "granite", "gemma 2")])
+def test_log_probabilities_and_entropies_of_ones_own_go_without_logits_too(family):
+    torch.manual_seed(0)
+    assert_goes_without_logits(FAMILIES[family]().train(), of_ones_own)
 
 
 class Adapted(nn.Module):
@@ -154,16 +173,11 @@ class Quantized(nn.Linear):
         return _Rounded.apply(x, self.weight)
 
 
-class _Rounded(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(weight)
-        return F.linear(x, (weight * 64).round() / 64)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (weight,) = ctx.saved_tensors
-        return gradient @ weight, None
+_Rounded = function_of(
+    lambda x, weight: F.linear(x, (weight * 64).round() / 64),
+    lambda gradient, weight: (gradient @ weight, None),
+    saves=lambda result, x, weight: (weight,),
+)
 
 
 class Packed(Tensor):
@@ -219,3 +233,22 @@ def test_explain_names_what_had_logits_made():
     with torch.no_grad():
         model(input_ids=IDS).logits.exp()
     assert "; logits were made for tanh\n" in handle.explain(width=1000)
+
+
+def test_a_model_returns_logits_that_are_made_when_they_are_read_and_without_gradients_to_come_at_once():
+    torch.manual_seed(0)
+    model = FAMILIES["llama"]().train()
+    expected = model(input_ids=IDS, labels=IDS)
+    recompute.apply(model, POLICY)
+    output = model(input_ids=IDS, labels=IDS)
+    assert type(output.logits) is LazyLogits
+    assert output.logits.is_lazy
+    torch.testing.assert_close(output.loss, expected.loss)
+    torch.testing.assert_close(output.logits + 0, expected.logits)
+    with torch.no_grad():
+        output = model(input_ids=IDS, labels=IDS)
+        assert output.logits.is_lazy
+        torch.testing.assert_close(output.loss, expected.loss)
+    with torch.inference_mode():
+        assert type(model(input_ids=IDS, labels=IDS).logits) is Tensor
+    assert type(model.eval()(input_ids=IDS, labels=IDS).logits) is Tensor

@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+from engine_testing import function_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
@@ -97,28 +98,11 @@ def test_gradients_off_where_it_is_used_do_not_cut_its_graph():
     assert torch.autograd.grad((tensor * 1).sum(), x)[0].equal(x.cos())
 
 
-class Double(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * 2
-
-
-class Adds(torch.autograd.Function):
-    """Holds what it is given, and takes two."""
-
-    @staticmethod
-    def forward(ctx, x, y):
-        ctx.save_for_backward(x, y)
-        return x * y
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x, y = ctx.saved_tensors
-        return gradient * y, gradient * x
+Double = function_of(lambda x: x * 2, lambda gradient: gradient * 2, saves=lambda *_: ())
+Triples = function_of(lambda x: x * 2.0, lambda gradient: gradient * 3, saves=lambda *_: ())
+"""Gives what is lazy again."""
+Multiplies = function_of(lambda x, y: x * y, lambda gradient, x, y: (gradient * y, gradient * x))
+"""Holds what it is given, and takes two."""
 
 
 def below_torchs_functions(tensor):
@@ -129,8 +113,8 @@ def below_torchs_functions(tensor):
 
 READERS = {
     "a function": Double.apply,
-    "a function that holds it": lambda y: Adds.apply(y, y),
-    "a function and others": lambda y: Adds.apply(y, y + 1) + Double.apply(y) * y,
+    "a function that holds it": lambda y: Multiplies.apply(y, y),
+    "a function and others": lambda y: Multiplies.apply(y, y + 1) + Double.apply(y) * y,
     "others and a function": lambda y: y.exp() + Double.apply(y),
     "what is below torch's functions": below_torchs_functions,
     "that and others": lambda y: below_torchs_functions(y) + y,
@@ -502,18 +486,6 @@ def test_under_autocast_they_round_as_its_matrix_products_do(quantity):
         )
         results.append([value.float(), *gradients])
     torch.testing.assert_close(*results, rtol=0.1, atol=0.15)
-
-
-class Triples(torch.autograd.Function):
-    """Gives what is lazy again."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2.0
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * 3
 
 
 def test_what_a_function_makes_of_logits_has_the_gradient_that_it_gives():
