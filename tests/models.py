@@ -15,66 +15,30 @@ from transformers.modeling_outputs import ImageClassifierOutput
 HIDDEN, INTERMEDIATE, LAYERS, VOCABULARY = 32, 48, 2, 64
 BATCH, LENGTH = 2, 16
 SHAPE = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": HIDDEN,
-    "intermediate_size": INTERMEDIATE,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+    "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE, "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "output_router_logits": True}
 GPT2_SHAPE = {
-    "vocab_size": VOCABULARY,
-    "n_embd": HIDDEN,
-    "n_layer": LAYERS,
-    "n_head": 4,
-    "n_positions": 64,
-    "bos_token_id": 1,
+    "vocab_size": VOCABULARY, "n_embd": HIDDEN, "n_layer": LAYERS, "n_head": 4, "n_positions": 64, "bos_token_id": 1,
     "eos_token_id": 2,
-}
+}  # fmt: skip
 VIT_SHAPE = {
-    "hidden_size": HIDDEN,
-    "intermediate_size": INTERMEDIATE,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "image_size": 24,
-    "patch_size": 4,
-    "num_labels": VOCABULARY,
-}
+    "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
+    "image_size": 24, "patch_size": 4, "num_labels": VOCABULARY,
+}  # fmt: skip
 WHISPER_SHAPE = {
-    "vocab_size": VOCABULARY,
-    "d_model": HIDDEN,
-    "encoder_layers": LAYERS,
-    "decoder_layers": LAYERS,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": INTERMEDIATE,
-    "decoder_ffn_dim": INTERMEDIATE,
-    "num_mel_bins": 8,
-    "max_source_positions": 32,
-    "max_target_positions": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 1,
-}
+    "vocab_size": VOCABULARY, "d_model": HIDDEN, "encoder_layers": LAYERS, "decoder_layers": LAYERS,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": INTERMEDIATE,
+    "decoder_ffn_dim": INTERMEDIATE, "num_mel_bins": 8, "max_source_positions": 32, "max_target_positions": 64,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1,
+}  # fmt: skip
 T5_SHAPE = {
-    "vocab_size": VOCABULARY,
-    "d_model": HIDDEN,
-    "d_kv": 8,
-    "d_ff": INTERMEDIATE,
-    "num_layers": LAYERS,
-    "num_heads": 4,
-    "feed_forward_proj": "gated-gelu",
-    "pad_token_id": 0,
-    "eos_token_id": 2,
+    "vocab_size": VOCABULARY, "d_model": HIDDEN, "d_kv": 8, "d_ff": INTERMEDIATE, "num_layers": LAYERS,
+    "num_heads": 4, "feed_forward_proj": "gated-gelu", "pad_token_id": 0, "eos_token_id": 2,
     "decoder_start_token_id": 0,
-}
+}  # fmt: skip
 
 
 class ConvBlock(nn.Module):

@@ -28,15 +28,9 @@ EXACT = {
 def llama(dtype, dropout):
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=256,
-        intermediate_size=688,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        attention_dropout=dropout,
-        use_cache=False,
-    )
+        vocab_size=256, hidden_size=256, intermediate_size=688, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, attention_dropout=dropout, use_cache=False,
+    )  # fmt: skip
     return LlamaForCausalLM(config).to("cuda", dtype)
 
 

@@ -9,21 +9,11 @@ from recompute.units import humanize, parse_budget
 @pytest.mark.parametrize(
     ("budget", "nbytes"),
     [
-        ("40GiB", 40 << 30),
-        ("512MiB", 512 << 20),
-        ("1.5 gib", 3 << 29),
-        (" 7 KiB ", 7 << 10),
-        ("2TiB", 2 << 40),
-        ("40GB", 40 * 10**9),
-        ("40MB", 40 * 10**6),
-        ("9B", 9),
-        ("80%", 800),
-        ("100 %", 1000),
-        ("0.5%", 5),
-        (12345, 12345),
-        (1e9, 10**9),
+        ("40GiB", 40 << 30), ("512MiB", 512 << 20), ("1.5 gib", 3 << 29), (" 7 KiB ", 7 << 10), ("2TiB", 2 << 40),
+        ("40GB", 40 * 10**9), ("40MB", 40 * 10**6), ("9B", 9), ("80%", 800), ("100 %", 1000), ("0.5%", 5),
+        (12345, 12345), (1e9, 10**9),
     ],
-)
+)  # fmt: skip
 def test_a_budget_is_read(budget, nbytes):
     assert parse_budget(budget, 1000) == nbytes
 
@@ -58,16 +48,9 @@ def test_what_is_no_budget_is_told(budget, capacity, message):
 @pytest.mark.parametrize(
     ("nbytes", "text"),
     [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1.0 KiB"),
-        (3 << 20, "3.0 MiB"),
-        ((1 << 30) - 1, "1024.0 MiB"),
-        (3 << 29, "1.50 GiB"),
-        (2**52, "4096.00 TiB"),
-        (-58_653_184, "-55.9 MiB"),
-        (-1, "-1 B"),
+        (0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (3 << 20, "3.0 MiB"), ((1 << 30) - 1, "1024.0 MiB"),
+        (3 << 29, "1.50 GiB"), (2**52, "4096.00 TiB"), (-58_653_184, "-55.9 MiB"), (-1, "-1 B"),
     ],
-)
+)  # fmt: skip
 def test_bytes_are_shown_in_the_largest_unit_that_they_fill(nbytes, text):
     assert humanize(nbytes) == text

@@ -136,14 +136,11 @@ def test_what_is_returned_shows_and_saves_itself(tmp_path):
 @pytest.mark.parametrize(
     "output",
     [
-        lambda x: x.square().mean(),
-        lambda x: x,
-        lambda x: (x, x.sum(-1), "text"),
-        lambda x: {"loss": x.mean(), "other": x},
-        lambda x: SimpleNamespace(loss=x.mean()),
+        lambda x: x.square().mean(), lambda x: x, lambda x: (x, x.sum(-1), "text"),
+        lambda x: {"loss": x.mean(), "other": x}, lambda x: SimpleNamespace(loss=x.mean()),
     ],
     ids=["a scalar", "a tensor", "a tuple", "a key", "an attribute"],
-)
+)  # fmt: skip
 def test_a_loss_is_found_in_what_a_model_returns(output):
     found = ablate(lambda: MLP(output), torch.randn(ROWS, WIDTH), [CHECKPOINT], steps=1)
     assert [row.error for row in found.rows] == [None, None]

@@ -8,19 +8,8 @@ from bodies.modules import ATTRIBUTES, EFFECTS, MODULES
 from bodies.random import DRAWS, REACHED
 
 TABLES = {
-    "argument": ARGUMENTS,
-    "cache": CACHES,
-    "result": RESULTS,
-    "draw": DRAWS,
-    "reached": REACHED,
-    "attribute": ATTRIBUTES,
-    "effect": EFFECTS,
-    "module": MODULES,
-    "alias": ALIASES,
-    "view": VIEWS,
-    "change": CHANGES,
-    "gradient": GRADIENTS,
-    "function": FUNCTIONS,
-    "capture": CAPTURES,
-}
+    "argument": ARGUMENTS, "cache": CACHES, "result": RESULTS, "draw": DRAWS, "reached": REACHED,
+    "attribute": ATTRIBUTES, "effect": EFFECTS, "module": MODULES, "alias": ALIASES, "view": VIEWS, "change": CHANGES,
+    "gradient": GRADIENTS, "function": FUNCTIONS, "capture": CAPTURES,
+}  # fmt: skip
 BODIES = {f"{subject}: {name}": body for subject, table in TABLES.items() for name, body in table.items()}

@@ -356,14 +356,10 @@ def passed(given):
 
 
 PASSED = {
-    "Python's": lambda: OWN_PYTHON,
-    "NumPy's": lambda: OWN_NUMPY,
-    "an object": lambda: SAMPLER,
-    "a list of objects": lambda: [SAMPLER],
-    "a dict": lambda: {"rng": OWN_PYTHON},
-    "a method": lambda: OWN_PYTHON.random,
-    "a function": lambda: FUNCTIONS["own"],
-}
+    "Python's": lambda: OWN_PYTHON, "NumPy's": lambda: OWN_NUMPY, "an object": lambda: SAMPLER,
+    "a list of objects": lambda: [SAMPLER], "a dict": lambda: {"rng": OWN_PYTHON},
+    "a method": lambda: OWN_PYTHON.random, "a function": lambda: FUNCTIONS["own"],
+}  # fmt: skip
 CALLABLES = {
     "function_in_c": len,
     "op": torch.sin,

@@ -58,16 +58,10 @@ def running(run, x):
 @pytest.mark.parametrize(
     "run",
     by_default(
-        CAPTURED,
-        "several_times",
-        "of_parts",
-        "batched",
-        "transposed",
-        "read_outside_too",
-        "with_hooks",
+        CAPTURED, "several_times", "of_parts", "batched", "transposed", "read_outside_too", "with_hooks",
         "update_in_a_hook",
     ),
-)
+)  # fmt: skip
 def test_a_run_of_captured_layers_is_that_of_plain_pytorch(run):
     x = stack_input()
     twins = Twins(run.make(), LAYERS).settle(train(x))

@@ -52,15 +52,10 @@ class Records(DummyLogger):
 
 
 DEFAULTS = {
-    "max_steps": STEPS,
-    "accumulate_grad_batches": ACCUMULATED,
-    "log_every_n_steps": 1,
-    "accelerator": "cpu",
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "enable_checkpointing": False,
+    "max_steps": STEPS, "accumulate_grad_batches": ACCUMULATED, "log_every_n_steps": 1, "accelerator": "cpu",
+    "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False,
     "num_sanity_val_steps": 0,
-}
+}  # fmt: skip
 
 
 def lightning(folder, *callbacks, **options):

@@ -33,16 +33,10 @@ def texts(count=TEXTS):
 
 
 DEFAULTS = {
-    "max_steps": STEPS,
-    "per_device_train_batch_size": BATCH,
-    "gradient_accumulation_steps": ACCUMULATED,
-    "learning_rate": 0.01,
-    "lr_scheduler_type": "constant",
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "disable_tqdm": True,
-    "use_cpu": True,
-}
+    "max_steps": STEPS, "per_device_train_batch_size": BATCH, "gradient_accumulation_steps": ACCUMULATED,
+    "learning_rate": 0.01, "lr_scheduler_type": "constant", "logging_steps": 1, "save_strategy": "no",
+    "disable_tqdm": True, "use_cpu": True,
+}  # fmt: skip
 
 
 def arguments(folder, kind=TrainingArguments, **options):

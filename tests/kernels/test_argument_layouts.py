@@ -32,15 +32,11 @@ def test_the_same_layouts_get_the_same_result():
 @pytest.mark.parametrize(
     "other",
     [
-        (torch.ones(3, 2),),
-        (torch.ones(3, 2).t(),),
-        (torch.ones(2, 3).double(),),
-        (torch.ones(2, 3, device="meta"),),
-        (torch.ones(2, 3), "setting"),
-        (None,),
+        (torch.ones(3, 2),), (torch.ones(3, 2).t(),), (torch.ones(2, 3).double(),),
+        (torch.ones(2, 3, device="meta"),), (torch.ones(2, 3), "setting"), (None,),
     ],
     ids=["shape", "strides", "dtype", "device", "setting", "no tensor"],
-)
+)  # fmt: skip
 def test_other_layouts_get_their_own(other):
     decided, _ = spied()
     decided(torch.zeros(2, 3))

@@ -275,12 +275,9 @@ def test_the_first_of_equal_logits_is_the_arg_max(device):
     weight = torch.ones(V, H, device=device)
     weight[:270] = 0
     found = linear_cross_entropy(
-        torch.ones(3, H, device=device),
-        weight,
-        torch.zeros(3, dtype=torch.long, device=device),
-        logits_bytes=0,
+        torch.ones(3, H, device=device), weight, torch.zeros(3, dtype=torch.long, device=device), logits_bytes=0,
         return_argmax=True,
-    )
+    )  # fmt: skip
     assert found.argmax.tolist() == [270] * 3
 
 

@@ -90,11 +90,8 @@ def test_of_many_tokens_forward_makes_each_logit_once(kind, trains, device, monk
         made.clear()
         with torch.set_grad_enabled(trains):
             options = {
-                "student_bias": inputs[2],
-                "teacher_bias": teacher[2],
-                "kind": kind,
-                "logits_bytes": logits_bytes,
-            }
+                "student_bias": inputs[2], "teacher_bias": teacher[2], "kind": kind, "logits_bytes": logits_bytes,
+            }  # fmt: skip
             found = linear_divergence(*inputs[:2], *teacher[:2], **options)
         assert sum(each.numel() for each in made) == 2 * tokens * V
         results.append([found, *(torch.autograd.grad(found.sum(), inputs) if trains else [])])

@@ -12,21 +12,13 @@ from recompute.kernels.linear_log_probs import linear_log_probs
 
 OPTIONS = [
     # words, entropy, temperature, scale, softcap, bias, logits_bytes
-    (None, False, 1.0, 1.0, None, False, None),
-    (None, True, 0.7, 1.5, 5.0, True, 0),
-    (3, False, 0.7, 1.0, None, True, 0),
-    (3, True, 1.0, 1.5, 5.0, False, None),
-    (4, False, 1.0, 1.5, 5.0, True, 0),
-    (4, True, 0.7, 1.0, None, False, None),
-    (None, True, 0.7, 1.0, None, True, None),
-    (3, True, 0.7, 1.5, None, False, 0),
-    (4, True, 1.0, 1.0, 5.0, False, 0),
-    (None, False, 1.0, 1.5, 5.0, False, 0),
-    (None, False, 0.7, 1.0, 5.0, True, None),
-    (4, False, 0.7, 1.5, None, True, None),
-    (3, False, 1.0, 1.0, 5.0, True, None),
-    (None, True, 1.0, 1.5, None, True, 0),
-]
+    (None, False, 1.0, 1.0, None, False, None), (None, True, 0.7, 1.5, 5.0, True, 0),
+    (3, False, 0.7, 1.0, None, True, 0), (3, True, 1.0, 1.5, 5.0, False, None), (4, False, 1.0, 1.5, 5.0, True, 0),
+    (4, True, 0.7, 1.0, None, False, None), (None, True, 0.7, 1.0, None, True, None),
+    (3, True, 0.7, 1.5, None, False, 0), (4, True, 1.0, 1.0, 5.0, False, 0), (None, False, 1.0, 1.5, 5.0, False, 0),
+    (None, False, 0.7, 1.0, 5.0, True, None), (4, False, 0.7, 1.5, None, True, None),
+    (3, False, 1.0, 1.0, 5.0, True, None), (None, True, 1.0, 1.5, None, True, 0),
+]  # fmt: skip
 NAMES = ("words", "entropy", "temperature", "scale", "softcap", "bias", "logits_bytes")
 
 

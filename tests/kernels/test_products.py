@@ -219,12 +219,9 @@ def decoded_first(dproduct, codes, activation):
 
 @hypothesis.settings(suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
 @given(
-    packed=st.booleans(),
-    columns=st.sampled_from([96, 48, 50, 1]),
-    activation=st.sampled_from(GATE_ACTIVATIONS),
-    format=st.sampled_from([*FORMATS]),
-    dtype=st.sampled_from(DTYPES),
-)
+    packed=st.booleans(), columns=st.sampled_from([96, 48, 50, 1]), activation=st.sampled_from(GATE_ACTIVATIONS),
+    format=st.sampled_from([*FORMATS]), dtype=st.sampled_from(DTYPES),
+)  # fmt: skip
 def test_codes_give_the_bits_of_what_they_stand_for(packed, columns, activation, format, dtype, device):
     dproduct, codes = codes_of(packed, columns, dtype, device, format)
     expected = decoded_first(dproduct, codes, activation)

@@ -127,13 +127,9 @@ def test_a_price_is_any_number_of_yaml(spelling):
 def test_several_mistakes_are_reported_one_a_line_in_the_order_of_the_file():
     message = refusal_of("verson: 1\nrules:\n- mach: x\n  actoin: keep\n- match: 3\n  action: kep\n")
     assert [line.split(": ")[:2] for line in message.splitlines()] == [
-        ["p.yaml:1:1", "verson"],
-        ["p.yaml:3:3", "rules[0].action"],
-        ["p.yaml:3:3", "rules[0].mach"],
-        ["p.yaml:4:3", "rules[0].actoin"],
-        ["p.yaml:5:10", "rules[1].match"],
-        ["p.yaml:6:11", "rules[1].action"],
-    ]
+        ["p.yaml:1:1", "verson"], ["p.yaml:3:3", "rules[0].action"], ["p.yaml:3:3", "rules[0].mach"],
+        ["p.yaml:4:3", "rules[0].actoin"], ["p.yaml:5:10", "rules[1].match"], ["p.yaml:6:11", "rules[1].action"],
+    ]  # fmt: skip
 
 
 def test_anchors_merge_keys_and_dates_are_read_as_people_mean_them():

@@ -280,13 +280,9 @@ def of_linear(linear):
 
 
 OTHER_PARTS = [
-    {"act": nn.Tanh()},
-    {"act": nn.ReLU(inplace=True)},
-    {"act": nn.Dropout(0.0)},
-    {"up": nn.Bilinear(HIDDEN, HIDDEN, 40)},
-    {"down": nn.Identity()},
-    {"down": nn.Sequential(nn.Linear(40, HIDDEN))},
-]
+    {"act": nn.Tanh()}, {"act": nn.ReLU(inplace=True)}, {"act": nn.Dropout(0.0)},
+    {"up": nn.Bilinear(HIDDEN, HIDDEN, 40)}, {"down": nn.Identity()}, {"down": nn.Sequential(nn.Linear(40, HIDDEN))},
+]  # fmt: skip
 MISSES = {
     **{f"gated: {name}": gated(forward) for name, forward in NOT_GATED_MLPS.items()},
     **{name: Ungated(forward, dropout=nn.Dropout(0.1)) for name, forward in NOT_UNGATED_MLPS.items()},
