@@ -11,11 +11,8 @@ import pytest
 import torch
 from tiers import by_default
 from tiny import snapshot
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 from trainer_testing import (
     ACCUMULATED,
-    LENGTH,
     MANY,
     STEPS,
     VOCABULARY,
@@ -24,17 +21,14 @@ from trainer_testing import (
     assert_same_weights,
     logged,
     model,
-    texts,
     trained,
 )
 from transformers import (
     HfArgumentParser,
     LlamaForCausalLM,
-    PreTrainedTokenizerFast,
     Trainer,
     TrainerCallback,
     TrainingArguments,
-    default_data_collator,
 )
 
 from recompute.errors import AlreadyAppliedError, PolicyError, UnsupportedError
@@ -391,35 +385,3 @@ def test_adapters_train_without_logits_unless_the_head_has_one(tmp_path):
     assert len(logged(found, "token_accuracy")) == STEPS
     with pytest.raises(UnsupportedError, match=r"'lm_head', or hooks on it.*in PEFT: no 'lm_head' in target_modules"):
         trained(tmp_path, RecomputeCallback(logits=False), of=lora(target_modules=["lm_head"]))
-
-
-def test_trl(tmp_path):
-    trl = pytest.importorskip("trl")
-    from datasets import Dataset
-
-    words = Tokenizer(WordLevel({"end": 0}))
-
-    def run(*callbacks, checkpoints=False):
-        options = {"dataset_kwargs": {"skip_prepare_dataset": True}, "remove_unused_columns": False}
-        options["gradient_checkpointing"] = checkpoints
-        config = arguments(tmp_path, trl.SFTConfig, **options)
-        rows = [{key: value.tolist() for key, value in text.items()} for text in texts()]
-        data = Dataset.from_list([{**row, "attention_mask": [1] * LENGTH} for row in rows])
-        trainer = trl.SFTTrainer(
-            model(),
-            config,
-            data_collator=default_data_collator,
-            train_dataset=data,
-            processing_class=PreTrainedTokenizerFast(tokenizer_object=words, eos_token="end", pad_token="end"),
-            callbacks=list(callbacks),
-        )
-        trainer.train()
-        return trainer
-
-    with pytest.raises(UnsupportedError, match="TRL turns it on by default"):
-        run(RecomputeCallback(), checkpoints=True)
-    plain, found = run(), run(RecomputeCallback("elementwise"))
-    assert logged(found, "loss") == logged(plain, "loss")
-    assert logged(found, "mean_token_accuracy") == logged(plain, "mean_token_accuracy")
-    assert min(logged(found, "recompute_dropped_nbytes")) > 0
-    assert_same_weights(found, plain)

@@ -14,7 +14,9 @@ from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from trainer_testing import assert_same_weights, logged
 
+from recompute.errors import UnsupportedError
 from recompute.integrations.transformers import RecomputeCallback, _keep_lazy_in_trl
 from recompute.substitution.lazy_logits import LazyLogits
 
@@ -36,6 +38,8 @@ SAMPLES = {"num_generations": 2, "max_completion_length": 6, "beta": 0.0}
 
 class WideTensors(TorchDispatchMode):
     """Notes the rows of each tensor that is as wide as the vocabulary, where these are tokens."""
+
+    __module__ = "recompute.testing"  # the engine trusts it then, as it does torch's own modes
 
     def __init__(self):
         super().__init__()
@@ -68,7 +72,7 @@ def make_tokenizer():
     return transformers.PreTrainedTokenizerFast(tokenizer_object=words, **names)
 
 
-def trained(name, directory, callbacks, adapts):
+def trained(name, directory, callbacks, adapts=False, checkpoints=False):
     trl = pytest.importorskip("trl")
     datasets = pytest.importorskip("datasets")
     if name in ("ORPO", "CPO"):
@@ -78,7 +82,8 @@ def trained(name, directory, callbacks, adapts):
     arguments = getattr(trl, f"{name}Config")(
         str(directory),
         **{"max_steps": 2, "per_device_train_batch_size": 2, "logging_steps": 1, "report_to": [], "use_cpu": True},
-        **{"gradient_checkpointing": False, "bf16": False, "save_strategy": "no", "disable_tqdm": True, **options},
+        **{"bf16": False, "save_strategy": "no", "disable_tqdm": True, "gradient_checkpointing": checkpoints},
+        **options,
     )
     given = {}
     if name in ("GRPO", "RLOO"):
@@ -118,8 +123,17 @@ def test_no_trainer_makes_logits(name, adapts, tmp_path):
         assert len(whole) > 8
         assert len(rows) <= 8, "one block of each loss and of its gradient"
     for key in ("loss", "grad_norm"):
-        expected = [entry[key] for entry in plain.state.log_history if key in entry]
-        assert [entry[key] for entry in found.state.log_history if key in entry] == pytest.approx(expected, rel=1e-4)
+        assert logged(found, key) == pytest.approx(logged(plain, key), rel=1e-4)
+
+
+def test_gradients_by_hooks_are_bit_for_bit_those_without_and_trls_checkpoints_are_refused(tmp_path):
+    (plain, _), (found, _) = (trained("SFT", tmp_path, given) for given in ([], [RecomputeCallback("elementwise")]))
+    for key in ("loss", "grad_norm", "mean_token_accuracy"):
+        assert logged(found, key) == logged(plain, key) != []
+    assert min(logged(found, "recompute_dropped_nbytes")) > 0
+    assert_same_weights(found, plain)
+    with pytest.raises(UnsupportedError, match="TRL turns it on by default"):
+        trained("SFT", tmp_path, [RecomputeCallback()], checkpoints=True)
 
 
 def test_what_has_a_kernel_of_trls_is_written_out_where_logits_are_lazy(monkeypatch):

@@ -5,6 +5,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from engine_testing import function_of
 from tiers import slow
 from torch import Tensor
 from torch.nn import functional as F
@@ -221,11 +222,4 @@ class NoWholeLogits(TorchDispatchMode):
         return results
 
 
-class NoGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return None
+NoGradient = function_of(lambda x: x.clone(), lambda gradient: None, saves=lambda *_: ())

@@ -161,6 +161,7 @@ def test_the_kernels_run(name):
     family, (model, _) = FAMILIES[name], settled(name, "kernel")
     with counted_ops() as ops:
         outcome(model, batch_of(name))
+    assert any(f"recompute.{norm}_norm_backward" in ops for norm in ("rms", "layer")) is (name != "nemotron")
     for op in ("activation_backward_", "glu_backward_", "glu_backward"):
         assert ops.get(f"recompute.{op}", 0) == (LAYERS * family.stacks if op == family.mlps else 0)
 
@@ -229,7 +230,7 @@ def test_dropout_that_begins_after_the_policy_drops():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt_neox", *slow("gpt2", "starcoder2", "cohere", "opt", "bert")])
+@pytest.mark.parametrize("name", ["gpt_neox", *slow("gpt2", "starcoder2", "cohere", "opt", "bert", "t5")])
 def test_autocast_casts_as_it_does_without_a_policy(name):
     model, plain = make(name), make(name)
     recompute.apply(model, layers("kernel"))
