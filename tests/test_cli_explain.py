@@ -1,7 +1,5 @@
 """`recompute explain` and `recompute verify`: of a model that a file describes, without its weights."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Files that a user names: found below ``~``, written as a whole or not at all, and never replaced unasked."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

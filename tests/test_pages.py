@@ -10,8 +10,6 @@ In the pages, a code block is marked by what stands behind its opening fence:
 - ``text``: what a command prints, or a picture.
 """
 
-from __future__ import annotations
-
 import ast
 import configparser
 import importlib

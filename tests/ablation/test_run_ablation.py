@@ -1,7 +1,5 @@
 """Policies train the same model on the same text; each row says what it measured, or why it failed."""
 
-from __future__ import annotations
-
 import math
 from functools import partialmethod
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rows in turn: repeats are interleaved, failures are kept, and what is there already is not trained again."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What goes into a region and what comes out of it: any object, and objects with a state of their own."""
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import logging

@@ -1,7 +1,5 @@
 """What forward does with autograd: spans without gradients, gradients inside, hooks, and custom Functions."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple

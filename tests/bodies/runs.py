@@ -1,7 +1,5 @@
 """Runs of a stack of layers: all the ways in which autograd is asked for gradients, and what others do around it."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Two processes with a gloo group between them that share a decoder out, whose layers are compiled, or not."""
 
-from __future__ import annotations
-
 from concurrent.futures import ProcessPoolExecutor
 from datetime import timedelta
 from multiprocessing import get_context

@@ -1,7 +1,5 @@
 """Lightning's Trainer under a policy: memory and values, what is logged, what is left behind, what is refused."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import pickle

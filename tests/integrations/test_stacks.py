@@ -3,8 +3,6 @@
 Elsewhere stand-ins have what the files use of axolotl 0.19, torchtitan 0.3 and LLaMA-Factory 0.9.5.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import runpy
 import sys

@@ -1,7 +1,5 @@
 """Hugging Face's Trainer under a policy: by a callback, by its arguments; what is refused; what is saved."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle
@@ -23,13 +21,7 @@ from trainer_testing import (
     model,
     trained,
 )
-from transformers import (
-    HfArgumentParser,
-    LlamaForCausalLM,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import HfArgumentParser, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from recompute.errors import AlreadyAppliedError, PolicyError, UnsupportedError
 from recompute.integrations import training

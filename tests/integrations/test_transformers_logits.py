@@ -1,7 +1,5 @@
 """A Trainer's loss without logits: what it saves, what is logged of it, and where logits are there all the same."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tiers import by_default, slow

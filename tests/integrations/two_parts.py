@@ -1,7 +1,5 @@
 """A Hugging Face decoder trained by two processes that share its weights out: what each does, holds and exchanges."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any, NamedTuple
 from unittest import mock

@@ -1,7 +1,5 @@
 """A pipeline of two processes, whose stages are decoder layers, under each of torch's schedules."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """One table of what every op of recompute.kernels is: a row for each op and each form that it takes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace

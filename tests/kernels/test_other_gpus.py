@@ -1,7 +1,5 @@
 """Settings measured on one GPU compile for it and for others, and fit the shared memory that those have."""
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import os

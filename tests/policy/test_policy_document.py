@@ -1,7 +1,5 @@
 """Reading one YAML document: each kind of mistake has its own error, with file, line and key."""
 
-from __future__ import annotations
-
 import contextlib
 import enum
 from typing import Literal

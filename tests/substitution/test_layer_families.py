@@ -1,7 +1,5 @@
 """Kernels in the layers of many families: what stands in, that no layer holds more than its tape, and the gradients."""
 
-from __future__ import annotations
-
 import functools
 import warnings
 from collections.abc import Callable

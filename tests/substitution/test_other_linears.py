@@ -1,7 +1,5 @@
 """Beside Linears that are no plain ones, as those of float8, NF4 and 8 bits, no preset asks for a rule."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import warnings
