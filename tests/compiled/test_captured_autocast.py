@@ -13,7 +13,6 @@ from capture_testing import (
     STEPS_TO_SETTLE,
     Around,
     Block,
-    Norm,
     Twins,
     body,
     fresh,
@@ -21,7 +20,7 @@ from capture_testing import (
     stepping,
     tokens,
 )
-from engine_testing import assert_same, loss_of
+from engine_testing import RMSNorm, assert_same, loss_of
 from tiers import by_default, slow
 from torch import nn
 
@@ -67,7 +66,7 @@ def products():
     return body(forward, vector=nn.Parameter(torch.randn(SIZE)), volume=nn.Conv3d(1, 1, 3, padding=1))
 
 
-INSIDE = {"block": Block, "norm": Norm, "mlp": mlp, "convolutions": convolutions, "products": products}
+INSIDE = {"block": Block, "norm": RMSNorm, "mlp": mlp, "convolutions": convolutions, "products": products}
 
 
 @pytest.mark.parametrize("action", ["recompute", *slow("checkpoint")])

@@ -15,7 +15,6 @@ from capture_testing import (
     STEPS_TO_SETTLE,
     Around,
     Block,
-    Norm,
     Twins,
     body,
     captured_twins,
@@ -25,7 +24,7 @@ from capture_testing import (
     tokens,
     train,
 )
-from engine_testing import leaves, loss_of
+from engine_testing import RMSNorm, leaves, loss_of
 from tiers import by_default, slow
 from torch import Tensor, nn
 from torch.autograd import grad
@@ -127,7 +126,7 @@ def test_a_gradient_penalty_from_the_first_step_on_is_exact_in_every_step(x, act
 
 def test_a_chain_of_regions_is_differentiated_twice(x):
     """The input of the second region is an output of the first, which has been dropped."""
-    blocks = nn.Sequential(Norm(), Norm(), linear())
+    blocks = nn.Sequential(RMSNorm(), RMSNorm(), linear())
     twins = Twins(Around(blocks), rule(["inside.0", "inside.1"])).settle(train(x))
     with pytest.warns(PolicyWarning, match="last bits"):
         found = of_a_gradient(twins.under, fresh(x))
@@ -409,7 +408,7 @@ def test_a_consumer_of_a_dropped_output_may_go_backward_after_the_region(x):
             loss_of(found[index]).backward()
         return [x.grad]
 
-    twins = Twins(body(forward, inside=Norm(), a=linear(), b=linear())).settle(train(x))
+    twins = Twins(body(forward, inside=RMSNorm(), a=linear(), b=linear())).settle(train(x))
     for order in ((0, 1), (1, 0)):
         before = twins.handle.stats()
         assert twins.runs_code(on(x, functools.partial(backward, order))) == 1

@@ -12,7 +12,6 @@ from capture_testing import (
     Around,
     DroppingBlock,
     Layers,
-    Norm,
     Twins,
     body,
     captured_twins,
@@ -22,7 +21,7 @@ from capture_testing import (
     tokens,
     train,
 )
-from engine_testing import set_by
+from engine_testing import RMSNorm, set_by
 from tiers import by_default, slow
 from torch import nn
 from torch.nn.modules import module as all_modules
@@ -288,7 +287,7 @@ def test_a_setting_around_forward_or_backward_alone_or_both(setting):
 def test_an_output_that_others_saved_comes_back_under_the_settings_of_forward(setting, monkeypatch):
     """Where these are in force, none is put in force again: that takes as long as a norm."""
     x, put, replayed = tokens(), [], Numerics.replayed
-    twins = captured_twins(Norm(), x)
+    twins = captured_twins(RMSNorm(), x)
     monkeypatch.setattr(Numerics, "replayed", lambda settings: put.append(settings) or replayed(settings))
 
     before = twins.handle.stats()
