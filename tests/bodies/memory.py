@@ -38,7 +38,6 @@ ALIASES = {
 
 # Saved views: of what is dropped, of what is given, and of a parameter
 
-COMPLEX = (2, -1, 2)
 SAVED = {
     "itself": lambda y: y,
     "view": lambda y: y.view(2, -1, 4),

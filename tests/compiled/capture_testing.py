@@ -1,9 +1,7 @@
 """What the tests of captured regions share: a module under a policy beside its plain twin, driven step by step."""
 
 import copy
-from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,8 +20,6 @@ STEPS_TO_SETTLE = 6
 WATCHED_STEPS = 2
 """In so many more steps it turns out what a custom Function's backward writes to."""
 NODE = "CapturedFunctionBackward"
-
-Step = Callable[[nn.Module], Any]
 
 
 def rule(match="inside", **options):

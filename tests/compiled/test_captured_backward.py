@@ -1,8 +1,6 @@
 """Backward of captured regions, in all the ways in which autograd is asked for it."""
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import engine_testing
 import pytest
@@ -26,7 +24,7 @@ from capture_testing import (
 )
 from engine_testing import RMSNorm, leaves, loss_of
 from tiers import by_default, slow
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd import grad
 
 from recompute.errors import PolicyWarning, UnsupportedError
@@ -35,9 +33,6 @@ from recompute.errors import PolicyWarning, UnsupportedError
 @pytest.fixture
 def twins(x):
     return captured_twins(Block(), x)
-
-
-Backward = Callable[[nn.Module, Tensor], list[Any]]
 
 
 def on(x, backward):

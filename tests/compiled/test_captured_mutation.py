@@ -1,20 +1,14 @@
 """Tensors that change in place: inside of a captured region, and between its forward and its backward."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.nn.functional as F
 from capture_testing import SIZE, Around, Block, Twins, body, captured_twins, fresh, linear, train
 from engine_testing import loss_of
 from tiers import by_default
-from torch import Tensor, nn
 
 LARGE = 1 << 18
 """Elements of a buffer that is not copied."""
-
-
-Change = Callable[[nn.Module, Tensor, Tensor], None]
 
 
 def between(x, change):

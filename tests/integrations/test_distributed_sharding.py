@@ -19,7 +19,6 @@ OF_WEIGHTS = [way for way in WAYS if "parallel" in way]
 ONCE = [("fsdp", "recompute"), ("sequence parallel", "recompute"), ("tensor parallel", "checkpoint")]
 """Parameters that are shared out and layers that are, and each action. DDP alone is test_distributed_training's."""
 OFFLOADING = {"offload": {"action": "offload"}, "recompute": {"action": "recompute", "via": "hook", "offload": True}}
-every_rule = pytest.mark.parametrize("name", SETTINGS)
 
 
 def each_way(*ways, names=SETTINGS):

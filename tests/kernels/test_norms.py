@@ -2,7 +2,6 @@
 
 import itertools
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -34,7 +33,6 @@ from recompute.kernels.norm_ops import OPS, norm_reference
 from recompute.kernels.rms_norm import add_rms_norm, rms_norm
 
 EPS = 1e-6
-Launched = list[tuple[Any, dict[str, Any]]]
 BY_NAME = {case.name: case for case in NORMS}
 RMS, LAYER, ADD_RMS, ADD_LAYER = (BY_NAME[name] for name in ("rms_norm-llama", "layer_norm", "add_rms_norm",
                                                              "add_layer_norm"))  # fmt: skip

@@ -11,7 +11,6 @@ from cases import PRODUCTS, each_case, eager_glu
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel_testing import DTYPES, EAGER_ACTIVATIONS, LAYOUTS, Work, doubled, each_dtype, make, run, same_bits
-from torch import Tensor
 
 from recompute.kernels import activation as module
 from recompute.kernels import launch
@@ -24,7 +23,6 @@ BLOCK = 32
 each_activation = pytest.mark.parametrize("activation", GATE_ACTIVATIONS)
 each_product = each_case(*PRODUCTS, default=tuple(map(str, PRODUCTS)))
 packed_or_not = pytest.mark.parametrize("packed", [False, True])
-Gradients = tuple[Tensor | None, ...]
 
 
 def backward(dproduct, gate, up, activation, *needs):

@@ -9,7 +9,6 @@ from torch.nn import functional as F
 from recompute.substitution.norm import KernelLayerNorm, KernelRMSNorm
 
 HIDDEN = 32
-Norm = tuple[nn.Module, KernelRMSNorm | KernelLayerNorm]
 CohereLayerNorm, Cohere2LayerNorm, OlmoLayerNorm, NemotronLayerNorm1P, Gemma4RMSNorm = theirs(
     *("cohere.CohereLayerNorm", "cohere2.Cohere2LayerNorm", "olmo.OlmoLayerNorm", "nemotron.NemotronLayerNorm1P"),
     "gemma4.Gemma4RMSNorm",

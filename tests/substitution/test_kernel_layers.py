@@ -3,15 +3,13 @@
 import functools
 import gc
 import itertools
-from collections.abc import Callable, Mapping
-from typing import Any
 
 import models
 import pytest
 import torch
 import transformers
 from corpus import counting
-from layer_testing import CHANGES, TAPES, WAYS, Change, gradients, outcome, policy, run_in
+from layer_testing import CHANGES, TAPES, WAYS, gradients, outcome, policy, run_in
 from models import BATCH, HIDDEN, INTERMEDIATE, LENGTH, SHAPE, held
 from tiers import by_default, slow
 from tiny import assert_same, counted_ops
@@ -84,7 +82,6 @@ def adapters(model):
         CHANGES[name](model)
 
 
-Captured = tuple[Callable[[], nn.Module], Change | None, dict[str, Any], dict[str, Any]]
 CAPTURED = {
     **{
         f"{name} in {dtype}": (functools.partial(make, name, DTYPES[dtype]), None, {}, {})
@@ -212,8 +209,6 @@ def test_what_comes_after_the_policy_is_not_passed_over(name, change, way):
 
 
 # Surroundings
-
-Step = Callable[[nn.Module, Mapping[str, Tensor]], list[Tensor]]
 
 
 class _Checkpointed(nn.Module):

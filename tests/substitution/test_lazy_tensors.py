@@ -18,7 +18,7 @@ from recompute.substitution import lazy_rows
 from recompute.substitution.lazy_logits import LazyLogits
 from recompute.substitution.lazy_tensors import LazyTensor
 
-TOKENS, HIDDEN, VOCABULARY = 6, 8, 11
+HIDDEN, VOCABULARY = 8, 11
 
 
 def make(*shape, seed=0):

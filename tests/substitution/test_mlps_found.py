@@ -4,8 +4,6 @@ import copy
 import functools
 import math
 import warnings
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import tiny
@@ -36,8 +34,6 @@ Phi3MLP, PhiMLP, Starcoder2MLP, ViTMLP, GemmaMLP = theirs(
 )
 LLAMAS = theirs("llama.LlamaMLP", "mistral.MistralMLP", "qwen2.Qwen2MLP", "qwen3.Qwen3MLP")
 GATED, PACKED, W = ("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", None, "down_proj"), ("w1", "w3", "w2")
-Parts = tuple["str | None", "str | None", str]
-Forward = Callable[..., Any]
 
 
 class Made(nn.Module):
@@ -111,7 +107,6 @@ HAND_WRITTEN = {
     "not gated": (lambda self, x: self.w2(F.gelu(self.w1(x))), (None, "w1", "w2"), "gelu"),
     "squared": (lambda self, x: self.w2(F.relu(self.w1(x)).square()), (None, "w1", "w2"), "relu2"),
 }
-Known = tuple[Callable[[], nn.Module], Parts, str]
 FOUND = {
     **{cls.__name__: (of(cls, "silu"), GATED, "silu") for cls in LLAMAS},
     "Gemma": (of(GemmaMLP, "gelu_pytorch_tanh"), GATED, "gelu_tanh"),
