@@ -17,7 +17,7 @@ from tiers import by_default
 from tiny import snapshot
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from trainer_testing import ACCUMULATED, MANY, STEPS, in_two_processes, model
+from trainer_testing import ACCUMULATED, MANY, STEPS, model, right_tokens
 
 from recompute.errors import AlreadyAppliedError, PolicyError, PolicyWarning, UnsupportedError
 from recompute.integrations import training
@@ -148,7 +148,7 @@ def test_peak_and_held_memory_fall_on_cuda_and_are_logged(tmp_path):
 
 
 class Whole(Decoder):
-    """(right, all) tokens of each batch, from whole logits."""
+    """(right, all) tokens of each batch."""
 
     def __init__(self):
         super().__init__()
@@ -158,12 +158,7 @@ class Whole(Decoder):
         return torch.optim.AdamW(self.parameters(), lr=0.05)
 
     def training_step(self, batch, batch_idx):
-        with torch.no_grad():
-            logits = self.model.eval()(input_ids=batch["input_ids"]).logits[:, :-1]
-        self.model.train()
-        target = batch["labels"][:, 1:]
-        counts = target != -100
-        self.counts.append((int(((logits.argmax(-1) == target) & counts).sum()), int(counts.sum())))
+        self.counts.append(right_tokens(self.model, batch))
         return super().training_step(batch, batch_idx)
 
 
@@ -358,12 +353,6 @@ def test_kernels_as_the_switch_says(tmp_path):
         callback = RecomputeCallback("kernel", kernels=kernels)
         fitted(tmp_path, callback, Explains(), max_steps=1)
     assert found == {None: {"kernel: rms_norm"}, False: {"cheap ops run again"}}
-
-
-@pytest.mark.slow
-def test_two_processes(tmp_path):
-    """Under DDP and FSDP2."""
-    assert in_two_processes("two_lightnings.py", str(tmp_path)).count("two modules agree") == 2
 
 
 def test_without_lightning_its_extra_is_named(monkeypatch):

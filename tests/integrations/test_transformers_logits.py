@@ -16,6 +16,7 @@ from trainer_testing import (
     arguments,
     logged,
     model,
+    right_tokens,
     texts,
     trained,
 )
@@ -65,19 +66,14 @@ def test_peak_and_held_memory_fall_on_cuda_and_are_logged(tmp_path):
 
 
 class Whole(Trainer):
-    """Counts from whole logits."""
+    """(right, all) tokens of each batch."""
 
     def __init__(self, *given, **options):
         super().__init__(*given, train_dataset=texts(), **options)
         self.counts = []
 
     def compute_loss(self, model, inputs, *given, **options):
-        with torch.no_grad():
-            logits = model.eval()(input_ids=inputs["input_ids"]).logits[:, :-1]
-        model.train()
-        target = inputs["labels"][:, 1:]
-        counts = target != -100
-        self.counts.append((int(((logits.argmax(-1) == target) & counts).sum()), int(counts.sum())))
+        self.counts.append(right_tokens(model, inputs))
         return super().compute_loss(model, inputs, *given, **options)
 
 

@@ -76,6 +76,16 @@ def logged(trainer, key):
     return [entry[key] for entry in trainer.state.log_history if key in entry]
 
 
+def right_tokens(net, batch):
+    """(right, all) tokens of a batch, from whole logits."""
+    with torch.no_grad():
+        logits = net.eval()(input_ids=batch["input_ids"]).logits[:, :-1]
+    net.train()
+    target = batch["labels"][:, 1:]
+    counts = target != -100
+    return int(((logits.argmax(-1) == target) & counts).sum()), int(counts.sum())
+
+
 def assert_same_weights(found, expected):
     """Bit for bit."""
     one, other = found.model.state_dict(), expected.model.state_dict()
