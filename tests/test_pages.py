@@ -323,28 +323,35 @@ def cells(row):
     return [cell.strip() for cell in row.strip().strip("|").split("|")]
 
 
+def table_below(words, *page):
+    """The cells of the header and of the rows of the first table below these words of a page of examples."""
+    text = ROOT.joinpath("examples", *page, "README.md").read_text(encoding="utf-8")
+    shown = re.search(r"(?:^\|.*\n)+", text.partition(words)[2], re.MULTILINE)
+    assert shown is not None
+    header, _, *rows = map(cells, shown[0].splitlines())
+    return header, rows
+
+
+def results_of(folder, name="results.json"):
+    return json.loads((RESULTS / folder / name).read_text(encoding="utf-8"))
+
+
 def rows_of(folder, model=0, length=None):
     """The rows of one of an ablation's models, by their policies; at one of its lengths, or at the last."""
-    rows = json.loads((RESULTS / folder / "results.json").read_text(encoding="utf-8"))["rows"]
+    rows = results_of(folder)["rows"]
     models = list(dict.fromkeys(row.get("model") for row in rows))
     rows = [row for row in rows if length in (None, row["sequence_length"])]
     return {row["policy"]: row for row in rows if row.get("model") == models[model]}
 
 
 def test_the_guides_table_is_that_of_the_results():
-    page = (ROOT / "examples" / "ablation" / "README.md").read_text(encoding="utf-8")
-    shown = re.search(r"(?:^\|.*\n)+", page.partition("## A small Llama on two CPU cores\n")[2], re.MULTILINE)
-    assert shown is not None
+    header, rows = table_below("## A small Llama on two CPU cores\n", "ablation")
     (_, expected), *_ = ablation_report.tables(list(rows_of("default-cpu").values()))
-    rows = [cells(row) for row in shown[0].splitlines()]
-    assert [rows[0], *rows[2:]] == expected
+    assert [header, *rows] == expected
 
 
 def test_the_table_of_peers_is_that_of_the_results():
-    page = (ROOT / "examples" / "ablation" / "study" / "README.md").read_text(encoding="utf-8")
-    shown = re.search(r"(?:^\|.*\n)+", page.partition("## Beside every peer\n")[2], re.MULTILINE)
-    assert shown is not None
-    lines = [cells(line) for line in shown[0].splitlines()[2:]]
+    _, lines = table_below("## Beside every peer\n", "ablation", "study")
     names = ["none", "full", "elementwise", "auto", "torch-checkpoint", "torch-compile", "torch-compile-selective"]
     runs = (("against-peers-h200", 0), ("against-peers-h200", 1), ("llama-1b-peers-h200", 0))
     for column, (folder, model) in enumerate(runs, 1):
@@ -357,12 +364,10 @@ def test_the_table_of_peers_is_that_of_the_results():
 
 
 def test_the_table_of_losses_is_that_of_the_results():
-    page = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
-    shown = re.search(r"(?:^\|.*\n)+", page.partition("weights and hidden states:\n")[2], re.MULTILINE)
-    assert shown is not None
-    rows = json.loads((RESULTS / "losses-8b-h200" / "results.json").read_text(encoding="utf-8"))["rows"]
+    _, lines = table_below("weights and hidden states:\n")
+    rows = results_of("losses-8b-h200")["rows"]
     ways = list(dict.fromkeys(row["way"] for row in rows))
-    for line in map(cells, shown[0].splitlines()[2:]):
+    for line in lines:
         measured = {row["way"]: row for row in rows if row["loss"] == line[0].partition(",")[0]}
         expected = [
             f"{row['seconds'] * 1e3:.0f}, {row['extra_peak_nbytes'] / 2**30:.1f}" if (row := measured.get(way)) else ""
@@ -398,7 +403,7 @@ def test_the_claims_of_the_first_page_are_those_of_the_results():
     (time, peak), (other_time, other_peak) = beside(0), beside(1)
     compiled, experts = rows_of("llama-8b-compiled-h200"), rows_of("experts-h100", length=16384)
     (lean, lean_ms), (fast, fast_ms) = shown(experts["auto"]), shown(experts["torch-compile"])
-    sharded = json.loads((RESULTS / "distributed-h100" / "fsdp2-auto-16k-2.json").read_text(encoding="utf-8"))["ranks"]
+    sharded = results_of("distributed-h100", "fsdp2-auto-16k-2.json")["ranks"]
     with_, without = ([rank[way] for rank in sharded] for way in ("with", "without"))
     gib, ms = ([max(each[key] for each in way) for way in (with_, without)] for key in ("peak_bytes", "step_ms"))
     text = " ".join(README.read_text(encoding="utf-8").split())
