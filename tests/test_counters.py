@@ -116,7 +116,6 @@ def test_step_memory_counts_a_gradient_only_where_there_was_none():
     assert fresh.activation_bytes_held == 4  # x and weight are alive anyway; the product is not saved
     again = counters.step_memory(forward, CPU)
     assert again == fresh
-    assert weight.grad is not None
     assert torch.equal(weight.grad, 2 * x)
 
 

@@ -64,7 +64,7 @@ def test_a_matrix_trains_llamas_hugging_face_models_and_factories_in_each_dtype(
         {(row.model, row.dtype): row for row in rows if row.policy == policy} for policy in ("none", "elementwise")
     )
     for key, row in elementwise.items():
-        assert (row.activation_bytes_held or 0) < (none[key].activation_bytes_held or 0)
+        assert row.activation_bytes_held < none[key].activation_bytes_held
     for model in ("tiny", "gpt2", "own"):  # bfloat16 products of float32 weights: other losses, near to them
         exact, rounded = (none[model, dtype].losses or () for dtype in ("float32", "autocast"))
         assert exact != rounded == pytest.approx(exact, rel=2e-2)
@@ -91,7 +91,7 @@ def test_adapters_alone_train_and_peers_govern_the_layers_that_they_are_in(own):
     for row in rows:
         assert row.error is None
         assert (row.exact, row.losses_match, row.grads_match) == (True, True, True)
-        assert 0 < 2 * (row.gradient_bytes or 0) < (row.parameter_bytes or 0), "the base is frozen"
+        assert 0 < 2 * row.gradient_bytes < row.parameter_bytes, "the base is frozen"
         assert row.logits_bytes_held
         assert row.policy == "none" or held[row.model, row.policy] < held[row.model, "none"]
     for row in run(own / "refused", configured(one_model + "lora: {rr: 4}", policies=(), **changes)):
@@ -105,10 +105,10 @@ def test_logits_are_what_head_and_loss_hold(own):
     base = MATRIX[MATRIX.index("policies") :]
     config = configured(text + "\n" + base, sequence_lengths=(8,), batch_sizes=(2,), dtypes=(), policies=())
     small, large = run(own / "out", config)
-    held = [(row.activation_bytes_held or 0) - (row.logits_bytes_held or 0) for row in (small, large)]
+    held = [row.activation_bytes_held - row.logits_bytes_held for row in (small, large)]
     assert held[0] == held[1] > 0
     # Of 7 positions in each of 2 sequences, cross-entropy holds log-probabilities in float32.
-    assert (large.logits_bytes_held or 0) - (small.logits_bytes_held or 0) >= 2 * 7 * 300 * 4
+    assert large.logits_bytes_held - small.logits_bytes_held >= 2 * 7 * 300 * 4
 
 
 def test_static_memory_is_that_of_the_account(own):
@@ -181,4 +181,4 @@ def test_a_model_that_cannot_be_made_fails_its_rows_alone(own):
     config = configured(text, sequence_lengths=(8,), batch_sizes=(1,), dtypes=(), policies=())
     errors = {row.model: row.error for row in run(own / "out", config)}
     assert errors["tiny"] is errors["gpt2"] is None
-    assert "refuses this one" in (errors["broken"] or "")
+    assert "refuses this one" in errors["broken"]

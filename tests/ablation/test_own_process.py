@@ -114,7 +114,7 @@ def test_rows_of_processes_are_those_of_one_process(tmp_path, monkeypatch):
 def test_a_crash_or_what_takes_too_long_is_a_row_and_the_others_go_on(own):
     models = {name: f"its_own_model:{name}" for name in ("crashing", "make")}
     crashing, fine = run(own / "out", LEAST, models=models, isolate=True)
-    assert (crashing.error or "").startswith("ProcessEnded: signal SIGSEGV")
+    assert crashing.error.startswith("ProcessEnded: signal SIGSEGV")
     assert fine.error is None
     assert saved(own / "out")["complete"]
     assert [row["model"] for row in saved(own / "out")["rows"]] == ["crashing", "make"]

@@ -51,10 +51,10 @@ def test_torch_remat_saves_linears_and_attention_or_nothing(is_installed, tmp_pa
     for row in (saving, full):
         assert row.losses == none.losses
         assert row.exact
-        assert (row.peak_bytes or 0) < (none.peak_bytes or 0)
+        assert row.peak_bytes < none.peak_bytes
     assert F.scaled_dot_product_attention is attention
     if is_installed:
-        assert (full.activation_bytes_held or 0) < (saving.activation_bytes_held or 0)
+        assert full.activation_bytes_held < saving.activation_bytes_held
     else:
         assert stand_in.names[:16] == 2 * REGIONS, "each run of a layer begins anew"
         assert {*stand_in.names} == {*REGIONS}
@@ -81,8 +81,8 @@ def test_cut_cross_entropy_takes_the_decoders_output(own, monkeypatch):
         assert peer.error is None
         assert peer.exact is False
         assert peer.losses == pytest.approx(rows[model, "none"].losses, rel=1e-5)
-        assert (peer.grad_error or 0) < 1e-5
-    assert "for a model of transformers with a decoder" in (rows["own", "cut-cross-entropy"].error or "")
+        assert peer.grad_error < 1e-5
+    assert "for a model of transformers with a decoder" in rows["own", "cut-cross-entropy"].error
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,6 @@ def test_a_kernel_turns_a_matrix_of_float8(shape):
 
     code, _ = written(turned, matrix)
     tiles = turned_matrix(code.statements[-1].call)
-    assert tiles is not None
     expected = turned(matrix)
     kernel = GeneratedKernel(tiles.text(), turned, tiles, [Layout.of(expected)])
     (found,) = kernel._launch(matrix.t())

@@ -406,7 +406,6 @@ def test_a_sum_in_another_order_may_round_what_is_computed_of_it_differently(dev
     if device == "cpu":  # the order of a sum on CUDA may be ATen's, by chance
         assert not torch.equal(kernel._launch(*given)[1], normed(x, weight)[1])
     kernel(*given)
-    assert kernel._compiled is not None
     kernel._compiled.result()
     kernel(*given)
     assert kernel.is_exact, kernel.reason
@@ -479,7 +478,6 @@ class TestAtRunTime:
         x = draw(1024)
         for _ in range(3):
             assert torch.equal(kernel(x)[0], x * 2)
-            assert kernel._compiled is not None
             kernel._compiled.result()
         assert kernel.reason == "its first call did not give ATen's result"
 
@@ -493,8 +491,6 @@ class TestIndexForms:
     def test_digits_that_count_on_are_one(self):
         a = Form.of_variable("a", 24)
         low, high = a.digit(1, 4), a.digit(4, 6)
-        assert low is not None
-        assert high is not None
         assert str(Form.total([(low, 1), (high, 4)])) == "a"
 
     def test_a_digit_that_is_no_sum_of_digits_has_no_form(self):

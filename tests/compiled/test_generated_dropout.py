@@ -98,7 +98,6 @@ def test_a_kernel_draws_atens_numbers(name, shape, dtype):
             assert torch.equal(one, other)
             assert one.stride() == other.stride()
         for kernel in run.kernels:
-            assert kernel._compiled is not None
             kernel._compiled.result()
     assert [kernel.is_exact for kernel in run.kernels] == [True] * kernels
 

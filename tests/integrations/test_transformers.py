@@ -333,7 +333,6 @@ def test_kernels_as_the_switch_says(tmp_path):
         notes: set[str]
 
         def on_step_end(self, args, state, control, **_):
-            assert callback.handle is not None
             self.notes = {
                 note
                 for note in ("kernel: rms_norm", "cheap ops run again")
