@@ -33,6 +33,18 @@ def nothing(*_):
     pass
 
 
+def linear():
+    return {"linear": nn.Linear(HIDDEN, HIDDEN)}
+
+
+def norm():
+    return {"norm": RMSNorm()}
+
+
+def both():
+    return linear() | norm()
+
+
 class Body(NamedTuple):
     """What a module's forward does with an activation, and what is around it."""
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from corpus import Body
-from engine_testing import HIDDEN, TOKENS, RMSNorm
+from corpus import Body, linear, norm
+from engine_testing import HIDDEN, TOKENS
 from torch import Tensor, nn
 from torch.nested import nested_tensor
 from torch.nn.utils.rnn import pack_padded_sequence
@@ -234,7 +234,7 @@ def kind(number, make, use):
     def given(x):
         return {"value": make(x), "x": x, "offset": 1.0} if number % 2 else (x, make(x))
 
-    return Body(forward, lambda: {"norm": RMSNorm()}, given)
+    return Body(forward, norm, given)
 
 
 def same_twice(self, x, first, second):
@@ -286,7 +286,7 @@ ARGUMENTS = {
     ),
     "tensors in an object of the users": Body(
         lambda self, batch: F.gelu(self.linear(batch.hidden)) * batch.extra["scale"],
-        lambda: {"linear": nn.Linear(HIDDEN, HIDDEN)},
+        linear,
         lambda x: (Batch(x, extra={"scale": 0.5}),),
         captured=True,
     ),
@@ -318,7 +318,7 @@ MAY_BE_CAPTURED = ("nested", "twice the same", "views of two", "expanded", "deta
 
 
 def giving(function, captured):
-    return Body(lambda self, x: function(self.norm(x).cos()), lambda: {"norm": RMSNorm()}, captured=captured)
+    return Body(lambda self, x: function(self.norm(x).cos()), norm, captured=captured)
 
 
 RESULTS = {

@@ -2,22 +2,9 @@
 
 import torch
 import torch.nn.functional as F
-from corpus import Body
-from engine_testing import HIDDEN, TOKENS, RMSNorm, function_of
+from corpus import Body, both, linear, norm
+from engine_testing import HIDDEN, TOKENS, function_of
 from torch import nn
-
-
-def linear():
-    return {"linear": nn.Linear(HIDDEN, HIDDEN)}
-
-
-def norm():
-    return {"norm": RMSNorm()}
-
-
-def both():
-    return linear() | norm()
-
 
 # What a region gives back of what it is given
 

@@ -9,15 +9,10 @@ from collections import Counter, OrderedDict, defaultdict, deque
 import numpy as np
 import torch
 import torch.nn.functional as F
-from corpus import Body
+from corpus import Body, linear, norm
 from engine_testing import HIDDEN, TOKENS, RMSNorm, module_of
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
-
-
-def linear():
-    return {"linear": nn.Linear(HIDDEN, HIDDEN)}
-
 
 # Attributes
 
@@ -363,7 +358,7 @@ MODULES = {
     "a sparse buffer of rows": adjacency(torch.sparse_csr),
     "eval before backward": Body(
         lambda self, x: F.dropout(self.norm(x), 0.5, self.training).exp().sin(),
-        lambda: {"norm": RMSNorm()},
+        norm,
         start=lambda module: module.train(),
         between=lambda module, *_: module.eval(),
     ),

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 import torch.nn.functional as F
-from corpus import OWN_LEGACY, OWN_NUMPY, OWN_PYTHON, OWN_TORCH, TRACKER, Body
+from corpus import OWN_LEGACY, OWN_NUMPY, OWN_PYTHON, OWN_TORCH, TRACKER, Body, both
 from engine_testing import HIDDEN, RMSNorm, holding
 from numpy.random import rand as numpy_by_name
 from torch import nn
@@ -81,7 +81,7 @@ OTHERS = {
 def drawing(function, captured=None):
     return Body(
         lambda self, x: self.linear(function(self.norm(x).sin()).exp().sin()),
-        lambda: {"norm": RMSNorm(), "linear": nn.Linear(HIDDEN, HIDDEN)},
+        both,
         captured=captured,
         drops=function is not attention,
     )

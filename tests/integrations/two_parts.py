@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from engine_testing import bits
+from models import LAYERS_BY_KERNELS
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -32,12 +33,6 @@ from recompute.profiling.cost_table import Choice, Place, Profile, RegionCosts
 VOCABULARY, STEPS = 40, 3
 COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 ROWS = ("self_attn.o_proj", "mlp.down_proj")
-KERNELS = {
-    "rules": [
-        {"type": ["*DecoderLayer", "*RMSNorm"], "action": "recompute", "via": "kernel"},
-        {"match": "**.lm_head", "action": "recompute", "via": "kernel"},
-    ]
-}
 
 
 def decoder(dropout=0.25, layers=2):
@@ -160,7 +155,7 @@ def train(how, rules, first="policy", of=bits):
 def kernels_train_as_without(how, first):
     """The largest relative difference that kernels make to a loss, a gradient, or a weight after some steps."""
     of = lambda value: value.detach().clone()  # noqa: E731
-    pairs = zip(train(how, KERNELS, first, of).values, train(how, None, first, of).values, strict=True)
+    pairs = zip(train(how, LAYERS_BY_KERNELS, first, of).values, train(how, None, first, of).values, strict=True)
     return max(((found - plain).norm() / plain.norm().clamp_min(1e-12)).item() for found, plain in pairs)
 
 
