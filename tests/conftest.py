@@ -1,14 +1,10 @@
 """For every test: which tier it is in, and where kernels run. tests/README.md says how to choose a tier."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import importlib.util
 import logging
 import os
-from collections.abc import Iterator
-from typing import Any
 
 import hypothesis
 import pytest
@@ -30,17 +26,17 @@ hypothesis.settings.register_profile(
 hypothesis.settings.register_profile("exhaustive", max_examples=500, deadline=None)
 
 
-def pytest_xdist_auto_num_workers() -> int:
+def pytest_xdist_auto_num_workers():
     """As many processes as ``-n auto`` stands for. On CUDA one: tests measure its memory, and some need much of it."""
     return 0 if HAS_CUDA else min(os.cpu_count() or 1, 4)
 
 
 @pytest.hookimpl(tryfirst=True)  # hypothesis loads the profile that the command line names afterwards
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     hypothesis.settings.load_profile("quick" if config.option.markexpr else "exhaustive")
 
 
-def pytest_sessionstart(session: pytest.Session) -> None:
+def pytest_sessionstart(session):
     """Logs of torch's traces stay out of reports.
 
     pytest's ``log_level`` would set the root logger's level too, in each phase of a test. Each time Python forgets what
@@ -52,20 +48,20 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # pytest deselects by markers afterwards
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config, items):
     _mark_slow_under_the_interpreter(items)
     if not HAS_CUDA:
         _deselect(config, items, "gpu")
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish():
     """Modules and tests live to the end: the garbage collector, which tests often call, need not look at them."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _what_a_file_leaves_behind_lives_on() -> Iterator[None]:
+def _what_a_file_leaves_behind_lives_on():
     """So the garbage collector need not look at it either: compilers' caches would make each file slower than the last.
 
     By the end of all tests, the collector would take a tenth of their time.
@@ -75,7 +71,7 @@ def _what_a_file_leaves_behind_lives_on() -> Iterator[None]:
     gc.freeze()
 
 
-def _mark_slow_under_the_interpreter(items: list[pytest.Item]) -> None:
+def _mark_slow_under_the_interpreter(items):
     """Of each test the interpreter runs the first case by default. The others, with other numbers, are slow.
 
     Of tests over ops it runs the first case of every third op, of the next test those of the next ops: each op has its
@@ -94,32 +90,28 @@ def _mark_slow_under_the_interpreter(items: list[pytest.Item]) -> None:
         seen.add((test, op))
 
 
-def _deselect(config: pytest.Config, items: list[pytest.Item], marker: str) -> None:
+def _deselect(config, items, marker):
     gone = [item for item in items if marker in item.keywords]
     items[:] = [item for item in items if marker not in item.keywords]
     config.hook.pytest_deselected(items=gone)
 
 
 @pytest.fixture(
-    params=[
-        "reference",
-        *(["interpreter"] if CAN_INTERPRET else []),
-        pytest.param("cuda", marks=pytest.mark.gpu),
-    ]
+    params=["reference", *(["interpreter"] if CAN_INTERPRET else []), pytest.param("cuda", marks=pytest.mark.gpu)]
 )
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def device(request, monkeypatch):
     """Where to run an op, in each way it can: as plain PyTorch, interpreted on the CPU, compiled on CUDA."""
     if request.param == "interpreter":
         _interpret_kernels(monkeypatch)
     return "cuda" if request.param == "cuda" else "cpu"
 
 
-def _interpret_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def _interpret_kernels(monkeypatch):
     from triton.runtime import interpreter
 
     from recompute.kernels import launch
 
-    def uses_triton(*tensors: torch.Tensor | None) -> bool:
+    def uses_triton(*tensors):
         return all(tensor is None or tensor.dtype in launch.TRITON_DTYPES for tensor in tensors)
 
     _change_the_language_once()
@@ -129,7 +121,7 @@ def _interpret_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     # and in fp8 carries into the wrong bit and makes a number of NaN. PyTorch converts as GPUs do.
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8e4nv": torch.float8_e4m3fn}
 
-    def convert_as_gpus_do(data: Any, source: Any, target: Any, mode: Any) -> Any:
+    def convert_as_gpus_do(data, source, target, mode):
         if str(source) in dtypes and str(target) in dtypes:
             converted = torch.tensor(data).view(dtypes[str(source)]).to(dtypes[str(target)])
             return converted.view({1: torch.uint8, 2: torch.uint16, 4: torch.uint32}[converted.itemsize]).numpy()
@@ -140,14 +132,14 @@ def _interpret_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @functools.cache
-def _change_the_language_once() -> None:
+def _change_the_language_once():
     """Have the interpreter change Triton's language once, and not for each call: that takes most of its time."""
     import triton.language as tl
     from triton.runtime import interpreter
 
     patch_language, patched = interpreter._patch_lang, set()
 
-    def patch_language_once(function: Any) -> Any:
+    def patch_language_once(function):
         seen = function.__globals__.values()
         modules = frozenset(each for each in (tl, tl.core) if any(each is value for value in seen))
         if modules not in patched:

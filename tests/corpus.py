@@ -4,12 +4,10 @@ A body is a row of a table in ``bodies``. ``engine/test_bodies.py`` runs each by
 ``compiled/test_captured_bodies.py`` as captured code.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,8 +29,20 @@ TRACKER = Tracker()
 """Sources of random numbers that bodies reach in one way or another; each step starts them anew."""
 
 
-def nothing(*_: Any) -> None:
+def nothing(*_):
     pass
+
+
+def linear():
+    return {"linear": nn.Linear(HIDDEN, HIDDEN)}
+
+
+def norm():
+    return {"norm": RMSNorm()}
+
+
+def both():
+    return linear() | norm()
 
 
 class Body(NamedTuple):
@@ -67,7 +77,7 @@ class Body(NamedTuple):
 class Model(nn.Module):
     """A body between others, which save what it is given and what it gives."""
 
-    def __init__(self, body: Body, rule: dict[str, Any] | None = None):
+    def __init__(self, body, rule=None):
         """``rule``: the body is a decorated function under it, and the module is in its closure."""
         super().__init__()
         torch.manual_seed(0)
@@ -78,17 +88,17 @@ class Model(nn.Module):
         for name, buffer in buffers.items():
             self.inside.register_buffer(name, buffer)
         self.body = body
-        self.last: list[Any] = []
-        self.run: Any = lambda *args, **kwargs: self.inside(*args, **kwargs)
+        self.last = []
+        self.run = lambda *args, **kwargs: self.inside(*args, **kwargs)
         if rule is not None:
             inside, run = self.inside, body.forward
 
-            def function(*args: Any, **kwargs: Any) -> Any:
+            def function(*args, **kwargs):
                 return run(inside, *args, **kwargs)
 
             self.run = recompute.recompute(function, policy={"rules": [{"match": "**", **rule}]})
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x):
         hidden = self.norm(self.before(x))
         given = self.body.given(hidden)
         result = self.run(**given) if isinstance(given, dict) else self.run(*given)
@@ -97,26 +107,26 @@ class Model(nn.Module):
         return result, [leaf.cos() for leaf in outputs if self.body.is_saved], hidden.sin()
 
 
-def start_streams(seed: int) -> None:
+def start_streams(seed):
     for source in (torch, OWN_TORCH):
         source.manual_seed(seed)
     for python in (random, np.random, OWN_PYTHON, OWN_LEGACY):
-        python.seed(seed)  # type: ignore[attr-defined]
+        python.seed(seed)
     OWN_NUMPY.bit_generator.state = np.random.default_rng(seed).bit_generator.state
     TRACKER.reset()
 
 
-def streams() -> list[Any]:
+def streams():
     """Where each source of random numbers is."""
     tensors = [torch.get_rng_state(), OWN_TORCH.get_state(), TRACKER.states["model"]]
-    others: list[Any] = [source.getstate() for source in (random, OWN_PYTHON)]
+    others = [source.getstate() for source in (random, OWN_PYTHON)]
     for source in (np.random, OWN_LEGACY):
         _, words, *rest = source.get_state()
         others.append((words.tobytes(), *rest))
     return [*map(bits, tensors), *map(hash, others), OWN_NUMPY.bit_generator.state["state"]]
 
 
-def seen(value: Any, depth: int = 4) -> Any:
+def seen(value, depth=4):
     """What two runs must leave alike of ``value``: types, numbers, and the bits of tensors."""
     if isinstance(value, (Tensor, int, float, str, type(None))):
         return bits(value)
@@ -127,7 +137,7 @@ def seen(value: Any, depth: int = 4) -> Any:
     return type(value)
 
 
-def attributes(module: nn.Module) -> list[Any]:
+def attributes(module):
     """Those of a module and of its parts, and its buffers."""
     hidden = vars(nn.Module()).keys() - {"training", "_buffers"} | {"_recompute_runner"}
     return [
@@ -136,16 +146,16 @@ def attributes(module: nn.Module) -> list[Any]:
     ]
 
 
-def step(model: Model, number: int, calls: int) -> list[Any]:
+def step(model, number, calls):
     """All that a step can show, or the error of a backward."""
     body, inside = model.body, model.inside
     start_streams(number)
-    inside.step = number  # type: ignore[assignment]
+    inside.step = number
     body.start(inside)
     x = torch.linspace(-1.5, 2, TOKENS * HIDDEN).view(TOKENS, HIDDEN).sin().requires_grad_()
     wanted = [x, *(each for each in model.parameters() if each.requires_grad)]
     results = [model(x.cos() if call else x * 1.0) for call in range(calls)]
-    found: list[Any] = [(type(leaf), needs_grad(leaf), bits(leaf)) for result in results for leaf in leaves(result)]
+    found = [(type(leaf), needs_grad(leaf), bits(leaf)) for result in results for leaf in leaves(result)]
     with torch.no_grad():
         body.between(inside, *model.last)
     torch.rand(1), random.random(), np.random.rand()
@@ -166,13 +176,13 @@ def step(model: Model, number: int, calls: int) -> list[Any]:
 
 
 @functools.cache
-def expected(body: Body, steps: tuple[int, ...]) -> list[list[Any]]:
+def expected(body, steps):
     """What plain PyTorch gives."""
     model = Model(body)
     return [step(model, number, calls) for number, calls in enumerate(steps)]
 
 
-def assert_as_plain(body: Body, rule: dict[str, Any], steps: tuple[int, ...]) -> None:
+def assert_as_plain(body, rule, steps):
     """Steps of a body under ``rule`` are those of plain PyTorch."""
     plain = expected(body, steps)
     model = Model(body)
@@ -187,14 +197,14 @@ def assert_as_plain(body: Body, rule: dict[str, Any], steps: tuple[int, ...]) ->
             assert_captured(handle, body.captured, count())
 
 
-def assert_function_as_plain(body: Body, rule: dict[str, Any]) -> None:
+def assert_function_as_plain(body, rule):
     """The same of a decorated function."""
     plain, model = expected(body, FEW_STEPS), Model(body, rule)
     for number, calls in enumerate(FEW_STEPS):
         assert_same_step(step(model, number, calls), plain[number], body.may_refuse, number)
 
 
-def assert_same_step(found: list[Any], plain: list[Any], may_refuse: bool, number: int) -> None:
+def assert_same_step(found, plain, may_refuse, number):
     errors = [each[-1] if isinstance(each[-1], RuntimeError) else None for each in (found, plain)]
     if errors[0] is not None and (errors[1] is not None or may_refuse):
         assert "modified" in str(errors[0])
@@ -205,7 +215,7 @@ def assert_same_step(found: list[Any], plain: list[Any], may_refuse: bool, numbe
         assert not different, f"step {number}: {[(found[index], plain[index]) for index in different[:2]]}"
 
 
-def assert_captured(handle: Any, captured: bool | str, code: int) -> None:
+def assert_captured(handle, captured, code):
     regions = [region for each in handle._attachments if (region := region_in(each.runner)) is not None]
     reasons = "; ".join(region.failure for region in regions if not region.is_captured)
     if captured is True:
@@ -218,14 +228,14 @@ def assert_captured(handle: Any, captured: bool | str, code: int) -> None:
 
 
 @contextlib.contextmanager
-def counting(storages: dict[int, int] | None = None) -> Iterator[Callable[[], int]]:
+def counting(storages=None):
     """Counts the frames that run as captured code in its span.
 
     storages: gets the bytes of what these hold for backward, by the address of the storage.
     """
     run, count = captured_function.CapturedFrame.run, 0
 
-    def counted(frame: Any) -> Any:
+    def counted(frame):
         nonlocal count
         count += 1
         outputs = run(frame)
@@ -235,8 +245,8 @@ def counting(storages: dict[int, int] | None = None) -> Iterator[Callable[[], in
                 storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
         return outputs
 
-    captured_function.CapturedFrame.run = counted  # type: ignore[method-assign]
+    captured_function.CapturedFrame.run = counted
     try:
         yield lambda: count
     finally:
-        captured_function.CapturedFrame.run = run  # type: ignore[method-assign]
+        captured_function.CapturedFrame.run = run

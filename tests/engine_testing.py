@@ -1,7 +1,5 @@
 """What the engine's tests share: small models, outcomes to compare bit for bit, and counts of what is alive."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools
@@ -12,9 +10,7 @@ import sys
 import threading
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -26,7 +22,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_leaves, tree_map
 
 import recompute
-from recompute.attach.explain import Stats
 from recompute.engine import recipe_book, recipes, saved_tensors, scopes, thread_state
 from recompute.engine.tape import recorder
 
@@ -36,7 +31,7 @@ ROW_NBYTES = TOKENS * HIDDEN * 4  # of a float32 activation
 CPU = torch.device("cpu")
 
 
-def policy(*rules: tuple[str, str]) -> dict[str, Any]:
+def policy(*rules):
     """A policy of (path glob, action) pairs, all by hooks. The root's path is matched by ``**`` alone."""
     via = {"recompute": {"via": "hook"}}
     return {"rules": [{"match": match, "action": action, **via.get(action, {})} for match, action in rules]}
@@ -50,7 +45,7 @@ POLICIES = {"checkpoint": CHECKPOINT, "recompute": RECOMPUTE, "both": BOTH}
 every_policy = pytest.mark.parametrize("rules", by_default(POLICIES, "recompute", "both"))
 both_actions = pytest.mark.parametrize("action", ["checkpoint", "recompute"])
 
-VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+VIEWS = {
     "offset": lambda x: x[2:, 3:],
     "last chunk": lambda x: x.chunk(3)[2],
     "transposed with an offset": lambda x: x[2:].t(),
@@ -60,18 +55,16 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 """Views of a tensor that is not small."""
 
-Setting = dict[str, Any]
-"""What a rule says beside the modules that it is for."""
-TAPES: dict[str, Setting] = {
+TAPES = {
     "recompute": {"action": "recompute", "via": "hook"},
     "recompute with gemms": {"action": "recompute", "via": "hook", "rerun": ["gemm"]},
     "checkpoint without attention": {"action": "checkpoint", "keep": ["attention"]},
 }
 """Settings under which backward runs ops again, and no Python."""
-SETTINGS: dict[str, Setting] = {"checkpoint": {"action": "checkpoint"}, **TAPES}
+SETTINGS = {"checkpoint": {"action": "checkpoint"}, **TAPES}
 
 
-def governing(setting: Setting, *match: str) -> dict[str, Any]:
+def governing(setting, *match):
     """The policy that puts what ``match`` names under ``setting``; or else the layers of a stack, and ``inside``."""
     return {"rules": [{"match": list(match) or ["layers.*", "inside"], **setting}]}
 
@@ -90,7 +83,7 @@ every_policy_of_a_stack = pytest.mark.parametrize(
 """Whole layers under one setting each; their parts; and a layer beside parts of the others."""
 
 
-def module_of(forward: Callable[..., Any], **parts: Any) -> nn.Module:
+def module_of(forward, **parts):
     """A module that runs ``forward(self, *args)``; ``parts`` become its attributes."""
     module = type("Body", (nn.Module,), {"forward": forward})()
     for name, part in parts.items():
@@ -98,12 +91,12 @@ def module_of(forward: Callable[..., Any], **parts: Any) -> nn.Module:
     return module
 
 
-def holding(forward: Callable[..., Any], **parts: Any) -> Holder:
+def holding(forward, **parts):
     """A module around ``inside``, which is ``module_of(forward, **parts)``."""
     return Holder(module_of(forward, **parts))
 
 
-def policed(module: nn.Module, action: str = "checkpoint") -> nn.Module:
+def policed(module, action="checkpoint"):
     """``module``, with what is ``inside`` it under ``action``."""
     recompute.apply(module, policy(("inside", action)))
     return module
@@ -112,22 +105,22 @@ def policed(module: nn.Module, action: str = "checkpoint") -> nn.Module:
 class Holder(nn.Module):
     """A module around another, which so has a path, and a scope around it."""
 
-    def __init__(self, inside: nn.Module):
+    def __init__(self, inside):
         super().__init__()
         self.inside = inside
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args, **kwargs):
         return self.inside(*args, **kwargs)
 
 
 class RMSNorm(nn.Module):
     """As in Llama."""
 
-    def __init__(self, size: int = HIDDEN):
+    def __init__(self, size=HIDDEN):
         super().__init__()
         self.weight = nn.Parameter(1 + torch.rand(size))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         wide = x.to(torch.float32)
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
         return self.weight * wide.to(x.dtype)
@@ -136,40 +129,43 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     """Three projections of one normalized input, two heads."""
 
-    def __init__(self, size: int = HIDDEN):
+    is_causal = False
+
+    def __init__(self, size=HIDDEN):
         super().__init__()
         self.q, self.k, self.v, self.o = (nn.Linear(size, size, bias=False) for _ in range(4))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k, v = (project(x).unflatten(-1, (2, -1)).transpose(-2, -3) for project in (self.q, self.k, self.v))
-        return self.o(F.scaled_dot_product_attention(q, k, v).transpose(-2, -3).flatten(-2))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.is_causal)
+        return self.o(mixed.transpose(-2, -3).flatten(-2))
 
 
 class GatedMLP(nn.Module):
     """down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, size: int = HIDDEN, inner: int = 2 * HIDDEN):
+    def __init__(self, size=HIDDEN, inner=2 * HIDDEN):
         super().__init__()
         self.gate_proj = nn.Linear(size, inner, bias=False)
         self.up_proj = nn.Linear(size, inner, bias=False)
         self.down_proj = nn.Linear(inner, size, bias=False)
         self.act_fn = nn.SiLU()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Layer(nn.Module):
     """A decoder layer."""
 
-    def __init__(self, p: float = 0.25):
+    def __init__(self, p=0.25):
         super().__init__()
         self.norm1, self.norm2 = RMSNorm(), nn.LayerNorm(HIDDEN)
         self.attention = Attention()
         self.dropout = nn.Dropout(p)
         self.mlp = GatedMLP()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = x + self.dropout(self.attention(self.norm1(x)))
         return x + self.mlp(self.norm2(x))
 
@@ -177,13 +173,13 @@ class Layer(nn.Module):
 class Stack(nn.Module):
     """Decoder layers, a norm and a head."""
 
-    def __init__(self, count: int = 3, p: float = 0.25):
+    def __init__(self, count=3, p=0.25):
         super().__init__()
         self.layers = nn.ModuleList(Layer(p) for _ in range(count))
         self.norm = RMSNorm()
         self.head = nn.Linear(HIDDEN, HIDDEN)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for layer in self.layers:
             x = layer(x)
         return self.head(self.norm(x))
@@ -192,21 +188,21 @@ class Stack(nn.Module):
 class Projections(nn.Module):
     """One norm whose output three Linears save."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm = RMSNorm()
         self.q, self.k, self.v = (nn.Linear(HIDDEN, HIDDEN, bias=False) for _ in range(3))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         y = self.norm(x)
         return self.q(y) + self.k(y) + self.v(y)
 
 
-def tokens(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = True) -> Tensor:
+def tokens(*shape, dtype=torch.float32, grad=True):
     return torch.randn(*(shape or (TOKENS, HIDDEN)), dtype=dtype, requires_grad=grad)
 
 
-def leaves(value: Any) -> list[Any]:
+def leaves(value):
     """The leaves of nested containers and dataclasses."""
     found = []
     for leaf in tree_leaves(value):
@@ -215,7 +211,7 @@ def leaves(value: Any) -> list[Any]:
     return found
 
 
-def loss_of(result: Any) -> Tensor:
+def loss_of(result):
     """A sum of all outputs that require gradients, each element weighted differently."""
     terms = []
     for index, leaf in enumerate(leaves(result)):
@@ -226,9 +222,7 @@ def loss_of(result: Any) -> Tensor:
     return torch.stack(terms).sum()
 
 
-def outcome(
-    module: nn.Module, *inputs: Any, backwards: int = 1, around: AbstractContextManager[Any] | None = None
-) -> dict[str, Any]:
+def outcome(module, *inputs, backwards=1, around=None):
     """What a training step makes of ``module``: outputs, gradients of each backward, buffers, the random stream."""
     given = tree_map(_fresh, inputs)
     torch.manual_seed(7)
@@ -245,15 +239,15 @@ def outcome(
     return found | {"random": torch.get_rng_state()}
 
 
-def _fresh(value: Any) -> Any:
+def _fresh(value):
     return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
 
-def needs_grad(value: Any) -> bool:
+def needs_grad(value):
     return isinstance(value, Tensor) and value.requires_grad
 
 
-def bits(value: Any) -> Any:
+def bits(value):
     """What is equal for two tensors only if they agree in dtype, shape and every bit; any other value as it is."""
     if not isinstance(value, Tensor):
         return value
@@ -263,20 +257,14 @@ def bits(value: Any) -> Any:
     return dense.dtype, tuple(dense.shape), hashlib.sha256(content).hexdigest()[:16]
 
 
-def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+def assert_same(found, expected):
     """Equal bit for bit, and the names of those that are not."""
     assert found.keys() == expected.keys()
     different = [name for name in expected if bits(found[name]) != bits(expected[name])]
     assert not different, f"not as without the policy: {different}"
 
 
-def assert_as_plain(
-    module: nn.Module,
-    rules: dict[str, Any],
-    *inputs: Any,
-    backwards: int = 2,
-    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
-) -> Stats:
+def assert_as_plain(module, rules, *inputs, backwards=2, around=nullcontext):
     """A training step under the policy is bit for bit what it is without, whether it drops something or not."""
     under = copy.deepcopy(module)
     expected = outcome(module, *inputs, backwards=backwards, around=around())
@@ -287,9 +275,7 @@ def assert_as_plain(
     return stats
 
 
-def assert_as_without(
-    model: nn.Module, rules: dict[str, Any], run: Callable[[Any], Any], *, drops: bool = True
-) -> None:
+def assert_as_without(model, rules, run, *, drops=True):
     """``run(model)`` gives the same values bit for bit, and leaves the random stream alike, under ``rules`` as without.
 
     drops: something must be dropped, or else the comparison would show nothing.
@@ -303,7 +289,7 @@ def assert_as_without(
         assert not drops or handle.stats().dropped_nbytes > 0
 
 
-def _observed(run: Callable[[Any], Any], model: nn.Module) -> dict[str, Any]:
+def _observed(run, model):
     torch.manual_seed(7)
     result = run(model)
     found = result if type(result) is dict else {f"value {index}": leaf for index, leaf in enumerate(leaves(result))}
@@ -313,32 +299,25 @@ def _observed(run: Callable[[Any], Any], model: nn.Module) -> dict[str, Any]:
     return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in found.items()}
 
 
-def assert_step_as_without(
-    model: nn.Module,
-    rules: dict[str, Any],
-    *inputs: Any,
-    drops: bool = True,
-    backwards: int = 2,
-    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
-) -> None:
+def assert_step_as_without(model, rules, *inputs, drops=True, backwards=2, around=nullcontext):
     """Backwards through one forward give the outputs, gradients, buffers and random stream of the plain model."""
     step = functools.partial(outcome, backwards=backwards)
     assert_as_without(model, rules, lambda model: step(model, *inputs, around=around()), drops=drops)
 
 
-def weak(tensor: Tensor) -> StorageWeakRef:
+def weak(tensor):
     """Tells, with ``expired()``, whether the tensor's memory has been freed."""
     return StorageWeakRef(tensor.untyped_storage())
 
 
-def engine_objects() -> Counter[str]:
+def engine_objects():
     """How many frames, recipes, handles and held tensors exist."""
     kinds = (recipes.Recipe, saved_tensors.PackedTensor, recipe_book.RecipeBook, scopes.RecipeScope, recorder.Tape)
     return Counter(type(value).__name__ for value in gc.get_objects() if issubclass(type(value), kinds))
 
 
 @contextmanager
-def set_by(put: Callable[[Any], Any], value: Any, before: Any) -> Iterator[None]:
+def set_by(put, value, before):
     """The span of a setting, ``value``."""
     put(value)
     try:
@@ -348,7 +327,7 @@ def set_by(put: Callable[[Any], Any], value: Any, before: Any) -> Iterator[None]
 
 
 @contextmanager
-def no_garbage_collection() -> Iterator[Callable[[], Counter[str]]]:
+def no_garbage_collection():
     """What dies here dies by reference count, and ``gc.collect()`` tells how many objects have not.
 
     Gives a function that counts the engine's objects made since.
@@ -362,11 +341,11 @@ def no_garbage_collection() -> Iterator[Callable[[], Counter[str]]]:
         gc.enable()
 
 
-def calls(function: Callable[[], Any]) -> int:
+def calls(function):
     """Python and C functions that ``function`` calls: a time that does not depend on the machine."""
     count = 0
 
-    def profile(frame: Any, event: str, argument: Any) -> None:
+    def profile(frame, event, argument):
         nonlocal count
         count += event in ("call", "c_call")
 
@@ -379,7 +358,7 @@ def calls(function: Callable[[], Any]) -> int:
     return count
 
 
-def replica_of(module: nn.Module) -> nn.Module:
+def replica_of(module):
     """As ``torch.nn.parallel.replicate`` makes them: parameters are plain tensors with a graph of their own."""
     replica = module._replicate_for_data_parallel()
     for name, child in module._modules.items():
@@ -394,20 +373,20 @@ def replica_of(module: nn.Module) -> nn.Module:
 class Tracker:
     """Named random states that are swapped in for a span, as in tensor parallelism, on the CPU's generator."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.reset()
 
-    def reset(self) -> None:
+    def reset(self):
         self.states = {"model": torch.Generator().manual_seed(1).get_state()}
 
-    def get_states(self) -> dict[str, Tensor]:
+    def get_states(self):
         return dict(self.states)
 
-    def set_states(self, states: dict[str, Tensor]) -> None:
+    def set_states(self, states):
         self.states = states
 
     @contextmanager
-    def fork(self) -> Iterator[None]:
+    def fork(self):
         outside = torch.get_rng_state()
         torch.set_rng_state(self.states["model"])
         try:
@@ -422,11 +401,11 @@ class Census(TorchDispatchMode):
 
     __module__ = "recompute.testing"  # the engine trusts it then, as it does torch's own modes, and shows it all
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._made = {}
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         given = {
             tensor.untyped_storage()._cdata for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)
@@ -436,7 +415,7 @@ class Census(TorchDispatchMode):
                 self._made[key] = weak(tensor), tensor.untyped_storage().nbytes()
         return result
 
-    def alive_nbytes(self) -> int:
+    def alive_nbytes(self):
         return sum(nbytes for reference, nbytes in self._made.values() if not reference.expired())
 
 
@@ -444,22 +423,20 @@ class ExpWith(torch.autograd.Function):
     """exp, whose backward first calls ``look`` with a tensor that it saved beside its result."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, seen: Tensor, look: Callable[[Tensor], None]) -> Tensor:
+    def forward(ctx, x, seen, look):
         result = x.exp()
         ctx.save_for_backward(result, seen)
         ctx.look = look
         return result
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx, grad):
         result, seen = ctx.saved_tensors
         ctx.look(seen)
         return grad * result, None, None
 
 
-def function_of(
-    forward: Callable[..., Any], backward: Callable[..., Any], saves: Callable[..., Any] = lambda result, *given: given
-) -> Any:
+def function_of(forward, backward, saves=lambda result, *given: given):
     """A custom Function of ``forward(*given)``, which saves what it was given, or ``saves(result, *given)``.
 
     ``backward`` gets the gradient and what was saved.
@@ -467,13 +444,13 @@ def function_of(
 
     class Made(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, *given: Any) -> Any:
+        def forward(ctx, *given):
             result = forward(*given)
             ctx.save_for_backward(*saves(result, *given))
             return result
 
         @staticmethod
-        def backward(ctx: Any, *gradients: Any) -> Any:
+        def backward(ctx, *gradients):
             return backward(*gradients, *ctx.saved_tensors)
 
     for name in ("forward", "backward"):  # the engine knows Functions by their code, of which each has its own
@@ -486,20 +463,20 @@ def function_of(
 _LINES = itertools.count(1)
 
 
-def twins_of(model: nn.Module) -> tuple[nn.Module, nn.Module]:
+def twins_of(model):
     """``model``, and a copy of it that stays as it is."""
     return model, copy.deepcopy(model)
 
 
-def watched(model: nn.Module) -> list[StorageWeakRef]:
+def watched(model):
     """Gets what tells of each output of ``model`` and its parts, as they run, whether it has been freed."""
-    references: list[StorageWeakRef] = []
+    references = []
     for module in model.modules():
         module.register_forward_hook(lambda module, args, result: references.append(weak(result)))
     return references
 
 
-def in_threads(*functions: Callable[[], Any]) -> None:
+def in_threads(*functions):
     """Runs each in a thread of its own, all at once."""
     threads = [threading.Thread(target=function) for function in functions]
     for thread in threads:
@@ -516,7 +493,7 @@ _MODULE_CALL, _MODULE_GETATTR = nn.Module.__call__, nn.Module.__getattr__  # wha
 
 
 @pytest.fixture(autouse=True)
-def clean_thread() -> Iterator[None]:
+def clean_thread():
     """A test starts from a seed, and must leave no hook, scope, mode, setting or patch behind."""
     torch.manual_seed(0)
     yield
@@ -524,7 +501,7 @@ def clean_thread() -> Iterator[None]:
     is_patched = nn.Module.__call__ is not _MODULE_CALL or nn.Module.__getattr__ is not _MODULE_GETATTR
     thread_state.local.books.clear()  # so that one test's failure is one failure
     thread_state.local.active_frames.clear()
-    nn.Module.__call__, nn.Module.__getattr__ = _MODULE_CALL, _MODULE_GETATTR  # type: ignore[method-assign]
+    nn.Module.__call__, nn.Module.__getattr__ = _MODULE_CALL, _MODULE_GETATTR
     assert left == []
     assert not is_patched
     assert saved_tensors.top_hooks() is None

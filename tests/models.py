@@ -1,7 +1,5 @@
 """Tiny models of many families, built from configurations without a download, and batches for each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,79 +13,43 @@ from transformers.modeling_outputs import ImageClassifierOutput
 HIDDEN, INTERMEDIATE, LAYERS, VOCABULARY = 32, 48, 2, 64
 BATCH, LENGTH = 2, 16
 SHAPE = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": HIDDEN,
-    "intermediate_size": INTERMEDIATE,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+    "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE, "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "output_router_logits": True}
 GPT2_SHAPE = {
-    "vocab_size": VOCABULARY,
-    "n_embd": HIDDEN,
-    "n_layer": LAYERS,
-    "n_head": 4,
-    "n_positions": 64,
-    "bos_token_id": 1,
+    "vocab_size": VOCABULARY, "n_embd": HIDDEN, "n_layer": LAYERS, "n_head": 4, "n_positions": 64, "bos_token_id": 1,
     "eos_token_id": 2,
-}
+}  # fmt: skip
 VIT_SHAPE = {
-    "hidden_size": HIDDEN,
-    "intermediate_size": INTERMEDIATE,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "image_size": 24,
-    "patch_size": 4,
-    "num_labels": VOCABULARY,
-}
+    "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
+    "image_size": 24, "patch_size": 4, "num_labels": VOCABULARY,
+}  # fmt: skip
 WHISPER_SHAPE = {
-    "vocab_size": VOCABULARY,
-    "d_model": HIDDEN,
-    "encoder_layers": LAYERS,
-    "decoder_layers": LAYERS,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": INTERMEDIATE,
-    "decoder_ffn_dim": INTERMEDIATE,
-    "num_mel_bins": 8,
-    "max_source_positions": 32,
-    "max_target_positions": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 1,
-}
+    "vocab_size": VOCABULARY, "d_model": HIDDEN, "encoder_layers": LAYERS, "decoder_layers": LAYERS,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": INTERMEDIATE,
+    "decoder_ffn_dim": INTERMEDIATE, "num_mel_bins": 8, "max_source_positions": 32, "max_target_positions": 64,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1,
+}  # fmt: skip
 T5_SHAPE = {
-    "vocab_size": VOCABULARY,
-    "d_model": HIDDEN,
-    "d_kv": 8,
-    "d_ff": INTERMEDIATE,
-    "num_layers": LAYERS,
-    "num_heads": 4,
-    "feed_forward_proj": "gated-gelu",
-    "pad_token_id": 0,
-    "eos_token_id": 2,
+    "vocab_size": VOCABULARY, "d_model": HIDDEN, "d_kv": 8, "d_ff": INTERMEDIATE, "num_layers": LAYERS,
+    "num_heads": 4, "feed_forward_proj": "gated-gelu", "pad_token_id": 0, "eos_token_id": 2,
     "decoder_start_token_id": 0,
-}
+}  # fmt: skip
 
 
 class ConvBlock(nn.Module):
     """Two convolutions with batch norm and a skip around them, as in a ResNet, and dropout of channels."""
 
-    def __init__(self, channels: int, dropout: float):
+    def __init__(self, channels, dropout):
         super().__init__()
         self.conv1, self.conv2 = (nn.Conv2d(channels, channels, 3, padding=1, bias=False) for _ in range(2))
         self.norm1, self.norm2 = nn.BatchNorm2d(channels), nn.BatchNorm2d(channels)
         self.activation = nn.ReLU(inplace=True)
         self.dropout = nn.Dropout2d(dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         y = self.activation(self.norm1(self.conv1(x)))
         y = self.dropout(self.norm2(self.conv2(y)))
         y += x
@@ -95,28 +57,28 @@ class ConvBlock(nn.Module):
 
 
 class ConvNet(nn.Module):
-    def __init__(self, channels: int = 8, dropout: float = 0.0):
+    def __init__(self, channels=8, dropout=0.0):
         super().__init__()
         self.stem = nn.Conv2d(3, channels, 3, padding=1)
         self.blocks = nn.Sequential(*(ConvBlock(channels, dropout) for _ in range(LAYERS)))
         self.head = nn.Linear(channels, VOCABULARY)
 
-    def forward(self, pixel_values: Tensor, labels: Tensor) -> ImageClassifierOutput:
+    def forward(self, pixel_values, labels):
         logits = self.head(self.blocks(self.stem(pixel_values)).mean((-2, -1)))
         return ImageClassifierOutput(loss=F.cross_entropy(logits, labels), logits=logits)
 
 
-def token_batch(generator: torch.Generator, size: int, length: int) -> dict[str, Tensor]:
+def token_batch(generator, size, length):
     ids = torch.randint(3, VOCABULARY, (size, length), generator=generator)
     return {"input_ids": ids, "labels": ids}
 
 
-def image_batch(generator: torch.Generator, size: int, length: int) -> dict[str, Tensor]:
+def image_batch(generator, size, length):
     images = torch.randn(size, 3, 24, 24, generator=generator)
     return {"pixel_values": images, "labels": torch.arange(size)}
 
 
-def speech_batch(generator: torch.Generator, size: int, length: int) -> dict[str, Tensor]:
+def speech_batch(generator, size, length):
     features = torch.randn(size, 8, 64, generator=generator)
     return {"input_features": features, "labels": torch.randint(3, VOCABULARY, (size, length), generator=generator)}
 
@@ -132,12 +94,12 @@ class Family:
     batch: Callable[[torch.Generator, int, int], dict[str, Tensor]] = token_batch
 
 
-def configured(model: str, config: str) -> Callable[..., nn.Module]:
+def configured(model, config):
     """The Hugging Face model of that class name, from options of its configuration."""
     return lambda **options: getattr(transformers, model)(getattr(transformers, config)(**options))
 
 
-def decoder(family: str, text: str = "", **options: Any) -> Family:
+def decoder(family, text="", **options):
     build = configured(f"{family}ForCausalLM", f"{family}{text}Config")
     return Family(build, (f"{family}DecoderLayer",), SHAPE | options)
 
@@ -178,19 +140,14 @@ FAMILIES = {
         {"dropout": 0.1, "attention_dropout": 0.1, "activation_dropout": 0.1},
         speech_batch,
     ),
-    "t5": Family(
-        configured("T5ForConditionalGeneration", "T5Config"),
-        ("T5Block",),
-        T5_SHAPE,
-        {"dropout_rate": 0.1},
-    ),
+    "t5": Family(configured("T5ForConditionalGeneration", "T5Config"), ("T5Block",), T5_SHAPE, {"dropout_rate": 0.1}),
     "convnet": Family(ConvNet, ("ConvBlock",), {}, {"dropout": 0.1}, image_batch),
 }
 
 transformers.logging.set_verbosity_error()
 
 
-def make(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> nn.Module:
+def make(name, dtype=torch.float32, **options):
     """The model of that family, in training, always with the same weights."""
     torch.manual_seed(0)
     family = FAMILIES[name]
@@ -202,7 +159,7 @@ def make(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> nn.Mo
     return model.to(dtype)
 
 
-def batch(name: str, seed: int = 0, size: int = BATCH, length: int = LENGTH) -> dict[str, Tensor]:
+def batch(name, seed=0, size=BATCH, length=LENGTH):
     return FAMILIES[name].batch(torch.Generator().manual_seed(seed), size, length)
 
 
@@ -216,11 +173,11 @@ LAYERS_BY_KERNELS = {
 }
 
 
-def held(model: nn.Module, run: Callable[[], Any]) -> int:
+def held(model, run):
     """Bytes of distinct storages that autograd holds after ``run``, other than parameters', as an outer hook sees."""
-    storages: dict[int, Tensor] = {}
+    storages = {}
 
-    def pack(tensor: Tensor) -> Tensor:
+    def pack(tensor):
         storages[tensor.untyped_storage()._cdata] = tensor
         return tensor
 

@@ -1,7 +1,5 @@
 """The command line trains, reports and exits as it says, and tells mistakes in one message."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -10,7 +8,6 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -40,13 +37,13 @@ def make():
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Path:
+def config(tmp_path):
     path = tmp_path / "tiny.yaml"
     path.write_text(TINY, encoding="utf-8")
     return path
 
 
-def recompute(*arguments: object) -> tuple[int, str]:
+def recompute(*arguments):
     """The exit code, and what was printed to both streams."""
     result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
@@ -54,11 +51,11 @@ def recompute(*arguments: object) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def saved(out: Path) -> dict[str, Any]:
+def saved(out):
     return json.loads((out / "results.json").read_text(encoding="utf-8"))
 
 
-def test_ablate_prints_a_table_and_writes_all_files(config: Path, tmp_path: Path) -> None:
+def test_ablate_prints_a_table_and_writes_all_files(config, tmp_path):
     out = tmp_path / "deep" / "out"
     code, output = recompute("ablate", config, "--out", out)
     assert code == 0, output
@@ -76,7 +73,7 @@ def test_ablate_prints_a_table_and_writes_all_files(config: Path, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_options_replace_what_the_config_says(config: Path, tmp_path: Path) -> None:
+def test_options_replace_what_the_config_says(config, tmp_path):
     text = tmp_path / "text.txt"
     text.write_bytes(b"to be or not to be, " * 10)
     options = ("--policy", "alternate", "--policy", "none", "--peer", "torch-selective", "--steps", 1, "--text", text)
@@ -92,12 +89,12 @@ def test_options_replace_what_the_config_says(config: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0.4, "0 s"), (59, "59 s"), (89, "89 s"), (90, "2 min"), (5399, "90 min"), (7200, "2 h")]
 )
-def test_what_is_left_is_told_in_one_unit(seconds: float, text: str) -> None:
+def test_what_is_left_is_told_in_one_unit(seconds, text):
     assert cli._duration(seconds) == text
 
 
 @pytest.mark.slow
-def test_an_interrupted_matrix_is_resumed_and_compared(config: Path, tmp_path: Path) -> None:
+def test_an_interrupted_matrix_is_resumed_and_compared(config, tmp_path):
     out = tmp_path / "out"
     config.write_text(TINY.replace("[64]", "[16, 32]").replace("steps: 2", "steps: 1\nrepeats: 2"), encoding="utf-8")
     assert recompute("ablate", config, "--out", out)[0] == 0
@@ -112,7 +109,7 @@ def test_an_interrupted_matrix_is_resumed_and_compared(config: Path, tmp_path: P
     assert "beyond" not in output
 
 
-def test_a_failing_policy_gives_exit_code_1_and_leaves_the_other_rows(config: Path, tmp_path: Path) -> None:
+def test_a_failing_policy_gives_exit_code_1_and_leaves_the_other_rows(config, tmp_path):
     other = tmp_path / "other.yaml"
     other.write_text("rules: [{type: Convolution, action: recompute}]\n", encoding="utf-8")
     code, output = recompute("ablate", config, "--out", tmp_path, "--policy", other, "--policy", "hook", "--steps", 1)
@@ -121,10 +118,10 @@ def test_a_failing_policy_gives_exit_code_1_and_leaves_the_other_rows(config: Pa
     assert [row["error"] is None for row in saved(tmp_path)["rows"]] == [True, False, True]
 
 
-def test_ctrl_c_reports_the_rows_so_far(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_reports_the_rows_so_far(config, tmp_path, monkeypatch):
     under = trials.under
 
-    def interrupt(policy: str, *others: Any) -> Any:
+    def interrupt(policy, *others):
         if policy == "hook":
             raise KeyboardInterrupt
         return under(policy, *others)
@@ -143,13 +140,11 @@ def test_ctrl_c_reports_the_rows_so_far(config: Path, tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize("of_a_factory", [False, True])
 @pytest.mark.parametrize("later", [False, True])
-def test_a_full_disk_leaves_the_table_and_what_was_written(
-    of_a_factory: bool, later: bool, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_leaves_the_table_and_what_was_written(of_a_factory, later, config, tmp_path, monkeypatch):
     """It fills up when the second row is to be written; later: only then, so that the next row has room again."""
-    written: list[str] = []
+    written = []
 
-    def fill_up(path: Path, data: bytes) -> int:
+    def fill_up(path, data):
         rows = data.count(b'"policy":')
         if path.parent == out and (rows == 2 or (rows != 1 and written and not later)):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -175,10 +170,8 @@ def test_a_full_disk_leaves_the_table_and_what_was_written(
         assert re.search(r"to go on: .* --resume", output)
 
 
-def test_a_disk_that_is_full_from_the_beginning_is_told_before_anything_is_trained(
-    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(path: Path, data: bytes) -> int:
+def test_a_disk_that_is_full_from_the_beginning_is_told_before_anything_is_trained(config, tmp_path, monkeypatch):
+    def full(path, data):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(Path, "write_bytes", full)
@@ -196,7 +189,7 @@ def test_a_disk_that_is_full_from_the_beginning_is_told_before_anything_is_train
         ("", "expected a configuration; found an empty file"),
     ],
 )
-def test_a_bad_config_gives_exit_code_2_and_one_message(tmp_path: Path, text: str, message: str) -> None:
+def test_a_bad_config_gives_exit_code_2_and_one_message(tmp_path, text, message):
     path = tmp_path / "bad.yaml"
     path.write_text(text, encoding="utf-8")
     code, output = recompute("ablate", path, "--out", tmp_path / "out")
@@ -207,7 +200,7 @@ def test_a_bad_config_gives_exit_code_2_and_one_message(tmp_path: Path, text: st
     assert not (tmp_path / "out").exists()
 
 
-def test_a_bad_option_gives_exit_code_2_and_names_it(config: Path, tmp_path: Path) -> None:
+def test_a_bad_option_gives_exit_code_2_and_names_it(config, tmp_path):
     code, output = recompute("ablate", config, "--peer", "torch-chekpoint")
     assert code == 2
     assert output.startswith("recompute: command line: peers[0]: ")
@@ -221,9 +214,7 @@ def test_a_bad_option_gives_exit_code_2_and_names_it(config: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("of_a_factory", [False, True])
-def test_a_policy_that_is_none_is_told_before_anything_is_trained(
-    of_a_factory: bool, config: Path, tmp_path: Path
-) -> None:
+def test_a_policy_that_is_none_is_told_before_anything_is_trained(of_a_factory, config, tmp_path):
     what, policies = ("--model", "a:b") if of_a_factory else (config,), ("--policy", "hook", "--policy", "elementwize")
     code, output = recompute("ablate", *what, *policies, "--out", tmp_path / "out")
     assert code == 2
@@ -231,7 +222,7 @@ def test_a_policy_that_is_none_is_told_before_anything_is_trained(
     assert not (tmp_path / "out").exists()
 
 
-def test_policies_lists_every_preset_and_prints_one() -> None:
+def test_policies_lists_every_preset_and_prints_one():
     code, output = recompute("policies")
     assert code == 0
     for name in preset_names():
@@ -243,30 +234,33 @@ def test_policies_lists_every_preset_and_prints_one() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "BF16", "half", "float32"])
-def test_dtypes_go_by_the_names_that_people_give_them(dtype: str, config: Path) -> None:
+def test_dtypes_go_by_the_names_that_people_give_them(dtype, config):
     code, output = recompute("explain", "hook", "--model", config, "--seq-len", 16, "--dtype", dtype)
     assert code == 0, output
     assert {"fp32": "float32", "BF16": "bfloat16", "half": "float16"}.get(dtype, dtype) in output.splitlines()[0]
 
 
-def test_a_dtype_that_is_none_is_told(config: Path) -> None:
+def test_a_dtype_that_is_none_is_told(config):
     code, output = recompute("explain", "hook", "--model", config, "--dtype", "bf61")
     assert code == 2
     assert "expected one of float32, bfloat16" in output
     assert "found 'bf61'" in output
 
 
-def test_version() -> None:
+def test_version():
     code, output = recompute("--version")
     assert code == 0
     assert output == f"recompute {__version__}\n"
 
 
-def test_help_does_not_wait_for_heavy_imports() -> None:
+def test_help_does_not_wait_for_heavy_imports_and_the_profiler_is_silenced_before_torch_reads_that():
     script = (
-        "import sys; from recompute.cli import app; app(['--help'], standalone_mode=False);"
-        "print('loaded', sorted({'torch', 'transformers', 'matplotlib'} & sys.modules.keys()))"
+        "import os, sys; from recompute.cli import app; assert 'torch' not in sys.modules;"
+        "app(['--help'], standalone_mode=False);"
+        "print('loaded', sorted({'torch', 'transformers', 'matplotlib'} & sys.modules.keys()));"
+        "app(['policies'], standalone_mode=False); print(os.environ['KINETO_LOG_LEVEL'])"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert "ablate" in done.stdout
     assert "loaded []" in done.stdout
+    assert done.stdout.splitlines()[-1] == "6"

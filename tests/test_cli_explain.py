@@ -1,10 +1,7 @@
 """`recompute explain` and `recompute verify`: of a model that a file describes, without its weights."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
-from typing import Any
 
 import models
 import pytest
@@ -12,7 +9,6 @@ import torch
 import transformers
 from test_cli import TINY, recompute
 from tiers import slow
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import masking_utils
 
@@ -24,22 +20,17 @@ from recompute.kernels import rms_norm as kernel_module
 
 ROOT = Path(__file__).resolve().parents[1]
 LLAMA_8B = ROOT / "examples" / "ablation" / "llama-8b.yaml"
-OPTIONS: dict[str, Any] = {
-    "sequence_length": 24,
-    "batch_size": 2,
-    "dtype": torch.float32,
-    "device": torch.device("cpu"),
-}
+OPTIONS = {"sequence_length": 24, "batch_size": 2, "dtype": torch.float32, "device": torch.device("cpu")}
 
 
 @pytest.fixture
-def tiny(tmp_path: Path) -> str:
+def tiny(tmp_path):
     path = tmp_path / "tiny.yaml"
     path.write_text(TINY, encoding="utf-8")
     return str(path)
 
 
-def described(name: str, folder: Path, **changes: Any) -> str:
+def described(name, folder, **changes):
     """The folder with the configuration of a tiny model."""
     model = models.make(name)
     model.config.architectures = [type(model).__name__]
@@ -48,21 +39,21 @@ def described(name: str, folder: Path, **changes: Any) -> str:
     return str(folder)
 
 
-def explained(model: Any, batch: dict[str, Tensor], policy: str) -> str:
+def explained(model, batch, policy):
     with apply(model, policy) as handle:
         model(**batch)
         return handle.explain(wide=True)
 
 
 @pytest.mark.parametrize("policy", ["none", "full", *slow("hook", "elementwise", "auto"), "kernel"])
-def test_explain_says_what_a_real_run_says(policy: str, tiny: str) -> None:
+def test_explain_says_what_a_real_run_says(policy, tiny):
     model, batch = build(tiny, **OPTIONS)
     real = f"{describe(model, batch)}\n\n{explained(model, batch, policy)}\n"
     flags = ("--seq-len", 24, "--batch-size", 2, "--dtype", "float32", "--device", "cpu", "--wide")
     assert recompute("explain", policy, "--model", tiny, *flags) == (0, real)
 
 
-def test_a_model_gets_positions_for_the_length_that_is_asked_for(tmp_path: Path) -> None:
+def test_a_model_gets_positions_for_the_length_that_is_asked_for(tmp_path):
     source = described("gpt2", tmp_path)
     assert transformers.AutoConfig.from_pretrained(source).max_position_embeddings < 128
     _, batch = build(source, **{**OPTIONS, "sequence_length": 128})
@@ -72,7 +63,7 @@ def test_a_model_gets_positions_for_the_length_that_is_asked_for(tmp_path: Path)
     assert "input_ids 1x128, labels 1x128" in output
 
 
-def test_explain_takes_no_memory_for_the_largest_model() -> None:
+def test_explain_takes_no_memory_for_the_largest_model():
     code, output = recompute("explain", "elementwise", "--model", LLAMA_8B, "--device", "cpu", "--wide")
     assert code == 0
     title, _, policy, _, _, layers, *_ = output.splitlines()
@@ -95,7 +86,7 @@ def test_explain_takes_no_memory_for_the_largest_model() -> None:
         ("vit", "pixel_values 1x3x24x24"),
     ],
 )
-def test_explain_reads_the_configuration_of_a_hugging_face_model(name: str, given: str, tmp_path: Path) -> None:
+def test_explain_reads_the_configuration_of_a_hugging_face_model(name, given, tmp_path):
     source = described(name, tmp_path)
     code, output = recompute("explain", "elementwise", "--model", source, "--device", "cpu")
     assert code == 0
@@ -106,7 +97,7 @@ def test_explain_reads_the_configuration_of_a_hugging_face_model(name: str, give
     assert recompute("explain", "elementwise", "--model", f"{source}/config.json", "--device", "cpu") == (0, output)
 
 
-def test_a_configuration_without_a_class_is_of_a_causal_model(tmp_path: Path) -> None:
+def test_a_configuration_without_a_class_is_of_a_causal_model(tmp_path):
     transformers.LlamaConfig(**models.SHAPE).save_pretrained(tmp_path)
     assert "LlamaForCausalLM" not in (tmp_path / "config.json").read_text(encoding="utf-8")
     model, batch = build(str(tmp_path), **{**OPTIONS, "dtype": torch.float16})
@@ -117,7 +108,7 @@ def test_a_configuration_without_a_class_is_of_a_causal_model(tmp_path: Path) ->
     assert model(**batch).past_key_values is None
 
 
-def test_building_leaves_random_state_and_defaults_alone(tmp_path: Path, tiny: str) -> None:
+def test_building_leaves_random_state_and_defaults_alone(tmp_path, tiny):
     find, state = masking_utils.find_packed_sequence_indices, torch.get_rng_state()
     for source in (tiny, described("llama", tmp_path / "llama")):
         torch.set_rng_state(state)
@@ -129,7 +120,7 @@ def test_building_leaves_random_state_and_defaults_alone(tmp_path: Path, tiny: s
         assert masking_utils.find_packed_sequence_indices is find
 
 
-def test_what_depends_on_values_is_refused(tiny: str) -> None:
+def test_what_depends_on_values_is_refused(tiny):
     with (
         pytest.raises(ModelError, match=r"tiny\.yaml: its forward depends on the values of tensors"),
         build_fake(tiny, **OPTIONS) as (_, batch),
@@ -159,8 +150,8 @@ def test_a_mistake_is_one_message_and_exit_code_2(
     assert message in output
 
 
-def test_a_name_that_hugging_face_does_not_know_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unknown(name: str) -> None:
+def test_a_name_that_hugging_face_does_not_know_is_told(monkeypatch):
+    def unknown(name):
         raise OSError(f"{name} is not a local folder and is not a valid model identifier")
 
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", unknown)
@@ -169,7 +160,7 @@ def test_a_name_that_hugging_face_does_not_know_is_told(monkeypatch: pytest.Monk
     assert "nobody/nothing is not a local folder" in output
 
 
-def test_cuda_is_explained_where_there_is_none(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_is_explained_where_there_is_none(tiny, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     code, output = recompute("explain", "auto", "--model", tiny, "--seq-len", 8, "--device", "cuda", "--wide")
     assert code == 0, output
@@ -179,13 +170,13 @@ def test_cuda_is_explained_where_there_is_none(tiny: str, monkeypatch: pytest.Mo
     assert "flash_attention_for_cpu" not in output
 
 
-def test_explain_needs_a_model() -> None:
+def test_explain_needs_a_model():
     code, output = recompute("explain", "hook")
     assert code == 2
     assert "--model" in output
 
 
-def test_a_warning_is_one_line_without_code(tiny: str, tmp_path: Path) -> None:
+def test_a_warning_is_one_line_without_code(tiny, tmp_path):
     path = tmp_path / "policy.yaml"
     rules = "rules: [{type: block, action: checkpoint}, {match: 'model.layer.*', action: checkpoint}]\n"
     path.write_text(rules, encoding="utf-8")
@@ -196,7 +187,7 @@ def test_a_warning_is_one_line_without_code(tiny: str, tmp_path: Path) -> None:
     assert "'model.layer.*' is the path of no module" in line
 
 
-def test_a_policy_that_governs_nothing_is_no_success(tiny: str, tmp_path: Path) -> None:
+def test_a_policy_that_governs_nothing_is_no_success(tiny, tmp_path):
     path = tmp_path / "policy.yaml"
     path.write_text("name: mine\nrules: [{type: Gone, action: checkpoint}]\n", encoding="utf-8")
     for command, expected in (("explain", 2), ("verify", 1)):
@@ -208,7 +199,7 @@ def test_a_policy_that_governs_nothing_is_no_success(tiny: str, tmp_path: Path) 
     assert "nothing was dropped" in output
 
 
-def test_verify_exits_with_1_where_nothing_was_dropped(tiny: str, tmp_path: Path) -> None:
+def test_verify_exits_with_1_where_nothing_was_dropped(tiny, tmp_path):
     path = tmp_path / "policy.yaml"
     path.write_text("rules: [{match: lm_head, action: recompute, via: hook}]\n", encoding="utf-8")
     code, output = recompute("verify", path, "--model", tiny, "--seq-len", 8, "--device", "cpu")
@@ -216,7 +207,7 @@ def test_verify_exits_with_1_where_nothing_was_dropped(tiny: str, tmp_path: Path
     assert "governs lm_head, which ran and neither dropped, offloaded nor compressed anything on this batch" in output
 
 
-def test_verify_reports_and_exits_with_0(tiny: str) -> None:
+def test_verify_reports_and_exits_with_0(tiny):
     code, output = recompute("verify", "elementwise", "--model", tiny, "--device", "cpu", "--seq-len", 16)
     assert code == 0
     title, report = output.splitlines()
@@ -224,7 +215,7 @@ def test_verify_reports_and_exits_with_0(tiny: str) -> None:
     assert report.startswith("policy elementwise: outputs and 21 gradients are bit for bit those without it; ")
 
 
-def test_verify_exits_with_1_where_gradients_differ(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_exits_with_1_where_gradients_differ(tiny, monkeypatch):
     right = kernel_module.rms_norm
     monkeypatch.setattr(kernel_module, "rms_norm", lambda *args: right(*args) * 1.0001)  # less than attaching looks for
     code, output = recompute("verify", "kernel", "--model", tiny, "--device", "cpu", "--seq-len", 16)

@@ -1,12 +1,8 @@
 """On a CUDA device: what runs again there is bitwise the same too, with dropout, flash attention and autocast."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -17,11 +13,11 @@ pytestmark = pytest.mark.gpu
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def whole_layers(**options: Any) -> dict[str, Any]:
+def whole_layers(**options):
     return {"rules": [{"type": "*DecoderLayer", **options}]}
 
 
-EXACT: dict[str, Any] = {
+EXACT = {
     **{preset: preset for preset in ("full", "alternate", "hook", "elementwise")},
     "with GEMMs": whole_layers(action="recompute", via="hook", rerun=["gemm"]),
     "with attention": whole_layers(action="recompute", via="hook", rerun=["gemm", "attention"]),
@@ -29,22 +25,16 @@ EXACT: dict[str, Any] = {
 }
 
 
-def llama(dtype: torch.dtype, dropout: float) -> LlamaForCausalLM:
+def llama(dtype, dropout):
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=256,
-        intermediate_size=688,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        attention_dropout=dropout,
-        use_cache=False,
-    )
+        vocab_size=256, hidden_size=256, intermediate_size=688, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, attention_dropout=dropout, use_cache=False,
+    )  # fmt: skip
     return LlamaForCausalLM(config).to("cuda", dtype)
 
 
-def train(model: nn.Module, autocast: bool) -> tuple[list[Tensor], Tensor]:
+def train(model, autocast):
     """The loss and all gradients of one step, and the CUDA generator's state after it."""
     torch.manual_seed(1)
     ids = torch.randint(0, 256, (2, 256), device="cuda")
@@ -56,7 +46,7 @@ def train(model: nn.Module, autocast: bool) -> tuple[list[Tensor], Tensor]:
 
 
 @pytest.fixture
-def deterministic(monkeypatch: pytest.MonkeyPatch):
+def deterministic(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     yield
@@ -67,7 +57,7 @@ def deterministic(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("policy", EXACT.values(), ids=EXACT)
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("dtype", [*DTYPES, "autocast"], ids=str)
-def test_gradients_are_bitwise_those_without_the_policy(dtype, dropout: float, policy: Any):
+def test_gradients_are_bitwise_those_without_the_policy(dtype, dropout, policy):
     autocast = dtype == "autocast"
     model = llama(torch.float32 if autocast else dtype, dropout)
     expected, stream = train(model, autocast)
@@ -81,7 +71,7 @@ def test_gradients_are_bitwise_those_without_the_policy(dtype, dropout: float, p
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("policy", ["full", "elementwise", "with attention"])
 @pytest.mark.parametrize("backend", [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION], ids=lambda b: b.name)
-def test_flash_and_cudnn_attention_come_back_bitwise(backend: SDPBackend, policy: str):
+def test_flash_and_cudnn_attention_come_back_bitwise(backend, policy):
     model = llama(torch.bfloat16, 0.0)
     torch.use_deterministic_algorithms(backend is SDPBackend.FLASH_ATTENTION)
     with sdpa_kernel(backend):
@@ -95,11 +85,11 @@ def test_flash_and_cudnn_attention_come_back_bitwise(backend: SDPBackend, policy
 
 
 @pytest.mark.parametrize("policy", ["full", "hook", "kernel", "elementwise", "auto"])
-def test_a_policy_holds_less_and_peaks_lower(policy: str):
+def test_a_policy_holds_less_and_peaks_lower(policy):
     model = llama(torch.bfloat16, 0.0)
     ids = torch.randint(0, 256, (4, 1024), device="cuda")
 
-    def memory() -> tuple[int, int]:
+    def memory():
         model(input_ids=ids, labels=ids).loss.backward()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -117,7 +107,7 @@ def test_a_policy_holds_less_and_peaks_lower(policy: str):
 
 
 @pytest.mark.parametrize("policy", ["kernel", "auto"])
-def test_kernels_change_gradients_no_more_than_bf16_itself_does(policy: str):
+def test_kernels_change_gradients_no_more_than_bf16_itself_does(policy):
     model = llama(torch.bfloat16, 0.0)
     reference = llama(torch.float32, 0.0)
     exact, _ = train(reference, False)
@@ -126,7 +116,7 @@ def test_kernels_change_gradients_no_more_than_bf16_itself_does(policy: str):
         kernel, _ = train(model, False)
         assert handle.stats().regenerations > 0
 
-    def error(found: list[Tensor]) -> float:
+    def error(found):
         return sum((a.float() - b).square().sum().item() for a, b in zip(found[1:], exact[1:], strict=True)) ** 0.5
 
     assert error(kernel) <= 1.05 * error(eager)
@@ -136,7 +126,7 @@ def test_a_generator_of_the_device_draws_the_same_again():
     generator = torch.Generator("cuda")
 
     class Noise(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return x.exp() * torch.rand(x.shape, generator=generator, device=x.device)
 
     x = torch.randn(64, device="cuda", requires_grad=True)

@@ -1,13 +1,9 @@
 """CUDA graphs under a policy: of compiled code, of a module, of a whole step, and what is refused in them."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from tiny import rule, rules
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 import recompute
@@ -18,28 +14,28 @@ WIDTH = 64
 
 
 class Block(nn.Module):
-    def __init__(self, noise: float = 0.0) -> None:
+    def __init__(self, noise=0.0):
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
         self.noise = noise
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         if self.noise:
             x = x * (1 + self.noise * torch.rand_like(x))
         return x + self.down(F.gelu(self.up(self.norm(x))).exp().sin())
 
 
-def blocks(device: str = "cuda", noise: float = 0.0) -> nn.Sequential:
+def blocks(device="cuda", noise=0.0):
     torch.manual_seed(0)
     return nn.Sequential(Block(noise), Block(noise)).to(device)
 
 
-def inputs(seed: int) -> Tensor:
+def inputs(seed):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(32, WIDTH, generator=generator).cuda().requires_grad_()
 
 
-def step(model: Any, x: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:
+def step(model, x, parameters):
     """The loss and the gradients, copies of them."""
     loss = model(x).square().mean()
     return [each.detach().clone() for each in (loss, *torch.autograd.grad(loss, [x, *parameters]))]
@@ -52,13 +48,11 @@ DRAWS_NOTHING = {
 
 
 @pytest.mark.parametrize("action", ["checkpoint", "recompute"])
-def test_what_a_captured_graph_refuses_names_the_module_and_what_to_do(
-    action: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_captured_graph_refuses_names_the_module_and_what_to_do(action, monkeypatch):
     class Generator:
         device = "cuda:0"
 
-        def initial_seed(self) -> int:
+        def initial_seed(self):
             raise RuntimeError("Cannot call CUDAGeneratorImpl::current_seed during CUDA graph capture")
 
     model = blocks("cpu", noise=0.5)
@@ -69,11 +63,11 @@ def test_what_a_captured_graph_refuses_names_the_module_and_what_to_do(
         model(torch.randn(4, WIDTH, requires_grad=True))
 
 
-def test_a_region_in_a_graph_runs_by_the_tape(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_region_in_a_graph_runs_by_the_tape(monkeypatch):
     """To take its code, states of generators would be read. The next step outside of a graph does that."""
     model, x = blocks("cpu"), torch.randn(4, WIDTH, requires_grad=True)
 
-    def captured() -> bool:
+    def captured():
         model(x).sum().backward()
         return "2 of 2 run as captured code" in handle.explain(wide=True)
 
@@ -89,7 +83,7 @@ def test_a_region_in_a_graph_runs_by_the_tape(monkeypatch: pytest.MonkeyPatch) -
         assert any(captured() for _ in range(4))
 
 
-def test_what_runs_again_in_a_graph_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_runs_again_in_a_graph_is_not_timed(monkeypatch):
     """Events that are recorded while a graph is captured measure no time."""
     model, x = blocks("cpu"), torch.randn(4, WIDTH, requires_grad=True)
     with recompute.apply(model, DRAWS_NOTHING["hooks"]) as handle:
@@ -103,7 +97,7 @@ def test_what_runs_again_in_a_graph_is_not_timed(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("policy", [*DRAWS_NOTHING.values(), rules(rule("Block"))], ids=[*DRAWS_NOTHING, "checkpoint"])
-def test_compiled_code_has_cuda_graphs_under_a_policy(policy: dict[str, Any]) -> None:
+def test_compiled_code_has_cuda_graphs_under_a_policy(policy):
     torch.compiler.reset()
     skips = torch._dynamo.utils.counters["inductor"]
     skips.clear()
@@ -125,7 +119,7 @@ def test_compiled_code_has_cuda_graphs_under_a_policy(policy: dict[str, Any]) ->
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("policy", DRAWS_NOTHING.values(), ids=DRAWS_NOTHING)
-def test_a_graphed_module_regenerates_in_its_graph(policy: dict[str, Any]) -> None:
+def test_a_graphed_module_regenerates_in_its_graph(policy):
     plain, model = blocks(), blocks()
     recompute.apply(model, policy)
     graphed = torch.cuda.make_graphed_callables(model[0], (inputs(9),))
@@ -136,7 +130,7 @@ def test_a_graphed_module_regenerates_in_its_graph(policy: dict[str, Any]) -> No
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("policy", DRAWS_NOTHING.values(), ids=DRAWS_NOTHING)
-def test_a_captured_step_regenerates_in_its_graph(policy: dict[str, Any]) -> None:
+def test_a_captured_step_regenerates_in_its_graph(policy):
     plain, model, x = blocks(), blocks(), inputs(9)
     recompute.apply(model, policy)
     parameters = list(model.parameters())
@@ -158,7 +152,7 @@ def test_a_captured_step_regenerates_in_its_graph(policy: dict[str, Any]) -> Non
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("action", ["checkpoint", "recompute"])
-def test_a_region_that_would_draw_again_is_refused_by_name_in_a_capture(action: str) -> None:
+def test_a_region_that_would_draw_again_is_refused_by_name_in_a_capture(action):
     model, x = blocks(noise=0.5), inputs(9)
     recompute.apply(model, rules(rule("Block", action)))
     step(model, x, list(model.parameters()))

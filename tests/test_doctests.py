@@ -1,11 +1,8 @@
 """The examples in the docstrings of public functions run, on the CPU, and give what stands there."""
 
-from __future__ import annotations
-
 import doctest
 import importlib
 import inspect
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +17,7 @@ MODULES = {inspect.getmodule(getattr(recompute, name)) for name in set(recompute
 MODULES |= {importlib.import_module(name) for name in ("recompute.units", *(f"recompute.kernels.{op}" for op in OPS))}
 
 
-def examples() -> list[doctest.DocTest]:
+def examples():
     known = {"torch": torch, "recompute": recompute}
     finder = doctest.DocTestFinder(exclude_empty=True)
     found = [test for module in MODULES for test in finder.find(module, extraglobs=known)]
@@ -28,10 +25,10 @@ def examples() -> list[doctest.DocTest]:
 
 
 @pytest.mark.parametrize("example", examples(), ids=lambda test: test.name)
-def test_an_example_gives_what_its_docstring_says(example: Any) -> None:
+def test_an_example_gives_what_its_docstring_says(example):
     assert doctest.DocTestRunner().run(example).failed == 0
 
 
-def test_each_public_op_has_an_example() -> None:
+def test_each_public_op_has_an_example():
     named = {test.name for test in examples()}
     assert {f"recompute.kernels.{op}.{op}" for op in OPS if op != "blockwise_8bit"} <= named

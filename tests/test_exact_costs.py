@@ -1,14 +1,10 @@
 """What each policy costs two small decoder layers, exactly: the bytes held after forward, and what runs again."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from tiers import by_default
 from tiny import BATCH, HIDDEN, LENGTH, TinyAttention, TinyDecoderLayer
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -17,7 +13,7 @@ import recompute
 from recompute.counters import memory_trace
 
 
-def each_layer(**rule: Any) -> dict[str, Any]:
+def each_layer(**rule):
     return {"rules": [{"type": "TinyDecoderLayer", **rule}]}
 
 
@@ -27,7 +23,7 @@ FORWARD_FLOPS = 104_448
 """Of the matrix products of both layers."""
 
 # fmt: off
-COSTS: dict[str, tuple[Any, int, int, int]] = {
+COSTS = {
     # policy, bytes held (768 of them are the output), FLOPs of matrix products that run again, attentions that do
     "none":              ("none",                                                      24_960,      0, 0),
     "elementwise":       ("elementwise",                                               14_016,      0, 0),
@@ -54,7 +50,7 @@ SOME_COSTS = ("none", "elementwise", "kernel", "full", "gemms run again", "atten
 class TwoHeads(TinyAttention):
     """Attention is one op here, as on CUDA; of a single head, PyTorch makes matrix products on the CPU."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k, v = (
             project(x).unflatten(-1, (2, -1)).transpose(1, 2) for project in (self.q_proj, self.k_proj, self.v_proj)
         )
@@ -62,7 +58,7 @@ class TwoHeads(TinyAttention):
 
 
 class TwoLayers(nn.Sequential):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(TinyDecoderLayer(), TinyDecoderLayer())
         for layer in self:
             layer.self_attn = TwoHeads()
@@ -73,11 +69,11 @@ class CountWork(TorchDispatchMode):
 
     __module__ = "recompute.testing"  # the engine shows it every op, as it does torch's own modes
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.flops = self.attentions = 0
 
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         result = op(*args, **(kwargs or {}))
         if op.overloadpacket in MATRIX_PRODUCTS:
             self.flops += flop_registry[op.overloadpacket](*args, **(kwargs or {}), out_val=result)
@@ -85,7 +81,7 @@ class CountWork(TorchDispatchMode):
         return result
 
 
-def held_nbytes(model: nn.Module, x: Tensor) -> int:
+def held_nbytes(model, x):
     with memory_trace(torch.device("cpu")) as trace:
         result = model(x)
         trace.mark("after forward")
@@ -93,14 +89,14 @@ def held_nbytes(model: nn.Module, x: Tensor) -> int:
     return trace.held_nbytes["after forward"]
 
 
-def work_of_a_step(model: nn.Module, x: Tensor) -> tuple[int, int]:
+def work_of_a_step(model, x):
     with CountWork() as work:
         model(x).sum().backward()
     return work.flops, work.attentions
 
 
 @pytest.mark.parametrize("costs", by_default(COSTS, *SOME_COSTS))
-def test_costs_of_each_policy(costs: tuple[Any, int, int, int]) -> None:
+def test_costs_of_each_policy(costs):
     policy, held, flops_again, attentions_again = costs
     torch.manual_seed(0)
     model, x = TwoLayers(), torch.randn(BATCH, LENGTH, HIDDEN, requires_grad=True)

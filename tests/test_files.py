@@ -1,12 +1,9 @@
 """Files that a user names: found below ``~``, written as a whole or not at all, and never replaced unasked."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from test_cli import recompute
@@ -22,12 +19,12 @@ POLICY = "rules: [{type: block, action: checkpoint}]\n"
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     return tmp_path
 
 
-def test_a_tilde_is_the_users_home_wherever_a_path_is_read(home: Path) -> None:
+def test_a_tilde_is_the_users_home_wherever_a_path_is_read(home):
     (home / "mine.yaml").write_text(POLICY, encoding="utf-8")
     (home / "config.json").write_text("{}", encoding="utf-8")
     (home / "results.json").write_text('{"rows": []}', encoding="utf-8")
@@ -44,13 +41,11 @@ def test_a_tilde_is_the_users_home_wherever_a_path_is_read(home: Path) -> None:
     assert user_path("a/~b") == Path("a/~b")
 
 
-def full(self: Path, data: bytes) -> int:
+def full(self, data):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_what_cannot_be_written_is_told_and_leaves_what_was_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_written_is_told_and_leaves_what_was_there(tmp_path, monkeypatch):
     file = tmp_path / "plan.yaml"
     write_file(file, "old")
     monkeypatch.setattr(Path, "write_bytes", full)
@@ -65,7 +60,7 @@ def test_what_cannot_be_written_is_told_and_leaves_what_was_there(
         write_file(file / "below", "new")
 
 
-def test_a_link_stays_one_and_a_device_is_written_to(tmp_path: Path) -> None:
+def test_a_link_stays_one_and_a_device_is_written_to(tmp_path):
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "file")
     write_file(link, b"bytes")
@@ -77,7 +72,7 @@ def test_a_link_stays_one_and_a_device_is_written_to(tmp_path: Path) -> None:
         write_file("/dev/full", "text")
 
 
-def test_where_nothing_can_be_written_is_told(tmp_path: Path) -> None:
+def test_where_nothing_can_be_written_is_told(tmp_path):
     file = tmp_path / "file"
     file.touch()
     for path, is_folder in ((file / "plan.yaml", False), (file / "results", True), (tmp_path, False)):
@@ -88,7 +83,7 @@ def test_where_nothing_can_be_written_is_told(tmp_path: Path) -> None:
     assert not list((tmp_path / "deep").iterdir())
 
 
-def test_only_files_that_are_there_are_in_the_way(tmp_path: Path) -> None:
+def test_only_files_that_are_there_are_in_the_way(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).touch()
     with pytest.raises(PlanError, match=r"/a, .*/b are there already\. Do this$"):
@@ -126,7 +121,7 @@ def test_no_command_replaces_a_file_unasked(command: list[str], name: str, tmp_p
         ("", ": expected a profile; found an empty file"),
     ],
 )
-def test_a_broken_profile_is_told_as_json(text: str, found: str, tmp_path: Path) -> None:
+def test_a_broken_profile_is_told_as_json(text, found, tmp_path):
     path = tmp_path / "profile.json"
     path.write_text(text, encoding="utf-8")
     assert recompute("plan", "--budget", "1GiB", "--profile", path) == (2, f"recompute: {path}{found}\n")
@@ -149,9 +144,9 @@ def test_a_file_of_another_kind_is_told_in_a_line(command: list[str], kind: str,
 
 
 @pytest.mark.parametrize("key", ["hold", "min_bytes", "max_host_bytes"])
-def test_a_size_in_a_file_has_its_unit_and_in_code_a_number_is_bytes(key: str, tmp_path: Path) -> None:
+def test_a_size_in_a_file_has_its_unit_and_in_code_a_number_is_bytes(key, tmp_path):
     path = tmp_path / "mine.yaml"
-    rule: dict[str, Any] = {"type": "block", "action": "recompute", "offload": True, key: 448}
+    rule = {"type": "block", "action": "recompute", "offload": True, key: 448}
     assert getattr(Rule(**rule), key) == getattr(load_policy({"rules": [rule]}).rules[0], key) == 448
     path.write_text(POLICY.replace("checkpoint", f"recompute, offload: true, {key}: 448"), encoding="utf-8")
     with pytest.raises(
@@ -162,7 +157,7 @@ def test_a_size_in_a_file_has_its_unit_and_in_code_a_number_is_bytes(key: str, t
     assert getattr(load_policy(path).rules[0], key) == 448
 
 
-def test_the_png_of_a_figure_needs_no_file() -> None:
+def test_the_png_of_a_figure_needs_no_file():
     from matplotlib.figure import Figure
 
     assert files.png_of(Figure()).startswith(b"\x89PNG")

@@ -1,7 +1,5 @@
 """The house: floors, what the wheel holds, whose ``kernels`` is imported, what importing costs."""
 
-from __future__ import annotations
-
 import ast
 import configparser
 import functools
@@ -15,7 +13,6 @@ import sys
 import tarfile
 import venv
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -59,7 +56,7 @@ KERNELS_KNOW = (
 )
 
 
-def modules() -> dict[str, Path]:
+def modules():
     """Every module of the project by its dotted name; links are followed where they stand for a package's folder."""
     found = {}
     for folder, package in ((ROOT / "recompute", "recompute"), (ROOT / "kernels", "recompute.kernels")):
@@ -76,16 +73,16 @@ MODULES = modules()
 
 
 @functools.cache
-def parsed(name: str) -> ast.Module:
+def parsed(name):
     return ast.parse(MODULES[name].read_text())
 
 
-def imports(name: str, *, when_loaded: bool = False) -> Iterator[str]:
+def imports(name, *, when_loaded=False):
     """The modules that a module imports: anywhere, or only what it cannot be loaded without.
 
     That is neither what a function imports as it runs nor what is for type checking alone.
     """
-    pending: list[ast.AST] = [parsed(name)]
+    pending = [parsed(name)]
     while pending:
         node = pending.pop()
         if isinstance(node, ast.Import):
@@ -98,7 +95,7 @@ def imports(name: str, *, when_loaded: bool = False) -> Iterator[str]:
             pending += ast.iter_child_nodes(node)
 
 
-def _is_for_types_alone(node: ast.AST) -> bool:
+def _is_for_types_alone(node):
     return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
@@ -141,11 +138,11 @@ HIDDEN_IMPORTS = {
 """What functions of a module, or of a folder's modules, may import as they run, and why. All else is at the top."""
 
 
-def is_ours(target: str) -> bool:
+def is_ours(target):
     return target.split(".")[0] == "recompute"
 
 
-def folder(name: str) -> int:
+def folder(name):
     """The place in ``FOLDERS`` of the one that a module is in. The package's own names are at the top."""
     if name == "recompute":
         return 0
@@ -154,7 +151,7 @@ def folder(name: str) -> int:
     return FOLDERS.index(max(entries, key=len))
 
 
-def test_each_folder_imports_only_from_below() -> None:
+def test_each_folder_imports_only_from_below():
     assert len(MODULES) > 20
     wrong = [
         f"{name} imports {target}"
@@ -166,7 +163,7 @@ def test_each_folder_imports_only_from_below() -> None:
     assert wrong == []
 
 
-def test_no_import_hides_in_a_function() -> None:
+def test_no_import_hides_in_a_function():
     wrong = [
         f"{name} imports {target} in a function"
         for name in MODULES
@@ -179,7 +176,7 @@ def test_no_import_hides_in_a_function() -> None:
 HIDDEN_PAIRS = [(place, target) for place, targets in HIDDEN_IMPORTS.items() for target in targets]
 
 
-def imports_in_functions(name: str) -> Iterator[str]:
+def imports_in_functions(name):
     """The modules that functions of a module import as they run."""
     for node in ast.walk(parsed(name)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -191,29 +188,29 @@ def imports_in_functions(name: str) -> Iterator[str]:
                     yield from (module if module in MODULES else str(inner.module) for module in submodules)
 
 
-def is_inside(name: str, package: str) -> bool:
+def is_inside(name, package):
     return f"{name}.".startswith(f"{package}.")
 
 
-def is_known_to_kernels(target: str) -> bool:
+def is_known_to_kernels(target):
     return target.startswith(KERNELS_KNOW)
 
 
-def test_no_two_modules_import_each_other() -> None:
+def test_no_two_modules_import_each_other():
     needs = {name: set(filter(is_ours, imports(name))) for name in MODULES}
     order = list(graphlib.TopologicalSorter(needs).static_order())  # raises CycleError with the modules of a cycle
     first = order.index("recompute.engine.cut.minimum_cut")
     assert first < order.index("recompute.engine.tape.recorder") < order.index("recompute.attach.apply")
 
 
-def test_no_file_and_no_folder_has_the_name_of_another_or_of_a_public_function() -> None:
+def test_no_file_and_no_folder_has_the_name_of_another_or_of_a_public_function():
     names = [name.split(".")[-1] for name in MODULES]
     assert [name for name in set(names) if names.count(name) > 1] == []
     folders = {name for entry in FOLDERS for name in entry.split(".")}
     assert folders.isdisjoint({*recompute.__all__} - {"errors"})
 
 
-def test_a_class_name_is_used_once() -> None:
+def test_a_class_name_is_used_once():
     """One word means one thing. A name that begins with an underscore is its file's own."""
     classes = [
         node.name
@@ -228,9 +225,7 @@ def test_a_class_name_is_used_once() -> None:
 
 MOST_LINES = {"recompute": 37_750, "kernels": 5_950, "tests": 47_440}
 """What the house may have, in hundreds of lines as it is now. A change that needs more says what for."""
-LONG_FILES = {
-    "frame",
-}
+LONG_FILES = {"frame"}
 LONG_FUNCTIONS = {
     "cross_entropy_rows._gradient_kernel",
     "linear_cross_entropy.linear_cross_entropy",
@@ -268,7 +263,7 @@ SHARED_NAMES = {
 """What is larger than the house allows, or has the name of another. These tables may only shrink."""
 
 
-def functions() -> Iterator[tuple[str, ast.FunctionDef]]:
+def functions():
     for name in MODULES:
         for node in ast.walk(parsed(name)):
             if isinstance(node, ast.FunctionDef):
@@ -276,13 +271,13 @@ def functions() -> Iterator[tuple[str, ast.FunctionDef]]:
 
 
 @pytest.mark.parametrize("folder", MOST_LINES)
-def test_a_folder_has_no_more_lines_than_it_had(folder: str) -> None:
+def test_a_folder_has_no_more_lines_than_it_had(folder):
     files = [Path(place) / file for place, _, names in os.walk(ROOT / folder) for file in names]
     lines = sum(len(file.read_text().splitlines()) for file in files if file.suffix == ".py")
     assert MOST_LINES[folder] / 2 < lines <= MOST_LINES[folder]
 
 
-def test_no_other_file_has_over_400_lines_and_no_other_function_over_60_or_12_parameters() -> None:
+def test_no_other_file_has_over_400_lines_and_no_other_function_over_60_or_12_parameters():
     assert {
         name.split(".")[-1] for name, path in MODULES.items() if len(path.read_text().splitlines()) > 400
     } <= LONG_FILES
@@ -290,15 +285,15 @@ def test_no_other_file_has_over_400_lines_and_no_other_function_over_60_or_12_pa
     assert {name for name, node in functions() if count_of_parameters(node) > 12} <= MANY_PARAMETERS
 
 
-def lines_of(node: ast.FunctionDef) -> int:
+def lines_of(node):
     return (node.end_lineno or 0) - node.lineno + 1
 
 
-def count_of_parameters(node: ast.FunctionDef) -> int:
+def count_of_parameters(node):
     return len([*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs])
 
 
-def test_a_public_name_is_defined_once() -> None:
+def test_a_public_name_is_defined_once():
     """Of functions and classes at the top of a module."""
     names = [
         node.name
@@ -321,14 +316,14 @@ def test_a_public_name_is_defined_once() -> None:
         "recompute.estimation.static_memory",
     ],
 )
-def test_plain_data_and_tables_know_no_torch(name: str) -> None:
+def test_plain_data_and_tables_know_no_torch(name):
     found = [module for module in MODULES if module == name or module.startswith(f"{name}.")]
     assert found
     roots = {target.split(".")[0] for module in found for target in imports(module)}
     assert not roots & {"torch", "triton", "transformers"}
 
 
-def test_whatever_is_imported_is_a_dependency() -> None:
+def test_whatever_is_imported_is_a_dependency():
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     extras = setup["options.extras_require"]
@@ -343,11 +338,11 @@ def test_whatever_is_imported_is_a_dependency() -> None:
     assert roots - asked_for <= sys.stdlib_module_names
 
 
-def test_no_module_bears_a_name_of_the_standard_library() -> None:
+def test_no_module_bears_a_name_of_the_standard_library():
     assert not {name.split(".")[-1] for name in MODULES} & sys.stdlib_module_names
 
 
-def test_folders_that_are_linked_are_no_packages_of_their_own() -> None:
+def test_folders_that_are_linked_are_no_packages_of_their_own():
     for name in ("kernels", "policies"):
         assert not (ROOT / name / "__init__.py").exists()
         assert (ROOT / "recompute" / name).is_symlink()
@@ -355,7 +350,7 @@ def test_folders_that_are_linked_are_no_packages_of_their_own() -> None:
 
 
 @pytest.fixture(scope="module")
-def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def distributions(tmp_path_factory):
     """The folder of an sdist and of the wheel built of it, from a copy of the tree: this one is not written to."""
     folder = tmp_path_factory.mktemp("distributions")
     ignored = shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__", "tests", "results")
@@ -368,12 +363,12 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wheel(distributions: Path) -> zipfile.Path:
+def wheel(distributions):
     (path,) = distributions.glob("torch_recompute-*.whl")
     return zipfile.Path(path)
 
 
-def test_the_sdist_has_no_links_and_all_that_its_wheel_holds(distributions: Path, wheel: zipfile.Path) -> None:
+def test_the_sdist_has_no_links_and_all_that_its_wheel_holds(distributions, wheel):
     """The tree has links, which some systems and tools do not follow."""
     (path,) = distributions.glob("torch_recompute-*.tar.gz")
     with tarfile.open(path) as sdist:
@@ -384,7 +379,7 @@ def test_the_sdist_has_no_links_and_all_that_its_wheel_holds(distributions: Path
     assert {"README.md", "setup.cfg", "setup.py", "pyproject.toml"} <= names
 
 
-def test_the_page_of_the_wheel_is_the_readme_without_what_leads_nowhere_there(wheel: zipfile.Path) -> None:
+def test_the_page_of_the_wheel_is_the_readme_without_what_leads_nowhere_there(wheel):
     (metadata,) = [entry for entry in wheel.iterdir() if entry.name.endswith(".dist-info")]
     page = (metadata / "METADATA").read_text(encoding="utf-8").partition("\n\n")[2]
     assert [target for target in re.findall(r"\]\(([^)]*)\)", page) if not target.startswith("https://")] == []
@@ -395,7 +390,7 @@ def test_the_page_of_the_wheel_is_the_readme_without_what_leads_nowhere_there(wh
     )
 
 
-def test_the_wheel_holds_the_package_whole_and_nothing_else(wheel: zipfile.Path) -> None:
+def test_the_wheel_holds_the_package_whole_and_nothing_else(wheel):
     top = {entry.name for entry in wheel.iterdir() if not entry.name.endswith(".dist-info")}
     assert top == {"recompute"}
     held = {name for name in wheel.root.namelist() if ".dist-info/" not in name and name[-1] != "/"}
@@ -423,7 +418,7 @@ assert handle.stats().dropped_nbytes > 0
 
 
 @pytest.mark.slow
-def test_the_wheel_works_where_the_tree_is_not(wheel: zipfile.Path, tmp_path: Path) -> None:
+def test_the_wheel_works_where_the_tree_is_not(wheel, tmp_path):
     """In an environment of its own, which has the dependencies of this one and no package that is installed here."""
     venv.create(tmp_path / "bare", with_pip=False)
     scripts = tmp_path / "bare" / ("Scripts" if os.name == "nt" else "bin")
@@ -442,9 +437,7 @@ def test_the_wheel_works_where_the_tree_is_not(wheel: zipfile.Path, tmp_path: Pa
         assert "estimate" in done.stdout or "auto" in done.stdout
 
 
-def run(
-    script: str, *arguments: str, path: Path | None = None, folder: Path = ROOT, python: str = sys.executable
-) -> str:
+def run(script, *arguments, path=None, folder=ROOT, python=sys.executable):
     """Run ``script`` in a fresh interpreter that sees ``path`` and its own working folder; returns what it printed."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     environment = {**kept, "PYTHONPATH": "" if path is None else str(path), "HF_HUB_OFFLINE": "1"}
@@ -481,7 +474,7 @@ def __getattr__(name):
 
 
 @pytest.mark.slow
-def test_hugging_face_runs_from_the_root_with_its_kernels_and_without(tmp_path: Path) -> None:
+def test_hugging_face_runs_from_the_root_with_its_kernels_and_without(tmp_path):
     available, file, version = run(LLAMA).split()
     if "kernels" not in {distribution.name for distribution in importlib.metadata.distributions()}:
         assert (available, file) == ("False", "None")  # our folder is a namespace at most, which is no package
@@ -519,7 +512,7 @@ reveal_type(recompute.recompute(nn.Linear(1, 1)))
 
 
 @pytest.mark.slow
-def test_mypy_sees_types_in_an_editable_install(tmp_path: Path) -> None:
+def test_mypy_sees_types_in_an_editable_install(tmp_path):
     pytest.importorskip("mypy")
     tree = tmp_path / "tree"
     shutil.copytree(ROOT, tree, symlinks=True, ignore=shutil.ignore_patterns(".*", "build", "*.egg-info", "results"))
@@ -540,7 +533,7 @@ def test_mypy_sees_types_in_an_editable_install(tmp_path: Path) -> None:
     assert others == ["str", "snippet.Bare", "int", "def (number: int) -> str", "torch.nn.modules.linear.Linear"]
 
 
-def test_the_public_names() -> None:
+def test_the_public_names():
     assert recompute.__all__ == sorted(recompute.__all__)
     now = {"Policy", "Rule", "apply", "errors", "keep", "load_policy", "recompute", "verify"}
     later = {"ablate", "estimate", "profile", "plan"}
@@ -551,7 +544,7 @@ def test_the_public_names() -> None:
 
 
 @pytest.mark.slow
-def test_the_command_line_loads_torch_only_where_it_is_used() -> None:
+def test_the_command_line_loads_torch_only_where_it_is_used():
     """It answers in milliseconds, and judges what it was given before it waits for torch, which takes seconds."""
     heavy = "torch transformers triton matplotlib"
     run(
@@ -567,7 +560,7 @@ def test_the_command_line_loads_torch_only_where_it_is_used() -> None:
     )
 
 
-def test_importing_does_nothing_else_nor_does_applying_a_policy_load_transformers() -> None:
+def test_importing_does_nothing_else_nor_does_applying_a_policy_load_transformers():
     """``kernels``, which is Hugging Face's name, is no module of ours. One process says it all: each takes seconds."""
     heavy = "matplotlib networkx transformers typer rich triton.language"
     heavy += " recompute.kernels.launch recompute.ablation.run_ablation recompute.ablation.ablate"

@@ -10,8 +10,6 @@ In the pages, a code block is marked by what stands behind its opening fence:
 - ``text``: what a command prints, or a picture.
 """
 
-from __future__ import annotations
-
 import ast
 import configparser
 import importlib
@@ -20,11 +18,9 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -46,7 +42,7 @@ README = ROOT / "README.md"
 RESULTS = ROOT / "examples" / "ablation" / "results"
 
 
-def _pages() -> Iterator[Path]:
+def _pages():
     for folder, inner, files in os.walk(ROOT):  # which follows no links: a page is met once
         inner[:] = [name for name in inner if not name.startswith(".") and name not in ("build", "dist")]
         yield from (Path(folder, name) for name in files if name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"))
@@ -59,7 +55,7 @@ GUIDES = [page for page in PAGES if "results" not in page.parts]
 KINDS = ("python", "python no-run", "python excerpt", "sh", "yaml", "yaml excerpt", "text")
 
 
-def _name(page: Path) -> str:
+def _name(page):
     return str(page.relative_to(ROOT))
 
 
@@ -72,11 +68,11 @@ class Block:
     info: str
     text: str
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"{_name(self.page)}:{self.line}"
 
 
-def _blocks(page: Path) -> Iterator[Block]:
+def _blocks(page):
     text = page.read_text(encoding="utf-8")
     for found in re.finditer(r"^```(.*)\n((?:.*\n)*?)```$", text, re.MULTILINE):
         yield Block(page, text.count("\n", 0, found.start()) + 2, found[1], found[2])
@@ -85,22 +81,22 @@ def _blocks(page: Path) -> Iterator[Block]:
 BLOCKS = [block for page in PAGES for block in _blocks(page)]
 
 
-def of_kind(*infos: str) -> list[Any]:
+def of_kind(*infos):
     return [pytest.param(block, id=str(block)) for block in BLOCKS if block.info in infos]
 
 
-def prose(page: Path) -> str:
+def prose(page):
     """The text of a page without its fenced blocks."""
     return re.sub(r"^```.*\n(?:.*\n)*?```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
 
 
-def anchors(page: Path) -> set[str]:
+def anchors(page):
     """What a link may name behind ``#``, as GitHub makes it of a heading."""
     headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_every_kind_of_block_is_known() -> None:
+def test_every_kind_of_block_is_known():
     assert {block.info for block in BLOCKS} <= {*KINDS}
     for page in PAGES:
         fences = re.findall("^ *```", page.read_text(encoding="utf-8"), re.MULTILINE)
@@ -108,7 +104,7 @@ def test_every_kind_of_block_is_known() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)
-def test_every_link_leads_somewhere(page: Path) -> None:
+def test_every_link_leads_somewhere(page):
     text = re.sub("`[^`\n]*`", "", prose(page))
     targets = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r"^\[[^]]+\]: (\S+)$", text, re.MULTILINE)
     assert text.count("](") == len(re.findall(r"\]\(([^)\s]+)\)", text)), "a link is broken over two lines"
@@ -121,13 +117,13 @@ def test_every_link_leads_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(found), f"{target} is no heading of {_name(found)}"
 
 
-def test_the_readme_fits_a_few_screens() -> None:
+def test_the_readme_fits_a_few_screens():
     lines = README.read_text(encoding="utf-8").splitlines()
     assert len(lines) <= 120
     assert [line for line in lines if len(line) > 120] == []
 
 
-def test_what_is_to_be_read_at_a_sitting_is_short() -> None:
+def test_what_is_to_be_read_at_a_sitting_is_short():
     study = ROOT / "examples" / "ablation" / "study" / "README.md"
     assert len(study.read_text(encoding="utf-8").splitlines()) <= 250
     words = (
@@ -137,20 +133,20 @@ def test_what_is_to_be_read_at_a_sitting_is_short() -> None:
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=_name)
-def test_lines_are_short(page: Path) -> None:
+def test_lines_are_short(page):
     printed = {line for block in _blocks(page) if block.info == "text" for line in block.text.splitlines()}
     lines = set(page.read_text(encoding="utf-8").splitlines()) - printed
     assert [line for line in lines if len(line) > 120] == []
 
 
-def test_the_table_of_the_house_has_every_folder_in_its_order() -> None:
+def test_the_table_of_the_house_has_every_folder_in_its_order():
     section = (ROOT / "recompute" / "README.md").read_text(encoding="utf-8").partition("## The house")[2]
     rows = re.findall(r"^\| (`[^|]*`) \|", section, re.MULTILINE)
     listed = [name.strip("` ").removesuffix(".py") for row in rows for name in row.split(",")]
     assert listed == ["__init__", *dict.fromkeys(entry.split(".")[0] for entry in FOLDERS)]
 
 
-def test_the_readme_has_the_public_names_and_the_presets() -> None:
+def test_the_readme_has_the_public_names_and_the_presets():
     text = README.read_text(encoding="utf-8")
     names = re.search(r"The names of `recompute` stay: ([^.]*)\.", text)
     assert names is not None
@@ -159,7 +155,7 @@ def test_the_readme_has_the_public_names_and_the_presets() -> None:
     assert set(re.findall("^[|] `([^`]*)`", table, re.MULTILINE)) == set(preset_names())
 
 
-def test_the_words_are_those_of_the_code() -> None:
+def test_the_words_are_those_of_the_code():
     section = (ROOT / "recompute" / "README.md").read_text(encoding="utf-8").partition("## Words")[2]
     words = set(re.findall("`([A-Z][A-Za-z]+)`", section.partition("\n## ")[0]))
     sources = [path.read_text(encoding="utf-8") for path in (ROOT / "recompute").rglob("*.py")]
@@ -169,7 +165,7 @@ def test_the_words_are_those_of_the_code() -> None:
 
 
 @pytest.fixture
-def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def given(tmp_path, monkeypatch):
     """What the code blocks take for granted, in a folder of their own.
 
     A small Llama stands for the reader's model, in training; ``mine.yaml`` is the policy file that policies/README.md
@@ -194,11 +190,11 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 @pytest.mark.filterwarnings("ignore::recompute.errors.PolicyWarning")
 @pytest.mark.parametrize("block", of_kind("python"))
-def test_code_runs(block: Block, given: dict[str, Any]) -> None:
+def test_code_runs(block, given):
     exec(compile("\n" * (block.line - 1) + block.text, str(block.page), "exec"), {"__name__": "page", **given})
 
 
-def test_the_words_of_explain_are_explained(given: dict[str, Any]) -> None:
+def test_the_words_of_explain_are_explained(given):
     guide = (ROOT / "policies" / "README.md").read_text(encoding="utf-8")
     section = guide.partition("## How to read explain")[2].partition("\n## ")[0]
     words = re.findall(r"^\| `([^`]*)` \|", section, re.MULTILINE)
@@ -211,7 +207,7 @@ def test_the_words_of_explain_are_explained(given: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("block", of_kind("python no-run"))
-def test_code_that_does_not_run_here_compiles_and_imports_what_there_is(block: Block) -> None:
+def test_code_that_does_not_run_here_compiles_and_imports_what_there_is(block):
     tree = ast.parse(block.text)
     assert [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     for node in ast.walk(tree):
@@ -223,7 +219,7 @@ def test_code_that_does_not_run_here_compiles_and_imports_what_there_is(block: B
 
 
 @pytest.mark.parametrize("block", of_kind("yaml"))
-def test_policies_load(block: Block, tmp_path: Path) -> None:
+def test_policies_load(block, tmp_path):
     read = YAML(typ="safe").load(block.text)
     if isinstance(read, list):
         assert len(recompute.load_policy({"rules": read}).rules) == len(read)
@@ -233,12 +229,12 @@ def test_policies_load(block: Block, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("block", of_kind("python excerpt", "yaml excerpt"))
-def test_an_excerpt_stands_in_a_file(block: Block) -> None:
+def test_an_excerpt_stands_in_a_file(block):
     files = (ROOT / "examples" / "stacks").iterdir()
     assert [file for file in files if file.is_file() and block.text in file.read_text(encoding="utf-8")]
 
 
-def commands(block: Block) -> Iterator[list[str]]:
+def commands(block):
     """The words of each line, without comments and without the environment in front."""
     for line in block.text.splitlines():
         words = shlex.split(line, comments=True)
@@ -248,16 +244,16 @@ def commands(block: Block) -> Iterator[list[str]]:
             yield words
 
 
-COMMANDS: Any = typer.main.get_command(cli.app)
+COMMANDS = typer.main.get_command(cli.app)
 
 
-def parse(words: list[str]) -> None:
+def parse(words):
     """Raises if a command of ours does not take these options."""
     COMMANDS.commands[words[1]].make_context(words[1], words[2:])
 
 
 @pytest.mark.parametrize("block", of_kind("sh"))
-def test_commands_are_known(block: Block) -> None:
+def test_commands_are_known(block):
     for words in commands(block):
         for word in words:
             assert not word.startswith(("examples/", "tests/")) or (ROOT / word).exists(), f"{word} is no file"
@@ -276,7 +272,7 @@ def test_commands_are_known(block: Block) -> None:
             assert words[0] in ("pip", "pytest", "ruff", "mypy", *others), f"nothing is known of {words[0]}"
 
 
-def options_of(script: Path) -> set[str]:
+def options_of(script):
     """The options that an example takes, by its source and by that of the example that it imports."""
     source = script.read_text(encoding="utf-8")
     for name in re.findall(r"^(?:from|import) (\w+)", source, re.MULTILINE):
@@ -290,7 +286,7 @@ def options_of(script: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=_name)
-def test_commands_within_sentences_are_known(page: Path) -> None:
+def test_commands_within_sentences_are_known(page):
     for command in re.findall("`(recompute [a-z]+[^`]*)`", prose(page)):
         words = shlex.split(command)
         assert words[1] in COMMANDS.commands, command
@@ -299,14 +295,14 @@ def test_commands_within_sentences_are_known(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=_name)
-def test_files_within_sentences_are_there(page: Path) -> None:
+def test_files_within_sentences_are_there(page):
     """A path is that from the page, from the root, or from the package."""
     for name in re.findall(r"`([\w/.]+\.py)`", prose(page)):
         assert any((folder / name).exists() for folder in (page.parent, ROOT, ROOT / "recompute")), name
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=_name)
-def test_calls_within_sentences_are_known(page: Path) -> None:
+def test_calls_within_sentences_are_known(page):
     for code in re.findall(r"`([^`]*\brecompute\.\w+\([^`]*\))`", prose(page)):
         calls = [node for node in ast.walk(ast.parse(code.removeprefix("@"))) if isinstance(node, ast.Call)]
         for call in calls:
@@ -316,39 +312,46 @@ def test_calls_within_sentences_are_known(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=_name)
-def test_what_is_to_be_installed_can_be(page: Path) -> None:
+def test_what_is_to_be_installed_can_be(page):
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     asked_for = re.findall(r'pip install -e "\.\[(\w+)\]"', page.read_text(encoding="utf-8"))
     assert set(asked_for) <= set(setup["options.extras_require"])
 
 
-def cells(row: str) -> list[str]:
+def cells(row):
     return [cell.strip() for cell in row.strip().strip("|").split("|")]
 
 
-def rows_of(folder: str, model: int = 0, length: int | None = None) -> dict[str, dict[str, Any]]:
+def table_below(words, *page):
+    """The cells of the header and of the rows of the first table below these words of a page of examples."""
+    text = ROOT.joinpath("examples", *page, "README.md").read_text(encoding="utf-8")
+    shown = re.search(r"(?:^\|.*\n)+", text.partition(words)[2], re.MULTILINE)
+    assert shown is not None
+    header, _, *rows = map(cells, shown[0].splitlines())
+    return header, rows
+
+
+def results_of(folder, name="results.json"):
+    return json.loads((RESULTS / folder / name).read_text(encoding="utf-8"))
+
+
+def rows_of(folder, model=0, length=None):
     """The rows of one of an ablation's models, by their policies; at one of its lengths, or at the last."""
-    rows = json.loads((RESULTS / folder / "results.json").read_text(encoding="utf-8"))["rows"]
+    rows = results_of(folder)["rows"]
     models = list(dict.fromkeys(row.get("model") for row in rows))
     rows = [row for row in rows if length in (None, row["sequence_length"])]
     return {row["policy"]: row for row in rows if row.get("model") == models[model]}
 
 
-def test_the_guides_table_is_that_of_the_results() -> None:
-    page = (ROOT / "examples" / "ablation" / "README.md").read_text(encoding="utf-8")
-    shown = re.search(r"(?:^\|.*\n)+", page.partition("## A small Llama on two CPU cores\n")[2], re.MULTILINE)
-    assert shown is not None
+def test_the_guides_table_is_that_of_the_results():
+    header, rows = table_below("## A small Llama on two CPU cores\n", "ablation")
     (_, expected), *_ = ablation_report.tables(list(rows_of("default-cpu").values()))
-    rows = [cells(row) for row in shown[0].splitlines()]
-    assert [rows[0], *rows[2:]] == expected
+    assert [header, *rows] == expected
 
 
-def test_the_table_of_peers_is_that_of_the_results() -> None:
-    page = (ROOT / "examples" / "ablation" / "study" / "README.md").read_text(encoding="utf-8")
-    shown = re.search(r"(?:^\|.*\n)+", page.partition("## Beside every peer\n")[2], re.MULTILINE)
-    assert shown is not None
-    lines = [cells(line) for line in shown[0].splitlines()[2:]]
+def test_the_table_of_peers_is_that_of_the_results():
+    _, lines = table_below("## Beside every peer\n", "ablation", "study")
     names = ["none", "full", "elementwise", "auto", "torch-checkpoint", "torch-compile", "torch-compile-selective"]
     runs = (("against-peers-h200", 0), ("against-peers-h200", 1), ("llama-1b-peers-h200", 0))
     for column, (folder, model) in enumerate(runs, 1):
@@ -360,13 +363,11 @@ def test_the_table_of_peers_is_that_of_the_results() -> None:
                 assert gib == pytest.approx(rows[name]["peak_bytes"] / 2**30, abs=0.051)
 
 
-def test_the_table_of_losses_is_that_of_the_results() -> None:
-    page = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
-    shown = re.search(r"(?:^\|.*\n)+", page.partition("weights and hidden states:\n")[2], re.MULTILINE)
-    assert shown is not None
-    rows = json.loads((RESULTS / "losses-8b-h200" / "results.json").read_text(encoding="utf-8"))["rows"]
+def test_the_table_of_losses_is_that_of_the_results():
+    _, lines = table_below("weights and hidden states:\n")
+    rows = results_of("losses-8b-h200")["rows"]
     ways = list(dict.fromkeys(row["way"] for row in rows))
-    for line in map(cells, shown[0].splitlines()[2:]):
+    for line in lines:
         measured = {row["way"]: row for row in rows if row["loss"] == line[0].partition(",")[0]}
         expected = [
             f"{row['seconds'] * 1e3:.0f}, {row['extra_peak_nbytes'] / 2**30:.1f}" if (row := measured.get(way)) else ""
@@ -375,7 +376,7 @@ def test_the_table_of_losses_is_that_of_the_results() -> None:
         assert [cell.replace("*", "") for cell in line[1:]] == expected
 
 
-def test_the_first_table_is_that_of_the_results() -> None:
+def test_the_first_table_is_that_of_the_results():
     rows = [cells(row) for row in re.findall(r"^\|.*$", README.read_text(encoding="utf-8"), re.MULTILINE)[2:10]]
     (_, table), *_ = ablation_report.tables(list(rows_of("against-peers-h200").values()))
     expected = {row[0]: row for row in table}
@@ -385,24 +386,24 @@ def test_the_first_table_is_that_of_the_results() -> None:
         assert shown == [*of_policy[1:4], "" if name == "none" else of_policy[-1]]
 
 
-def test_the_claims_of_the_first_page_are_those_of_the_results() -> None:
-    def whole(row: dict[str, Any]) -> float:
+def test_the_claims_of_the_first_page_are_those_of_the_results():
+    def whole(row):
         parts = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "peak_bytes")
         return sum(row[part] for part in parts) / 2**30
 
-    def beside(model: int) -> tuple[str, str]:
+    def beside(model):
         """What ``auto`` takes of torch's checkpoint: of the time, and of the whole peak."""
         rows = rows_of("against-peers-h200", model)
         one, other = rows["auto"], rows["torch-checkpoint"]
         return f"{one['step_seconds'] / other['step_seconds']:.2f}", f"{whole(one) / whole(other):.2f}"
 
-    def shown(row: dict[str, Any]) -> tuple[float, float]:
+    def shown(row):
         return row["peak_bytes"] / 2**30, row["step_seconds"] * 1e3
 
     (time, peak), (other_time, other_peak) = beside(0), beside(1)
     compiled, experts = rows_of("llama-8b-compiled-h200"), rows_of("experts-h100", length=16384)
     (lean, lean_ms), (fast, fast_ms) = shown(experts["auto"]), shown(experts["torch-compile"])
-    sharded = json.loads((RESULTS / "distributed-h200" / "fsdp2-auto-16k-4.json").read_text(encoding="utf-8"))["ranks"]
+    sharded = results_of("distributed-h200", "fsdp2-auto-16k-4.json")["ranks"]
     with_, without = ([rank[way] for rank in sharded] for way in ("with", "without"))
     gib, ms = ([max(each[key] for each in way) for way in (with_, without)] for key in ("peak_bytes", "step_ms"))
     text = " ".join(README.read_text(encoding="utf-8").split())

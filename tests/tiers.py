@@ -1,19 +1,16 @@
 """How a test says which of its cases are slow, and so not in the default tier."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 import pytest
 
 
-def slow(*cases: Any) -> list[Any]:
+def slow(*cases):
     """These values for ``pytest.mark.parametrize``, all slow. A tuple is a case of several names."""
     return [pytest.param(*(case if type(case) is tuple else (case,)), marks=pytest.mark.slow) for case in cases]
 
 
-def by_default(cases: Mapping[str, Any] | Sequence[str], *names: str) -> list[Any]:
+def by_default(cases, *names):
     """The values of ``cases``, with their keys for ids: those called ``names`` by default, the others slow."""
     named = cases if isinstance(cases, Mapping) else dict(zip(cases, cases, strict=True))
     assert names, "nothing would run by default"
@@ -23,7 +20,7 @@ def by_default(cases: Mapping[str, Any] | Sequence[str], *names: str) -> list[An
     ]
 
 
-def one_in(count: int, cases: Mapping[str, Any] | Sequence[str]) -> list[Any]:
+def one_in(count, cases):
     """The values of ``cases``, with their keys for ids: of each ``count`` one after another the first by default.
 
     For long lists of cases of one claim, in folders of which ``.ci/run`` runs the slow ones too.

@@ -1,10 +1,6 @@
 """A decoder small enough for tests, written as Hugging Face writes Llama's, and one way to train and to compare."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +13,12 @@ TOKENS = BATCH * LENGTH
 
 
 class TinyRMSNorm(nn.Module):
-    def __init__(self, hidden: int = HIDDEN, eps: float = 1e-6):
+    def __init__(self, hidden=HIDDEN, eps=1e-6):
         super().__init__()
         self.weight = nn.Parameter(torch.rand(hidden) + 0.5)
         self.eps = eps
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
+    def forward(self, hidden_states):
         dtype = hidden_states.dtype
         hidden_states = hidden_states.to(torch.float32)
         variance = hidden_states.pow(2).mean(-1, keepdim=True)
@@ -31,71 +27,71 @@ class TinyRMSNorm(nn.Module):
 
 
 class TinyMLP(nn.Module):
-    def __init__(self, bias: bool = False):
+    def __init__(self, bias=False):
         super().__init__()
         self.gate_proj = nn.Linear(HIDDEN, INTERMEDIATE, bias=bias)
         self.up_proj = nn.Linear(HIDDEN, INTERMEDIATE, bias=bias)
         self.down_proj = nn.Linear(INTERMEDIATE, HIDDEN, bias=bias)
         self.act_fn = nn.SiLU()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
 class TinyAttention(nn.Module):
-    def __init__(self, dropout: float = 0.0):
+    def __init__(self, dropout=0.0):
         super().__init__()
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(HIDDEN, HIDDEN, bias=False) for _ in range(4))
         self.dropout = dropout
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         dropout = self.dropout if self.training else 0.0
         return self.o_proj(F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True))
 
 
 class TinyDecoderLayer(nn.Module):
-    def __init__(self, bias: bool = False, dropout: float = 0.0):
+    def __init__(self, bias=False, dropout=0.0):
         super().__init__()
         self.input_layernorm = TinyRMSNorm()
         self.self_attn = TinyAttention(dropout)
         self.post_attention_layernorm = TinyRMSNorm()
         self.mlp = TinyMLP(bias)
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
+    def forward(self, hidden_states):
         hidden_states = hidden_states + self.self_attn(self.input_layernorm(hidden_states))
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
 class TinyDecoder(nn.Module):
-    def __init__(self, layers: int = 2, bias: bool = False, dropout: float = 0.0):
+    def __init__(self, layers=2, bias=False, dropout=0.0):
         super().__init__()
         self.embed_tokens = nn.Embedding(VOCABULARY, HIDDEN)
         self.layers = nn.ModuleList(TinyDecoderLayer(bias, dropout) for _ in range(layers))
         self.norm = TinyRMSNorm()
         self.lm_head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
 
-    def forward(self, ids: Tensor, scale: float = 1.0) -> Tensor:
+    def forward(self, ids, scale=1.0):
         hidden_states = self.embed_tokens(ids)
         for layer in self.layers:
             hidden_states = layer(hidden_states)
         return self.lm_head(self.norm(hidden_states)) * scale
 
 
-def decoder(seed: int = 0, **options: Any) -> TinyDecoder:
+def decoder(seed=0, **options):
     torch.manual_seed(seed)
     return TinyDecoder(**options)
 
 
-def token_ids() -> Tensor:
+def token_ids():
     return torch.randint(0, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
 
 
-def next_token_loss(model: Callable[[Tensor], Tensor], ids: Tensor) -> Tensor:
+def next_token_loss(model, ids):
     return F.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
-def train(model: nn.Module, loss_of: Callable[[], Tensor] | None = None, *, steps: int = 2) -> list[list[Tensor]]:
+def train(model, loss_of=None, *, steps=2):
     """For each step of SGD the loss and every gradient there is, always from the same random state."""
     ids = token_ids()
     torch.manual_seed(1)
@@ -112,7 +108,7 @@ def train(model: nn.Module, loss_of: Callable[[], Tensor] | None = None, *, step
     return outcome
 
 
-def gradients(function: Callable[..., Tensor], *inputs: Tensor, seed: int = 0) -> list[Tensor]:
+def gradients(function, *inputs, seed=0):
     """The output of ``function`` and the gradients of its sum with respect to ``inputs``."""
     torch.manual_seed(seed)
     leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
@@ -120,7 +116,7 @@ def gradients(function: Callable[..., Tensor], *inputs: Tensor, seed: int = 0) -
     return [output.detach(), *torch.autograd.grad(output.sum(), leaves)]
 
 
-def assert_same(found: Sequence[Any], expected: Sequence[Any]) -> None:
+def assert_same(found, expected):
     """Bit for bit, also inside nested lists."""
     assert len(found) == len(expected)
     for one, other in zip(found, expected, strict=True):
@@ -131,41 +127,38 @@ def assert_same(found: Sequence[Any], expected: Sequence[Any]) -> None:
             assert_same(one, other)
 
 
-def assert_as_under(preset: str, found: Sequence[Any], expected: Sequence[Any]) -> None:
+def assert_as_under(preset, found, expected):
     """Bit for bit, but under kernels, which round in their own way."""
     if preset != "kernel":
         assert_same(found, expected)
     torch.testing.assert_close(found, expected)
 
 
-def rules(*given: Mapping[str, Any]) -> dict[str, Any]:
+def rules(*given):
     return {"rules": list(given) or "none"}
 
 
-def rule(type_name: str | list[str], action: str = "checkpoint", **others: Any) -> dict[str, Any]:
+def rule(type_name, action="checkpoint", **others):
     return {"type": type_name, "action": action, **others}
 
 
-def snapshot(model: nn.Module) -> dict[str, Any]:
+def snapshot(model):
     """Each module's class and attributes, to compare with ``==``: equal tensors are the same tensors."""
     return {
-        name: (
-            type(module),
-            {key: dict(v) if isinstance(v, dict) else v for key, v in vars(module).items()},
-        )
+        name: (type(module), {key: dict(v) if isinstance(v, dict) else v for key, v in vars(module).items()})
         for name, module in model.named_modules(remove_duplicate=False)
     }
 
 
 @contextmanager
-def counted_ops() -> Iterator[dict[str, int]]:
+def counted_ops():
     """How often each ATen or custom op runs, by its name without the overload."""
-    counts: dict[str, int] = {}
+    counts = {}
 
     class Count(TorchDispatchMode):
         __module__ = "recompute.testing"  # the engine trusts it then, as it does torch's own modes, and shows it all
 
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             name = str(function.overloadpacket)
             counts[name] = counts.get(name, 0) + 1
             return function(*args, **(kwargs or {}))
@@ -174,7 +167,7 @@ def counted_ops() -> Iterator[dict[str, int]]:
         yield counts
 
 
-def of_one_more(run: Callable[[], Any], handle: Any) -> Any:
+def of_one_more(run, handle):
     """The stats of a run in which every region knows its plan: before it may have begun with another region's."""
     before = handle.stats()
     run()

@@ -1,15 +1,9 @@
 """What ablations of the tests train, and a way to run them."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
 
 from recompute.ablation import run_ablation
 from recompute.ablation.ablation_config import AblationConfig
-from recompute.ablation.results import AblationRow
 from recompute.estimation.llama import ModelShape
 
 TINY = AblationConfig(
@@ -63,14 +57,14 @@ MIB = 2**20
 JUDGED = ("losses_match", "loss_error", "grads_match", "grad_error", "grad_error_last")
 
 
-def row(policy: str, held: int = 8 * MIB, peak: int = 10 * MIB, seconds: float = 0.1, **changes: Any) -> dict[str, Any]:
+def row(policy, held=8 * MIB, peak=10 * MIB, seconds=0.1, **changes):
     """As results had rows before times had parts. It matches bit for bit."""
     measured = {"activation_bytes_held": held, "peak_bytes": peak, "step_seconds": seconds, "forward_cpu_seconds": None}
     matches = dict(zip(JUDGED, (True, 0.0, True, 0.0, 0.0), strict=True)) | {"exact": True, "grad_tolerance": 0.0}
     return {"policy": policy, "sequence_length": 64, **measured, **matches, "error": None, **changes}
 
 
-def timed(policy: str, seconds: float = 0.1, backward: float = 0.05, **changes: Any) -> dict[str, Any]:
+def timed(policy, seconds=0.1, backward=0.05, **changes):
     """A row as it is written now, with all numbers."""
     found = row(policy, seconds=seconds)
     for name, value in (("step", seconds), ("forward", 0.03), ("backward", backward), ("optimizer", 0.01)):
@@ -81,7 +75,7 @@ def timed(policy: str, seconds: float = 0.1, backward: float = 0.05, **changes: 
     return {**found, **facts, **static, **more, **changes}
 
 
-def results(*rows: dict[str, Any], complete: bool = True, **config: Any) -> dict[str, Any]:
+def results(*rows, complete=True, **config):
     shape = {"hidden_size": 64, "intermediate_size": 172, "layers": 2, "heads": 4, "kv_heads": 2}
     machine = {"cpu": "a CPU", "threads": 2, "gpu": None, "torch": "2.11.0", "transformers": "5.0.0"}
     sizes = {"model": shape, "batch_size": 4, "sequence_lengths": [64], "dtype": "float32", "steps": 8}
@@ -95,15 +89,15 @@ def results(*rows: dict[str, Any], complete: bool = True, **config: Any) -> dict
     }
 
 
-def quiet(what: str, done: int, total: int) -> None:
+def quiet(what, done, total):
     pass
 
 
-def started(out: Path, config: AblationConfig = TINY, **options: Any) -> run_ablation.RowRecorder:
+def started(out, config=TINY, **options):
     return run_ablation.run(config, out, **{"command": "recompute ablate", "progress": quiet, **options})
 
 
-def run(out: Path, config: AblationConfig = TINY, *, progress: Any = quiet, **changes: Any) -> list[AblationRow]:
+def run(out, config=TINY, *, progress=quiet, **changes):
     """All rows of the configuration with these changes."""
     recorder = started(out, config.model_copy(update=changes), progress=progress)
     for _ in recorder:
@@ -111,16 +105,16 @@ def run(out: Path, config: AblationConfig = TINY, *, progress: Any = quiet, **ch
     return list(recorder.rows)
 
 
-def by_policy(rows: Iterable[AblationRow]) -> dict[str, AblationRow]:
+def by_policy(rows):
     return {row.policy: row for row in rows}
 
 
-def matching(rows: Iterable[AblationRow]) -> dict[str, AblationRow]:
+def matching(rows):
     """The rows by policy: each was measured, and has the gradients that it promises."""
     found = by_policy(rows)
     assert {policy: (row.error, row.grads_match) for policy, row in found.items()} == dict.fromkeys(found, (None, True))
     return found
 
 
-def saved(out: Path) -> dict[str, Any]:
+def saved(out):
     return json.loads((out / "results.json").read_text(encoding="utf-8"))

@@ -1,17 +1,13 @@
 """A model of the caller's own, where the command line finds it."""
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from ablation_testing import OWN
 
 
 @pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def own(tmp_path, monkeypatch):
     """The current folder, in which ``its_own_model`` has functions that make models, or do not."""
     (tmp_path / "its_own_model.py").write_text(OWN, encoding="utf-8")
     monkeypatch.chdir(tmp_path)

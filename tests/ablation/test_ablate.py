@@ -1,84 +1,78 @@
 """``recompute.ablate``: policies compared on a model of the caller's own, in Python and by the name of a factory."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from ablation_testing import matching
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from typer.testing import CliRunner
 
 import recompute
-from recompute.ablation.ablate import Ablation
-from recompute.ablation.results import AblationRow
 from recompute.ablation.trials import Experiment
 from recompute.cli import app
-from recompute.errors import AblationError, ModelError, PolicyError, RecomputeError
+from recompute.errors import AblationError, ModelError, PolicyError
 
 WIDTH, ROWS = 8, 512
 
 
 class MLPBlock(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
         self.dropout = nn.Dropout(0.1)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + self.dropout(self.down(F.gelu(self.up(self.norm(x)))))
 
 
 class MLP(nn.Module):
     """Returns what ``output`` makes of a tensor."""
 
-    def __init__(self, output: Any = lambda x: x) -> None:
+    def __init__(self, output=lambda x: x):
         super().__init__()
         self.blocks = nn.ModuleList(MLPBlock() for _ in range(2))
         self.output = output
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x):
         for block in self.blocks:
             x = block(x)
         return self.output(x)
 
 
 class CNN(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.stem = nn.Conv2d(3, WIDTH, 3, padding=1)
         self.stages = nn.ModuleList(
             nn.Sequential(nn.Conv2d(WIDTH, WIDTH, 3, padding=1), nn.BatchNorm2d(WIDTH), nn.SiLU()) for _ in range(2)
         )
 
-    def forward(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    def forward(self, images, labels):
         x = self.stem(images)
         for stage in self.stages:
             x = stage(x)
         return {"loss": F.cross_entropy(x.mean((-2, -1)), labels)}
 
 
-def mlp() -> tuple[nn.Module, Tensor]:
+def mlp():
     return MLP(), torch.randn(ROWS, WIDTH)
 
 
-def cnn() -> nn.Module:
+def cnn():
     return CNN()
 
 
-def images() -> dict[str, Tensor]:
+def images():
     return {"images": torch.randn(2, 3, 6, 6), "labels": torch.randint(WIDTH, (2,))}
 
 
-def ablate(*arguments: Any, **options: Any) -> Ablation:
+def ablate(*arguments, **options):
     return recompute.ablate(*arguments, **{"steps": 2, "warmup": 0, "device": "cpu", "peers": (), **options})
 
 
@@ -87,7 +81,7 @@ CHECKPOINT = {"name": "again", "rules": [{"match": ["blocks.*", "stages.*"], "ac
 
 
 @pytest.mark.slow
-def test_an_mlp_and_its_peers() -> None:
+def test_an_mlp_and_its_peers():
     state = torch.get_rng_state()
     found = ablate(mlp, policies=["none", "elementwise", CHECKPOINT], peers=["torch-checkpoint", "torch-selective"])
     assert torch.equal(torch.get_rng_state(), state)
@@ -103,10 +97,10 @@ def test_an_mlp_and_its_peers() -> None:
     assert again == none.losses != other, "a model that was trained is not seen again"
 
 
-def test_a_cnn_with_a_batch_a_step_and_peers_on_its_stages() -> None:
-    drawn: list[Tensor] = []
+def test_a_cnn_with_a_batch_a_step_and_peers_on_its_stages():
+    drawn = []
 
-    def batch() -> dict[str, Tensor]:
+    def batch():
         drawn.append(images()["images"])
         return {**images(), "images": drawn[-1]}
 
@@ -120,9 +114,9 @@ def test_a_cnn_with_a_batch_a_step_and_peers_on_its_stages() -> None:
     assert "images 2x3x6x6" in found.markdown()
 
 
-def test_what_is_returned_shows_and_saves_itself(tmp_path: Path) -> None:
-    steps: list[tuple[str, int, int]] = []
-    seen: list[AblationRow] = []
+def test_what_is_returned_shows_and_saves_itself(tmp_path):
+    steps = []
+    seen = []
     found = ablate(
         mlp, policies=["elementwise"], out=tmp_path, progress=lambda *step: steps.append(step), on_row=seen.append
     )
@@ -142,30 +136,27 @@ def test_what_is_returned_shows_and_saves_itself(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "output",
     [
-        lambda x: x.square().mean(),
-        lambda x: x,
-        lambda x: (x, x.sum(-1), "text"),
-        lambda x: {"loss": x.mean(), "other": x},
-        lambda x: SimpleNamespace(loss=x.mean()),
+        lambda x: x.square().mean(), lambda x: x, lambda x: (x, x.sum(-1), "text"),
+        lambda x: {"loss": x.mean(), "other": x}, lambda x: SimpleNamespace(loss=x.mean()),
     ],
     ids=["a scalar", "a tensor", "a tuple", "a key", "an attribute"],
-)
-def test_a_loss_is_found_in_what_a_model_returns(output: Any) -> None:
+)  # fmt: skip
+def test_a_loss_is_found_in_what_a_model_returns(output):
     found = ablate(lambda: MLP(output), torch.randn(ROWS, WIDTH), [CHECKPOINT], steps=1)
     assert [row.error for row in found.rows] == [None, None]
 
 
-def test_a_loss_of_the_callers_own_and_a_dtype() -> None:
+def test_a_loss_of_the_callers_own_and_a_dtype():
     found = ablate(mlp, policies=["elementwise"], loss=lambda x: 3 * x.float().mean(), dtype=torch.bfloat16)
     assert matching(found.rows)
     assert "bfloat16" in found.results["config"]["model"]
 
 
-def test_a_factory_that_gives_other_weights_each_time_is_told_so() -> None:
+def test_a_factory_that_gives_other_weights_each_time_is_told_so():
     generator = torch.Generator()
     generator.seed()
 
-    def drifting() -> tuple[nn.Module, Tensor]:
+    def drifting():
         model, batch = mlp()
         nn.init.normal_(model.blocks[0].up.weight, generator=generator)
         return model, batch
@@ -175,7 +166,7 @@ def test_a_factory_that_gives_other_weights_each_time_is_told_so() -> None:
 
 
 X = torch.randn(ROWS, WIDTH)
-WRONG: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+WRONG = [
     (MLP(), {}, ModelError, "expected a function .* found MLP"),
     ("mlp", {}, ModelError, "found str"),
     (lambda width: MLP(), {}, ModelError, "a function without arguments .* found missing a required argument: 'width'"),
@@ -198,16 +189,14 @@ WRONG: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("factory", "options", "kind", "message"), WRONG)
-def test_what_cannot_be_is_refused_before_anything_is_trained(
-    factory: Any, options: dict[str, Any], kind: type[RecomputeError], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_is_refused_before_anything_is_trained(factory, options, kind, message, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(Experiment, "row", lambda *_: pytest.fail("trained"))
     with pytest.raises(kind, match=message):
         ablate(factory, **options)
 
 
-def command(*arguments: str) -> tuple[int, str]:
+def command(*arguments):
     done = CliRunner().invoke(app, list(arguments))
     return done.exit_code, done.output
 
@@ -224,14 +213,14 @@ def command(*arguments: str) -> tuple[int, str]:
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_commands_take_the_name_of_a_factory(own: Path, arguments: list[str], expected: str) -> None:
+def test_commands_take_the_name_of_a_factory(own, arguments, expected):
     device = [] if arguments[0] == "estimate" else ["--device", "cpu"]
     code, output = command(*arguments, "--model", "its_own_model:make", *device)
     assert code == 0, output
     assert re.search(expected, output)
 
 
-def test_what_a_factorys_models_gave_is_resumed(own: Path) -> None:
+def test_what_a_factorys_models_gave_is_resumed(own):
     asked = ["ablate", "--model", "its_own_model:make", "--policy", "full", "--device", "cpu", "--out", "results"]
     assert command(*asked, "--steps", "1")[0] == 0
     code, output = command(*asked, "--steps", "1", "--resume")
@@ -258,15 +247,13 @@ VERIFY, ESTIMATE = ["verify", "elementwise", "--device", "cpu"], ["estimate"]
         (ESTIMATE, "its_own_model:nothing", "with parameters to train; found none"),
     ],
 )  # fmt: skip
-def test_what_is_no_factory_of_a_model_and_a_batch_is_told(
-    own: Path, arguments: list[str], name: str, message: str
-) -> None:
+def test_what_is_no_factory_of_a_model_and_a_batch_is_told(own, arguments, name, message):
     code, output = command(*arguments, "--model", name)
     assert code == 2
     assert re.search(message, " ".join(output.split()))
 
 
-def test_the_name_is_a_function_whichever_module_was_imported_first() -> None:
+def test_the_name_is_a_function_whichever_module_was_imported_first():
     assert callable(recompute.ablate)
     assert recompute.ablation is sys.modules["recompute.ablation"]
     with pytest.raises(AttributeError, match="no attribute 'ablat'"):

@@ -1,12 +1,9 @@
 """Tables, sentences and the plot hold what the rows say, for rows that ran, failed, differ or are missing."""
 
-from __future__ import annotations
-
 import base64
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from ablation_testing import JUDGED, MIB, results, row, timed
@@ -15,7 +12,7 @@ from recompute.ablation import ablation_plots, ablation_report
 from recompute.units import humanize
 
 
-def failed(policy: str, error: str) -> dict[str, Any]:
+def failed(policy, error):
     return {**dict.fromkeys(row(policy)), "policy": policy, "sequence_length": 64, "error": error}
 
 
@@ -27,18 +24,18 @@ BROKEN = failed("broken", "OutOfMemoryError: tried to allocate 80 GiB\nand more 
 TOLD = "broken, sequence 64: OutOfMemoryError: tried to allocate 80 GiB"
 
 
-def tables_in(text: str) -> list[list[list[str]]]:
+def tables_in(text):
     """The tables of a Markdown text, without the lines below their headers."""
     blocks = [[line for line in block.splitlines() if line.startswith("|")] for block in text.split("\n\n")]
     rows = [[header, *lines] for header, _, *lines in filter(None, blocks)]
     return [[[cell.strip() for cell in line.strip("|").split("|")] for line in table] for table in rows]
 
 
-def cells(*rows: dict[str, Any]) -> list[list[str]]:
+def cells(*rows):
     return tables_in(ablation_report.markdown(results(*rows)))[0]
 
 
-def test_the_table_has_ratios_to_the_baseline_and_what_matches() -> None:
+def test_the_table_has_ratios_to_the_baseline_and_what_matches():
     assert cells(NONE, FULL, KERNEL, BROKEN) == [
         ["policy", "held after forward", "peak", "ms a step", "losses", "gradients"],
         ["none", "8.0 MiB", "10.0 MiB", "100.0", "✓ bitwise", "✓ bitwise"],
@@ -49,18 +46,18 @@ def test_the_table_has_ratios_to_the_baseline_and_what_matches() -> None:
 
 
 @pytest.mark.parametrize("axis", [{"sequence_length": 128}, {"model": "n"}])
-def test_ratios_are_to_the_baseline_of_the_same_comparison(axis: dict[str, Any]) -> None:
+def test_ratios_are_to_the_baseline_of_the_same_comparison(axis):
     table = cells(NONE, FULL, row("none", held=40 * MIB, **axis), row("full", held=4 * MIB, **axis))
     held = table[0].index("held after forward")
     assert [line[held] for line in table[1:]] == ["8.0 MiB", "2.0 MiB (0.25x)", "40.0 MiB", "4.0 MiB (0.10x)"]
 
 
 @pytest.mark.parametrize("baseline", [[], [failed("none", "no room")]])
-def test_without_a_baseline_numbers_have_no_ratio(baseline: list[dict[str, Any]]) -> None:
+def test_without_a_baseline_numbers_have_no_ratio(baseline):
     assert cells(*baseline, {**FULL, **dict.fromkeys(JUDGED)})[-1] == ["full", "2.0 MiB", "4.0 MiB", "130.0"]
 
 
-def test_cpu_time_of_forward_is_shown_where_it_was_measured() -> None:
+def test_cpu_time_of_forward_is_shown_where_it_was_measured():
     table = cells(row("none", forward_cpu_seconds=0.01), row("full", forward_cpu_seconds=0.02))
     assert [line[4] for line in table] == ["CPU ms a forward", "10.0", "20.0 (2.00x)"]
 
@@ -80,26 +77,26 @@ UNJUDGED = {**KERNEL, "grads_match": None, "grad_error": 2.5e-3, "grad_tolerance
         (UNJUDGED, ["≈ 1.2e-07", "≈ 2.5e-03"], None),  # there was no room for the reference
     ],
 )  # fmt: skip
-def test_what_differs_is_marked_and_told(changed: dict[str, Any], shown: list[str], told: str | None) -> None:
+def test_what_differs_is_marked_and_told(changed, shown, told):
     assert cells(NONE, changed)[2][4:] == shown
     expected = [] if told is None else [f"{changed['policy']}, sequence 64: relative error {told}"]
     assert ablation_report.failures(results(NONE, changed)) == expected
 
 
-def test_what_failed_or_is_missing_stands_below_the_table() -> None:
+def test_what_failed_or_is_missing_stands_below_the_table():
     found = results(NONE, BROKEN, complete=False)
     assert ablation_report.failures(found) == [TOLD, "interrupted: the rows still to come are missing"]
     assert f"- {TOLD}\n- interrupted: the rows" in ablation_report.markdown(found)
     assert len(cells()) == 1
 
 
-def test_a_line_says_what_was_measured_or_what_is_wrong() -> None:
+def test_a_line_says_what_was_measured_or_what_is_wrong():
     assert ablation_report.line(FULL) == "full, sequence 64: 2.0 MiB held, 4.0 MiB peak, 130.0 ms a step"
     assert ablation_report.line(timed("none")).endswith("100.0 ms a step, longest sequence 4,096")
     assert ablation_report.line(BROKEN) == TOLD
 
 
-def test_plain_text_holds_the_same_texts() -> None:
+def test_plain_text_holds_the_same_texts():
     rows = [NONE, FULL, KERNEL, BROKEN]
     plain = ablation_report.text(rows)
     for line in cells(*rows):
@@ -107,7 +104,7 @@ def test_plain_text_holds_the_same_texts() -> None:
     assert plain.endswith(TOLD)
 
 
-def test_times_by_part_and_memory_by_kind_have_tables_of_their_own() -> None:
+def test_times_by_part_and_memory_by_kind_have_tables_of_their_own():
     full = timed("full", 0.12, 0.07, regenerating_seconds=0.03, regenerating_seconds_quartiles=[0.02, 0.04])
     first, times, memory = tables_in(ablation_report.markdown(results(timed("none"), full)))
     assert first[0] == ["policy", "held after forward", "peak", "ms a step", "longest sequence", "losses", "gradients"]
@@ -127,7 +124,7 @@ def test_times_by_part_and_memory_by_kind_have_tables_of_their_own() -> None:
     assert "of that regenerating" not in unknown[0]
 
 
-def test_columns_tell_apart_what_differs_and_nothing_else() -> None:
+def test_columns_tell_apart_what_differs_and_nothing_else():
     rows = [timed("none"), timed("none", model="n"), timed("none", dtype="autocast", model="n")]
     assert [line[:3] for line in cells(*rows)] == [
         ["policy", "model", "dtype"], ["none", "m", "float32"], ["none", "n", "float32"], ["none", "n", "autocast"],
@@ -153,7 +150,7 @@ MODELS = {"own": "a.module:make", "q": {"model_type": "qwen3", "hidden_size": 8}
         ({"model": "MLP, 3 parameters"}, "MLP, 3 parameters; 8 steps. "),
     ],
 )  # fmt: skip
-def test_what_was_trained_and_on_what_is_described(config: dict[str, Any], text: str) -> None:
+def test_what_was_trained_and_on_what_is_described(config, text):
     found = results(NONE, **config)
     where = "a CPU (2 threads), torch 2.11.0, transformers 5.0.0, Python 3.11.7, 2026-01-02."
     assert ablation_report.describe(found).startswith(text)
@@ -184,11 +181,11 @@ FASTEST = "`auto` is fastest: 0.90 of the time, 0.25 of the activations, 0.50 of
         ([failed("none", "no room"), FULL], []),
     ],
 )  # fmt: skip
-def test_the_verdict_says_what_is_fastest_what_is_leanest_and_what_changes_bits(rows: Any, told: list[str]) -> None:
+def test_the_verdict_says_what_is_fastest_what_is_leanest_and_what_changes_bits(rows, told):
     assert ablation_report.verdicts(rows) == told
 
 
-def test_the_legend_has_the_words_and_marks_that_the_table_has() -> None:
+def test_the_legend_has_the_words_and_marks_that_the_table_has():
     legend = ablation_report.markdown(results(NONE, KERNEL))
     words = ["held after forward", "peak", "ms a step", "✓ bitwise", "✓ …", "≈ …"]
     assert re.findall(r"^- [*]{2}(.*)[*]{2}: ", legend, re.MULTILINE) == words
@@ -196,7 +193,7 @@ def test_the_legend_has_the_words_and_marks_that_the_table_has() -> None:
     assert "✓ …" not in ablation_report.markdown(results(NONE, FULL))
 
 
-def test_the_page_holds_all_and_asks_no_network(tmp_path: Path) -> None:
+def test_the_page_holds_all_and_asks_no_network(tmp_path):
     found = results(timed("none"), timed("full <script>", 0.12, 0.07), BROKEN)
     files = ablation_report.write(found, tmp_path)
     pictures = ["results.png", "memory.png", "times.png", "longest.png"]
@@ -215,18 +212,18 @@ def test_the_page_holds_all_and_asks_no_network(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rows", [[NONE], []])
-def test_plots_without_numbers_are_not_drawn_and_old_ones_go(rows: list[Any], tmp_path: Path) -> None:
+def test_plots_without_numbers_are_not_drawn_and_old_ones_go(rows, tmp_path):
     (tmp_path / "longest.png").write_bytes(b"of an earlier run")
     assert ablation_report.write(results(*rows), tmp_path) == ["results.md", "results.png", "report.html"]
     assert not (tmp_path / "longest.png").exists()
 
 
-def named_in(axes: Any) -> list[str]:
+def named_in(axes):
     return [label.get_text() for label in axes.get_legend().get_texts()]
 
 
 @pytest.mark.parametrize(("scale", "unit"), [(1, "MiB"), (1024, "GiB")])
-def test_the_plot_goes_from_held_to_peak_with_the_frontier_as_stairs(scale: int, unit: str) -> None:
+def test_the_plot_goes_from_held_to_peak_with_the_frontier_as_stairs(scale, unit):
     longer = [row("none", seconds=0.3, sequence_length=128), row("full", seconds=0.2, sequence_length=128)]
     bytes_of = ("activation_bytes_held", "peak_bytes")
     rows = [{**each, **{key: each[key] * scale for key in bytes_of}} for each in (NONE, FULL, *longer)]
@@ -252,12 +249,12 @@ def test_the_plot_goes_from_held_to_peak_with_the_frontier_as_stairs(scale: int,
         ([(1, 5), (1, 4)], [(1, 4)]),
     ],
 )
-def test_the_frontier_is_what_no_other_row_beats_in_both(points: list[Any], best: list[Any]) -> None:
+def test_the_frontier_is_what_no_other_row_beats_in_both(points, best):
     rows = [row("a", seconds=seconds, peak=peak) for seconds, peak in points]
     assert [(each["step_seconds"], each["peak_bytes"]) for each in ablation_plots.frontier(rows)] == best
 
 
-def test_each_comparison_has_axes_of_its_own_and_a_policy_one_color_in_all() -> None:
+def test_each_comparison_has_axes_of_its_own_and_a_policy_one_color_in_all():
     figure = ablation_plots.memory_against_time([timed("none"), timed("none", model="n"), timed("full", model="n")])
     assert [axes.get_title() for axes in figure.axes] == ["m", "n"]
     assert [named_in(axes)[:-1] for axes in figure.axes] == [["none"], ["none", "full"]]
@@ -265,7 +262,7 @@ def test_each_comparison_has_axes_of_its_own_and_a_policy_one_color_in_all() -> 
     assert one["none"] == other["none"] != other["full"]
 
 
-def test_bars_add_up_to_what_was_measured() -> None:
+def test_bars_add_up_to_what_was_measured():
     """Where it is known what regenerating takes, that is a part; where it is not, what backward takes longer is."""
     rows = [
         *(timed("none"), timed("full", 0.12, 0.07, regenerating_seconds=0.03)),
@@ -284,7 +281,7 @@ OLD = ("default-cpu", "llama-8b-h200", "llama-8b-compiled-h200", "llama-8b-offlo
 
 
 @pytest.mark.parametrize("folder", OLD)
-def test_results_of_earlier_versions_can_be_read(folder: str) -> None:
+def test_results_of_earlier_versions_can_be_read(folder):
     found = json.loads((RESULTS / folder / "results.json").read_text(encoding="utf-8"))
     (_, *rows), *_ = tables_in(ablation_report.markdown(found))
     for (policy, held, *_), each in zip(rows, found["rows"], strict=True):

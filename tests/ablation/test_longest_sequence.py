@@ -1,10 +1,6 @@
 """The search for the longest sequence that fits asks for what it needs, and answers what it saw fit."""
 
-from __future__ import annotations
-
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,15 +16,15 @@ from recompute.errors import AblationError
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-def asked(**changes: Any) -> LongestSequence:
+def asked(**changes):
     return LongestSequence(**{"budget": "1GiB", "start": 256, "multiple": 64, "most": 4096, **changes})
 
 
 @given(limit=st.integers(0, 6000), start=st.integers(2, 4096), multiple=st.integers(1, 300), text=st.integers(1, 6000))
-def test_it_is_the_longest_of_all_multiples(limit: int, start: int, multiple: int, text: int) -> None:
-    tried: list[int] = []
+def test_it_is_the_longest_of_all_multiples(limit, start, multiple, text):
+    tried = []
 
-    def fits(length: int) -> bool:
+    def fits(length):
         tried.append(length)
         return length <= limit
 
@@ -40,8 +36,8 @@ def test_it_is_the_longest_of_all_multiples(limit: int, start: int, multiple: in
     assert found == 0 or found in tried, "what is answered has been seen to fit"
 
 
-def test_it_doubles_and_then_halves_the_range() -> None:
-    tried: list[int] = []
+def test_it_doubles_and_then_halves_the_range():
+    tried = []
     asked().longest(lambda length: tried.append(length) or length <= 1100, 10**6)
     assert tried == [256, 512, 1024, 2048, 1536, 1280, 1152, 1088]
 
@@ -61,12 +57,12 @@ def test_it_doubles_and_then_halves_the_range() -> None:
         ("AblationError: the peer liger needs the package liger-kernel", False),
     ],
 )
-def test_an_error_is_of_memory_or_not(error: str, is_memory: bool) -> None:
+def test_an_error_is_of_memory_or_not(error, is_memory):
     assert is_out_of_memory(error) is is_memory
 
 
-def test_only_a_share_of_a_gpu_looks_at_it_and_the_cpu_has_neither(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked: list[torch.device] = []
+def test_only_a_share_of_a_gpu_looks_at_it_and_the_cpu_has_neither(monkeypatch):
+    looked = []
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: looked.append(device) or (1, 1000))
     for budget, nbytes in (("2GiB", 2 << 30), (4096, 4096)):
         assert [asked(budget=budget).budget_nbytes(device) for device in (CPU, CUDA)] == [nbytes, nbytes]
@@ -84,9 +80,7 @@ SEARCHED = LEAST.model_copy(
 
 
 @pytest.mark.slow
-def test_each_policy_and_peer_has_its_longest_sequence_in_all_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_policy_and_peer_has_its_longest_sequence_in_all_rows(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "liger_kernel", None)
     found = run(tmp_path, SEARCHED, policies=("none", "full"), peers=("liger",), sequence_lengths=(16, 32))
     rows = {(row.policy, row.sequence_length): row for row in found}
@@ -94,11 +88,11 @@ def test_each_policy_and_peer_has_its_longest_sequence_in_all_rows(
     assert 0 < none < full
     for policy, longest in (("none", none), ("full", full), ("liger", None)):
         assert {rows[policy, length].longest_sequence for length in (16, 32)} == {longest}
-    assert "liger" in (rows["liger", 16].error or "")
+    assert "liger" in rows["liger", 16].error
     assert peak(none) <= 1 << 20 < peak(none + 16)
 
 
-def peak(length: int) -> int:
+def peak(length):
     """The bytes of a whole step without a policy."""
     config = SEARCHED.model_copy(update={"sequence_lengths": (length,)})
     experiment = experiment_of(config.comparisons()[0], bytes(4096), CPU, quiet)
@@ -110,7 +104,7 @@ def peak(length: int) -> int:
     return found
 
 
-def test_no_length_is_tried_that_the_text_is_too_short_for(tmp_path: Path) -> None:
+def test_no_length_is_tried_that_the_text_is_too_short_for(tmp_path):
     text = tmp_path / "text.txt"
     text.write_bytes(b"to be or not to be" * 3)
     (row,) = run(tmp_path, SEARCHED, text=text, longest_sequence=asked(start=16, multiple=16))
@@ -121,10 +115,8 @@ def test_no_length_is_tried_that_the_text_is_too_short_for(tmp_path: Path) -> No
     ("failure", "longest", "error"),
     [("OutOfMemoryError: no room", 96, None), ("ValueError: a mistake", None, "ValueError: a mistake")],
 )
-def test_what_has_no_room_is_too_long_and_any_other_failure_is_the_rows(
-    failure: str, longest: int | None, error: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def ask(self: Experiment, task: str, policy: str) -> tuple[Any, str | None]:
+def test_what_has_no_room_is_too_long_and_any_other_failure_is_the_rows(failure, longest, error, tmp_path, monkeypatch):
+    def ask(self, task, policy):
         if task == "row":
             return self.row(policy), None
         return (None, failure) if self.batches[0]["input_ids"].shape[-1] > 100 else (1, None)

@@ -1,10 +1,6 @@
 """A configuration of several models, batch sizes, dtypes and lengths: what it runs, and what it refuses."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -34,11 +30,11 @@ device: cpu
 """
 
 
-def configured(text: str = MATRIX, **changes: Any) -> AblationConfig:
+def configured(text=MATRIX, **changes):
     return parse_document(AblationConfig, text, label="c.yaml").model_copy(update=changes)
 
 
-def test_each_model_meets_each_size_and_a_factory_has_its_own() -> None:
+def test_each_model_meets_each_size_and_a_factory_has_its_own():
     found = [tuple(each.facts.values()) for each in configured().comparisons()]
     sizes = [(length, batch, dtype) for batch in (1, 2) for dtype in ("float32", "autocast") for length in (16, 8)]
     expected = [(model, *size) for model in ("tiny", "gpt2") for size in sizes]
@@ -48,13 +44,13 @@ def test_each_model_meets_each_size_and_a_factory_has_its_own() -> None:
 
 
 @pytest.mark.parametrize("key", ["models: {a: b.c:d, e: f:g}", "batch_sizes: [1, 2]", "sequence_lengths: [4, 8]"])
-def test_a_script_for_one_model_refuses_several(key: str) -> None:
+def test_a_script_for_one_model_refuses_several(key):
     assert configured("steps: 3\n").single().config.steps == 3
     with pytest.raises(AblationError, match="one model, sequence length, batch size and dtype"):
         configured(f"{key}\n").single()
 
 
-def test_a_matrix_trains_llamas_hugging_face_models_and_factories_in_each_dtype(own: Path) -> None:
+def test_a_matrix_trains_llamas_hugging_face_models_and_factories_in_each_dtype(own):
     rows = run(own / "out", configured(sequence_lengths=(16,), batch_sizes=(2,)))
     assert [(row.model, row.dtype, row.policy) for row in rows] == [
         (model, dtype, policy)
@@ -67,14 +63,14 @@ def test_a_matrix_trains_llamas_hugging_face_models_and_factories_in_each_dtype(
         {(row.model, row.dtype): row for row in rows if row.policy == policy} for policy in ("none", "elementwise")
     )
     for key, row in elementwise.items():
-        assert (row.activation_bytes_held or 0) < (none[key].activation_bytes_held or 0)
+        assert row.activation_bytes_held < none[key].activation_bytes_held
     for model in ("tiny", "gpt2", "own"):  # bfloat16 products of float32 weights: other losses, near to them
         exact, rounded = (none[model, dtype].losses or () for dtype in ("float32", "autocast"))
         assert exact != rounded == pytest.approx(exact, rel=2e-2)
         assert none[model, "float32"].parameter_bytes == none[model, "autocast"].parameter_bytes
 
 
-def test_a_model_is_a_folder_or_a_config_json_too(own: Path) -> None:
+def test_a_model_is_a_folder_or_a_config_json_too(own):
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
     LlamaConfig(vocab_size=100, max_position_embeddings=4, **shape).save_pretrained(own / "saved")
     text = MATRIX.replace("own: its_own_model:make", "folder: saved\n  file: saved/config.json")
@@ -85,34 +81,34 @@ def test_a_model_is_a_folder_or_a_config_json_too(own: Path) -> None:
     assert folder.parameter_bytes == file.parameter_bytes
 
 
-def test_adapters_alone_train_and_peers_govern_the_layers_that_they_are_in(own: Path) -> None:
+def test_adapters_alone_train_and_peers_govern_the_layers_that_they_are_in(own):
     lora = "lora: {r: 4, lora_dropout: 0.1, target_modules: all-linear}"
     one_model = MATRIX.replace("  own: its_own_model:make\n", "")
-    changes: dict[str, Any] = {"sequence_lengths": (8,), "batch_sizes": (1,), "dtypes": ("bfloat16",)}
+    changes = {"sequence_lengths": (8,), "batch_sizes": (1,), "dtypes": ("bfloat16",)}
     rows = run(own / "out", configured(one_model + lora, peers=("torch-checkpoint",), **changes))
     held = {(row.model, row.policy): row.activation_bytes_held or 0 for row in rows}
     for row in rows:
         assert row.error is None
         assert (row.exact, row.losses_match, row.grads_match) == (True, True, True)
-        assert 0 < 2 * (row.gradient_bytes or 0) < (row.parameter_bytes or 0), "the base is frozen"
+        assert 0 < 2 * row.gradient_bytes < row.parameter_bytes, "the base is frozen"
         assert row.logits_bytes_held
         assert row.policy == "none" or held[row.model, row.policy] < held[row.model, "none"]
 
 
-def test_logits_are_what_head_and_loss_hold(own: Path) -> None:
+def test_logits_are_what_head_and_loss_hold(own):
     """A larger vocabulary holds more of these, and as much of all else."""
     models = {size: {**GPT2, "vocab_size": size} for size in (300, 600)}
     text = f"models: {{a: {json.dumps(models[300])}, b: {json.dumps(models[600])}}}"
     base = MATRIX[MATRIX.index("policies") :]
     config = configured(text + "\n" + base, sequence_lengths=(8,), batch_sizes=(2,), dtypes=(), policies=())
     small, large = run(own / "out", config)
-    held = [(row.activation_bytes_held or 0) - (row.logits_bytes_held or 0) for row in (small, large)]
+    held = [row.activation_bytes_held - row.logits_bytes_held for row in (small, large)]
     assert held[0] == held[1] > 0
     # Of 7 positions in each of 2 sequences, cross-entropy holds log-probabilities in float32.
-    assert (large.logits_bytes_held or 0) - (small.logits_bytes_held or 0) >= 2 * 7 * 300 * 4
+    assert large.logits_bytes_held - small.logits_bytes_held >= 2 * 7 * 300 * 4
 
 
-def test_static_memory_is_that_of_the_account(own: Path) -> None:
+def test_static_memory_is_that_of_the_account(own):
     config = configured(models={"tiny": TINY.model}, sequence_lengths=(8,), batch_sizes=(1,), dtypes=())
     experiment = experiment_of(config.comparisons()[0], bytes(2048), torch.device("cpu"), quiet)
     row = experiment.row("none")
@@ -154,7 +150,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("text", "message"), WRONG)
-def test_a_mistake_is_told_with_file_line_and_key(text: str, message: str) -> None:
+def test_a_mistake_is_told_with_file_line_and_key(text, message):
     with pytest.raises(PolicyError, match=message):
         configured(f"{text}\n")
 
@@ -172,16 +168,16 @@ def test_a_mistake_is_told_with_file_line_and_key(text: str, message: str) -> No
         ("{model_type: lama}", r"models\.wrong: .* transformers .* refuses this one: .*lama"),
     ],
 )  # fmt: skip
-def test_a_model_that_there_is_not_is_told_before_anything_is_trained(tmp_path: Path, model: str, message: str) -> None:
+def test_a_model_that_there_is_not_is_told_before_anything_is_trained(tmp_path, model, message):
     with pytest.raises(ModelError, match=message):
         run(tmp_path / "out", configured(f"models:\n  wrong: {model}\n"))
     assert not (tmp_path / "out").exists()
 
 
-def test_a_model_that_cannot_be_made_fails_its_rows_alone(own: Path) -> None:
+def test_a_model_that_cannot_be_made_fails_its_rows_alone(own):
     broken = {**GPT2, "n_head": 5}
     text = MATRIX.replace("own: its_own_model:make", f"broken: {json.dumps(broken)}")
     config = configured(text, sequence_lengths=(8,), batch_sizes=(1,), dtypes=(), policies=())
     errors = {row.model: row.error for row in run(own / "out", config)}
     assert errors["tiny"] is errors["gpt2"] is None
-    assert "refuses this one" in (errors["broken"] or "")
+    assert "refuses this one" in errors["broken"]

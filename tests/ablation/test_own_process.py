@@ -1,7 +1,5 @@
 """A training in a process of its own: whatever ends the process is an error, and nothing of it is left behind."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import re
@@ -9,10 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 from ablation_testing import LEAST, by_policy, matching, quiet, run, saved
@@ -31,13 +26,13 @@ def run(code, progress):
 
 
 @pytest.fixture
-def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def apart(tmp_path, monkeypatch):
     """Runs code in a process of its own, which imports next to nothing, and returns its ``answer``, or an error."""
     (tmp_path / "the_work.py").write_text(WORK, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     work = importlib.import_module("the_work").run
 
-    def apart(code: str, progress: Callable[..., None] = quiet, timeout: float | None = None) -> Any:
+    def apart(code, progress=quiet, timeout=None):
         return run_apart(partial(work, code), tmp_path, progress, timeout)
 
     yield apart
@@ -55,13 +50,13 @@ def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         ("atexit.register(os._exit, 3); answer = [1, 2]", [1, 2], "^$"),  # it counts whatever comes after it
     ],
 )  # fmt: skip
-def test_what_a_process_answers_or_what_ends_it_is_told(apart: Any, code: str, answer: Any, error: str) -> None:
+def test_what_a_process_answers_or_what_ends_it_is_told(apart, code, answer, error):
     found, told = apart(code)
     assert found == answer
     assert re.search(error, told or "")
 
 
-def test_a_process_that_takes_too_long_is_ended_with_its_children(apart: Any, tmp_path: Path) -> None:
+def test_a_process_that_takes_too_long_is_ended_with_its_children(apart, tmp_path):
     child = f"import time; time.sleep(4); open({str(tmp_path / 'alive')!r}, 'w')"
     told = apart(f"subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(3600)", timeout=2.5)
     assert told == (None, "TimeoutError: it took longer than cell_timeout_seconds: 2.5")
@@ -69,10 +64,10 @@ def test_a_process_that_takes_too_long_is_ended_with_its_children(apart: Any, tm
     assert not (tmp_path / "alive").exists()
 
 
-def test_progress_comes_through_the_pipe_and_ctrl_c_ends_the_process(apart: Any) -> None:
-    seen: list[Any] = []
+def test_progress_comes_through_the_pipe_and_ctrl_c_ends_the_process(apart):
+    seen = []
 
-    def interrupt(what: str, pid: int) -> None:
+    def interrupt(what, pid):
         seen.append((what, pid))
         if what == "last":
             raise KeyboardInterrupt
@@ -84,10 +79,10 @@ def test_progress_comes_through_the_pipe_and_ctrl_c_ends_the_process(apart: Any)
         os.kill(seen[0][1], 0)
 
 
-def test_what_is_handed_on_is_removed_whatever_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_handed_on_is_removed_whatever_happens(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
-    def interrupted() -> None:
+    def interrupted():
         with isolated(LEAST.comparisons()[0], quiet):
             assert len(list(tmp_path.iterdir())) == 1
             raise KeyboardInterrupt
@@ -101,7 +96,7 @@ SAME = ("losses", "grads_match", "grad_error", "grad_error_last", "activation_by
 
 
 @pytest.mark.slow
-def test_rows_of_processes_are_those_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_processes_are_those_of_one_process(tmp_path, monkeypatch):
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     policies = ("elementwise", "kernel")
@@ -116,10 +111,10 @@ def test_rows_of_processes_are_those_of_one_process(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.slow
-def test_a_crash_or_what_takes_too_long_is_a_row_and_the_others_go_on(own: Path) -> None:
+def test_a_crash_or_what_takes_too_long_is_a_row_and_the_others_go_on(own):
     models = {name: f"its_own_model:{name}" for name in ("crashing", "make")}
     crashing, fine = run(own / "out", LEAST, models=models, isolate=True)
-    assert (crashing.error or "").startswith("ProcessEnded: signal SIGSEGV")
+    assert crashing.error.startswith("ProcessEnded: signal SIGSEGV")
     assert fine.error is None
     assert saved(own / "out")["complete"]
     assert [row["model"] for row in saved(own / "out")["rows"]] == ["crashing", "make"]
@@ -138,9 +133,7 @@ with isolated(config.comparisons()[0], lambda *_: None) as ask:
 
 
 @pytest.mark.slow
-def test_a_process_whose_parent_is_killed_removes_what_was_handed_on_and_ends(
-    own: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_whose_parent_is_killed_removes_what_was_handed_on_and_ends(own, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(each for each in sys.path if each))
     temporary = own / "temporary"
     temporary.mkdir()
@@ -152,7 +145,7 @@ def test_a_process_whose_parent_is_killed_removes_what_was_handed_on_and_ends(
     wait_until(lambda: not list(temporary.glob("recompute-ablation-*")))
 
 
-def wait_until(happens: Callable[[], bool]) -> None:
+def wait_until(happens):
     for _ in range(2400):
         if happens():
             return
@@ -161,8 +154,8 @@ def wait_until(happens: Callable[[], bool]) -> None:
 
 
 @pytest.mark.gpu
-def test_on_cuda_processes_measure_what_one_process_does(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"device": "cuda", "policies": ("elementwise", "kernel")}
+def test_on_cuda_processes_measure_what_one_process_does(tmp_path):
+    options = {"device": "cuda", "policies": ("elementwise", "kernel")}
     together = by_policy(run(tmp_path, LEAST, **options))
     apart = matching(run(tmp_path, LEAST, isolate=True, **options))
     assert saved(tmp_path)["machine"]["gpu"]

@@ -1,18 +1,14 @@
 """What other libraries offer: each peer trains, says what it lacks, and leaves the libraries as they were."""
 
-from __future__ import annotations
-
 import sys
 import types
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from ablation_testing import TINY, by_policy, matching, run
 from peft import LoraConfig, get_peft_model
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -28,25 +24,23 @@ REGIONS = [f"region {number}" for number in range(8)]  # q, k, v, attention, o, 
 class Remat(types.SimpleNamespace):
     """Stands for the package: it notes the regions, and runs all of them again."""
 
-    def __init__(self) -> None:
-        self.names: list[str] = []
+    def __init__(self):
+        self.names = []
 
-    def checkpoint(self) -> Any:
+    def checkpoint(self):
         return lambda function: partial(checkpoint, function, use_reentrant=False)
 
-    def region(self, function: Any, name: str, *, recompute: bool) -> Any:
+    def region(self, function, name, *, recompute):
         assert not recompute
         self.names.append(name)
         return function
 
-    def recompute_needs_tensor(self, output: Any) -> None:
+    def recompute_needs_tensor(self, output):
         assert output.requires_grad
 
 
 @pytest.mark.parametrize("is_installed", [False, True])
-def test_torch_remat_saves_linears_and_attention_or_nothing(
-    is_installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torch_remat_saves_linears_and_attention_or_nothing(is_installed, tmp_path, monkeypatch):
     stand_in = Remat()
     if is_installed:
         pytest.importorskip("torch_remat")
@@ -57,10 +51,10 @@ def test_torch_remat_saves_linears_and_attention_or_nothing(
     for row in (saving, full):
         assert row.losses == none.losses
         assert row.exact
-        assert (row.peak_bytes or 0) < (none.peak_bytes or 0)
+        assert row.peak_bytes < none.peak_bytes
     assert F.scaled_dot_product_attention is attention
     if is_installed:
-        assert (full.activation_bytes_held or 0) < (saving.activation_bytes_held or 0)
+        assert full.activation_bytes_held < saving.activation_bytes_held
     else:
         assert stand_in.names[:16] == 2 * REGIONS, "each run of a layer begins anew"
         assert {*stand_in.names} == {*REGIONS}
@@ -70,13 +64,13 @@ class CutCrossEntropy:
     """Stands for the package: its function in release 25.1, in plain PyTorch."""
 
     @staticmethod
-    def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, *, softcap: Any, shift: bool) -> Tensor:
+    def linear_cross_entropy(hidden, weight, targets, *, softcap, shift):
         assert softcap is None
         logits = F.linear(hidden[:, :-shift], weight)
         return F.cross_entropy(logits.flatten(0, 1), targets[:, shift:].flatten())
 
 
-def test_cut_cross_entropy_takes_the_decoders_output(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cut_cross_entropy_takes_the_decoders_output(own, monkeypatch):
     monkeypatch.setitem(sys.modules, "cut_cross_entropy", CutCrossEntropy)
     gpt2 = HuggingFaceFields(model_type="gpt2", n_layer=1, n_embd=32, n_head=2, vocab_size=300, n_positions=8)
     models = {"tiny": TINY.model, "gpt2": gpt2, "own": "its_own_model:make"}
@@ -87,8 +81,8 @@ def test_cut_cross_entropy_takes_the_decoders_output(own: Path, monkeypatch: pyt
         assert peer.error is None
         assert peer.exact is False
         assert peer.losses == pytest.approx(rows[model, "none"].losses, rel=1e-5)
-        assert (peer.grad_error or 0) < 1e-5
-    assert "for a model of transformers with a decoder" in (rows["own", "cut-cross-entropy"].error or "")
+        assert peer.grad_error < 1e-5
+    assert "for a model of transformers with a decoder" in rows["own", "cut-cross-entropy"].error
 
 
 @pytest.mark.parametrize(
@@ -101,9 +95,7 @@ def test_cut_cross_entropy_takes_the_decoders_output(own: Path, monkeypatch: pyt
         ("liger", "liger_kernel", "liger-kernel"),
     ],
 )
-def test_a_peer_that_is_not_installed_is_a_row_that_says_what_to_install(
-    peer: str, module: str, packages: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_peer_that_is_not_installed_is_a_row_that_says_what_to_install(peer, module, packages, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
     _, row = run(tmp_path, peers=(peer,), steps=1)
     needed = f"the peer {peer} needs the package {packages.split()[0]}: pip install {packages}"
@@ -111,11 +103,11 @@ def test_a_peer_that_is_not_installed_is_a_row_that_says_what_to_install(
 
 
 @pytest.fixture
-def liger(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def liger(monkeypatch):
     """What stands for the package is given; it rotates in a way of its own."""
-    given: dict[str, Any] = {}
+    given = {}
 
-    def apply_liger_kernel_to_llama(**options: Any) -> None:
+    def apply_liger_kernel_to_llama(**options):
         given.update(options)
         modeling_llama.apply_rotary_pos_emb = lambda q, k, *_: (q * 2, k)
 
@@ -127,22 +119,20 @@ def liger(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("peer", "has_loss", "is_adapted"), [("liger", False, True), ("liger-loss", True, False)])
-def test_liger_patches_the_model_itself_and_brings_its_loss_where_that_is_asked_for(
-    peer: str, has_loss: bool, is_adapted: bool, liger: dict[str, Any]
-) -> None:
+def test_liger_patches_the_model_itself_and_brings_its_loss_where_that_is_asked_for(peer, has_loss, is_adapted, liger):
     model = LlamaForCausalLM(LlamaConfig(hidden_size=32, intermediate_size=8, num_hidden_layers=1, vocab_size=8))
     with under(peer, get_peft_model(model, LoraConfig(target_modules="all-linear")) if is_adapted else model):
         pass
     assert liger == {"cross_entropy": False, "fused_linear_cross_entropy": has_loss, "model": model}
 
 
-def test_what_a_peer_replaces_is_put_back(liger: dict[str, Any], tmp_path: Path) -> None:
+def test_what_a_peer_replaces_is_put_back(liger, tmp_path):
     rows = by_policy(run(tmp_path, peers=("liger", "torch-checkpoint")))
     assert rows["liger"].losses_match is False
     assert rows["torch-checkpoint"].losses_match
 
 
-def test_torchtune_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchtune_needs_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for name in ("torchtune", "torchtune.training"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))

@@ -1,10 +1,7 @@
 """What ``results.json`` holds: it is gone on with, or refused, and two of them are compared."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from ablation_testing import LEAST, results, row, saved, started, timed
@@ -18,8 +15,8 @@ RESULTS = Path(__file__).parents[2] / "examples" / "ablation" / "results"
 
 
 @pytest.fixture
-def compared(tmp_path: Path) -> Any:
-    def compared(before: dict[str, Any], after: dict[str, Any]) -> str:
+def compared(tmp_path):
+    def compared(before, after):
         for name, found in (("a", before), ("b", after)):
             (tmp_path / name).mkdir()
             (tmp_path / name / "results.json").write_text(json.dumps(found), encoding="utf-8")
@@ -28,7 +25,7 @@ def compared(tmp_path: Path) -> Any:
     return compared
 
 
-def lines(text: str, policy: str) -> dict[str, list[str]]:
+def lines(text, policy):
     """What is said of each number of a policy's row."""
     split = [line.split("  ") for line in text.splitlines() if line.startswith(f"{policy}, ")]
     cells = [[cell.strip() for cell in line if cell.strip()] for line in split]
@@ -54,13 +51,11 @@ def lines(text: str, policy: str) -> dict[str, list[str]]:
         (timed("a", grads_match=None), "grads_match", ["True", "None", "different"]),
     ],
 )
-def test_each_number_has_its_ratio_and_whether_it_is_beyond_the_spread(
-    compared: Any, after: dict[str, Any], number: str, told: list[str]
-) -> None:
+def test_each_number_has_its_ratio_and_whether_it_is_beyond_the_spread(compared, after, number, told):
     assert lines(compared(results(timed("a")), results(after)), "a")[number] == told
 
 
-def test_rows_of_one_alone_and_what_was_run_otherwise_are_named(compared: Any) -> None:
+def test_rows_of_one_alone_and_what_was_run_otherwise_are_named(compared):
     before = results(timed("none"), timed("gone"))
     after = results(timed("none"), timed("new", sequence_length=128), steps=5)
     after["machine"] |= {"torch": "2.14", "date": "2027-01-01", "cores": 2}
@@ -73,15 +68,15 @@ def test_rows_of_one_alone_and_what_was_run_otherwise_are_named(compared: Any) -
     assert "2027" not in text
 
 
-def test_results_of_before_comparisons_had_names_are_compared(compared: Any) -> None:
+def test_results_of_before_comparisons_had_names_are_compared(compared):
     """Their rows say neither model nor batch size nor dtype: the configuration does."""
     after = timed("none", 0.2, model="llama", batch_size=4)
     found = lines(compared(results(row("none")), results(after, models={})), "none")
     assert found["step"] == ["100.00 ms", "200.00 ms", "2.000x", "spread not known"]
 
 
-def test_the_command_compares_the_results_of_this_repository(tmp_path: Path) -> None:
-    def told(one: Path, other: Path) -> tuple[int, str]:
+def test_the_command_compares_the_results_of_this_repository(tmp_path):
+    def told(one, other):
         found = CliRunner().invoke(app, ["ablate", "--compare", str(one), str(other)])
         return found.exit_code, found.output
 
@@ -98,7 +93,7 @@ def test_the_command_compares_the_results_of_this_repository(tmp_path: Path) -> 
 
 
 @pytest.fixture(scope="module")
-def least(tmp_path_factory: pytest.TempPathFactory) -> str:
+def least(tmp_path_factory):
     out = tmp_path_factory.mktemp("results")
     list(started(out, LEAST))
     return (out / "results.json").read_text(encoding="utf-8")
@@ -114,9 +109,7 @@ def least(tmp_path_factory: pytest.TempPathFactory) -> str:
         ("text", "nbytes", 3, r"text\.nbytes: results\.json has 3"),
     ],
 )
-def test_results_of_others_are_not_resumed(
-    least: str, tmp_path: Path, part: str, key: str, value: Any, message: str
-) -> None:
+def test_results_of_others_are_not_resumed(least, tmp_path, part, key, value, message):
     found = json.loads(least)
     found[part][key] = value
     (tmp_path / "results.json").write_text(json.dumps(found), encoding="utf-8")
@@ -126,7 +119,7 @@ def test_results_of_others_are_not_resumed(
 
 
 @pytest.mark.parametrize(("text", "message"), [("{", "found no JSON"), ('{"rows": 3}', "with rows that each have")])
-def test_a_file_that_holds_no_results_is_told(tmp_path: Path, text: str, message: str) -> None:
+def test_a_file_that_holds_no_results_is_told(tmp_path, text, message):
     (tmp_path / "results.json").write_text(text, encoding="utf-8")
     with pytest.raises(AblationError, match=rf"results\.json: expected the results\.json of an ablation.*{message}"):
         started(tmp_path, LEAST, resume=True)

@@ -1,14 +1,11 @@
 """The configurations of examples: each says what it is for, loads, and runs in small on the CPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
 import pytest
 from ablation_testing import LEAST, run
 
-from recompute.ablation.ablation_config import AblationConfig, HuggingFaceFields, ModelSource
+from recompute.ablation.ablation_config import AblationConfig, HuggingFaceFields
 from recompute.ablation.peers import COMPILED, EXACT_PEERS, is_peer
 from recompute.ablation.subjects import model_source
 from recompute.estimation.llama import ModelShape
@@ -37,22 +34,22 @@ LARGE_BY_DEFAULT = {
 }
 
 
-def loaded(name: str) -> AblationConfig:
+def loaded(name):
     return load_document(AblationConfig, FILES[name], kind="configuration")
 
 
 @pytest.fixture(autouse=True)
-def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+def at_the_root(monkeypatch):
     """Policies' paths are those from the root."""
     monkeypatch.chdir(ROOT)
 
 
-def test_the_default_has_every_key() -> None:
+def test_the_default_has_every_key():
     assert load_document(AblationConfig, EXAMPLES / "default.yaml").model_fields_set == {*AblationConfig.model_fields}
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_each_configuration_says_what_it_is_for_and_can_be_run(name: str) -> None:
+def test_each_configuration_says_what_it_is_for_and_can_be_run(name):
     comment = [line for line in FILES[name].read_text(encoding="utf-8").splitlines() if line.startswith("# ")]
     assert ("?" if name.startswith("study/") else ".") in " ".join(comment)
     config = loaded(name)
@@ -62,12 +59,12 @@ def test_each_configuration_says_what_it_is_for_and_can_be_run(name: str) -> Non
     for comparison in config.comparisons():
         source = comparison.source
         if not isinstance(source, ModelShape):
-            read: Any = model_source(comparison)
+            read = model_source(comparison)
             given = source.model_dump() if isinstance(source, HuggingFaceFields) else {}
             assert {key: getattr(read, key) for key in given} == given, "transformers knows every field"
 
 
-def small(source: ModelSource) -> ModelSource:
+def small(source):
     if isinstance(source, ModelShape):
         return LEAST.model
     assert isinstance(source, HuggingFaceFields)
@@ -78,7 +75,7 @@ def small(source: ModelSource) -> ModelSource:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
-def test_each_configuration_runs_in_small(name: str, tmp_path: Path) -> None:
+def test_each_configuration_runs_in_small(name, tmp_path):
     config = loaded(name)
     search = config.longest_sequence and config.longest_sequence.model_copy(
         update={"budget": "2MiB", "start": 16, "multiple": 8, "most": 128}
@@ -99,4 +96,4 @@ def test_each_configuration_runs_in_small(name: str, tmp_path: Path) -> None:
         assert row.error is None, row
         assert row.grads_match is not False, row
     if search:
-        assert all((row.longest_sequence or 0) > 0 for row in rows)
+        assert all(row.longest_sequence > 0 for row in rows)

@@ -1,22 +1,18 @@
 """Rows in turn: repeats are interleaved, failures are kept, and what is there already is not trained again."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import pytest
 from ablation_testing import LEAST, saved, started
 
 from recompute.ablation import run_ablation
-from recompute.ablation.results import AblationRow, Timings
+from recompute.ablation.results import AblationRow
 from recompute.ablation.run_ablation import RowRecorder
 
 FACTS = {"model": "m", "sequence_length": 8, "batch_size": 1, "dtype": "float32"}
 
 
-def timings(*steps: float, backward: float = 1.0) -> Timings:
+def timings(*steps, backward=1.0):
     return {"step": steps, "backward": (backward,) * len(steps)}
 
 
@@ -29,7 +25,7 @@ class Trainer:
     facts: dict[str, Any] = field(default_factory=lambda: FACTS)
     asked: list[str] = field(default_factory=list)
 
-    def ask(self, task: str, policy: str) -> tuple[Any, str | None]:
+    def ask(self, task, policy):
         self.asked.append(f"{task} {policy}")
         if f"{task} {policy}" in self.broken:
             return None, "broken"
@@ -39,17 +35,17 @@ class Trainer:
         return AblationRow(policy, **self.facts).timed([timings(1.0, 2.0, 3.0, backward=backward)]), None
 
 
-def recorded(out: Path | None = None, **options: Any) -> RowRecorder:
+def recorded(out=None, **options):
     return RowRecorder({"command": "recompute ablate", "machine": {"date": "2026"}}, out, **options)
 
 
-def asked(recorder: RowRecorder, *names: str, repeats: int = 1, broken: tuple[str, ...] = ()) -> list[str]:
+def asked(recorder, *names, repeats=1, broken=()):
     trainer = Trainer(broken)
     list(recorder.train(trainer.ask, names, FACTS, repeats=repeats))
     return trainer.asked
 
 
-def test_all_run_once_before_any_runs_again_and_numbers_are_over_all_repeats() -> None:
+def test_all_run_once_before_any_runs_again_and_numbers_are_over_all_repeats():
     trainer, recorder = Trainer(), recorded()
     yielded = list(recorder.train(trainer.ask, ("none", "a"), FACTS, repeats=3))
     assert trainer.asked == ["row none", "row a", *2 * ["timings none", "timings a"]]
@@ -63,7 +59,7 @@ def test_all_run_once_before_any_runs_again_and_numbers_are_over_all_repeats() -
     assert yielded[1].backward_added_seconds == 0.5
 
 
-def test_what_fails_in_a_repeat_keeps_its_numbers_and_does_not_run_again() -> None:
+def test_what_fails_in_a_repeat_keeps_its_numbers_and_does_not_run_again():
     recorder = recorded()
     found = asked(recorder, "none", "a", "b", repeats=3, broken=("row a", "timings b"))
     assert found == ["row none", "row a", "row b", "timings none", "timings b", "timings none"]
@@ -72,7 +68,7 @@ def test_what_fails_in_a_repeat_keeps_its_numbers_and_does_not_run_again() -> No
     assert (b.error, b.step_seconds) == ("repeat 2: broken", 2.0)
 
 
-def test_good_rows_are_not_repeated_and_failed_ones_are(tmp_path: Path) -> None:
+def test_good_rows_are_not_repeated_and_failed_ones_are(tmp_path):
     asked(recorded(tmp_path), "none", "a", "b", repeats=2, broken=("row a",))
     rows = saved(tmp_path)["rows"]
     recorder = recorded(tmp_path, resume=True)
@@ -84,12 +80,12 @@ def test_good_rows_are_not_repeated_and_failed_ones_are(tmp_path: Path) -> None:
     assert [row["error"] for row in saved(tmp_path)["rows"]] == [None] * 4
 
 
-def test_a_row_short_of_repeats_gets_those_and_needs_no_baseline(tmp_path: Path) -> None:
+def test_a_row_short_of_repeats_gets_those_and_needs_no_baseline(tmp_path):
     asked(recorded(tmp_path), "none", "a")
     assert asked(recorded(tmp_path, resume=True), "none", "a", repeats=2) == ["timings none", "timings a"]
 
 
-def test_rows_have_their_own_baseline_and_the_longest_sequence_is_written_into_those_of_all_lengths() -> None:
+def test_rows_have_their_own_baseline_and_the_longest_sequence_is_written_into_those_of_all_lengths():
     recorder = recorded()
     for seconds, facts in (
         (1.0, FACTS),
@@ -99,9 +95,9 @@ def test_rows_have_their_own_baseline_and_the_longest_sequence_is_written_into_t
         list(recorder.train(Trainer(facts=facts, baseline_seconds=seconds).ask, ("none", "a"), facts))
     added = [row.backward_added_seconds for row in recorder.rows]
     assert added == [0.0, 0.5, 0.0, 0.25, 0.0, -0.5], "each comparison has a baseline of its own"
-    searched: list[str] = []
+    searched = []
 
-    def longest(name: str) -> tuple[int | None, str | None]:
+    def longest(name):
         searched.append(name)
         return (None, "broken") if name == "a" else (4096, None)
 
@@ -115,15 +111,15 @@ def test_rows_have_their_own_baseline_and_the_longest_sequence_is_written_into_t
     assert searched == ["none", "a"]
 
 
-def test_what_is_left_is_told_by_the_mean_of_what_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_left_is_told_by_the_mean_of_what_was_done(monkeypatch):
     clock = iter([0.0, 10.0, 10.0, 40.0, 40.0, 60.0])
     monkeypatch.setattr(run_ablation, "host_seconds", lambda: next(clock))
-    told: list[tuple[int, int, float | None]] = []
+    told = []
     asked(recorded(total=6, tell_left=lambda *left: told.append(left)), "none", "a", "b")
     assert told == [(0, 6, None), (1, 6, 50.0), (2, 6, 80.0), (3, 6, 60.0)]
 
 
-def test_a_run_resumes_what_was_interrupted_and_one_without_results_begins(tmp_path: Path) -> None:
+def test_a_run_resumes_what_was_interrupted_and_one_without_results_begins(tmp_path):
     config = LEAST.model_copy(update={"peers": ("torch-checkpoint", "torch-save-on-cpu")})
     for row in started(tmp_path, config, command="first", resume=True):
         if row.policy == "torch-checkpoint":

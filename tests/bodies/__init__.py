@@ -1,9 +1,5 @@
 """The table of module bodies, by subject. A new body is one row; ``corpus`` says what is claimed of each."""
 
-from __future__ import annotations
-
-from corpus import Body
-
 from bodies.arguments import ARGUMENTS, CACHES, RESULTS
 from bodies.autograd import FUNCTIONS, GRADIENTS
 from bodies.captures import CAPTURES
@@ -11,20 +7,9 @@ from bodies.memory import ALIASES, CHANGES, VIEWS
 from bodies.modules import ATTRIBUTES, EFFECTS, MODULES
 from bodies.random import DRAWS, REACHED
 
-TABLES: dict[str, dict[str, Body]] = {
-    "argument": ARGUMENTS,
-    "cache": CACHES,
-    "result": RESULTS,
-    "draw": DRAWS,
-    "reached": REACHED,
-    "attribute": ATTRIBUTES,
-    "effect": EFFECTS,
-    "module": MODULES,
-    "alias": ALIASES,
-    "view": VIEWS,
-    "change": CHANGES,
-    "gradient": GRADIENTS,
-    "function": FUNCTIONS,
-    "capture": CAPTURES,
-}
+TABLES = {
+    "argument": ARGUMENTS, "cache": CACHES, "result": RESULTS, "draw": DRAWS, "reached": REACHED,
+    "attribute": ATTRIBUTES, "effect": EFFECTS, "module": MODULES, "alias": ALIASES, "view": VIEWS, "change": CHANGES,
+    "gradient": GRADIENTS, "function": FUNCTIONS, "capture": CAPTURES,
+}  # fmt: skip
 BODIES = {f"{subject}: {name}": body for subject, table in TABLES.items() for name, body in table.items()}

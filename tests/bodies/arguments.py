@@ -1,20 +1,17 @@
 """What goes into a region and what comes out of it: any object, and objects with a state of their own."""
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import logging
 import threading
 from collections import OrderedDict, UserDict, defaultdict, deque
-from collections.abc import Callable
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from corpus import Body
-from engine_testing import HIDDEN, TOKENS, RMSNorm
+from corpus import Body, linear, norm
+from engine_testing import HIDDEN, TOKENS
 from torch import Tensor, nn
 from torch.nested import nested_tensor
 from torch.nn.utils.rnn import pack_padded_sequence
@@ -156,7 +153,7 @@ def packed(x):
     return pack_padded_sequence((x * 2)[:, None], [TOKENS])
 
 
-KINDS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Any]]] = {
+KINDS = {
     "tensor": (lambda x: x * 3, lambda v: v.sin()),
     "tuple": (lambda x: (x, (x * 2, None)), lambda v: v[0] * v[1][0]),
     "list": (lambda x: [x, [x * 2]], lambda v: v[0] * v[1][0]),
@@ -219,7 +216,7 @@ def kind(number, make, use):
     def given(x):
         return {"value": make(x), "x": x, "offset": 1.0} if number % 2 else (x, make(x))
 
-    return Body(forward, lambda: {"norm": RMSNorm()}, given)
+    return Body(forward, norm, given)
 
 
 def same_twice(self, x, first, second):
@@ -255,7 +252,7 @@ def filled(make, change):
 
 
 WEIGHT = nn.Parameter(torch.linspace(0, 1, HIDDEN))
-ARGUMENTS: dict[str, Body] = {
+ARGUMENTS = {
     **{name: kind(number, *each) for number, (name, each) in enumerate(KINDS.items())},
     **{f"{name} that forward fills": filled(*each) for name, each in CONTAINERS.items()},
     "one list twice": Body(same_twice, given=lambda x: (x, *[[1.0]] * 2)),
@@ -289,13 +286,13 @@ ARGUMENTS: dict[str, Body] = {
     ),
     "tensors in an object of the users": Body(
         lambda self, batch: F.gelu(self.linear(batch.hidden)) * batch.extra["scale"],
-        lambda: {"linear": nn.Linear(HIDDEN, HIDDEN)},
+        linear,
         lambda x: (Batch(x, extra={"scale": 0.5}),),
         captured=True,
     ),
 }
 
-GIVEN_BACK: dict[str, Callable[[Tensor], Any]] = {
+GIVEN_BACK = {
     "tensor": lambda y: y.sin(),
     "tuple": lambda y: (y.sin(), (y.exp(), None), 3, "s"),
     "list": lambda y: [y.sin(), [y.exp()]],
@@ -321,10 +318,10 @@ MAY_BE_CAPTURED = ("nested", "twice the same", "views of two", "expanded", "deta
 
 
 def giving(function, captured):
-    return Body(lambda self, x: function(self.norm(x).cos()), lambda: {"norm": RMSNorm()}, captured=captured)
+    return Body(lambda self, x: function(self.norm(x).cos()), norm, captured=captured)
 
 
-RESULTS: dict[str, Body] = {
+RESULTS = {
     **{name: giving(each, True if name in MAY_BE_CAPTURED else None) for name, each in GIVEN_BACK.items()},
     **{
         f"nothing that takes gradients: {result!r}": Body(
@@ -372,7 +369,7 @@ class DictCache(dict):
         return sum(map(len, self.get("keys", [])))
 
 
-KINDS_OF_CACHES: dict[str, Any] = {"object": Cache, "slots": BareCache, "dict": DictCache}
+KINDS_OF_CACHES = {"object": Cache, "slots": BareCache, "dict": DictCache}
 
 
 def attend(self, x, cache):

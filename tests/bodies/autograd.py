@@ -1,25 +1,22 @@
 """What forward does with autograd: spans without gradients, gradients inside, hooks, and custom Functions."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from corpus import Body, nothing
 from engine_testing import HIDDEN, RMSNorm, function_of
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd import Function, forward_ad
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 import recompute
 
-RAN: list[str] = []
+RAN = []
 """What Functions ran, so that nothing may run twice."""
 
 
@@ -133,7 +130,7 @@ def vmapped_with_an_array(self, x):
     return torch.func.vmap(lambda row: self.norm(row) * torch.as_tensor(np.ones(HIDDEN, np.float32)))(x.exp()).sin()
 
 
-GRADIENTS: dict[str, Body] = {
+GRADIENTS = {
     "no_grad": of(lambda self, x: x.exp() * torch.no_grad()(lambda: self.norm(x).abs().amax(-1, keepdim=True))()),
     "detach": of(lambda self, x: (self.norm(x).detach() + x).exp().sin()),
     "straight through": of(lambda self, x: (x + (self.norm(x).round() - x).detach()).exp().sin()),
@@ -432,7 +429,7 @@ def scale_without_gradients(self, h):
     return h.sigmoid() * scale
 
 
-FORWARDS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+FORWARDS = {
     "saves its inputs": lambda self, h: Scale.apply(h, self.weight).sigmoid() * h.tanh(),
     "a frozen weight": lambda self, h: Scale.apply(h, self.frozen).sigmoid(),
     "frozen values": lambda self, h: Scale.apply(self.frozen.tanh().expand(h.shape), self.weight).sigmoid() * h,
@@ -475,7 +472,7 @@ def in_a_block(function, **options):
     )
 
 
-FUNCTIONS: dict[str, Body] = {
+FUNCTIONS = {
     **{
         name: in_a_block(
             each, captured=None if name in IS_TOLD_LATE else True, backwards=1 if name in WRITES_WHAT_IT_SAVED else 2

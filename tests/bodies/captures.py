@@ -4,13 +4,9 @@ import threading
 
 import torch
 import torch.nn.functional as F
-from corpus import Body
-from engine_testing import HIDDEN, RMSNorm
+from corpus import Body, linear, norm
+from engine_testing import HIDDEN
 from torch import nn
-
-
-def parts():
-    return {"linear": nn.Linear(HIDDEN, HIDDEN)}
 
 
 def leads_nowhere(self, x):
@@ -72,24 +68,22 @@ SELECTED = {
 COMPILED = torch.compile(lambda x: x.sin().exp(), backend="aot_eager", fullgraph=True)
 CAPTURES = {
     "an output whose graph reaches no input": Body(
-        leads_nowhere, parts, drops=False, captured="reach none of its inputs"
+        leads_nowhere, linear, drops=False, captured="reach none of its inputs"
     ),
-    "an output that is a view made without gradients": Body(gives_a_view_made_without_gradients, parts),
-    "what is kept from compilers": Body(kept_from_compilers, parts, captured=True),
-    "where the class of a parameter is from": Body(asks_for_a_class, parts, captured=True),
+    "an output that is a view made without gradients": Body(gives_a_view_made_without_gradients, linear),
+    "what is kept from compilers": Body(kept_from_compilers, linear, captured=True),
+    "where the class of a parameter is from": Body(asks_for_a_class, linear, captured=True),
     "a parameter that autograd saves in two ways": Body(
         saves_in_two_ways,
         lambda: {"w": nn.Parameter(torch.rand(HIDDEN, HIDDEN))},
         captured="both as it is and as a view",
     ),
-    "outputs that overlap": Body(overlapping, parts, captured="two of its outputs overlap in memory"),
+    "outputs that overlap": Body(overlapping, linear, captured="two of its outputs overlap in memory"),
     "a higher-order operator and compiled code": Body(
         lambda self, x: COMPILED(torch.cond(x.sum() > 0, torch.sin, torch.cos, (x * 2,))), drops=False
     ),
     **{
-        f"a shape by {name}": Body(
-            lambda self, x, select=select: select(self.norm(x)).exp().sin(), lambda: {"norm": RMSNorm()}
-        )
+        f"a shape by {name}": Body(lambda self, x, select=select: select(self.norm(x)).exp().sin(), norm)
         for name, select in SELECTED.items()
     },
 }

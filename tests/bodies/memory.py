@@ -1,31 +1,14 @@
 """Views and aliases of what goes into a region and comes out of it, and tensors that are written to."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
-from corpus import Body
-from engine_testing import HIDDEN, TOKENS, RMSNorm, function_of
-from torch import Tensor, nn
-
-
-def linear():
-    return {"linear": nn.Linear(HIDDEN, HIDDEN)}
-
-
-def norm():
-    return {"norm": RMSNorm()}
-
-
-def both():
-    return linear() | norm()
-
+from corpus import Body, both, linear, norm
+from engine_testing import HIDDEN, TOKENS, function_of
+from torch import nn
 
 # What a region gives back of what it is given
 
-ALIASES: dict[str, Body] = {
+ALIASES = {
     name: Body(lambda self, x, alias=alias: alias(x), drops=False)
     for name, alias in {
         "itself": lambda x: x,
@@ -42,8 +25,7 @@ ALIASES: dict[str, Body] = {
 
 # Saved views: of what is dropped, of what is given, and of a parameter
 
-COMPLEX = (2, -1, 2)
-SAVED: dict[str, Callable[[Tensor], Tensor]] = {
+SAVED = {
     "itself": lambda y: y,
     "view": lambda y: y.view(2, -1, 4),
     "transposed": lambda y: y.t(),
@@ -91,13 +73,13 @@ def saving(view):
     return Body(forward, lambda: {"weight": nn.Parameter(torch.linspace(0, 2, TOKENS * HIDDEN))})
 
 
-ODD: dict[str, Callable[[Tensor], Tensor]] = {
+ODD = {
     "transposed": lambda y: y.t().contiguous().t(),
     "slice of more": lambda y: torch.cat([y, y], -1)[:, 1 : HIDDEN + 1],
     "expanded": lambda y: y[:1].sin().expand(TOKENS, -1),
     "with an offset": lambda y: torch.cat([y, y])[TOKENS:],
 }
-PRODUCTS: dict[str, Callable[[Tensor], Tensor]] = {
+PRODUCTS = {
     "y y*": lambda y: y * y.conj(),
     "y* sin y": lambda y: y.conj() * y.sin(),
     "re im": lambda y: y.real * y.imag,
@@ -155,7 +137,7 @@ def at_a_place(other):
     )
 
 
-VIEWS: dict[str, Body] = {
+VIEWS = {
     **{name: saving(each) for name, each in SAVED.items()},
     **{f"of an output that is {name}": of_odd_layout(each) for name, each in ODD.items()},
     **{
@@ -254,7 +236,7 @@ def start_outside(module):
             tensor.copy_(torch.rand(tensor.shape))
 
 
-CHANGES: dict[str, Body] = {
+CHANGES = {
     "a costly result after its use": Body(after_use, both),
     "a slice of it": Body(slice_after_use, both),
     "in a chain": Body(lambda self, x: (self.norm(x) * 2).mul_(3.0).add_(1.0).exp_().sin(), norm),

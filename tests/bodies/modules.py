@@ -1,7 +1,5 @@
 """What modules remember and are made of: attributes, containers, buffers, statistics, weights; and side effects."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import io
@@ -9,22 +7,15 @@ import logging
 import warnings
 from array import array
 from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, defaultdict, deque, namedtuple
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from corpus import Body
+from corpus import Body, linear, norm
 from engine_testing import HIDDEN, TOKENS, RMSNorm, module_of
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
-
-
-def linear():
-    return {"linear": nn.Linear(HIDDEN, HIDDEN)}
-
 
 # Attributes
 
@@ -68,7 +59,7 @@ class Slots:
 Rows, Named = type("Rows", (list,), {}), namedtuple("Named", "rows")
 
 
-CONTAINERS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+CONTAINERS = {
     "list": (list, lambda value: value.append(0)),
     "dict": (dict, lambda value: value.update({len(value): 0})),
     "ordered dict": (OrderedDict, lambda value: value.update({len(value): 0})),
@@ -148,7 +139,7 @@ def start_state(module):
     module.state, module.states = torch.zeros(HIDDEN), []
 
 
-ATTRIBUTES: dict[str, Body] = {
+ATTRIBUTES = {
     "a number that advances": Body(advances, lambda: {"count": 0}),
     "a number that every call changes": Body(
         lambda self, x: advances(self, self.linear(x)), lambda: {**linear(), "count": 0}, captured=False
@@ -187,7 +178,7 @@ ATTRIBUTES: dict[str, Body] = {
 
 # Side effects
 
-SAID: list[str] = []
+SAID = []
 LOGGER = logging.getLogger("recompute.bodies")
 
 
@@ -271,7 +262,7 @@ EFFECTS = {
 
 # Parts, and what they do to buffers
 
-NORMALIZED: dict[str, Callable[[nn.Module], nn.Module]] = {
+NORMALIZED = {
     "spectral norm by a hook": lambda linear: torch.nn.utils.spectral_norm(linear, n_power_iterations=2),
     "weight norm by a hook": torch.nn.utils.weight_norm,
     "spectral norm": parametrizations.spectral_norm,
@@ -359,7 +350,7 @@ def update_in_no_grad(module, *_):
     module.average.mul_(2.0)
 
 
-MODULES: dict[str, Body] = {
+MODULES = {
     **{name: normalized(each) for name, each in NORMALIZED.items()},
     "norms with statistics": Body(
         lambda self, x: self.average(self.instance(self.batch(self.conv(x[None])).relu()).exp()).sin(), norms
@@ -401,7 +392,7 @@ MODULES: dict[str, Body] = {
     "a sparse buffer of rows": adjacency(torch.sparse_csr),
     "eval before backward": Body(
         lambda self, x: F.dropout(self.norm(x), 0.5, self.training).exp().sin(),
-        lambda: {"norm": RMSNorm()},
+        norm,
         start=lambda module: module.train(),
         between=lambda module, *_: module.eval(),
     ),

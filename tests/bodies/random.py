@@ -1,24 +1,20 @@
 """Random numbers: drawn from whatever source, by whatever way, they are the same ones when an op runs again."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import operator
 import random
 import types
-from collections.abc import Callable
 from random import random as drawn_by_name
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from corpus import OWN_LEGACY, OWN_NUMPY, OWN_PYTHON, OWN_TORCH, TRACKER, Body
+from corpus import OWN_LEGACY, OWN_NUMPY, OWN_PYTHON, OWN_TORCH, TRACKER, Body, both
 from engine_testing import HIDDEN, RMSNorm, holding
 from numpy.random import rand as numpy_by_name
-from torch import Tensor, nn
+from torch import nn
 
 # What draws
 
@@ -55,7 +51,7 @@ def attention(x):
     return F.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=0.5)[0]
 
 
-TORCHS: dict[str, Callable[[Tensor], Tensor]] = {
+TORCHS = {
     "dropout": lambda x: F.dropout(x, 0.5),
     "bernoulli": lambda x: x * torch.bernoulli(torch.full_like(x, 0.5)),
     "rand_like": lambda x: x * torch.rand_like(x),
@@ -68,7 +64,7 @@ TORCHS: dict[str, Callable[[Tensor], Tensor]] = {
     "thrice": lambda x: F.dropout(F.dropout(x, 0.3).exp() * torch.rand(()), 0.3),
 }
 """What captured code draws, too."""
-OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
+OTHERS = {
     "dropout in place": lambda x: F.dropout(x * 1.0, 0.5, inplace=True),
     "feature dropout": lambda x: F.dropout1d(x[None], 0.5)[0],
     "normal in place": lambda x: x * torch.empty_like(x).normal_(),
@@ -85,7 +81,7 @@ OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
 def drawing(function, captured=None):
     return Body(
         lambda self, x: self.linear(function(self.norm(x).sin()).exp().sin()),
-        lambda: {"norm": RMSNorm(), "linear": nn.Linear(HIDDEN, HIDDEN)},
+        both,
         captured=captured,
         drops=function is not attention,
     )
@@ -130,7 +126,7 @@ class FilledUnseen(torch.autograd.Function):
         return grad * result * scratch, None
 
 
-LATE: dict[str, Callable[[Any, Tensor], Tensor]] = {
+LATE = {
     "rrelu": lambda self, x: F.rrelu(x, training=True),
     "rrelu in place": lambda self, x: F.rrelu_(x * 1.0, training=True),
     "rrelu twice": lambda self, x: self.act(self.act(x).sin()),
@@ -168,7 +164,7 @@ def nested():
     }
 
 
-DRAWS: dict[str, Body] = {
+DRAWS = {
     **{name: drawing(each, captured=True) for name, each in TORCHS.items()},
     **{name: drawing(each) for name, each in OTHERS.items()},
     **{
@@ -210,7 +206,7 @@ def of_an_attribute(**parts):
 
 
 HELD = SimpleNamespace(generator=OWN_TORCH)
-WAYS: dict[str, Body] = {
+WAYS = {
     "argument": Body(lambda self, x, g: masked(x, g), given=lambda x: (x, OWN_TORCH)),
     "keyword": Body(lambda self, x, g: masked(x, g), given=lambda x: {"x": x, "g": OWN_TORCH}),
     "in a list": Body(lambda self, x, gs: masked(x, gs[0]["g"]), given=lambda x: (x, [{"g": OWN_TORCH}])),
@@ -294,10 +290,7 @@ class Slotted:
 
 
 SAMPLER, SLOTTED = Sampler(), Slotted()
-FUNCTIONS: dict[str, Callable[[], float]] = {
-    "uniform": lambda: random.uniform(0, 1),
-    "own": lambda: OWN_PYTHON.random(),
-}
+FUNCTIONS = {"uniform": lambda: random.uniform(0, 1), "own": lambda: OWN_PYTHON.random()}
 LIBRARY = types.ModuleType("a_library_of_somebody")
 LIBRARY.own = OWN_PYTHON
 exec("import random\ndef draw():\n    return random.betavariate(2, 3)\nclass Inside:\n    rng = own", vars(LIBRARY))
@@ -318,7 +311,7 @@ def with_context():
         return drawn
 
 
-HELPERS: dict[str, Callable[[], float]] = {
+HELPERS = {
     "a helper": python_in_a_helper,
     "a helper's helper": one_call_deeper,
     "a name": lambda: drawn_by_name(),
@@ -362,16 +355,12 @@ def passed(given):
     return given() if callable(given) else float(given.random())
 
 
-PASSED: dict[str, Callable[[], Any]] = {
-    "Python's": lambda: OWN_PYTHON,
-    "NumPy's": lambda: OWN_NUMPY,
-    "an object": lambda: SAMPLER,
-    "a list of objects": lambda: [SAMPLER],
-    "a dict": lambda: {"rng": OWN_PYTHON},
-    "a method": lambda: OWN_PYTHON.random,
-    "a function": lambda: FUNCTIONS["own"],
-}
-CALLABLES: dict[str, Any] = {
+PASSED = {
+    "Python's": lambda: OWN_PYTHON, "NumPy's": lambda: OWN_NUMPY, "an object": lambda: SAMPLER,
+    "a list of objects": lambda: [SAMPLER], "a dict": lambda: {"rng": OWN_PYTHON},
+    "a method": lambda: OWN_PYTHON.random, "a function": lambda: FUNCTIONS["own"],
+}  # fmt: skip
+CALLABLES = {
     "function_in_c": len,
     "op": torch.sin,
     "bound_function_in_c": [].append,
@@ -395,7 +384,7 @@ def with_a_hook():
     return {"linear": linear}
 
 
-REACHED: dict[str, Body] = {
+REACHED = {
     **WAYS,
     **{f"by {name}": Body(once(lambda draw=draw: draw())) for name, draw in HELPERS.items()},
     **{

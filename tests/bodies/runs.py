@@ -1,7 +1,5 @@
 """Runs of a stack of layers: all the ways in which autograd is asked for gradients, and what others do around it."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -310,7 +308,7 @@ def single():
     return twice_differentiable(1, 0.0)
 
 
-RUNS: dict[str, Run] = {
+RUNS = {
     **{each.__name__: Run(each) for each in (of_parts, several_times, piled_up, of_several_shapes, while_streams_move)},
     "two_graphs_that_share_a_region": Run(two_graphs_that_share_a_region, lambda: Stack(2, p=0.0)),
     "one_region_twice_in_a_row": Run(one_region_twice_in_a_row),

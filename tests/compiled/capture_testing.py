@@ -1,14 +1,12 @@
 """What the tests of captured regions share: a module under a policy beside its plain twin, driven step by step."""
 
 import copy
-from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from corpus import counting
-from engine_testing import assert_same, leaves, loss_of, module_of
+from engine_testing import RMSNorm, assert_same, leaves, loss_of, module_of
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -22,8 +20,6 @@ STEPS_TO_SETTLE = 6
 WATCHED_STEPS = 2
 """In so many more steps it turns out what a custom Function's backward writes to."""
 NODE = "CapturedFunctionBackward"
-
-Step = Callable[[nn.Module], Any]
 
 
 def rule(match="inside", **options):
@@ -41,17 +37,6 @@ class Around(nn.Module):
 
     def forward(self, x, *args, **kwargs):
         return self.after(self.inside(self.before(x), *args, **kwargs))
-
-
-class Norm(nn.Module):
-    """RMSNorm, whose output comes back where others have saved it."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(1 + torch.rand(SIZE))
-
-    def forward(self, x):
-        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
 
 
 class DroppingBlock(nn.Module):
@@ -90,7 +75,7 @@ class Layer(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.norm1, self.norm2 = Norm(), nn.LayerNorm(SIZE)
+        self.norm1, self.norm2 = RMSNorm(SIZE), nn.LayerNorm(SIZE)
         self.mixer = nn.Linear(SIZE, SIZE)
         self.mlp = nn.Sequential(nn.Linear(SIZE, 2 * SIZE), nn.GELU(), nn.Linear(2 * SIZE, SIZE))
 

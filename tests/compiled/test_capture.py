@@ -12,7 +12,6 @@ from capture_testing import (
     STEPS_TO_SETTLE,
     Around,
     Layers,
-    Norm,
     Twins,
     body,
     captured_twins,
@@ -22,6 +21,7 @@ from capture_testing import (
     tokens,
     train,
 )
+from engine_testing import RMSNorm
 from tiers import by_default, slow
 from torch import nn
 
@@ -200,7 +200,7 @@ def test_the_settings_of_torchs_frontend_are_as_before():
 
 def test_the_frontend_is_reset_afterwards():
     step = train(tokens())
-    twins = Twins(Around(Norm())).settle(step)
+    twins = Twins(Around(RMSNorm())).settle(step)
     torch._dynamo.reset()
     assert twins.runs_code(step) == 0
     twins.steps(step, 2)

@@ -1,11 +1,7 @@
 """Captured regions under autocast, whose casts of parameters are shared by all who read these in its span."""
 
-from __future__ import annotations
-
 import functools
-from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import models
 import pytest
@@ -17,7 +13,6 @@ from capture_testing import (
     STEPS_TO_SETTLE,
     Around,
     Block,
-    Norm,
     Twins,
     body,
     fresh,
@@ -25,9 +20,9 @@ from capture_testing import (
     stepping,
     tokens,
 )
-from engine_testing import assert_same, loss_of
+from engine_testing import RMSNorm, assert_same, loss_of
 from tiers import by_default, slow
-from torch import Tensor, nn
+from torch import nn
 
 import recompute
 from recompute import counters
@@ -71,7 +66,7 @@ def products():
     return body(forward, vector=nn.Parameter(torch.randn(SIZE)), volume=nn.Conv3d(1, 1, 3, padding=1))
 
 
-INSIDE = {"block": Block, "norm": Norm, "mlp": mlp, "convolutions": convolutions, "products": products}
+INSIDE = {"block": Block, "norm": RMSNorm, "mlp": mlp, "convolutions": convolutions, "products": products}
 
 
 @pytest.mark.parametrize("action", ["recompute", *slow("checkpoint")])
@@ -98,7 +93,7 @@ def test_another_autocast_has_code_of_its_own(x):
     assert twins.runs_code(in_float16) == 1
 
 
-SHARED: dict[str, Callable[[nn.Module, Tensor], Any]] = {
+SHARED = {
     "the region, twice": lambda module, x: module(x) + module(x.flip(0)),
     "other code, before": lambda module, x: F.linear(x, module.inside.up.weight) + module(x),
     "other code, afterwards": lambda module, x: F.linear(module(x), module.inside.up.weight),

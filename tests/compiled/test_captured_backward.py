@@ -1,8 +1,6 @@
 """Backward of captured regions, in all the ways in which autograd is asked for it."""
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import engine_testing
 import pytest
@@ -15,7 +13,6 @@ from capture_testing import (
     STEPS_TO_SETTLE,
     Around,
     Block,
-    Norm,
     Twins,
     body,
     captured_twins,
@@ -25,9 +22,9 @@ from capture_testing import (
     tokens,
     train,
 )
-from engine_testing import leaves, loss_of
+from engine_testing import RMSNorm, leaves, loss_of
 from tiers import by_default, slow
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd import grad
 
 from recompute.errors import PolicyWarning, UnsupportedError
@@ -36,9 +33,6 @@ from recompute.errors import PolicyWarning, UnsupportedError
 @pytest.fixture
 def twins(x):
     return captured_twins(Block(), x)
-
-
-Backward = Callable[[nn.Module, Tensor], list[Any]]
 
 
 def on(x, backward):
@@ -58,16 +52,10 @@ def running(run, x):
 @pytest.mark.parametrize(
     "run",
     by_default(
-        CAPTURED,
-        "several_times",
-        "of_parts",
-        "batched",
-        "transposed",
-        "read_outside_too",
-        "with_hooks",
+        CAPTURED, "several_times", "of_parts", "batched", "transposed", "read_outside_too", "with_hooks",
         "update_in_a_hook",
     ),
-)
+)  # fmt: skip
 def test_a_run_of_captured_layers_is_that_of_plain_pytorch(run):
     x = stack_input()
     twins = Twins(run.make(), LAYERS).settle(train(x))
@@ -133,7 +121,7 @@ def test_a_gradient_penalty_from_the_first_step_on_is_exact_in_every_step(x, act
 
 def test_a_chain_of_regions_is_differentiated_twice(x):
     """The input of the second region is an output of the first, which has been dropped."""
-    blocks = nn.Sequential(Norm(), Norm(), linear())
+    blocks = nn.Sequential(RMSNorm(), RMSNorm(), linear())
     twins = Twins(Around(blocks), rule(["inside.0", "inside.1"])).settle(train(x))
     with pytest.warns(PolicyWarning, match="last bits"):
         found = of_a_gradient(twins.under, fresh(x))
@@ -415,7 +403,7 @@ def test_a_consumer_of_a_dropped_output_may_go_backward_after_the_region(x):
             loss_of(found[index]).backward()
         return [x.grad]
 
-    twins = Twins(body(forward, inside=Norm(), a=linear(), b=linear())).settle(train(x))
+    twins = Twins(body(forward, inside=RMSNorm(), a=linear(), b=linear())).settle(train(x))
     for order in ((0, 1), (1, 0)):
         before = twins.handle.stats()
         assert twins.runs_code(on(x, functools.partial(backward, order))) == 1

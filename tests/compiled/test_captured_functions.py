@@ -1,7 +1,5 @@
 """Custom ``autograd.Function``s in captured regions: each is one call, which runs as in eager code."""
 
-from __future__ import annotations
-
 import copy
 from types import SimpleNamespace
 

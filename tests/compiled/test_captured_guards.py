@@ -1,11 +1,7 @@
 """What changes after a region was captured: code that no longer fits does not run, and what runs gives the same."""
 
-from __future__ import annotations
-
 import functools
-from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +12,6 @@ from capture_testing import (
     Around,
     DroppingBlock,
     Layers,
-    Norm,
     Twins,
     body,
     captured_twins,
@@ -26,7 +21,7 @@ from capture_testing import (
     tokens,
     train,
 )
-from engine_testing import set_by
+from engine_testing import RMSNorm, set_by
 from tiers import by_default, slow
 from torch import nn
 from torch.nn.modules import module as all_modules
@@ -59,7 +54,7 @@ def seeded(make, put):
     return lambda module: (torch.manual_seed(5), put(module, make()))
 
 
-CHANGES: dict[str, Callable[[nn.Module], Any]] = {
+CHANGES = {
     "attribute": lambda m: setattr(m.inside, "scale", 2.5),
     "flag": lambda m: setattr(m.inside, "is_scaled", False),
     "dropout rate": lambda m: setattr(m.inside.dropout, "p", 0.5),
@@ -92,7 +87,7 @@ def test_code_does_not_run_where_what_it_was_made_for_has_changed(twins, step, c
     twins.steps(step, steps)
 
 
-SAME_CODE: dict[str, Callable[[nn.Module], Any]] = {
+SAME_CODE = {
     "another weight": seeded(
         lambda: nn.Parameter(torch.randn(2 * SIZE, SIZE)), lambda m, new: setattr(m.inside.up, "weight", new)
     ),
@@ -147,7 +142,7 @@ def tripled(self, x):
     return x * 3
 
 
-METHODS: dict[str, tuple[Any, str, Any]] = {
+METHODS = {
     "forward of a part": (Shift, "forward", tripled),
     "forward of torch's": (nn.Linear, "forward", lambda self, x: F.linear(x, self.weight)),
     "method": (Scaled, "scaled", tripled),
@@ -199,7 +194,7 @@ def test_code_does_not_run_while_modules_have_hooks_for_all(twins, step):
     assert twins.runs_code(step) == 1
 
 
-INPUTS: dict[str, Callable[[], tuple[Any, ...]]] = {
+INPUTS = {
     "rows": lambda: (tokens(ROWS + 1, SIZE),),
     "dimensions": lambda: (tokens(2, ROWS, SIZE),),
     "strides": lambda: (tokens(SIZE, ROWS).detach().t().requires_grad_(),),
@@ -238,7 +233,7 @@ def sliced(offset):
     return stepping(whole, lambda module, x: module(x[offset : offset + ROWS]))
 
 
-PLACES: dict[str, tuple[Callable[..., Any], bool]] = {
+PLACES = {
     "itself": (lambda self, x: self.lin(x) * x, True),
     "a view": (lambda self, x: self.lin(x[1:]) * x[:-1].detach(), True),
     "in the same place": (lambda self, x: self.lin(x * x.detach().as_strided((ROWS, SIZE), (SIZE, 1))), True),
@@ -292,7 +287,7 @@ def test_a_setting_around_forward_or_backward_alone_or_both(setting):
 def test_an_output_that_others_saved_comes_back_under_the_settings_of_forward(setting, monkeypatch):
     """Where these are in force, none is put in force again: that takes as long as a norm."""
     x, put, replayed = tokens(), [], Numerics.replayed
-    twins = captured_twins(Norm(), x)
+    twins = captured_twins(RMSNorm(), x)
     monkeypatch.setattr(Numerics, "replayed", lambda settings: put.append(settings) or replayed(settings))
 
     before = twins.handle.stats()

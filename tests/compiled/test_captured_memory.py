@@ -1,12 +1,10 @@
-"""What captured regions hold, for how long, and how they account for it."""
-
-from __future__ import annotations
+"""What captured regions hold, for how long, and how they account for it and for the time that regenerating takes."""
 
 import copy
+import functools
 import gc
-from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +14,6 @@ from capture_testing import (
     STEPS_TO_SETTLE,
     Around,
     Layers,
-    Norm,
     Twins,
     body,
     captured_twins,
@@ -26,7 +23,7 @@ from capture_testing import (
     tokens,
     train,
 )
-from engine_testing import GatedMLP, assert_same, loss_of, no_garbage_collection
+from engine_testing import GatedMLP, RMSNorm, assert_same, loss_of, no_garbage_collection, set_by
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -34,7 +31,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import recompute
 from recompute.attach.runners import region_in
 from recompute.compiled import captured_function, captured_graph
+from recompute.compiled.codegen import Code
 from recompute.counters import memory_trace
+from recompute.engine import region_statistics
 from recompute.engine.cut.save_plan import LARGEST_COPY
 
 
@@ -104,7 +103,7 @@ def outputs_left_by(monkeypatch):
 
 def test_what_a_regenerated_output_leaves_is_small_and_freed_by_the_regions_backward_or_with_the_graph(monkeypatch):
     x = tokens()
-    twins = Twins(Around(Norm(), after=nn.Linear(SIZE, SIZE))).settle(train(x))
+    twins = Twins(Around(RMSNorm(), after=nn.Linear(SIZE, SIZE))).settle(train(x))
     left = outputs_left_by(monkeypatch)
     expected = train(x)(twins.plain)
     y = twins.under(given := fresh(x))
@@ -181,7 +180,7 @@ def counted_by_tape_and_not(model, rules, steps, around_the_last=nullcontext()):
     return expected, found, handles[1]
 
 
-MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+MODELS = {
     "mlp": (lambda: Around(mlp()), rule()),
     "gated": (lambda: Around(GatedMLP(SIZE)), rule()),
     "dropout": (lambda: Around(nn.Sequential(linear(), nn.GELU(), nn.Dropout(0.3), linear())), rule()),
@@ -191,7 +190,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "gemms": (lambda: Layers(), rule("layers.*", rerun=["gemm"])),
     "price": (lambda: Layers(), rule("layers.*", price=1e3)),
     "checkpoint": (lambda: Layers(), {"rules": [{"match": "layers.*", "action": "checkpoint", "keep": ["gemm"]}]}),
-    "norm": (lambda: Around(Norm(), after=linear()), rule()),
+    "norm": (lambda: Around(RMSNorm(), after=linear()), rule()),
     "norms": (lambda: Layers(), rule(["**.norm*", "**.mlp"])),
 }
 
@@ -210,7 +209,7 @@ def test_a_step_counts_what_a_step_by_the_tape_counts(make, rules):
     assert all(region.is_captured for region in regions)
     names = ("frames", "eager_nbytes", "dropped_tensors", "dropped_nbytes", "kept_nbytes")
     assert [getattr(found, name) for name in names] == [getattr(expected, name) for name in names]
-    if "norm" in str(rules) or isinstance(getattr(model, "inside", None), Norm):
+    if "norm" in str(rules) or isinstance(getattr(model, "inside", None), RMSNorm):
         # What leads to an output that others have saved runs again for them, and in part once more for the region.
         assert expected.regenerations < found.regenerations < 2 * expected.regenerations
         assert expected.regenerated_nbytes <= found.regenerated_nbytes
@@ -291,7 +290,7 @@ def test_a_region_that_goes_on_otherwise_while_an_equal_one_is_captured_counts_e
         y = self.mlp(self.norm(x))
         return y.exp() if self.goes_on_otherwise else y + x
 
-    layer = body(forward, norm=Norm(), mlp=linear(), goes_on_otherwise=False)
+    layer = body(forward, norm=RMSNorm(), mlp=linear(), goes_on_otherwise=False)
     model = nn.Sequential(linear(), layer, copy.deepcopy(layer), linear())
     handle, step = recompute.apply(model, rule(["1", "2"])), train(tokens())
     for number in range(6):
@@ -327,3 +326,87 @@ def test_a_rule_inside_of_a_region_that_says_the_same_is_no_reason_to_stay_on_th
     for _ in range(6):
         step(model)
     assert "layers.*: 2 of 2 run as captured code" in handle.explain(wide=True)
+
+
+@pytest.fixture
+def ticks(monkeypatch):
+    """A clock on which each op of captured code takes a second."""
+    now, function_of, ticking = [0], Code._function, set()
+
+    def timed(function):
+        def run(*args, **kwargs):
+            now[0] += 1
+            return function(*args, **kwargs)
+
+        ticking.add(run)
+        return run
+
+    def name_of(code, op):
+        name = function_of(code, op)
+        if code.names[name] not in ticking:
+            code.names[name] = timed(code.names[name])
+        return name
+
+    monkeypatch.setattr(Code, "_function", name_of)
+    monkeypatch.setattr(region_statistics, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    return now
+
+
+otherwise = functools.partial(set_by, torch.use_deterministic_algorithms, True, False)
+"""The span of another setting of torch than that of forward."""
+
+
+def norms():
+    """Two norms, whose outputs others save."""
+    return nn.Sequential(*(Around(RMSNorm(), after=linear()) for _ in range(2)))
+
+
+@pytest.mark.parametrize("around_backward", [nullcontext, otherwise], ids=["", "otherwise"])
+@pytest.mark.parametrize(
+    ("make", "policy"), [(Layers, rule("layers.*")), (norms, rule("*.inside"))], ids=["layers", "outputs of others"]
+)
+def test_what_captured_code_runs_again_is_timed_and_nothing_else(ticks, make, policy, around_backward):
+    twins, x = Twins(make(), policy), tokens()
+    twins.settle(train(x))
+    twins.handle.time_regeneration()
+
+    def step(module):
+        loss = module(x).square().sum()
+        with around_backward():
+            loss.backward()
+        return loss
+
+    began, before = ticks[0], twins.handle.stats()
+    twins.step(step)
+    of_step = twins.handle.stats() - before
+    assert of_step.regenerations > 0
+    assert of_step.regenerating_seconds == of_step.regenerations < ticks[0] - began
+
+
+def test_backward_that_is_not_as_recorded_is_timed_as_a_checkpoint_that_runs_again():
+    twins, x = Twins(Layers(), rule("layers.*")), tokens()
+    twins.settle(train(x))
+    twins.handle.time_regeneration()
+    before = twins.handle.stats()
+    gradient = torch.ones(x.shape[1], x.shape[0]).t()  # of other strides than those that came before
+    for layer in (twins.under.layers[0], twins.plain.layers[0]):
+        layer(x).backward(gradient)
+    of_step = twins.handle.stats() - before
+    assert of_step.regenerations == 1
+    assert of_step.regenerated_nbytes > 0
+    assert of_step.regenerating_seconds > 0
+
+
+@pytest.mark.parametrize("options", [{}, {"action": "checkpoint"}], ids=["recompute", "checkpoint"])
+def test_every_step_counts_and_times_what_runs_again_also_those_that_capture(options):
+    model, x = Layers(), tokens()
+    rules = {"rules": [{"match": "layers.*", "action": "recompute", **options}]}
+    handle = recompute.apply(model, rules)
+    handle.time_regeneration()
+    seen = []
+    for _ in range(STEPS_TO_SETTLE + 1):
+        before = handle.stats()
+        train(x)(model)
+        seen.append(handle.stats() - before)
+    assert all(step.regenerations > 0 and step.regenerating_seconds > 0 for step in seen), seen
+    assert min(step.regenerated_nbytes for step in seen) >= seen[0].dropped_nbytes

@@ -1,22 +1,14 @@
 """Tensors that change in place: inside of a captured region, and between its forward and its backward."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.nn.functional as F
 from capture_testing import SIZE, Around, Block, Twins, body, captured_twins, fresh, linear, train
 from engine_testing import loss_of
 from tiers import by_default
-from torch import Tensor, nn
 
 LARGE = 1 << 18
 """Elements of a buffer that is not copied."""
-
-
-Change = Callable[[nn.Module, Tensor, Tensor], None]
 
 
 def between(x, change):
@@ -47,7 +39,7 @@ def assert_both_refuse(twins, step):
             step(module)
 
 
-REFUSED: dict[str, Change] = {
+REFUSED = {
     "input": lambda m, x, y: x.mul_(2),
     "weight": lambda m, x, y: m.inside.up.weight.mul_(2),
     "weight of a product": lambda m, x, y: m.inside.weight.mul_(2),
@@ -69,7 +61,7 @@ def test_an_output_that_the_region_keeps_may_not_change(x, activation):
     assert_both_refuse(twins, between(x, lambda m, x, y: y.mul_(2)))
 
 
-PERMITTED: dict[str, Change] = {
+PERMITTED = {
     "output": lambda m, x, y: y.mul_(2),
     "bias": lambda m, x, y: m.inside.up.bias.mul_(2),
     "part of an output": lambda m, x, y: y[1:].zero_(),

@@ -1,41 +1,43 @@
 """Frozen weights of codes: torchao's wrap them, and a captured region runs the ops on them; bitsandbytes' are them."""
 
-from __future__ import annotations
+import dataclasses
 
 import pytest
 import torch
-from capture_testing import STEPS_TO_SETTLE, Around
+from capture_testing import STEPS_TO_SETTLE, Around, Twins, tokens, train
 from tiers import slow
-from torch import Tensor, nn
+from torch import nn
 
 import recompute
+from recompute.engine.tape.functions import FunctionOp
 from recompute.engine.tape.op_arguments import generators_of
 
 quantization = pytest.importorskip("torchao.quantization")
+float8 = pytest.importorskip("torchao.float8")
 nf4 = pytest.importorskip("torchao.quantization.quantize_.workflows.nf4.nf4_tensor")
 SIZE = 128
 
 
 class Nf4Linear(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return nf4.linear_nf4(x, self.weight)
 
 
 class Adapted(nn.Module):
     """A frozen Linear beside a trained product of two thin ones, with a norm before, as in a layer."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm = nn.RMSNorm(SIZE)
         self.base = nn.Linear(SIZE, SIZE, bias=False).requires_grad_(False)
         self.down, self.up = nn.Linear(SIZE, 2, bias=False), nn.Linear(2, SIZE, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         y = self.norm(x)
         return x + torch.nn.functional.silu(self.base(y) + self.up(self.down(y)))
 
 
-def adapted(kind: str) -> Adapted:
+def adapted(kind):
     torch.manual_seed(0)
     module = Adapted()
     if kind == "NF4":
@@ -56,7 +58,7 @@ def adapted(kind: str) -> Adapted:
 class Pair:
     """An adapted Linear in plain eager, and under a rule. Codes have no copies or views to compare."""
 
-    def __init__(self, kind: str, action: str = "recompute"):
+    def __init__(self, kind, action="recompute"):
         self.plain, self.under = (Around(adapted(kind), before=nn.Linear(SIZE, SIZE)) for _ in range(2))
         self.under.before.load_state_dict(self.plain.before.state_dict())
         self.handle = recompute.apply(self.under, {"rules": [{"match": "inside", "action": action}]})
@@ -66,7 +68,7 @@ class Pair:
             self.step()
         assert "inside: 1 of 1 run as captured code" in self.handle.explain()
 
-    def step(self) -> Tensor:
+    def step(self):
         """A step of both, which give the same bits; returns the output."""
         outputs, gradients = [], []
         for module in (self.plain, self.under):
@@ -78,28 +80,28 @@ class Pair:
         assert all(map(torch.equal, *gradients))
         return outputs[0].detach()
 
-    def held_nbytes(self) -> int:
+    def held_nbytes(self):
         """What is held of what the region has made."""
         plan = self.handle.plans()["inside"]
         return sum(plan.facts[number].nbytes for number in plan.kept if plan.facts[number].step is not None)
 
 
 @pytest.mark.parametrize("kind", ["Int8WeightOnlyConfig", "NF4", *slow("IntxWeightOnlyConfig")])
-def test_it_is_captured_and_holds_no_weight_that_was_made_of_codes(kind: str) -> None:
+def test_it_is_captured_and_holds_no_weight_that_was_made_of_codes(kind):
     assert Pair(kind).held_nbytes() == Pair("").held_nbytes()
 
 
 @pytest.mark.parametrize("kind", ["Int8WeightOnlyConfig", *slow("Linear8bitLt", "NF4")])
-def test_a_checkpoint_is_captured(kind: str) -> None:
+def test_a_checkpoint_is_captured(kind: str):
     Pair(kind, "checkpoint")
 
 
-def test_linears_of_8_bits_that_move_their_codes_are_captured() -> None:
+def test_linears_of_8_bits_that_move_their_codes_are_captured():
     """Their forward assigns attributes, and puts the codes in the place of the weight."""
     assert Pair("Linear8bitLt").held_nbytes() > 0
 
 
-def test_other_codes_are_seen() -> None:
+def test_other_codes_are_seen():
     pair = Pair("Int8WeightOnlyConfig")
     before = pair.step()
     for module in (pair.plain, pair.under):
@@ -107,7 +109,7 @@ def test_other_codes_are_seen() -> None:
     assert not torch.equal(before, pair.step())
 
 
-def test_scales_that_change_before_backward_are_refused() -> None:
+def test_scales_that_change_before_backward_are_refused():
     pair = Pair("Int8WeightOnlyConfig")
     loss = pair.under(pair.x).square().sum()
     pair.under.inside.base.weight.scale.neg_()
@@ -115,7 +117,43 @@ def test_scales_that_change_before_backward_are_refused() -> None:
         loss.backward()
 
 
-def test_ops_of_bitsandbytes_draw_no_random_numbers() -> None:
+def test_ops_of_bitsandbytes_draw_no_random_numbers():
     """Where no input takes a gradient, no Function of its stands around its ops."""
     pytest.importorskip("bitsandbytes")
     assert generators_of(torch.ops.bitsandbytes.dequantize_4bit.default) == []
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(32, 64), nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.silu(self.gate(x.sin())) * self.up(x.sin()))
+
+
+def twins(recipe, action):
+    torch.manual_seed(0)
+    config = dataclasses.replace(float8.Float8LinearConfig.from_recipe_name(recipe), emulate=True)
+    module = float8.convert_to_float8_training(Around(Mlp().bfloat16()), config=config)
+    return Twins(module, {"rules": [{"match": "inside", "action": action}]}).settle(
+        train(tokens(4, 32, dtype=torch.bfloat16))
+    )
+
+
+@pytest.mark.parametrize("action", ["recompute", "checkpoint"])
+@pytest.mark.parametrize("recipe", ["tensorwise", *slow("rowwise", "rowwise_with_gw_hp")])
+def test_its_casts_are_calls_of_the_program(recipe, action):
+    found = twins(recipe, action)
+    (region,) = found.regions
+    plan = region.tape.statistics.plan
+    ops = [step.op for step in plan.steps]
+    assert not any(isinstance(op, FunctionOp) for op in ops)
+    assert ops.count(torch.ops.aten.clamp.default) == 6 * 2  # casts, each with a clamp of a scale and one of numbers
+
+
+def test_equal_casts_run_once():
+    (region,) = twins("tensorwise", "recompute").regions
+    (program,) = [program for graph in region.state.graphs.all if (program := graph.program(region)) is not None]
+    assert program.forward.source.count("aten_clamp") == 5 * 2  # two Linears read the same
+    assert program.backward.source.count("aten_clamp") == 8 * 2  # and two GEMMs the same gradient

@@ -1,11 +1,8 @@
 """Captured regions inside of what others do around them, and with it inside of them."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import pickle
-from typing import Any
 
 import pytest
 import torch
@@ -152,7 +149,7 @@ def test_the_policy_is_removed_while_graphs_are_alive(x):
     twins.step(train(x))
 
 
-NESTED: dict[str, dict[str, Any]] = {
+NESTED = {
     "keep": {"action": "keep"},
     "another price": {"action": "recompute", "via": "hook", "price": 1e3},
     "checkpoint": {"action": "checkpoint"},

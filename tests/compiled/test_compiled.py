@@ -4,6 +4,7 @@ import functools
 import re
 import shutil
 import warnings
+from collections import Counter
 
 import models
 import pytest
@@ -14,7 +15,9 @@ from tiers import by_default, slow
 from tiny import counted_ops, decoder, next_token_loss, rule, rules, token_ids, train
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._ops import HigherOrderOperator
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import recompute
 from recompute.engine.cut.frontier import finer_frontier, frontier
@@ -418,7 +421,7 @@ def test_sizes_that_a_graph_is_not_bound_to_have_a_price_too():
     assert counter.frame_count == count
 
 
-HOOKS = {"action": "recompute", "via": "hook"}
+HOOK = {"action": "recompute", "via": "hook"}
 
 
 @pytest.mark.parametrize("compiling", [whole, *slow(whole_in_place, compile_layers)])
@@ -448,9 +451,7 @@ NESTED = {
 @pytest.mark.parametrize("nested", by_default(NESTED, "gemms again around"))
 def test_rules_inside_of_rules_mean_what_they_mean_in_eager_code(nested):
     around, inside = nested
-    policy = rules(
-        rule("TinyMLP", **HOOKS, **inside), rule(LAYER, **(around if "action" in around else HOOKS | around))
-    )
+    policy = rules(rule("TinyMLP", **HOOK, **inside), rule(LAYER, **(around if "action" in around else HOOK | around)))
     eager = held_under(policy, compiled=False)
     assert (
         0.98 * eager <= held_under(policy, compiled=True) <= 1.15 * eager
@@ -526,3 +527,98 @@ def test_a_cache_that_a_layer_writes_to_is_refused_or_written_once():
     with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True):
         found, expected = (outcome(each, "llama", use_cache=True) for each in (model, plain))
     torch.testing.assert_close(found, expected)
+
+
+# Which ops each rule lets run again, in eager code and in compiled code
+
+
+class Ops(nn.Module):
+    """One op of each kind, whose output the op behind it saves."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(16, 16))
+        self.convolution = nn.Conv1d(16, 16, 3, padding=1)
+
+    def forward(self, x):
+        y = (x @ self.weight).sin()
+        y = torch.bmm(y[None, :, :2], y[None, :2])[0].sin()
+        y = self.convolution(y[None])[0].sin()
+        heads = y.view(1, 16, 2, 8).transpose(1, 2)
+        heads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(heads, heads, heads)[0]
+        y = heads.transpose(1, 2).reshape(16, 16).sin()
+        y = y.exp2().sin()
+        y = recompute.keep((y + self.weight).erf(), "router").sin()
+        return (torch.full_like(y, 2.0) * self.weight * y).sin()
+
+
+GEMM, CONVOLUTION, ATTENTION = "aten.mm", "aten.convolution", "aten._scaled_dot_product_flash_attention_for_cpu"
+CHEAP, THIN, NAMED, FACTORY = "aten.exp2", "aten.bmm", "aten.erf", "aten.full_like"
+COSTLY = {GEMM, CONVOLUTION, ATTENTION}
+ALL = {*COSTLY, CHEAP, THIN, NAMED, FACTORY}
+
+# On purpose, eager and compiled code differ in one thing: a tape keeps what a factory makes, as something that it does
+# not see may fill it (a Triton kernel, NumPy); in compiled code all that writes to it is an op of the graph.
+TABLE = [
+    # the rule, and what runs again in eager code, and in compiled code
+    ({"action": "keep"}, set(), set()),
+    ({"action": "checkpoint"}, ALL, ALL),
+    ({"action": "checkpoint", "keep": "attention"}, ALL - {ATTENTION, FACTORY}, ALL - {ATTENTION}),
+    ({"action": "checkpoint", "keep": ["aten.mm", "router"]}, ALL - {GEMM, NAMED, FACTORY}, ALL - {GEMM, NAMED}),
+    (HOOK, {CHEAP, THIN, NAMED}, {CHEAP, THIN, NAMED, FACTORY}),
+    ({**HOOK, "keep": ["gemm", "router"]}, {CHEAP}, {CHEAP, FACTORY}),
+    ({**HOOK, "rerun": "gemm"}, {CHEAP, THIN, NAMED, GEMM}, {CHEAP, THIN, NAMED, GEMM, FACTORY}),
+    ({**HOOK, "rerun": ["gemm", "convolution", "attention"], "price": 0.0}, ALL - {FACTORY}, ALL),
+    (
+        {**HOOK, "rerun": ["gemm", "attention"], "keep": ["convolution", "aten.exp2"], "price": 0.0},
+        {GEMM, THIN, ATTENTION, NAMED},
+        {GEMM, THIN, ATTENTION, NAMED, FACTORY},
+    ),
+    ({**HOOK, "rerun": ["gemm", "convolution", "attention"], "price": 1e20}, set(), set()),
+]
+
+
+class CountOps(TorchDispatchMode):
+    """Counts ops, also one that a compiler has wrapped so that it runs again with the random state of its forward."""
+
+    __module__ = "recompute.testing"  # the engine trusts it then, as it does torch's own modes, and shows it all
+    supports_higher_order_operators = True
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        inner = args[1] if isinstance(op, HigherOrderOperator) else op  # of run_with_rng_state(state, op, *args)
+        self.counts[str(inner.overloadpacket)] += 1
+        return op(*args, **(kwargs or {}))
+
+
+def backward_ops(fields, *, compiled=False):
+    """How often each op runs in a backward of ``Ops`` under a rule."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Ops())
+    recompute.apply(model, rules({"match": "0", **fields}))
+    if compiled:
+        model.compile(fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        loss = model(torch.rand(16, 16)).sum()
+    with CountOps() as mode:
+        loss.backward()
+    return mode.counts
+
+
+@functools.cache
+def plain_ops():
+    return backward_ops({"action": "keep"})
+
+
+@pytest.mark.parametrize(
+    ("fields", "eager", "compiled"),
+    [*TABLE[:2], *slow(*TABLE[2:4]), TABLE[4], *slow(TABLE[5]), TABLE[6], *slow(*TABLE[7:])],
+    ids=[str(fields) for fields, *_ in TABLE],
+)
+def test_what_runs_again(fields, eager, compiled):
+    plain = plain_ops()
+    assert ALL & {*(backward_ops(fields) - plain)} == eager
+    assert ALL & {*(backward_ops(fields, compiled=True) - plain)} == compiled

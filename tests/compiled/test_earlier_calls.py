@@ -1,16 +1,11 @@
 """A call that gives what an earlier one has given does not run, unless somebody could tell."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from functools import reduce
-from typing import Any
 
 import pytest
 import torch
 from capture_testing import Around, Twins, body, tokens, train
 from generated_testing import written
-from torch import Tensor
 
 from recompute.compiled.earlier_calls import MAX_DISTANCE
 from recompute.compiled.generated.generated_kernel import GeneratedKernel
@@ -33,12 +28,12 @@ FAR = range(MAX_DISTANCE + 1)
         pytest.param(lambda x: reduce(lambda y, _: y.cos(), FAR, x.sin()) + x.sin(), len(FAR) + 3, id="long after"),
     ],
 )
-def test_it_runs_once_if_nobody_can_tell(function: Callable[[Tensor], Tensor], runs: int) -> None:
+def test_it_runs_once_if_nobody_can_tell(function, runs):
     code, _ = written(function, torch.rand(4))
     assert sum(statement.call is not None for statement in code.statements) == runs
 
 
-def test_outputs_have_memory_of_their_own() -> None:
+def test_outputs_have_memory_of_their_own():
     twins = Twins(Around(body(lambda self, x: (x.sin(), x.sin()))))
     twins.settle(train(x := tokens()))
     one, other = twins.under(x)
@@ -51,25 +46,24 @@ def test_outputs_have_memory_of_their_own() -> None:
     ids=["of all", "of columns", "of a transposed one"],
 )
 @pytest.mark.parametrize("special", [0.0, -7.0, torch.nan, -torch.inf])
-def test_the_largest_absolute_value_is_a_norm(largest: Callable[[Tensor], Tensor], special: float) -> None:
+def test_the_largest_absolute_value_is_a_norm(largest, special):
     x = torch.randn(64, 48).bfloat16()
     x[3, 5] = special
     code, (number,) = written(largest, x)
     assert "linalg_vector_norm" in code.statements[-1].text
-    run: Any = code.compiled(["def run(t0):"], f"t{number}", [f"t{number}"])
+    run = code.compiled(["def run(t0):"], f"t{number}", [f"t{number}"])
     assert torch.equal(run(x).nan_to_num(-1.0), largest(x).nan_to_num(-1.0))
 
 
 @pytest.mark.parametrize("shape", [(128, 128), (200, 333), (384, 129)], ids=str)
-def test_a_kernel_turns_a_matrix_of_float8(shape: tuple[int, int]) -> None:
+def test_a_kernel_turns_a_matrix_of_float8(shape):
     matrix = torch.randn(shape).to(torch.float8_e4m3fn)
 
-    def turned(x: Tensor) -> Tensor:
+    def turned(x):
         return x.t().clone(memory_format=torch.contiguous_format)
 
     code, _ = written(turned, matrix)
     tiles = turned_matrix(code.statements[-1].call)
-    assert tiles is not None
     expected = turned(matrix)
     kernel = GeneratedKernel(tiles.text(), turned, tiles, [Layout.of(expected)])
     (found,) = kernel._launch(matrix.t())

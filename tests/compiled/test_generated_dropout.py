@@ -1,10 +1,6 @@
 """Dropout in generated kernels: its random numbers are those that ATen's kernel draws."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -38,7 +34,7 @@ def philox(seed, counters):
 
 
 @jit
-def mask_kernel(out, seed, offset, vector: tl.constexpr, threads: tl.constexpr):
+def mask_kernel(out, seed, offset, vector, threads):
     a = tl.program_id(0) * 1024 + tl.arange(0, 1024)
     tl.store(out + a, device_functions.is_kept(seed, offset, tl.program_id(0), 0.7, vector, threads, 1024))
 
@@ -67,7 +63,7 @@ def gradient_alone(x):
     return torch.ops.aten.native_dropout_backward(x, mask, 1 / 0.9) + x
 
 
-FUNCTIONS: dict[str, tuple[Callable[..., Any], int]] = {
+FUNCTIONS = {
     "dropout": (lambda x: F.dropout(x, 0.1), 1),
     "of what the group computes": (lambda x: F.dropout(x * 2, 0.5) + x, 1),
     "two of one tensor": (dropped_twice, 1),
@@ -102,7 +98,6 @@ def test_a_kernel_draws_atens_numbers(name, shape, dtype):
             assert torch.equal(one, other)
             assert one.stride() == other.stride()
         for kernel in run.kernels:
-            assert kernel._compiled is not None
             kernel._compiled.result()
     assert [kernel.is_exact for kernel in run.kernels] == [True] * kernels
 

@@ -1,10 +1,5 @@
 """Each op of the generator's table gives the bits of ATen's kernel on CUDA, and about its values in the interpreter."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from generated_testing import as_one_kernel
@@ -12,7 +7,7 @@ from generated_testing import as_one_kernel
 from recompute.compiled.generated.pointwise_ops import COPIES, EMPTY, PLACED, ROWS
 
 ATEN = torch.ops.aten
-UNARY: dict[str, Callable[..., Any]] = {
+UNARY = {
     "add a number": lambda x: ATEN.add.Tensor(x, 0.1),
     "add.Scalar": lambda x: ATEN.add.Scalar(x, 1e-6),
     "sub.Scalar": lambda x: ATEN.sub.Scalar(x, 0.3),
@@ -52,7 +47,7 @@ UNARY: dict[str, Callable[..., Any]] = {
     "floor_divide": lambda x: ATEN.floor_divide(ATEN._to_copy(ATEN.gt.Scalar(x, 1), dtype=torch.int64), 2),
     "select_backward": lambda x: ATEN.select_backward(x, [2, x.shape[0]], 0, 1),
 }
-BINARY: dict[str, Callable[..., Any]] = {
+BINARY = {
     "add": ATEN.add.Tensor,
     "sub": ATEN.sub.Tensor,
     "add alpha": lambda x, y: ATEN.add.Tensor(x, y, alpha=0.3),
@@ -132,7 +127,7 @@ def test_a_row_gives_the_values_of_aten_in_the_interpreter(name):
 
 @pytest.mark.parametrize("source", DTYPES, ids=str)
 @pytest.mark.parametrize("target", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-def test_a_cast_to_float8_gives_the_bits_of_aten(target: torch.dtype, source: torch.dtype) -> None:
+def test_a_cast_to_float8_gives_the_bits_of_aten(target, source):
     """Ties, numbers too large and too small, infinities and NaNs among them."""
     some = patterns(torch.bfloat16, "cpu").to(source)
     if source is not torch.bfloat16:

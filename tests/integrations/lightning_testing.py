@@ -1,15 +1,9 @@
 """A LightningModule around the Llama of the Trainer's tests, which counts what its training steps hold."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 from lightning.pytorch import Trainer as Lightning
 from lightning.pytorch.loggers.logger import DummyLogger
-from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from trainer_testing import ACCUMULATED, BATCH, STEPS, model, texts
 
@@ -19,14 +13,14 @@ from recompute.estimation.storage_tracker import StorageTrace
 class Decoder(LightningModule):
     """Of each training step: bytes that it leaves, those at its peak, and its loss."""
 
-    def __init__(self, net: nn.Module | None = None):
+    def __init__(self, net=None):
         super().__init__()
         self.model = net or model()
-        self.held: list[int] = []
-        self.peaks: list[int] = []
-        self.losses: list[float] = []
+        self.held = []
+        self.peaks = []
+        self.losses = []
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         with StorageTrace() as trace:
             loss = self.model(**batch).loss
             trace.mark("forward")
@@ -36,50 +30,45 @@ class Decoder(LightningModule):
         self.log("loss", loss)
         return loss
 
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.log("val_loss", self.model(**batch).loss)
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
 class Records(DummyLogger):
     """What a Trainer writes down, a mapping a time."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.entries: list[dict[str, float]] = []
+        self.entries = []
 
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+    def log_metrics(self, metrics, step=None):
         self.entries.append(dict(metrics))
 
-    def of(self, key: str) -> list[float]:
+    def of(self, key):
         return [entry[key] for entry in self.entries if key in entry]
 
 
-DEFAULTS: dict[str, Any] = {
-    "max_steps": STEPS,
-    "accumulate_grad_batches": ACCUMULATED,
-    "log_every_n_steps": 1,
-    "accelerator": "cpu",
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "enable_checkpointing": False,
+DEFAULTS = {
+    "max_steps": STEPS, "accumulate_grad_batches": ACCUMULATED, "log_every_n_steps": 1, "accelerator": "cpu",
+    "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False,
     "num_sanity_val_steps": 0,
-}
+}  # fmt: skip
 
 
-def lightning(folder: Path, *callbacks: Callback, **options: Any) -> Lightning:
+def lightning(folder, *callbacks, **options):
     options = {"default_root_dir": folder, "logger": Records(), **DEFAULTS, **options}
     return Lightning(callbacks=list(callbacks), **options)
 
 
-def batches(epochs: int = 1) -> DataLoader:
+def batches(epochs=1):
     """The texts, over and over; of each there are as many as one step of two ranks takes."""
     return DataLoader(texts() * epochs, batch_size=BATCH)
 
 
-def fitted(folder: Path, *callbacks: Callback, of: Any = None, **options: Any) -> Any:
+def fitted(folder, *callbacks, of=None, **options):
     """A LightningModule that has been trained, with what its Trainer wrote down as ``records``."""
     module = of or Decoder()
     trainer = lightning(folder, *callbacks, **options)
@@ -88,7 +77,7 @@ def fitted(folder: Path, *callbacks: Callback, of: Any = None, **options: Any) -
     return module
 
 
-def assert_same_training(found: Any, expected: Any) -> None:
+def assert_same_training(found, expected):
     """Losses and weights, bit for bit."""
     assert found.losses == expected.losses
     assert len(found.losses) > 1

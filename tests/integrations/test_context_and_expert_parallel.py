@@ -1,9 +1,6 @@
 """Two processes that share a sequence, or experts, out: gradients and collectives, with a policy and without."""
 
-from __future__ import annotations
-
 import functools
-from typing import Any
 
 import pytest
 import torch
@@ -17,16 +14,15 @@ from engine_testing import (
     governing,
 )
 from tiers import by_default, slow
-from two_processes import TwoProcesses
 
-POLICIES: dict[str, Any] = {
+POLICIES = {
     **{name: governing(setting, "layers.*") for name, setting in SETTINGS.items()},
     "recompute with attention": governing(
         {"action": "recompute", "via": "hook", "rerun": ["gemm", "attention"], "price": 0}, "layers.*"
     ),
     "offload": governing({"action": "offload", "min_bytes": 0}, "layers.*"),
 }
-OF_EXPERTS: dict[str, Any] = {
+OF_EXPERTS = {
     **POLICIES,
     **{name: name for name in ("elementwise", "hook", "full")},
     "experts alone": governing({"action": "recompute", "via": "hook"}, "layers.*.mlp"),
@@ -37,17 +33,18 @@ AGAIN = ("checkpoint", "full", "experts alone, again")
 
 
 @functools.cache
-def sequence(processes: TwoProcesses, name: str | None) -> list[two_contexts.SharedSequence]:
+def sequence(processes, name):
     return processes.run(two_contexts.train, None if name is None else POLICIES[name])
 
 
 @functools.cache
-def experts(processes: TwoProcesses, name: str | None) -> list[two_experts.SharedExperts]:
+def experts(processes, name):
     return processes.run(two_experts.train, None if name is None else OF_EXPERTS[name])
 
 
-def assert_as_without(name: str, found: Any, plain: Any) -> None:
+def assert_as_without(name, found, plain):
     assert len(found.values) > 100
+    assert found.random == plain.random
     assert list(map(bits, found.values)) == list(map(bits, plain.values))
     assert (found.dropped_nbytes > 0) == (name != "offload")
     assert sum(plain.collectives[0].values()) > 0
@@ -60,7 +57,7 @@ def assert_as_without(name: str, found: Any, plain: Any) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_have_the_gradients_of_the_whole_sequence(two_processes: TwoProcesses) -> None:
+def test_two_processes_have_the_gradients_of_the_whole_sequence(two_processes):
     """The ring of attention does on the CPU what it should, without a policy."""
     first, second = sequence(two_processes, None)
     expected = two_contexts.gradients_of_whole_sequence()
@@ -69,13 +66,13 @@ def test_two_processes_have_the_gradients_of_the_whole_sequence(two_processes: T
 
 
 @pytest.mark.parametrize("name", by_default(list(POLICIES), "recompute"))
-def test_gradients_of_a_shared_sequence_are_as_without(two_processes: TwoProcesses, name: str) -> None:
+def test_gradients_of_a_shared_sequence_are_as_without(two_processes, name):
     for found, plain in zip(sequence(two_processes, name), sequence(two_processes, None), strict=True):
         assert_as_without(name, found, plain)
 
 
 @pytest.mark.parametrize("name", by_default(list(OF_EXPERTS), "elementwise"))
-def test_gradients_and_routing_of_shared_experts_are_as_without(two_processes: TwoProcesses, name: str) -> None:
+def test_gradients_and_routing_of_shared_experts_are_as_without(two_processes, name):
     """The router is noisy. If it chose otherwise when it runs again, gradients would differ, or the exchange fail."""
     for found, plain in zip(experts(two_processes, name), experts(two_processes, None), strict=True):
         assert_as_without(name, found, plain)
@@ -83,7 +80,7 @@ def test_gradients_and_routing_of_shared_experts_are_as_without(two_processes: T
 
 
 @pytest.mark.parametrize("name", ["elementwise", *slow("full", "auto")])
-def test_layers_that_call_functional_collectives_are_captured(two_processes: TwoProcesses, name: str) -> None:
+def test_layers_that_call_functional_collectives_are_captured(two_processes, name: str):
     """Outputs and gradients are those without, and no collective runs again but in a checkpoint."""
     for is_same, plain, found, explained in two_processes.run(two_collectives.exchanges_as_without, name):
         assert is_same

@@ -1,12 +1,8 @@
 """Tensor parallelism, FSDP2 and DDP: values, collectives, memory, random numbers, and plans of all ranks."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json
-from collections.abc import Iterable
-from typing import Any
 
 import pytest
 from engine_testing import (
@@ -15,26 +11,17 @@ from engine_testing import (
     governing,
 )
 from tiers import by_default, slow
-from two_parts import Trained, disagreements, kept_nbytes, plans_of_this_rank, refusals, train, verified
-from two_processes import TwoProcesses
+from two_parts import disagreements, kept_nbytes, plans_of_this_rank, refusals, train, verified
 
 WAYS = ["ddp", "fsdp", "fsdp of parts", "tensor parallel", "sequence parallel", "tensor parallel, then fsdp"]
 OF_WEIGHTS = [way for way in WAYS if "parallel" in way]
 
-ONCE = [
-    ("fsdp", "recompute"),
-    ("sequence parallel", "recompute"),
-    ("tensor parallel", "checkpoint"),
-]
+ONCE = [("fsdp", "recompute"), ("sequence parallel", "recompute"), ("tensor parallel", "checkpoint")]
 """Parameters that are shared out and layers that are, and each action. DDP alone is test_distributed_training's."""
-OFFLOADING: dict[str, dict[str, Any]] = {
-    "offload": {"action": "offload"},
-    "recompute": {"action": "recompute", "via": "hook", "offload": True},
-}
-every_rule = pytest.mark.parametrize("name", SETTINGS)
+OFFLOADING = {"offload": {"action": "offload"}, "recompute": {"action": "recompute", "via": "hook", "offload": True}}
 
 
-def each_way(*ways: str, names: Iterable[str] = SETTINGS) -> Any:
+def each_way(*ways, names=SETTINGS):
     """Of ``ways`` and the policies in ``names``: those in ``ONCE`` by default, the others are slow."""
     cases = list(itertools.product(ways or WAYS, names))
     default = [case for case in cases if case in ONCE]
@@ -42,21 +29,19 @@ def each_way(*ways: str, names: Iterable[str] = SETTINGS) -> Any:
     return pytest.mark.parametrize(("how", "name"), [*default, *slow(*(case for case in cases if case not in ONCE))])
 
 
-def trained(processes: TwoProcesses, how: str, name: str | None, first: str = "policy") -> list[Trained]:
+def trained(processes, how, name, first="policy"):
     return _trained(processes, how, name, first)  # once, however its arguments are given
 
 
 @functools.cache
-def _trained(processes: TwoProcesses, how: str, name: str | None, first: str) -> list[Trained]:
+def _trained(processes, how, name, first):
     rules = None if name is None else governing(SETTINGS[name], "model.layers.*")
     return processes.run(train, how, rules, first)
 
 
 @each_way()
 @pytest.mark.parametrize("first", ["policy", *slow("wrapper")])
-def test_losses_gradients_weights_and_random_numbers_are_as_without(
-    two_processes: TwoProcesses, how: str, name: str, first: str
-) -> None:
+def test_losses_gradients_weights_and_random_numbers_are_as_without(two_processes, how, name, first):
     for found, expected in zip(
         trained(two_processes, how, name, first), trained(two_processes, how, None), strict=True
     ):
@@ -68,9 +53,7 @@ def test_losses_gradients_weights_and_random_numbers_are_as_without(
 
 @pytest.mark.parametrize("setting", by_default(OFFLOADING, "recompute"))
 @pytest.mark.parametrize("how", by_default(WAYS, "fsdp"))
-def test_what_is_offloaded_comes_back_on_every_rank(
-    two_processes: TwoProcesses, how: str, setting: dict[str, Any]
-) -> None:
+def test_what_is_offloaded_comes_back_on_every_rank(two_processes, how, setting):
     rules = governing({**setting, "min_bytes": 0}, "model.layers.*")
     for found, expected in zip(two_processes.run(train, how, rules), trained(two_processes, how, None), strict=True):
         assert found.offloaded_nbytes > 0
@@ -80,14 +63,14 @@ def test_what_is_offloaded_comes_back_on_every_rank(
 
 
 @each_way()
-def test_memory_is_saved(two_processes: TwoProcesses, how: str, name: str) -> None:
+def test_memory_is_saved(two_processes, how, name):
     for found, plain in zip(trained(two_processes, how, name), trained(two_processes, how, None), strict=True):
         assert found.held_nbytes < 0.8 * plain.held_nbytes
         assert found.peak_nbytes < plain.peak_nbytes
 
 
 @each_way()
-def test_collectives_run_as_often_as_without(two_processes: TwoProcesses, how: str, name: str) -> None:
+def test_collectives_run_as_often_as_without(two_processes, how, name):
     for found, plain in zip(trained(two_processes, how, name), trained(two_processes, how, None), strict=True):
         assert sum(plain.collectives[1].values()) > 0
         assert found.collectives[0] == plain.collectives[0]
@@ -98,34 +81,32 @@ def test_collectives_run_as_often_as_without(two_processes: TwoProcesses, how: s
 
 
 @each_way(*(way for way in WAYS if "fsdp" in way))
-def test_gathered_weights_do_not_outlive_forward(two_processes: TwoProcesses, how: str, name: str) -> None:
+def test_gathered_weights_do_not_outlive_forward(two_processes, how, name):
     for first in ("policy", "wrapper"):
         assert [found.gathered_nbytes for found in trained(two_processes, how, name, first)] == [0, 0]
 
 
 @each_way(*OF_WEIGHTS)
-def test_ranks_that_have_parts_of_one_model_draw_alike(two_processes: TwoProcesses, how: str, name: str) -> None:
+def test_ranks_that_have_parts_of_one_model_draw_alike(two_processes, how, name):
     for rules in (name, None):
         first, second = trained(two_processes, how, rules)
         assert first.random == second.random
 
 
 @each_way(names=[name for name in SETTINGS if name != "checkpoint"])
-def test_every_rank_has_the_same_plans(two_processes: TwoProcesses, how: str, name: str) -> None:
+def test_every_rank_has_the_same_plans(two_processes, how, name):
     first, second = trained(two_processes, how, name)
     assert first.plans.keys() == {"model.layers.0", "model.layers.1"}
     assert first.plans == second.plans
 
 
 @pytest.mark.parametrize("action", [SETTINGS["recompute"], SETTINGS["checkpoint"]])
-def test_what_changes_a_dtensor_between_forward_and_backward_is_refused(
-    two_processes: TwoProcesses, action: dict[str, Any]
-) -> None:
+def test_what_changes_a_dtensor_between_forward_and_backward_is_refused(two_processes, action):
     for found in two_processes.run(refusals, action):
         assert found == ["MutationError"] * 3
 
 
-def test_a_dtensor_can_be_pinned(two_processes: TwoProcesses) -> None:
+def test_a_dtensor_can_be_pinned(two_processes):
     free, held = (two_processes.run(kept_nbytes, SETTINGS["recompute"], pins) for pins in (False, True))
     for (plain, same), (pinned, same_pinned) in zip(free, held, strict=True):
         assert same
@@ -134,7 +115,7 @@ def test_a_dtensor_can_be_pinned(two_processes: TwoProcesses) -> None:
 
 
 @pytest.mark.slow
-def test_a_plan_of_an_agreed_profile_is_the_same_on_all_ranks_and_fits_each(two_processes: TwoProcesses) -> None:
+def test_a_plan_of_an_agreed_profile_is_the_same_on_all_ranks_and_fits_each(two_processes):
     (policy, profile), (other_policy, other_profile) = two_processes.run(plans_of_this_rank, True)
     assert policy == other_policy
     assert profile == other_profile
@@ -146,7 +127,7 @@ def test_a_plan_of_an_agreed_profile_is_the_same_on_all_ranks_and_fits_each(two_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
-def test_a_plan_that_misses_on_one_rank_is_corrected_on_all(two_processes: TwoProcesses, how: str) -> None:
+def test_a_plan_that_misses_on_one_rank_is_corrected_on_all(two_processes, how):
     first, second = two_processes.run(verified, how)
     assert first.own_peaks[0] < first.budget_nbytes < second.own_peaks[0]  # alone, rank 0 would have been content
     assert first[:-1] == second[:-1]
@@ -157,7 +138,7 @@ def test_a_plan_that_misses_on_one_rank_is_corrected_on_all(two_processes: TwoPr
     assert len(most) == len(first.own_peaks) == len(second.own_peaks) >= len(first.rounds) >= 2
 
 
-def test_ranks_with_other_models_or_plans_are_told_so(two_processes: TwoProcesses) -> None:
+def test_ranks_with_other_models_or_plans_are_told_so(two_processes):
     for profiles, plans in two_processes.run(disagreements):
         assert "rank 1 of the group has another profile.regions[0].choices[0].name" in profiles
         assert "rank 1 of the group has a plan with another budget than rank 0" in plans
@@ -166,7 +147,7 @@ def test_ranks_with_other_models_or_plans_are_told_so(two_processes: TwoProcesse
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("stage", [3, 1, 2])
-def test_losses_under_deepspeed_are_as_without(two_processes: TwoProcesses, stage: int, name: str) -> None:
+def test_losses_under_deepspeed_are_as_without(two_processes, stage, name):
     pytest.importorskip("deepspeed")
     from two_deepspeed import losses
 

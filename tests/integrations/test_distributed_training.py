@@ -1,9 +1,5 @@
 """Gradients through accumulation, replicas, DDP and FSDP2, of whole models and of adapters on frozen ones."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 from engine_testing import (
     SETTINGS,
@@ -15,19 +11,17 @@ from engine_testing import (
     tokens,
 )
 from tiers import by_default, slow
-from torch import nn
-from two_decoders import kernels_train_as_without
-from two_processes import TwoProcesses, adapted, trains_as_without
+from two_parts import kernels_train_as_without
+from two_processes import adapted, trains_as_without
 
 each_policy_in_processes = pytest.mark.parametrize(
-    "rules",
-    by_default({name: governing(setting) for name, setting in SETTINGS.items()}, "recompute"),
+    "rules", by_default({name: governing(setting) for name, setting in SETTINGS.items()}, "recompute")
 )
 
 # Accumulation, replicas, processes
 
 
-def assert_trains_as_without(processes: TwoProcesses, *arguments: Any) -> None:
+def assert_trains_as_without(processes, *arguments):
     for same, count, dropped_nbytes in processes.run(trains_as_without, *arguments):
         assert same
         assert count > 10
@@ -37,18 +31,14 @@ def assert_trains_as_without(processes: TwoProcesses, *arguments: Any) -> None:
 @each_policy_in_processes
 @pytest.mark.parametrize("first", ["policy", *slow("wrapper")])
 @pytest.mark.parametrize("how", ["ddp", *slow("ddp, static graph", "ddp, unused parameters")])
-def test_ddp_with_gradient_accumulation_and_no_sync(
-    two_processes: TwoProcesses, rules: dict[str, Any], how: str, first: str
-) -> None:
+def test_ddp_with_gradient_accumulation_and_no_sync(two_processes, rules, how, first):
     assert_trains_as_without(two_processes, "full", how, rules, first)
 
 
 @each_policy_in_processes
 @pytest.mark.parametrize("first", ["wrapper", *slow("policy")])
 @pytest.mark.parametrize("how", ["fsdp", *slow("fsdp, weights stay gathered", "fsdp, mixed precision")])
-def test_fsdp_with_gradient_accumulation_without_synchronization(
-    two_processes: TwoProcesses, rules: dict[str, Any], how: str, first: str
-) -> None:
+def test_fsdp_with_gradient_accumulation_without_synchronization(two_processes, rules, how, first):
     assert_trains_as_without(two_processes, "full", how, rules, first)
 
 
@@ -56,7 +46,7 @@ def test_fsdp_with_gradient_accumulation_without_synchronization(
 @pytest.mark.parametrize(
     "how", ["fsdp", *slow("ddp", "ddp, static graph", "ddp, unused parameters", "fsdp, weights stay gathered")]
 )
-def test_kernels_in_the_place_of_layers_under_ddp_and_fsdp(two_processes: TwoProcesses, how: str, first: str) -> None:
+def test_kernels_in_the_place_of_layers_under_ddp_and_fsdp(two_processes, how, first):
     for difference in two_processes.run(kernels_train_as_without, how, first):
         assert difference < 1e-5
 
@@ -65,8 +55,8 @@ def test_kernels_in_the_place_of_layers_under_ddp_and_fsdp(two_processes: TwoPro
 
 
 @every_rule
-def test_frozen_weights_and_adapters(rules: dict[str, Any]) -> None:
-    def run(model: nn.Module) -> Any:
+def test_frozen_weights_and_adapters(rules):
+    def run(model):
         loss_of(model(tokens(grad=False))).backward()
         return [parameter.grad for parameter in model.parameters()]
 
@@ -75,7 +65,5 @@ def test_frozen_weights_and_adapters(rules: dict[str, Any]) -> None:
 
 @each_policy_in_processes
 @pytest.mark.parametrize("how", ["ddp", *slow("fsdp", "fsdp, weights stay gathered", "fsdp, mixed precision")])
-def test_frozen_weights_and_adapters_under_ddp_and_fsdp(
-    two_processes: TwoProcesses, rules: dict[str, Any], how: str
-) -> None:
+def test_frozen_weights_and_adapters_under_ddp_and_fsdp(two_processes, rules, how):
     assert_trains_as_without(two_processes, "adapted", how, rules, "policy")

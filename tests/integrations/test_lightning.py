@@ -1,12 +1,9 @@
 """Lightning's Trainer under a policy: memory and values, what is logged, what is left behind, what is refused."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import pickle
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,18 +12,12 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import FSDPStrategy
-from lightning_testing import (
-    Decoder,
-    assert_same_training,
-    batches,
-    fitted,
-    lightning,
-)
+from lightning_testing import Decoder, assert_same_training, batches, fitted, lightning
 from tiers import by_default
 from tiny import snapshot
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from trainer_testing import ACCUMULATED, MANY, STEPS, in_two_processes, model
+from trainer_testing import ACCUMULATED, MANY, STEPS, model, right_tokens
 
 from recompute.errors import AlreadyAppliedError, PolicyError, PolicyWarning, UnsupportedError
 from recompute.integrations import training
@@ -39,7 +30,7 @@ OF_MODEL = {"rules": [{"match": "model.layers.*", "action": "checkpoint"}]}
 
 
 @pytest.mark.parametrize("precision", by_default(["32-true", "bf16-mixed"], "bf16-mixed"))
-def test_memory_falls_and_not_a_bit_changes(precision: Any, tmp_path: Path) -> None:
+def test_memory_falls_and_not_a_bit_changes(precision, tmp_path):
     plain = fitted(tmp_path, precision=precision)
     for callback in (RecomputeCallback(), RecomputeCallback(LAYERS), RecomputeCallback(OF_MODEL, module="model")):
         found = fitted(tmp_path, callback, precision=precision)
@@ -49,7 +40,7 @@ def test_memory_falls_and_not_a_bit_changes(precision: Any, tmp_path: Path) -> N
         assert found.records.of("loss") == plain.records.of("loss")
 
 
-def test_a_training_step_that_calls_the_model_drops_what_the_model_does(tmp_path: Path) -> None:
+def test_a_training_step_that_calls_the_model_drops_what_the_model_does(tmp_path):
     """Norms' outputs are saved outside of what `hook` governs: something around both has to look for them."""
     found = [fitted(tmp_path, RecomputeCallback("hook", module=module)) for module in (None, "model")]
     assert found[0].held == found[1].held
@@ -58,8 +49,8 @@ def test_a_training_step_that_calls_the_model_drops_what_the_model_does(tmp_path
 class Manual(Decoder):
     automatic_optimization = False
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
-        optimizer: Any = self.optimizers()
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
         optimizer.zero_grad()
         loss = super().training_step(batch, batch_idx)
         self.manual_backward(loss)
@@ -67,7 +58,7 @@ class Manual(Decoder):
 
 
 @pytest.mark.parametrize("policy", ["elementwise", "full"])
-def test_manual_optimization(policy: str, tmp_path: Path) -> None:
+def test_manual_optimization(policy, tmp_path):
     plain = fitted(tmp_path, of=Manual(), accumulate_grad_batches=1)
     found = fitted(tmp_path, RecomputeCallback(policy), of=Manual(), accumulate_grad_batches=1)
     assert max(found.held) < 0.8 * min(plain.held)
@@ -76,8 +67,8 @@ def test_manual_optimization(policy: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_compiled_module_obeys_it_too(tmp_path: Path) -> None:
-    def run(*callbacks: Callback) -> Any:
+def test_a_compiled_module_obeys_it_too(tmp_path):
+    def run(*callbacks):
         module = Compiled()
         lightning(tmp_path, *callbacks).fit(torch.compile(module, backend="aot_eager"), batches())
         return module
@@ -92,19 +83,19 @@ def test_a_compiled_module_obeys_it_too(tmp_path: Path) -> None:
 class Compiled(Decoder):
     """Of each training step: the bytes of what autograd saves."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.saved: list[int] = []
+        self.saved = []
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         loss = self.model(**batch).loss
         return self.note(loss)
 
     @torch.compiler.disable
-    def note(self, loss: Tensor) -> Tensor:
+    def note(self, loss):
         pending, sizes = [loss.grad_fn], {}
         while pending:
-            node: Any = pending.pop()
+            node = pending.pop()
             for tensor in getattr(node, "saved_tensors", ()):
                 sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
             pending += [each for each, _ in node.next_functions if each is not None]
@@ -113,7 +104,7 @@ class Compiled(Decoder):
         return loss
 
 
-def test_the_logs_say_what_was_dropped(tmp_path: Path) -> None:
+def test_the_logs_say_what_was_dropped(tmp_path):
     plain = fitted(tmp_path)
     found = fitted(tmp_path, RecomputeCallback("elementwise"))
     dropped, kept = (found.records.of(f"recompute_{fate}_nbytes") for fate in ("dropped", "kept"))
@@ -126,16 +117,16 @@ def test_the_logs_say_what_was_dropped(tmp_path: Path) -> None:
     assert [entry.keys() for entry in without.records.entries] == [entry.keys() for entry in plain.records.entries]
 
 
-def test_the_logs_come_when_the_trainer_logs(tmp_path: Path) -> None:
+def test_the_logs_come_when_the_trainer_logs(tmp_path):
     found = fitted(tmp_path, RecomputeCallback(), max_steps=4, log_every_n_steps=2, accumulate_grad_batches=1)
     assert len(found.records.of("loss")) == len(found.records.of("recompute_dropped_nbytes")) == 2
     fitted(tmp_path, RecomputeCallback(), barebones=True, default_root_dir=None, logger=None, log_every_n_steps=None)
 
 
-def test_memory_on_a_device_that_counts_it(tmp_path: Path, monkeypatch: Any) -> None:
+def test_memory_on_a_device_that_counts_it(tmp_path, monkeypatch):
     now = iter(range(0, 10_000, 100))  # an allocator that gives 100 bytes away each time it is asked
     monkeypatch.setattr(training, "allocated_nbytes", lambda device: (next(now), 7_000))
-    started: list[Any] = []
+    started = []
     monkeypatch.setattr(training, "start_peak", started.append)
     found = fitted(tmp_path, RecomputeCallback())
     assert found.records.of("recompute_held_nbytes") == [100] * STEPS
@@ -144,7 +135,7 @@ def test_memory_on_a_device_that_counts_it(tmp_path: Path, monkeypatch: Any) -> 
 
 
 @pytest.mark.gpu
-def test_peak_and_held_memory_fall_on_cuda_and_are_logged(tmp_path: Path) -> None:
+def test_peak_and_held_memory_fall_on_cuda_and_are_logged(tmp_path):
     found = []
     for callback in (RecomputeCallback("none"), RecomputeCallback("auto"), RecomputeCallback("auto", logits=False)):
         options = {"accelerator": "gpu", "devices": 1, "precision": "bf16-mixed"}
@@ -157,26 +148,21 @@ def test_peak_and_held_memory_fall_on_cuda_and_are_logged(tmp_path: Path) -> Non
 
 
 class Whole(Decoder):
-    """(right, all) tokens of each batch, from whole logits."""
+    """(right, all) tokens of each batch."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.counts: list[tuple[int, int]] = []
+        self.counts = []
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=0.05)
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        with torch.no_grad():
-            logits = self.model.eval()(input_ids=batch["input_ids"]).logits[:, :-1]
-        self.model.train()
-        target = batch["labels"][:, 1:]
-        counts = target != -100
-        self.counts.append((int(((logits.argmax(-1) == target) & counts).sum()), int(counts.sum())))
+    def training_step(self, batch, batch_idx):
+        self.counts.append(right_tokens(self.model, batch))
         return super().training_step(batch, batch_idx)
 
 
-def test_token_accuracy_is_that_of_the_logits(tmp_path: Path) -> None:
+def test_token_accuracy_is_that_of_the_logits(tmp_path):
     steps = 6
     callback = RecomputeCallback("elementwise", logits=False)
     found = fitted(tmp_path, callback, of=Whole(), max_steps=steps, log_every_n_steps=2)
@@ -187,14 +173,14 @@ def test_token_accuracy_is_that_of_the_logits(tmp_path: Path) -> None:
     assert found.records.of("mean_token_accuracy") == pytest.approx((pairs[:, 0] / pairs[:, 1]).tolist())
 
 
-def test_without_logits_the_peak_falls_and_a_loss_that_has_them_is_told_of(tmp_path: Path) -> None:
+def test_without_logits_the_peak_falls_and_a_loss_that_has_them_is_told_of(tmp_path):
     plain = fitted(tmp_path, RecomputeCallback("none"), of=Decoder(model(MANY)))
     found = fitted(tmp_path, RecomputeCallback("none", logits=False), of=Decoder(model(MANY)))
     assert max(found.peaks) < 0.7 * min(plain.peaks)
     assert found.losses == pytest.approx(plain.losses, rel=1e-4)
 
     class Other(Decoder):
-        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        def training_step(self, batch, batch_idx):
             return self.model(input_ids=batch["input_ids"]).logits.tanh().mean()
 
     with pytest.warns(
@@ -207,24 +193,24 @@ def test_without_logits_the_peak_falls_and_a_loss_that_has_them_is_told_of(tmp_p
 class Notes(Callback):
     """Whether the policy was on, in each part of a Trainer's life."""
 
-    def __init__(self, callback: RecomputeCallback):
+    def __init__(self, callback):
         self.of, self.found = callback, dict[str, bool]()
 
-    def _note(self, *given: Any, name: str) -> None:
+    def _note(self, *given, name):
         self.found[name] = self.of.handle is not None
 
-    def __getattribute__(self, name: str) -> Any:
+    def __getattribute__(self, name):
         if name.startswith("on_") and name.endswith("_start"):
             return lambda *given: self._note(*given, name=name)
         return super().__getattribute__(name)
 
 
-def states(module: Any) -> dict[str, Any]:
+def states(module):
     found = {path: kind for path, (kind, _) in snapshot(module).items()}
     return found | {"replaced": [name for name in ("forward", "training_step") if name in vars(module)]}
 
 
-def test_it_is_on_while_fit_runs_and_never_else(tmp_path: Path) -> None:
+def test_it_is_on_while_fit_runs_and_never_else(tmp_path):
     callback = RecomputeCallback("auto", logits=False)
     notes, module = Notes(callback), Decoder()
     before = states(module)
@@ -247,9 +233,9 @@ def test_it_is_on_while_fit_runs_and_never_else(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "raised"), [(ValueError, ValueError), (KeyboardInterrupt, SystemExit)])
-def test_an_exception_takes_it_off(kind: Any, raised: Any, tmp_path: Path) -> None:
+def test_an_exception_takes_it_off(kind, raised, tmp_path):
     class Stop(Callback):
-        def on_before_backward(self, *_: Any) -> None:
+        def on_before_backward(self, *_):
             raise kind("enough")
 
     callback, module = RecomputeCallback(), Decoder()
@@ -262,11 +248,11 @@ def test_an_exception_takes_it_off(kind: Any, raised: Any, tmp_path: Path) -> No
     assert states(module) == before
 
 
-def test_copies_made_while_it_trains_are_without(tmp_path: Path) -> None:
+def test_copies_made_while_it_trains_are_without(tmp_path):
     class Copies(Callback):
         found: list[Any]
 
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        def on_train_batch_end(self, trainer, pl_module, *_):
             self.found = [copy.deepcopy(pl_module.model), pickle.loads(pickle.dumps(pl_module.model))]
             trained, pl_module._trainer = pl_module._trainer, None
             copied = copy.deepcopy(pl_module)
@@ -284,8 +270,8 @@ def test_copies_made_while_it_trains_are_without(tmp_path: Path) -> None:
         assert {path: kind for path, (kind, _) in snapshot(copied).items()} == expected
 
 
-def test_checkpoints_are_the_same_files_and_training_goes_on_from_either(tmp_path: Path) -> None:
-    def run(name: str, *callbacks: Callback, steps: int, resume: Path | None = None) -> Path:
+def test_checkpoints_are_the_same_files_and_training_goes_on_from_either(tmp_path):
+    def run(name, *callbacks, steps, resume=None):
         folder = tmp_path / name
         saves = ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)
         torch.manual_seed(3)
@@ -295,9 +281,9 @@ def test_checkpoints_are_the_same_files_and_training_goes_on_from_either(tmp_pat
         forwards[name] = len(module.losses)
         return folder
 
-    forwards: dict[str, int] = {}
+    forwards = {}
 
-    def content(folder: Path, step: int) -> Any:
+    def content(folder, step):
         found = torch.load(folder / f"step={step}.ckpt", weights_only=False)
         (saves,) = found["callbacks"].values()  # the callback of a policy has no state
         assert saves.pop("dirpath") == str(folder)
@@ -317,13 +303,13 @@ def test_checkpoints_are_the_same_files_and_training_goes_on_from_either(tmp_pat
     assert forwards["off"] in (3, 4)  # without a policy: Lightning 2.4 resumes with a forward less
 
 
-def refusal(strategy: Any) -> str:
+def refusal(strategy):
     with pytest.raises(UnsupportedError) as caught:
-        RecomputeCallback().setup(SimpleNamespace(strategy=strategy), Decoder(), "fit")  # type: ignore[arg-type]
+        RecomputeCallback().setup(SimpleNamespace(strategy=strategy), Decoder(), "fit")
     return str(caught.value)
 
 
-def test_strategies_that_would_fight_it_are_refused() -> None:
+def test_strategies_that_would_fight_it_are_refused():
     """FSDP1 wants a GPU to be tried."""
     checkpointing = refusal(FSDPStrategy(activation_checkpointing_policy={nn.Linear}))
     assert "activation_checkpointing_policy of FSDPStrategy" in checkpointing
@@ -331,12 +317,11 @@ def test_strategies_that_would_fight_it_are_refused() -> None:
     assert "Use ModelParallelStrategy and fully_shard" in refusal(FSDPStrategy())
 
 
-def test_models_that_checkpoint_by_themselves_are_refused(tmp_path: Path) -> None:
+def test_models_that_checkpoint_by_themselves_are_refused(tmp_path):
     module = Decoder()
     module.model.gradient_checkpointing_enable()
     with pytest.raises(
-        UnsupportedError,
-        match=r"checkpointing on \(gradient_checkpointing in model.*checkpointing_disable",
+        UnsupportedError, match=r"checkpointing on \(gradient_checkpointing in model.*checkpointing_disable"
     ):
         fitted(tmp_path, RecomputeCallback(), of=module)
     module = Decoder()
@@ -345,7 +330,7 @@ def test_models_that_checkpoint_by_themselves_are_refused(tmp_path: Path) -> Non
         fitted(tmp_path, RecomputeCallback(), of=module)
 
 
-def test_mistakes_are_named(tmp_path: Path) -> None:
+def test_mistakes_are_named(tmp_path):
     with pytest.raises(UnsupportedError, match=r"module='modle': .* of Decoder \(did you mean 'model'\?\)"):
         fitted(tmp_path, RecomputeCallback(module="modle"))
     with pytest.raises(AlreadyAppliedError):
@@ -353,30 +338,23 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     with pytest.raises(PolicyError, match="did you mean 'elementwise'"):
         RecomputeCallback("elementwize")
     with pytest.raises(PolicyError, match="RecomputeCallback: kernels: expected true or false"):
-        RecomputeCallback(kernels="yes")  # type: ignore[arg-type]
+        RecomputeCallback(kernels="yes")
 
 
-def test_kernels_as_the_switch_says(tmp_path: Path) -> None:
+def test_kernels_as_the_switch_says(tmp_path):
     class Explains(Callback):
-        def on_train_batch_end(self, *_: Any) -> None:
-            assert callback.handle is not None
+        def on_train_batch_end(self, *_):
             text = callback.handle.explain(wide=True)
             found[kernels] = {note for note in ("kernel: rms_norm", "cheap ops run again") if note in text}
 
-    found: dict[Any, set[str]] = {}
+    found = {}
     for kernels in (None, False):
         callback = RecomputeCallback("kernel", kernels=kernels)
         fitted(tmp_path, callback, Explains(), max_steps=1)
     assert found == {None: {"kernel: rms_norm"}, False: {"cheap ops run again"}}
 
 
-@pytest.mark.slow
-def test_two_processes(tmp_path: Path) -> None:
-    """Under DDP and FSDP2."""
-    assert in_two_processes("two_lightnings.py", str(tmp_path)).count("two modules agree") == 2
-
-
-def test_without_lightning_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_lightning_its_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "lightning.pytorch", None)
     monkeypatch.delitem(sys.modules, "recompute.integrations.lightning")
     with pytest.raises(ModuleNotFoundError, match=r"needs Lightning.*pip install 'torch-recompute\[lightning\]'"):

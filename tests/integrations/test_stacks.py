@@ -3,8 +3,6 @@
 Elsewhere stand-ins have what the files use of axolotl 0.19, torchtitan 0.3 and LLaMA-Factory 0.9.5.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import runpy
 import sys
@@ -28,9 +26,9 @@ STACKS = Path(__file__).parents[2] / "examples" / "stacks"
 class BasePlugin:
     """Of axolotl: it calls these, of each plugin."""
 
-    def register(self, cfg: Any) -> None: ...
-    def get_input_args(self) -> str | None: ...
-    def add_callbacks_pre_trainer(self, cfg: Any, model: Any) -> list[Any]:
+    def register(self, cfg): ...
+    def get_input_args(self): ...
+    def add_callbacks_pre_trainer(self, cfg, model):
         return []
 
 
@@ -42,17 +40,17 @@ class FullAC:
         preserve_rng_state: bool = True
         owner: ClassVar[Any] = None
 
-        def build(self, *, dump_folder: str) -> Any:
+        def build(self, *, dump_folder):
             return self.owner(self)
 
-    def __init__(self, config: Any):
+    def __init__(self, config):
         self.config = config
 
-    def __init_subclass__(cls) -> None:
+    def __init_subclass__(cls):
         cls.Config.owner = cls
 
 
-def run_exp(args: dict[str, Any] | None = None, callbacks: list[Any] | None = None) -> None:
+def run_exp(args=None, callbacks=None):
     """Of LLaMA-Factory: trains as ``sys.argv`` says, with these callbacks."""
 
 
@@ -65,7 +63,7 @@ STAND_INS = {
 
 
 @pytest.fixture(autouse=True)
-def stacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def stacks(monkeypatch):
     """Puts a stand-in where a package is missing."""
     missing = {name for name in STAND_INS if importlib.util.find_spec(name.split(".")[0]) is None}
     for name in missing:
@@ -77,18 +75,18 @@ def stacks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(sys.modules, f"recompute.integrations.{name}", raising=False)
 
 
-def yaml_of(name: str) -> dict[str, Any]:
+def yaml_of(name):
     return YAML(typ="safe").load((STACKS / name).read_text(encoding="utf-8"))
 
 
-def plugin_of(keys: dict[str, Any]) -> Any:
+def plugin_of(keys):
     module, _, name = keys["plugins"][0].rpartition(".")
     plugin = getattr(importlib.import_module(module), name)()
     plugin.register(keys)
     return plugin
 
 
-def test_axolotl_trains_under_the_policy_of_its_keys(tmp_path: Path) -> None:
+def test_axolotl_trains_under_the_policy_of_its_keys(tmp_path):
     keys = yaml_of("axolotl.yaml")
     plugin = plugin_of(keys)
     module, _, name = plugin.get_input_args().rpartition(".")
@@ -107,14 +105,12 @@ def test_axolotl_trains_under_the_policy_of_its_keys(tmp_path: Path) -> None:
     ],
     ids=lambda given: " ".join(given) if isinstance(given, dict) else None,
 )
-def test_axolotl_hears_of_a_wrong_key_before_a_model_is_loaded(keys: Any, error: Any, words: str) -> None:
+def test_axolotl_hears_of_a_wrong_key_before_a_model_is_loaded(keys, error, words):
     with pytest.raises(error, match=words):
         plugin_of({**yaml_of("axolotl.yaml"), **keys})
 
 
-def test_a_job_of_torchtitan_trains_the_same_bits_and_holds_less(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_job_of_torchtitan_trains_the_same_bits_and_holds_less(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(STACKS)
     monkeypatch.delitem(sys.modules, "torchtitan_job", raising=False)
     config = importlib.import_module("torchtitan_job").llama3_8b()
@@ -129,8 +125,8 @@ def test_a_job_of_torchtitan_trains_the_same_bits_and_holds_less(
     assert recompute.apply(decoder, "none", replace=True).policy.name == "none"  # there was a policy to replace
 
 
-def test_llamafactory_is_given_the_callback_and_checkpoints_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[Any] = []
+def test_llamafactory_is_given_the_callback_and_checkpoints_nothing(monkeypatch):
+    given = []
     tuner = importlib.import_module("llamafactory.train.tuner")
     monkeypatch.setattr(tuner, "run_exp", lambda args=None, callbacks=None: given.extend(callbacks))
     runpy.run_path(str(STACKS / "train_with_llamafactory.py"), run_name="__main__")
@@ -140,7 +136,7 @@ def test_llamafactory_is_given_the_callback_and_checkpoints_nothing(monkeypatch:
     assert yaml_of("llamafactory.yaml")["disable_gradient_checkpointing"] is True  # else it is on
 
 
-def test_accelerates_configuration_shards_by_fsdp2_and_checkpoints_nothing() -> None:
+def test_accelerates_configuration_shards_by_fsdp2_and_checkpoints_nothing():
     config = pytest.importorskip("accelerate.commands.config.config_args").load_config_from_file(
         str(STACKS / "accelerate-fsdp2.yaml")
     )

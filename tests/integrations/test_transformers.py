@@ -1,24 +1,16 @@
 """Hugging Face's Trainer under a policy: by a callback, by its arguments; what is refused; what is saved."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from tiers import by_default
 from tiny import snapshot
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from torch import nn
 from trainer_testing import (
     ACCUMULATED,
-    LENGTH,
     MANY,
     STEPS,
     VOCABULARY,
@@ -27,18 +19,9 @@ from trainer_testing import (
     assert_same_weights,
     logged,
     model,
-    texts,
     trained,
 )
-from transformers import (
-    HfArgumentParser,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-    default_data_collator,
-)
+from transformers import HfArgumentParser, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from recompute.errors import AlreadyAppliedError, PolicyError, UnsupportedError
 from recompute.integrations import training
@@ -63,7 +46,7 @@ class MixedArguments(RecomputeArguments, OtherArguments):
 each_precision = pytest.mark.parametrize(
     "precision", by_default({"float32": {}, "autocast": {"bf16": True}}, "autocast")
 )
-WAYS: dict[str, Any] = {
+WAYS = {
     "callback": lambda policy: {"callbacks": [RecomputeCallback(policy)], "kind": TrainingArguments},
     "arguments": lambda policy: {"kind": RecomputeTrainingArguments, "recompute_policy": policy},
     "mixed": lambda policy: {"kind": MixedArguments, "recompute_policy": policy},
@@ -72,7 +55,7 @@ WAYS: dict[str, Any] = {
 
 @pytest.mark.parametrize("way", by_default(list(WAYS), "callback"))
 @each_precision
-def test_memory_falls_and_not_a_bit_changes(way: str, precision: dict[str, Any], tmp_path: Path) -> None:
+def test_memory_falls_and_not_a_bit_changes(way, precision, tmp_path):
     plain = trained(tmp_path, **precision)
     options = WAYS[way]("elementwise")
     found = trained(tmp_path, *options.pop("callbacks", []), **options, **precision)
@@ -85,7 +68,7 @@ def test_memory_falls_and_not_a_bit_changes(way: str, precision: dict[str, Any],
 
 
 @pytest.mark.slow
-def test_the_logs_say_what_was_dropped(tmp_path: Path) -> None:
+def test_the_logs_say_what_was_dropped(tmp_path):
     plain = trained(tmp_path)
     found = trained(tmp_path, RecomputeCallback("elementwise"))
     dropped, kept = logged(found, "recompute_dropped_nbytes"), logged(found, "recompute_kept_nbytes")
@@ -103,7 +86,7 @@ def test_the_logs_say_what_was_dropped(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_compiled_models_obey_it_too(tmp_path: Path) -> None:
+def test_compiled_models_obey_it_too(tmp_path):
     options = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
     plain = trained(tmp_path, **options)
     found = trained(tmp_path, RecomputeCallback("elementwise"), **options)
@@ -113,7 +96,7 @@ def test_compiled_models_obey_it_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_cache_is_refused_where_its_writers_are_compiled(tmp_path: Path) -> None:
+def test_a_cache_is_refused_where_its_writers_are_compiled(tmp_path):
     options = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
     with pytest.raises(UnsupportedError, match=r"torch_compile=True: .* keeps a key/value cache.*Set use"):
         trained(tmp_path, RecomputeCallback("elementwise"), use_cache=True, **options)
@@ -126,14 +109,14 @@ def test_a_cache_is_refused_where_its_writers_are_compiled(tmp_path: Path) -> No
 
 
 class Reports(TrainerCallback):
-    def __init__(self) -> None:
-        self.seen: list[dict[str, float]] = []
+    def __init__(self):
+        self.seen = []
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+    def on_log(self, args, state, control, logs=None, **_):
         self.seen.append(dict(logs))
 
 
-def test_what_reports_sees_the_logs_of_a_policy_in_the_arguments(tmp_path: Path, monkeypatch: Any) -> None:
+def test_what_reports_sees_the_logs_of_a_policy_in_the_arguments(tmp_path, monkeypatch):
     monkeypatch.setitem(integration.integration_utils.INTEGRATION_TO_CALLBACK, "theirs", Reports)
     options = {"recompute_policy": "elementwise", "report_to": "theirs"}
     trainer = trained(tmp_path, kind=RecomputeTrainingArguments, **options)
@@ -143,10 +126,10 @@ def test_what_reports_sees_the_logs_of_a_policy_in_the_arguments(tmp_path: Path,
     assert len(logged(trainer, "recompute_dropped_nbytes")) == STEPS
 
 
-def test_memory_on_a_device_that_counts_it(tmp_path: Path, monkeypatch: Any) -> None:
+def test_memory_on_a_device_that_counts_it(tmp_path, monkeypatch):
     now = iter(range(0, 10_000, 100))  # an allocator that gives 100 bytes away each time it is asked
     monkeypatch.setattr(training, "allocated_nbytes", lambda device: (next(now), 7_000))
-    started: list[Any] = []
+    started = []
     monkeypatch.setattr(training, "start_peak", started.append)
     trainer = trained(tmp_path, RecomputeCallback("elementwise"), eval_strategy="steps", eval_steps=1)
     assert logged(trainer, "recompute_held_nbytes") == [100] * STEPS
@@ -158,7 +141,7 @@ def test_memory_on_a_device_that_counts_it(tmp_path: Path, monkeypatch: Any) -> 
 
 @pytest.mark.slow
 @each_precision
-def test_the_model_is_afterwards_what_it_was(precision: dict[str, Any], tmp_path: Path) -> None:
+def test_the_model_is_afterwards_what_it_was(precision, tmp_path):
     llama = model()
     before = {path: kind for path, (kind, _) in snapshot(llama).items()}
     callback = RecomputeCallback("auto", logits=False)
@@ -171,9 +154,9 @@ def test_the_model_is_afterwards_what_it_was(precision: dict[str, Any], tmp_path
     assert losses[1] < losses[0]
 
 
-def test_an_exception_leaves_nothing_behind_that_the_next_training_minds(tmp_path: Path) -> None:
+def test_an_exception_leaves_nothing_behind_that_the_next_training_minds(tmp_path):
     class Stop(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        def on_step_end(self, args, state, control, **_):
             if stops:
                 raise KeyboardInterrupt
 
@@ -193,7 +176,7 @@ def test_an_exception_leaves_nothing_behind_that_the_next_training_minds(tmp_pat
     assert {path: kind for path, (kind, _) in snapshot(llama).items()} == expected
 
 
-REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+REFUSED = {
     "checkpointing": ({"gradient_checkpointing": True}, {}, "Set gradient_checkpointing=False .*or drop the policy"),
     "liger": ({"use_liger_kernel": True}, {}, "Set use_liger_kernel=False .*or drop the policy"),
     "smoothing": (
@@ -206,24 +189,18 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("others", "options", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_would_fight_it_is_refused(
-    others: Any, options: Any, message: str, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_what_would_fight_it_is_refused(others, options, message, tmp_path, monkeypatch):
     monkeypatch.setattr("transformers.training_args.is_liger_kernel_available", lambda: True, raising=False)
     with pytest.raises(UnsupportedError, match=message):
         arguments(
-            tmp_path,
-            RecomputeTrainingArguments,
-            recompute_policy="elementwise",
-            recompute_kwargs=options,
-            **others,
+            tmp_path, RecomputeTrainingArguments, recompute_policy="elementwise", recompute_kwargs=options, **others
         )
     with pytest.raises(UnsupportedError, match=message):
         Trainer(model(), arguments(tmp_path, **others), callbacks=[RecomputeCallback(**options)])
     arguments(tmp_path, RecomputeTrainingArguments, **others)  # no policy, nothing to refuse
 
 
-def test_more_that_is_refused(tmp_path: Path) -> None:
+def test_more_that_is_refused(tmp_path):
     both = arguments(tmp_path, RecomputeTrainingArguments, recompute_policy="elementwise")
     with pytest.raises(UnsupportedError, match=r"two policies.*Drop either"):
         Trainer(model(), both, callbacks=[RecomputeCallback()])
@@ -232,8 +209,7 @@ def test_more_that_is_refused(tmp_path: Path) -> None:
     checkpointing = model()
     checkpointing.gradient_checkpointing_enable()
     with pytest.raises(
-        UnsupportedError,
-        match=r"checkpointing on \(gradient_checkpointing in model.*checkpointing_disable",
+        UnsupportedError, match=r"checkpointing on \(gradient_checkpointing in model.*checkpointing_disable"
     ):
         trained(tmp_path, RecomputeCallback(), of=checkpointing)
     with pytest.raises(AlreadyAppliedError):
@@ -248,9 +224,7 @@ def test_more_that_is_refused(tmp_path: Path) -> None:
         ("elementwise", {"kernels": "yes"}, "recompute_kwargs: kernels: expected true or false"),
     ],
 )
-def test_mistakes_are_named_when_the_arguments_are_made(
-    policy: str, options: Any, message: str, tmp_path: Path
-) -> None:
+def test_mistakes_are_named_when_the_arguments_are_made(policy, options, message, tmp_path):
     with pytest.raises(PolicyError, match=message):
         arguments(tmp_path, RecomputeTrainingArguments, recompute_policy=policy, recompute_kwargs=options)
 
@@ -269,7 +243,7 @@ recompute_kwargs:
 """
 
 
-def test_from_yaml_json_and_the_command_line(tmp_path: Path) -> None:
+def test_from_yaml_json_and_the_command_line(tmp_path):
     parser = HfArgumentParser(RecomputeTrainingArguments)
     options = {"kernels": False, "logits": False}
     (tmp_path / "a.yaml").write_text(YAML)
@@ -291,11 +265,11 @@ def test_from_yaml_json_and_the_command_line(tmp_path: Path) -> None:
     assert parser.parse_args_into_dataclasses(line[:3])[0].report_to == []
 
 
-def found_fields(found: RecomputeTrainingArguments) -> dict[str, Any]:
+def found_fields(found):
     return {key: getattr(found, key) for key in ("output_dir", "recompute_policy", "recompute_kwargs", "report_to")}
 
 
-def test_arguments_work_as_copies_and_from_a_file(tmp_path: Path, monkeypatch: Any) -> None:
+def test_arguments_work_as_copies_and_from_a_file(tmp_path, monkeypatch):
     made = arguments(tmp_path, RecomputeTrainingArguments, recompute_policy="elementwise")
     for copied in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
         monkeypatch.delitem(integration.integration_utils.INTEGRATION_TO_CALLBACK, "recompute", raising=False)
@@ -305,13 +279,13 @@ def test_arguments_work_as_copies_and_from_a_file(tmp_path: Path, monkeypatch: A
         assert len(logged(trainer, "recompute_dropped_nbytes")) == STEPS
 
 
-def files(folder: Path, *, but: tuple[str, ...] = ()) -> dict[str, bytes]:
+def files(folder, *, but=()):
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name not in but}
 
 
 @pytest.mark.slow
-def test_checkpoints_are_the_same_files_and_training_goes_on_from_either(tmp_path: Path) -> None:
-    def run(resume: Path | None, *callbacks: Any) -> Path:
+def test_checkpoints_are_the_same_files_and_training_goes_on_from_either(tmp_path):
+    def run(resume, *callbacks):
         """Always in one folder, whose name is in the files."""
         out = tmp_path / "out"
         if out.exists():
@@ -339,14 +313,14 @@ def test_checkpoints_are_the_same_files_and_training_goes_on_from_either(tmp_pat
 
 
 class Saves(TrainerCallback):
-    def __init__(self, folder: Path):
+    def __init__(self, folder):
         self.folder = folder
 
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+    def on_step_end(self, args, state, control, model=None, **_):
         model.save_pretrained(self.folder)
 
 
-def test_what_is_saved_under_a_policy_loads_without_this_package(tmp_path: Path) -> None:
+def test_what_is_saved_under_a_policy_loads_without_this_package(tmp_path):
     trainer = trained(tmp_path, RecomputeCallback("auto", logits=False), Saves(tmp_path / "saved"))
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / "saved")
     assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in trainer.model.state_dict().items())
@@ -354,12 +328,11 @@ def test_what_is_saved_under_a_policy_loads_without_this_package(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_kernels_as_the_switch_says(tmp_path: Path) -> None:
+def test_kernels_as_the_switch_says(tmp_path):
     class Notes(TrainerCallback):
         notes: set[str]
 
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            assert callback.handle is not None
+        def on_step_end(self, args, state, control, **_):
             self.notes = {
                 note
                 for note in ("kernel: rms_norm", "cheap ops run again")
@@ -376,7 +349,7 @@ def test_kernels_as_the_switch_says(tmp_path: Path) -> None:
     assert found[True] == {"kernel: rms_norm", "cheap ops run again"}  # the one on CUDA, else the other
 
 
-def lora(vocabulary: int = VOCABULARY, **options: Any) -> nn.Module:
+def lora(vocabulary=VOCABULARY, **options):
     peft = pytest.importorskip("peft")
     llama = model(vocabulary)
     torch.manual_seed(1)
@@ -384,7 +357,7 @@ def lora(vocabulary: int = VOCABULARY, **options: Any) -> nn.Module:
 
 
 @each_precision
-def test_adapters_train_as_without_under_the_paths_of_the_model(precision: dict[str, Any], tmp_path: Path) -> None:
+def test_adapters_train_as_without_under_the_paths_of_the_model(precision, tmp_path):
     plain = trained(tmp_path, of=lora(), **precision)
     found = trained(tmp_path, RecomputeCallback(LAYERS), of=lora(), **precision)
     assert max(found.held) < 0.7 * min(plain.held)
@@ -395,7 +368,7 @@ def test_adapters_train_as_without_under_the_paths_of_the_model(precision: dict[
 
 
 @pytest.mark.slow
-def test_adapters_train_without_logits_unless_the_head_has_one(tmp_path: Path) -> None:
+def test_adapters_train_without_logits_unless_the_head_has_one(tmp_path):
     plain = trained(tmp_path, RecomputeCallback("elementwise"), of=lora(vocabulary=MANY))
     found = trained(tmp_path, RecomputeCallback("elementwise", logits=False), of=lora(vocabulary=MANY))
     assert max(found.peaks) < 0.5 * min(plain.peaks)
@@ -403,35 +376,3 @@ def test_adapters_train_without_logits_unless_the_head_has_one(tmp_path: Path) -
     assert len(logged(found, "token_accuracy")) == STEPS
     with pytest.raises(UnsupportedError, match=r"'lm_head', or hooks on it.*in PEFT: no 'lm_head' in target_modules"):
         trained(tmp_path, RecomputeCallback(logits=False), of=lora(target_modules=["lm_head"]))
-
-
-def test_trl(tmp_path: Path) -> None:
-    trl = pytest.importorskip("trl")
-    from datasets import Dataset
-
-    words = Tokenizer(WordLevel({"end": 0}))
-
-    def run(*callbacks: Any, checkpoints: bool = False) -> Any:
-        options = {"dataset_kwargs": {"skip_prepare_dataset": True}, "remove_unused_columns": False}
-        options["gradient_checkpointing"] = checkpoints
-        config = arguments(tmp_path, trl.SFTConfig, **options)
-        rows = [{key: value.tolist() for key, value in text.items()} for text in texts()]
-        data = Dataset.from_list([{**row, "attention_mask": [1] * LENGTH} for row in rows])
-        trainer = trl.SFTTrainer(
-            model(),
-            config,
-            data_collator=default_data_collator,
-            train_dataset=data,
-            processing_class=PreTrainedTokenizerFast(tokenizer_object=words, eos_token="end", pad_token="end"),
-            callbacks=list(callbacks),
-        )
-        trainer.train()
-        return trainer
-
-    with pytest.raises(UnsupportedError, match="TRL turns it on by default"):
-        run(RecomputeCallback(), checkpoints=True)
-    plain, found = run(), run(RecomputeCallback("elementwise"))
-    assert logged(found, "loss") == logged(plain, "loss")
-    assert logged(found, "mean_token_accuracy") == logged(plain, "mean_token_accuracy")
-    assert min(logged(found, "recompute_dropped_nbytes")) > 0
-    assert_same_weights(found, plain)

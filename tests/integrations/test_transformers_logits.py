@@ -1,10 +1,5 @@
 """A Trainer's loss without logits: what it saves, what is logged of it, and where logits are there all the same."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from tiers import by_default, slow
@@ -21,6 +16,7 @@ from trainer_testing import (
     arguments,
     logged,
     model,
+    right_tokens,
     texts,
     trained,
 )
@@ -35,9 +31,9 @@ HEAD = {"name": "head", "rules": [{"match": "lm_head", "action": "recompute", "v
 
 @pytest.mark.parametrize("way", ["arguments", *slow("callback")])
 @pytest.mark.parametrize("policy", ["auto", *slow("elementwise", "none")])
-def test_the_peak_falls(policy: str, way: str, tmp_path: Path) -> None:
+def test_the_peak_falls(policy, way, tmp_path):
     plain = trained(tmp_path, RecomputeCallback(policy), of=model(MANY))
-    options: dict[str, Any] = {}
+    options = {}
     callbacks = []
     if way == "callback":
         callbacks = [RecomputeCallback(policy, logits=False)]
@@ -56,7 +52,7 @@ def test_the_peak_falls(policy: str, way: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_peak_and_held_memory_fall_on_cuda_and_are_logged(tmp_path: Path) -> None:
+def test_peak_and_held_memory_fall_on_cuda_and_are_logged(tmp_path):
     found = []
     for callback in (RecomputeCallback("none"), RecomputeCallback("auto"), RecomputeCallback("auto", logits=False)):
         options = {"use_cpu": False, "bf16": True}
@@ -70,25 +66,20 @@ def test_peak_and_held_memory_fall_on_cuda_and_are_logged(tmp_path: Path) -> Non
 
 
 class Whole(Trainer):
-    """Counts from whole logits."""
+    """(right, all) tokens of each batch."""
 
-    def __init__(self, *given: Any, **options: Any):
+    def __init__(self, *given, **options):
         super().__init__(*given, train_dataset=texts(), **options)
-        self.counts: list[tuple[int, int]] = []
+        self.counts = []
 
-    def compute_loss(self, model: Any, inputs: Any, *given: Any, **options: Any) -> Any:
-        with torch.no_grad():
-            logits = model.eval()(input_ids=inputs["input_ids"]).logits[:, :-1]
-        model.train()
-        target = inputs["labels"][:, 1:]
-        counts = target != -100
-        self.counts.append((int(((logits.argmax(-1) == target) & counts).sum()), int(counts.sum())))
+    def compute_loss(self, model, inputs, *given, **options):
+        self.counts.append(right_tokens(model, inputs))
         return super().compute_loss(model, inputs, *given, **options)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", by_default({"float32": {}, "autocast": {"bf16": True}}, "autocast"))
-def test_token_accuracy_is_that_of_the_logits(precision: dict[str, Any], tmp_path: Path) -> None:
+def test_token_accuracy_is_that_of_the_logits(precision, tmp_path):
     steps = 6
     options = {"max_steps": steps, "logging_steps": 2, "learning_rate": 0.05, **precision}
     trainer = Whole(model(), arguments(tmp_path, **options), callbacks=[RecomputeCallback("auto", logits=False)])
@@ -107,10 +98,10 @@ def test_token_accuracy_is_that_of_the_logits(precision: dict[str, Any], tmp_pat
 class Looks(TrainerCallback):
     """Evaluates, generates and asks for gradients-off logits in the middle of training."""
 
-    def __init__(self) -> None:
-        self.found: list[torch.Tensor] = []
+    def __init__(self):
+        self.found = []
 
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+    def on_step_end(self, args, state, control, model=None, **_):
         ids = texts(1)[0]["input_ids"][None]
         model.eval()
         output = model(input_ids=ids, labels=ids)
@@ -122,10 +113,10 @@ class Looks(TrainerCallback):
         model.train()
 
 
-def test_logits_are_whole_in_evaluation_metrics_and_generation(tmp_path: Path) -> None:
+def test_logits_are_whole_in_evaluation_metrics_and_generation(tmp_path):
     shapes = []
 
-    def metrics(prediction: Any) -> dict[str, float]:
+    def metrics(prediction):
         shapes.append(prediction.predictions.shape)
         return {"sum": float(abs(prediction.predictions).sum())}
 
@@ -148,11 +139,11 @@ def test_logits_are_whole_in_evaluation_metrics_and_generation(tmp_path: Path) -
 class Asks(Trainer):
     """Notes what the training forward returns as logits."""
 
-    def __init__(self, *given: Any, **options: Any):
+    def __init__(self, *given, **options):
         super().__init__(*given, train_dataset=texts(), **options)
-        self.kinds: set[type] = set()
+        self.kinds = set()
 
-    def compute_loss(self, *given: Any, **options: Any) -> Any:
+    def compute_loss(self, *given, **options):
         loss, outputs = super().compute_loss(*given, return_outputs=True, **options)
         self.kinds.add(type(outputs.logits))
         return loss
@@ -160,19 +151,19 @@ class Asks(Trainer):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("logits", "kind"), [(None, LazyLogits), (False, LazyLogits), (True, torch.Tensor)])
-@pytest.mark.parametrize("policy", [HEAD, {"rules": [*HEAD["rules"], {"match": "model", "action": "keep"}]}])  # type: ignore[misc]
-def test_the_switch_goes_before_the_policy(policy: Any, logits: Any, kind: type, tmp_path: Path) -> None:
+@pytest.mark.parametrize("policy", [HEAD, {"rules": [*HEAD["rules"], {"match": "model", "action": "keep"}]}])
+def test_the_switch_goes_before_the_policy(policy, logits, kind, tmp_path):
     trainer = Asks(model(), arguments(tmp_path), callbacks=[RecomputeCallback(policy, logits=logits)])
     trainer.train()
     assert trainer.kinds == {kind}
     assert bool(logged(trainer, "token_accuracy")) is (kind is LazyLogits)
 
 
-def that_reads_logits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def that_reads_logits(logits, labels):
     return logits.tanh().mean()
 
 
-def that_reads_logits_too(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def that_reads_logits_too(logits, labels):
     """Beside a cross-entropy of some of the logits."""
     return F.cross_entropy(logits[:1, :-1].flatten(0, 1), labels[:1, 1:].flatten()) + that_reads_logits(logits, labels)
 
@@ -180,8 +171,8 @@ def that_reads_logits_too(logits: torch.Tensor, labels: torch.Tensor) -> torch.T
 @pytest.mark.parametrize(
     ("loss", "why"), [(that_reads_logits, "no loss was"), (that_reads_logits_too, "that no kernel computes")]
 )
-def test_a_loss_that_does_not_go_that_way_is_told_of(loss: Any, why: str, tmp_path: Path) -> None:
-    def loss_of(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+def test_a_loss_that_does_not_go_that_way_is_told_of(loss, why, tmp_path):
+    def loss_of(outputs, labels, num_items_in_batch=None):
         return loss(outputs.logits, labels)
 
     trainer = MeasuredTrainer(
@@ -194,27 +185,27 @@ def test_a_loss_that_does_not_go_that_way_is_told_of(loss: Any, why: str, tmp_pa
 
 
 class Around(nn.Module):
-    def __init__(self, *inner: nn.Module) -> None:
+    def __init__(self, *inner):
         super().__init__()
         self.inner = nn.ModuleList(inner)
 
-    def forward(self, input_ids: Any, labels: Any) -> Any:
+    def forward(self, input_ids, labels):
         return self.inner[0](input_ids=input_ids, labels=labels)
 
 
-def test_a_head_inside_of_a_model_around_it_is_found(tmp_path: Path) -> None:
+def test_a_head_inside_of_a_model_around_it_is_found(tmp_path):
     found = trained(tmp_path, RecomputeCallback("elementwise", logits=False), of=Around(model()))
     assert len(logged(found, "token_accuracy")) == STEPS
 
 
-def test_a_model_without_a_head_is_refused(tmp_path: Path) -> None:
+def test_a_model_without_a_head_is_refused(tmp_path):
     with pytest.raises(UnsupportedError, match="Around has no output embeddings"):
         trained(tmp_path, RecomputeCallback(logits=False), of=Around(model().model))
     with pytest.raises(UnsupportedError, match=r"one head; Around has 'inner.0.lm_head', 'inner.1.lm_head'\. Name"):
         trained(tmp_path, RecomputeCallback(logits=False), of=Around(model(), model()))
 
 
-def test_replicas_that_copy_what_the_model_returns_are_refused() -> None:
+def test_replicas_that_copy_what_the_model_returns_are_refused():
     class Arguments:
         world_size, n_gpu = 2, 1
         ddp_find_unused_parameters: bool | None = None

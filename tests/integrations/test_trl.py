@@ -1,13 +1,9 @@
 """TRL's trainers under ``logits=False``: what they write on logits is computed without them, with adapters too."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +14,9 @@ from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from trainer_testing import assert_same_weights, logged
 
+from recompute.errors import UnsupportedError
 from recompute.integrations.transformers import RecomputeCallback, _keep_lazy_in_trl
 from recompute.substitution.lazy_logits import LazyLogits
 
@@ -26,7 +24,7 @@ VOCABULARY = 1031
 SHAPE = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 WORDS = ["<pad>", "<s>", "</s>", "<unk>", *(f"w{index}" for index in range(VOCABULARY - 4))]
 PAIRS = [{"prompt": f"w{n} w5", "chosen": f" w{n + 9} w7 w8", "rejected": f" w{n + 20} w9"} for n in range(8)]
-ROWS: dict[str, list[dict[str, Any]]] = {
+ROWS = {
     "ORPO": PAIRS,
     "CPO": PAIRS,
     "DPO": PAIRS,
@@ -41,11 +39,13 @@ SAMPLES = {"num_generations": 2, "max_completion_length": 6, "beta": 0.0}
 class WideTensors(TorchDispatchMode):
     """Notes the rows of each tensor that is as wide as the vocabulary, where these are tokens."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows: list[int] = []
+    __module__ = "recompute.testing"  # the engine trusts it then, as it does torch's own modes
 
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __init__(self):
+        super().__init__()
+        self.rows = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         results = op(*args, **(kwargs or {}))
         for each in tree_leaves(results):
             if isinstance(each, Tensor) and each.dim() > 1 and each.shape[-1] == VOCABULARY and not is_weight(each):
@@ -53,26 +53,26 @@ class WideTensors(TorchDispatchMode):
         return results
 
 
-def is_weight(tensor: Tensor) -> bool:
+def is_weight(tensor):
     """Whether it is a head's or an adapter's, turned around."""
     return tensor.dim() == 2 and tensor.shape[0] in (SHAPE["hidden_size"], 4)
 
 
-def make_model() -> transformers.PreTrainedModel:
+def make_model():
     torch.manual_seed(0)
     ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     config = transformers.LlamaConfig(**SHAPE, **ids, num_attention_heads=4, max_position_embeddings=64)
     return transformers.LlamaForCausalLM(config)
 
 
-def make_tokenizer() -> Any:
+def make_tokenizer():
     words = Tokenizer(WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<unk>"))
-    words.pre_tokenizer = Whitespace()  # type: ignore[assignment]
+    words.pre_tokenizer = Whitespace()
     names = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     return transformers.PreTrainedTokenizerFast(tokenizer_object=words, **names)
 
 
-def trained(name: str, directory: Path, callbacks: list[Any], adapts: bool) -> tuple[Any, list[int]]:
+def trained(name, directory, callbacks, adapts=False, checkpoints=False):
     trl = pytest.importorskip("trl")
     datasets = pytest.importorskip("datasets")
     if name in ("ORPO", "CPO"):
@@ -82,9 +82,10 @@ def trained(name: str, directory: Path, callbacks: list[Any], adapts: bool) -> t
     arguments = getattr(trl, f"{name}Config")(
         str(directory),
         **{"max_steps": 2, "per_device_train_batch_size": 2, "logging_steps": 1, "report_to": [], "use_cpu": True},
-        **{"gradient_checkpointing": False, "bf16": False, "save_strategy": "no", "disable_tqdm": True, **options},
+        **{"bf16": False, "save_strategy": "no", "disable_tqdm": True, "gradient_checkpointing": checkpoints},
+        **options,
     )
-    given: dict[str, Any] = {}
+    given = {}
     if name in ("GRPO", "RLOO"):
         given["reward_funcs"] = [lambda completions, **_: [float(len({*each})) for each in completions]]
     if adapts:
@@ -102,7 +103,7 @@ def trained(name: str, directory: Path, callbacks: list[Any], adapts: bool) -> t
     )
     step, seen = trainer.training_step, WideTensors()
 
-    def watched(*args: Any, **kwargs: Any) -> Any:
+    def watched(*args, **kwargs):
         with seen:
             return step(*args, **kwargs)
 
@@ -115,19 +116,28 @@ def trained(name: str, directory: Path, callbacks: list[Any], adapts: bool) -> t
 @pytest.mark.filterwarnings("error::recompute.errors.PolicyWarning")
 @pytest.mark.parametrize("adapts", [False, True], ids=["all", "adapters"])
 @pytest.mark.parametrize("name", ROWS)
-def test_no_trainer_makes_logits(name: str, adapts: bool, tmp_path: Path) -> None:
+def test_no_trainer_makes_logits(name, adapts, tmp_path):
     plain, whole = trained(name, tmp_path, [], adapts)
     found, rows = trained(name, tmp_path, [RecomputeCallback("elementwise", logits=False)], adapts)
     if name in ("ORPO", "CPO"):  # the others have TRL's own fused head, which makes blocks of logits
         assert len(whole) > 8
         assert len(rows) <= 8, "one block of each loss and of its gradient"
     for key in ("loss", "grad_norm"):
-        expected = [entry[key] for entry in plain.state.log_history if key in entry]
-        assert [entry[key] for entry in found.state.log_history if key in entry] == pytest.approx(expected, rel=1e-4)
+        assert logged(found, key) == pytest.approx(logged(plain, key), rel=1e-4)
 
 
-def test_what_has_a_kernel_of_trls_is_written_out_where_logits_are_lazy(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
+def test_gradients_by_hooks_are_bit_for_bit_those_without_and_trls_checkpoints_are_refused(tmp_path):
+    (plain, _), (found, _) = (trained("SFT", tmp_path, given) for given in ([], [RecomputeCallback("elementwise")]))
+    for key in ("loss", "grad_norm", "mean_token_accuracy"):
+        assert logged(found, key) == logged(plain, key) != []
+    assert min(logged(found, "recompute_dropped_nbytes")) > 0
+    assert_same_weights(found, plain)
+    with pytest.raises(UnsupportedError, match="TRL turns it on by default"):
+        trained("SFT", tmp_path, [RecomputeCallback()], checkpoints=True)
+
+
+def test_what_has_a_kernel_of_trls_is_written_out_where_logits_are_lazy(monkeypatch):
+    asked = []
     utils = SimpleNamespace(_supports_trl_loss_kernel=lambda logits, index=None: bool(asked.append(logits)) or True)
     monkeypatch.setitem(sys.modules, "trl.trainer.utils", utils)
     before, end = utils._supports_trl_loss_kernel, _keep_lazy_in_trl()

@@ -1,26 +1,17 @@
-"""A Trainer in two processes under a policy: with DDP, FSDP2 and DeepSpeed."""
-
-from __future__ import annotations
+"""A Trainer, Hugging Face's and Lightning's, in two processes under a policy: with DDP, FSDP2 and DeepSpeed."""
 
 import importlib.util
-from pathlib import Path
 
 import pytest
-from tiers import by_default
 from trainer_testing import in_two_processes
 
-
-@pytest.mark.slow
-def test_ddp(tmp_path: Path) -> None:
-    """Losses as without, and one accuracy, of the tokens of both."""
-    assert in_two_processes("two_trainers.py", str(tmp_path)).count("two trainers agree") == 2
+WAYS = ["ddp", "fsdp2", "zero2", "zero3", "lightning, ddp", "lightning, fsdp2"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", by_default(["fsdp2", "zero2", "zero3"], "fsdp2"))
-def test_sharded(way: str, tmp_path: Path) -> None:
-    """Losses and norms of gradients as without, and less held."""
-    if way != "fsdp2" and importlib.util.find_spec("deepspeed") is None:
+@pytest.mark.parametrize("way", WAYS)
+def test_two_processes_train_as_without_and_hold_less(way, tmp_path):
+    if way.startswith("zero") and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed")
-    printed = in_two_processes("two_sharded_trainers.py", way, str(tmp_path), CUDA_VISIBLE_DEVICES="")
-    assert printed.count("two trainers agree") == 2
+    visible = {} if way == "ddp" or way.startswith("lightning") else {"CUDA_VISIBLE_DEVICES": ""}
+    assert in_two_processes("two_trainings.py", way, str(tmp_path), **visible).count("two trainings agree") == 2

@@ -1,15 +1,11 @@
 """A Llama and texts small enough for a Trainer in tests, and a Trainer that looks at memory."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from recompute.counters import memory_trace
@@ -20,12 +16,12 @@ MANY = 40_000  # words, of which logits are the most there is
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
-def model(vocabulary: int = VOCABULARY, **options: Any) -> LlamaForCausalLM:
+def model(vocabulary=VOCABULARY, **options):
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, use_cache=False, **SHAPE, **options))
 
 
-def texts(count: int = TEXTS) -> list[dict[str, Tensor]]:
+def texts(count=TEXTS):
     """Of each, another number of tokens has no loss."""
     found = []
     for index in range(count):
@@ -36,38 +32,32 @@ def texts(count: int = TEXTS) -> list[dict[str, Tensor]]:
     return found
 
 
-DEFAULTS: dict[str, Any] = {
-    "max_steps": STEPS,
-    "per_device_train_batch_size": BATCH,
-    "gradient_accumulation_steps": ACCUMULATED,
-    "learning_rate": 0.01,
-    "lr_scheduler_type": "constant",
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "disable_tqdm": True,
-    "use_cpu": True,
-}
+DEFAULTS = {
+    "max_steps": STEPS, "per_device_train_batch_size": BATCH, "gradient_accumulation_steps": ACCUMULATED,
+    "learning_rate": 0.01, "lr_scheduler_type": "constant", "logging_steps": 1, "save_strategy": "no",
+    "disable_tqdm": True, "use_cpu": True,
+}  # fmt: skip
 
 
-def arguments(folder: Path, kind: Any = TrainingArguments, **options: Any) -> Any:
+def arguments(folder, kind=TrainingArguments, **options):
     return kind(output_dir=str(folder), **{**DEFAULTS, **options})
 
 
 class MeasuredTrainer(Trainer):
     """Of each micro-batch: bytes held after forward, and at the peak, above those before it; and the loss."""
 
-    def __init__(self, *given: Any, **options: Any):
+    def __init__(self, *given, **options):
         super().__init__(*given, train_dataset=texts(), eval_dataset=texts(4), **options)
-        self.held: list[int] = []
-        self.peaks: list[int] = []
+        self.held = []
+        self.peaks = []
 
-    def compute_loss(self, *given: Any, **options: Any) -> Any:
+    def compute_loss(self, *given, **options):
         result = super().compute_loss(*given, **options)
         if self.model.training:
             self._trace.mark("forward")
         return result
 
-    def training_step(self, *given: Any, **options: Any) -> Tensor:
+    def training_step(self, *given, **options):
         with memory_trace(torch.device("cpu")) as self._trace:
             result = super().training_step(*given, **options)
         self.held.append(self._trace.held_nbytes["forward"])
@@ -75,25 +65,35 @@ class MeasuredTrainer(Trainer):
         return result
 
 
-def trained(folder: Path, *callbacks: Any, of: Any = None, kind: Any = TrainingArguments, **options: Any) -> Any:
+def trained(folder, *callbacks, of=None, kind=TrainingArguments, **options):
     """A trainer that has trained ``of``, or a new Llama."""
     trainer = MeasuredTrainer(of or model(), arguments(folder, kind, **options), callbacks=list(callbacks))
     trainer.train()
     return trainer
 
 
-def logged(trainer: Any, key: str) -> list[float]:
+def logged(trainer, key):
     return [entry[key] for entry in trainer.state.log_history if key in entry]
 
 
-def assert_same_weights(found: Any, expected: Any) -> None:
+def right_tokens(net, batch):
+    """(right, all) tokens of a batch, from whole logits."""
+    with torch.no_grad():
+        logits = net.eval()(input_ids=batch["input_ids"]).logits[:, :-1]
+    net.train()
+    target = batch["labels"][:, 1:]
+    counts = target != -100
+    return int(((logits.argmax(-1) == target) & counts).sum()), int(counts.sum())
+
+
+def assert_same_weights(found, expected):
     """Bit for bit."""
     one, other = found.model.state_dict(), expected.model.state_dict()
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def in_two_processes(script: str, *arguments: str, **environment: str) -> str:
+def in_two_processes(script, *arguments, **environment):
     """What both of them print that run ``script``, a file beside this one, as the ranks of one group."""
     both = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(

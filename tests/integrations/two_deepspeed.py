@@ -1,9 +1,6 @@
 """A Hugging Face decoder trained by two processes with DeepSpeed."""
 
-from __future__ import annotations
-
 import os
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +10,7 @@ from two_parts import VOCABULARY, decoder
 import recompute
 
 
-def losses(stage: int, rules: dict[str, Any] | None) -> tuple[list[Any], int]:
+def losses(stage, rules):
     """Of some steps under ZeRO, bit by bit; and the bytes that a policy dropped."""
     os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(dist.get_rank())}
     import deepspeed

@@ -1,9 +1,6 @@
 """A Hugging Face decoder trained by two processes that share its weights out: what each does, holds and exchanges."""
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Callable
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -11,9 +8,10 @@ import torch
 import torch.distributed as dist
 import transformers
 from engine_testing import bits
+from models import LAYERS_BY_KERNELS
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -22,10 +20,11 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
+from two_processes import distributed
 
 import recompute
+from recompute.attach.explain import Stats
 from recompute.estimation.storage_tracker import StorageTrace
 from recompute.integrations.distributed import agree, verify_plan
 from recompute.planning import plan_verification
@@ -36,7 +35,7 @@ COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate
 ROWS = ("self_attn.o_proj", "mlp.down_proj")
 
 
-def decoder(dropout: float = 0.25, layers: int = 2) -> nn.Module:
+def decoder(dropout=0.25, layers=2):
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4,
@@ -45,7 +44,7 @@ def decoder(dropout: float = 0.25, layers: int = 2) -> nn.Module:
     return transformers.LlamaForCausalLM(config).train()
 
 
-def tensor_parallel(model: Any, mesh: Any) -> nn.Module:
+def tensor_parallel(model, mesh):
     """Linears shared out; what is between them is whole, and a plain tensor, on both."""
     plan = {name: ColwiseParallel() for name in COLUMNS} | {name: RowwiseParallel() for name in ROWS}
     for layer in model.model.layers:
@@ -53,7 +52,7 @@ def tensor_parallel(model: Any, mesh: Any) -> nn.Module:
     return model
 
 
-def sequence_parallel(model: Any, mesh: Any) -> nn.Module:
+def sequence_parallel(model, mesh):
     """Between the Linears each has a part of the sequence: norms, adds and what they save are DTensors."""
     part, whole = Shard(1), Replicate()
     plan = {
@@ -76,35 +75,23 @@ def sequence_parallel(model: Any, mesh: Any) -> nn.Module:
     return parallelize_module(model, mesh, ends)
 
 
-def shared_out(model: Any, how: str) -> nn.Module:
-    """ "ddp", "fsdp", "fsdp of parts", "tensor parallel", "sequence parallel", or "tensor parallel, then fsdp"."""
-    mesh = init_device_mesh("cpu", (2,))
-    if how == "ddp":
-        return DistributedDataParallel(model)
-    if how == "tensor parallel":
-        return tensor_parallel(model, mesh)
-    if how == "sequence parallel":
-        return sequence_parallel(model, mesh)
+def shared_out(model, how):
+    """how: "tensor parallel", "sequence parallel", "tensor parallel, then fsdp", or one of ``distributed``."""
     if how == "tensor parallel, then fsdp":
         both = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
-        tensor_parallel(model, both["tensor"])
-        mesh = both["data"]
-    for layer in model.model.layers:
-        if how == "fsdp of parts":
-            fully_shard(layer.self_attn, mesh=mesh)
-            fully_shard(layer.mlp, mesh=mesh)
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+        return distributed(tensor_parallel(model, both["tensor"]), how, both["data"])
+    ways = {"tensor parallel": tensor_parallel, "sequence parallel": sequence_parallel}
+    return ways[how](model, init_device_mesh("cpu", (2,))) if how in ways else distributed(model, how)
 
 
 class Collectives(TorchDispatchMode):
     """Counts the collectives that run, by name."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.counts: Counter[str] = Counter()
+        self.counts = Counter()
 
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         if DTensor in types:
             return NotImplemented  # so that those inside are seen
         if (
@@ -134,8 +121,8 @@ class Trained(NamedTuple):
     plans: dict[str, Any]
 
 
-def train(how: str, rules: dict[str, Any] | str | None, first: str = "policy") -> Trained:
-    """first: what is put on first, "policy" or "wrapper"."""
+def train(how, rules, first="policy", of=bits):
+    """first: what is put on first, "policy" or "wrapper". of: what is told of a loss, a gradient and a weight."""
     model = decoder()
     handle = recompute.apply(model, rules) if rules is not None and first == "policy" else None
     wrapped = shared_out(model, how)
@@ -144,35 +131,62 @@ def train(how: str, rules: dict[str, Any] | str | None, first: str = "policy") -
     rank = 0 if "parallel" in how else dist.get_rank()  # of what is shared out by weights, both see the same
     torch.manual_seed(10 + rank)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1, foreach=False)
-    values: list[Any] = []
+    values = []
     for _ in range(STEPS):
         ids = torch.randint(0, VOCABULARY, (2, 12))
         with Collectives() as seen:
             loss = wrapped(input_ids=ids, labels=ids).loss
             forward, gathered = Counter(seen.counts), _gathered_nbytes(model)
             loss.backward()
-        values += [bits(loss), *(_local(parameter.grad) for parameter in wrapped.parameters())]
+        values += [of(loss), *(of(_local(parameter.grad)) for parameter in wrapped.parameters())]
         optimizer.step()
         optimizer.zero_grad()
-    values += map(_local, wrapped.parameters())
+    values += [of(_local(parameter)) for parameter in wrapped.parameters()]
     random = bits(torch.get_rng_state())
     ids = torch.randint(0, VOCABULARY, (8, 64))
     wrapped(input_ids=ids, labels=ids).loss.backward()  # so that there are gradients, and what else is made once
-    held_nbytes, peak_nbytes = step_memory(lambda: wrapped(input_ids=ids, labels=ids).loss)
-    return Trained(
-        values,
-        random,
-        (forward, seen.counts),
-        held_nbytes,
-        peak_nbytes,
-        handle.stats().dropped_nbytes if handle else 0,
-        handle.stats().offloaded_nbytes if handle else 0,
-        gathered,
-        {path: _structure(plan) for path, plan in handle.plans().items()} if handle else {},
-    )
+    memory = step_memory(lambda: wrapped(input_ids=ids, labels=ids).loss)
+    stats = handle.stats() if handle else Stats()
+    plans = {path: _structure(plan) for path, plan in handle.plans().items()} if handle else {}
+    collectives = forward, seen.counts
+    return Trained(values, random, collectives, *memory, stats.dropped_nbytes, stats.offloaded_nbytes, gathered, plans)
 
 
-def step_memory(forward: Callable[[], Tensor]) -> tuple[int, int]:
+def kernels_train_as_without(how, first):
+    """The largest relative difference that kernels make to a loss, a gradient, or a weight after some steps."""
+    of = lambda value: value.detach().clone()  # noqa: E731
+    pairs = zip(train(how, LAYERS_BY_KERNELS, first, of).values, train(how, None, first, of).values, strict=True)
+    return max(((found - plain).norm() / plain.norm().clamp_min(1e-12)).item() for found, plain in pairs)
+
+
+class Seen(NamedTuple):
+    """What one process saw of some steps."""
+
+    values: list[Tensor]
+    """Outputs and gradients of each."""
+    random: Any
+    collectives: tuple[Counter[str], Counter[str]]
+    """Of a step's forward, and of all of it."""
+    dropped_nbytes: int
+
+
+def seen_by_one(model, rules, given, loss_of):
+    """given: of a step's number the context of forward and backward, which gives an input."""
+    handle = recompute.apply(model, rules) if rules is not None else None
+    torch.manual_seed(10 + dist.get_rank())
+    values = []
+    for step in range(5):
+        with given(step) as x, Collectives() as seen:
+            out = model(x)
+            forward = Counter(seen.counts)
+            loss_of(out).backward()
+        values += [out.detach(), *(each.grad.clone() for each in (x, *model.parameters()) if each.grad is not None)]
+        model.zero_grad()
+    dropped = handle.stats().dropped_nbytes if handle else 0
+    return Seen(values, bits(torch.get_rng_state()), (forward, seen.counts), dropped)
+
+
+def step_memory(forward):
     """Bytes held after forward, and at the peak: of the least of three steps, as gloo's threads let go late."""
     found = []
     for _ in range(3):
@@ -184,13 +198,13 @@ def step_memory(forward: Callable[[], Tensor]) -> tuple[int, int]:
     return min(found)
 
 
-def _structure(plan: Any) -> Any:
+def _structure(plan):
     """A plan as what can be sent to another process."""
     steps = [(step.name, step.inputs, step.made, step.reason) for step in plan.steps]
     return steps, plan.facts, plan.saves, plan.kept, plan.rerun, plan.outputs, plan.overwritten
 
 
-def _gathered_nbytes(model: Any) -> int:
+def _gathered_nbytes(model):
     found = 0
     for layer in model.model.layers:
         for module in layer.modules():
@@ -200,18 +214,18 @@ def _gathered_nbytes(model: Any) -> int:
     return found
 
 
-def _local(tensor: Any) -> Any:
-    return bits(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+def _local(tensor):
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class Waves(nn.Module):
     """Saves two tensors, and not the one that both come back from."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return (x * 2).sin() + (x * 3).sin()
 
 
-def refusals(action: dict[str, Any]) -> list[str]:
+def refusals(action):
     """What comes of changing, between forward and backward, what a region of DTensors was made from.
 
     Of a weight, of an activation that autograd has saved, and of one that is held so that others come back.
@@ -219,7 +233,7 @@ def refusals(action: dict[str, Any]) -> list[str]:
     mesh = init_device_mesh("cpu", (2,))
     found = []
     for what in ("weight", "saved", "source"):
-        module: nn.Module = nn.Linear(16, 16) if what == "weight" else nn.GELU() if what == "saved" else Waves()
+        module = nn.Linear(16, 16) if what == "weight" else nn.GELU() if what == "saved" else Waves()
         if what == "weight":
             parallelize_module(module, mesh, ColwiseParallel())
         recompute.apply(module, {"rules": [{**ALL, **action}]})
@@ -242,16 +256,16 @@ ALL = {"match": "**"}
 class Pinned(nn.Module):
     """A chain whose middle is not to be calculated again."""
 
-    def __init__(self, is_pinned: bool):
+    def __init__(self, is_pinned):
         super().__init__()
         self.is_pinned = is_pinned
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         y = x.exp().sin()
         return (recompute.keep(y) if self.is_pinned else y).cos().exp()
 
 
-def kept_nbytes(action: dict[str, Any], is_pinned: bool) -> tuple[int, bool]:
+def kept_nbytes(action, is_pinned):
     """Of a chain of ops on a DTensor: the bytes kept, and whether the gradient is as it is without a policy."""
     mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(0)
@@ -267,7 +281,7 @@ def kept_nbytes(action: dict[str, Any], is_pinned: bool) -> tuple[int, bool]:
     return kept, gradients[0] == gradients[1]
 
 
-def plans_of_this_rank(is_agreed: bool) -> tuple[str, str]:
+def plans_of_this_rank(is_agreed):
     """The policy of a plan for a model that both ranks share out, and the profile that it is of."""
     model = shared_out(decoder(dropout=0.0), "fsdp")
     ids = torch.randint(0, VOCABULARY, (4, 32))
@@ -298,22 +312,22 @@ class Verified(NamedTuple):
     """Of the policies in the order in which they ran, what this rank has measured."""
 
 
-def verified(how: str) -> Verified:
+def verified(how):
     """A plan for what rank 0 trains on, run where rank 1 has four times as much."""
     model = shared_out(decoder(dropout=0.0, layers=6), how)
 
-    def batch(size: int) -> dict[str, Tensor]:
+    def batch(size):
         ids = torch.randint(0, VOCABULARY, (size, 64))
         return {"input_ids": ids, "labels": ids}
 
-    tables: list[Any] = [None, None]
+    tables = [None, None]
     dist.all_gather_object(tables, recompute.profile(model, batch(4), steps=1))
     profile = tables[0]
     held = recompute.plan(profile, budget="1GiB").predicted_peak_bytes - profile.static_nbytes
     own_peaks = []
     measure = plan_verification._measure
 
-    def measured(*arguments: Any) -> Any:
+    def measured(*arguments):
         found = measure(*arguments)
         own_peaks.append(found.peak_nbytes)
         return found
@@ -324,7 +338,7 @@ def verified(how: str) -> Verified:
     return Verified(plan.to_yaml(), plan.profile.model_dump_json(), plan.rounds, plan.budget_nbytes, own_peaks)
 
 
-def disagreements() -> tuple[str, str]:
+def disagreements():
     """What is said where ranks have profiled other models, and where they have plans for other budgets."""
     found = []
     for name, ask in (
@@ -339,7 +353,7 @@ def disagreements() -> tuple[str, str]:
     return found[0], found[1]
 
 
-def _profile(name: str) -> Profile:
+def _profile(name):
     """Of a model that has one way to run, called ``name``."""
     choice = Choice(
         name=name, rule=None, forward_seconds=1.0, backward_seconds=1.0, held_nbytes=1,

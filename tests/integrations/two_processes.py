@@ -1,18 +1,14 @@
 """Two processes with a gloo group between them, and what they train: with DDP and FSDP2, all of it or adapters."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from datetime import timedelta
 from multiprocessing import get_context
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from engine_testing import HIDDEN, Stack, bits, loss_of, tokens
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -25,7 +21,7 @@ STEPS, MICRO_BATCHES = 2, 2
 class TwoProcesses:
     """Runs a function in both processes at once, or in ``count`` of them."""
 
-    def __init__(self, folder: Any, count: int = 2):
+    def __init__(self, folder, count=2):
         context = get_context("spawn")
         ranks = context.Queue()
         for rank in range(count):
@@ -34,23 +30,23 @@ class TwoProcesses:
         self._count = count
         self._pool = ProcessPoolExecutor(count, mp_context=context, initializer=_join, initargs=arguments)
 
-    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    def run(self, function, *arguments):
         """What ``function(*arguments)`` returns in each, by rank."""
         futures = [self._pool.submit(_together, function, *arguments) for _ in range(self._count)]
         results = dict(future.result(timeout=600) for future in futures)
         return [results[rank] for rank in range(self._count)]
 
-    def close(self) -> None:
+    def close(self):
         self._pool.shutdown(cancel_futures=True)
 
 
-def _join(ranks: Any, store: str, count: int) -> None:
+def _join(ranks, store, count):
     torch.set_num_threads(1)
     wait = timedelta(seconds=300)
     dist.init_process_group("gloo", init_method=store, rank=ranks.get(), world_size=count, timeout=wait)
 
 
-def _together(function: Callable[..., Any], *arguments: Any) -> tuple[int, Any]:
+def _together(function, *arguments):
     dist.barrier()  # until all have come here, none can take the other's call
     return dist.get_rank(), function(*arguments)
 
@@ -58,21 +54,21 @@ def _together(function: Callable[..., Any], *arguments: Any) -> tuple[int, Any]:
 class Adapted(nn.Module):
     """A frozen linear layer with a low-rank update that is trained."""
 
-    def __init__(self, base: nn.Linear, rank: int = 2):
+    def __init__(self, base, rank=2):
         super().__init__()
         self.base = base.requires_grad_(False)
         self.down, self.up = nn.Linear(HIDDEN, rank, bias=False), nn.Linear(rank, HIDDEN, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.base(x) + self.up(self.down(x))
 
 
-def full() -> nn.Module:
+def full():
     torch.manual_seed(0)
     return Stack(count=2)
 
 
-def adapted() -> nn.Module:
+def adapted():
     """Nothing is trained but adapters of queries and values, and one norm in the middle."""
     model = full().requires_grad_(False)
     for layer in model.layers:
@@ -84,26 +80,21 @@ def adapted() -> nn.Module:
 MODELS = {"full": full, "adapted": adapted}
 
 
-def distributed(model: nn.Module, how: str) -> nn.Module:
-    if how == "ddp":
-        return DistributedDataParallel(model)
-    if how == "ddp, static graph":
-        return DistributedDataParallel(model, static_graph=True)
-    if how == "ddp, unused parameters":
-        return DistributedDataParallel(model, find_unused_parameters=True)
+def distributed(model, how, mesh=None):
+    ddp = {"static graph": {"static_graph": True}, "unused parameters": {"find_unused_parameters": True}}
+    if how.startswith("ddp"):
+        return DistributedDataParallel(model, **ddp.get(how.removeprefix("ddp, "), {}))
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    options: dict[str, Any] = {
-        "fsdp": {},
-        "fsdp, weights stay gathered": {"reshard_after_forward": False},
-        "fsdp, mixed precision": {"mp_policy": half},
-    }[how]
-    mesh = init_device_mesh("cpu", (2,))
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh, **options)
-    return fully_shard(model, mesh=mesh, **options)
+    fsdp = {"weights stay gathered": {"reshard_after_forward": False}, "mixed precision": {"mp_policy": half}}
+    options = {"mesh": mesh or init_device_mesh("cpu", (2,)), **fsdp.get(how.removeprefix("fsdp, "), {})}
+    for layer in getattr(model, "model", model).layers:
+        for part in (layer.self_attn, layer.mlp) if how == "fsdp of parts" else ():
+            fully_shard(part, **options)
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
 
 
-def _synchronized(model: Any, now: bool) -> AbstractContextManager[Any]:
+def _synchronized(model, now):
     """Whether the backward inside exchanges gradients. A static graph must, from the first one on."""
     if isinstance(model, DistributedDataParallel):
         return nullcontext() if now or model.static_graph else model.no_sync()
@@ -111,12 +102,12 @@ def _synchronized(model: Any, now: bool) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-def _train(model: nn.Module, wrap: Callable[[nn.Module], nn.Module]) -> list[Any]:
+def _train(model, wrap):
     """Gradients and weights of each step, and the random stream at the end."""
     model = wrap(model)
     torch.manual_seed(10 + dist.get_rank())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    found: list[Any] = []
+    found = []
     for _ in range(STEPS):
         for batch in range(MICRO_BATCHES):
             with _synchronized(model, now=batch == MICRO_BATCHES - 1):
@@ -127,19 +118,19 @@ def _train(model: nn.Module, wrap: Callable[[nn.Module], nn.Module]) -> list[Any
     return [*found, *map(_local, model.parameters()), bits(torch.get_rng_state())]
 
 
-def _local(tensor: Any) -> Any:
+def _local(tensor):
     return bits(tensor.to_local() if hasattr(tensor, "to_local") else tensor)
 
 
-def trains_as_without(which: str, how: str, rules: dict[str, Any], first: str) -> tuple[bool, int, int]:
+def trains_as_without(which, how, rules, first):
     """Whether gradients and weights are bit for bit those without the policy, how many there are, and bytes dropped.
 
     first: what is put on first, "policy" or "wrapper".
     """
     expected = _train(MODELS[which](), lambda model: distributed(model, how))
-    handles: list[Any] = []
+    handles = []
 
-    def wrap(model: nn.Module) -> nn.Module:
+    def wrap(model):
         if first == "policy":
             handles.append(recompute.apply(model, rules))
             return distributed(model, how)

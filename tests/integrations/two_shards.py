@@ -1,13 +1,10 @@
 """A head whose words two processes share: what each computes, beside the head as a whole, and what they exchange."""
 
-from __future__ import annotations
-
-from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -19,7 +16,7 @@ from recompute.kernels.linear_cross_entropy import linear_cross_entropy
 from recompute.kernels.linear_log_probs import linear_log_probs
 
 TOKENS, HIDDEN, WORDS = 12, 24, 601
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS = {
     "plain": {},
     "all": {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 5.0, "scale": 1.5, "temperature": 0.7},
     "weights": {"class_weights": torch.arange(WORDS) / WORDS, "label_smoothing": 0.1, "logits_bytes": 0},
@@ -27,7 +24,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def operands(words: int = WORDS) -> tuple[list[Tensor], Tensor]:
+def operands(words=WORDS):
     """hidden, weight, bias, and an adapter; and targets."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(TOKENS, HIDDEN), (words, HIDDEN), (words,), (TOKENS, 4), (words, 4)]
@@ -36,14 +33,14 @@ def operands(words: int = WORDS) -> tuple[list[Tensor], Tensor]:
     return [0.5 * torch.randn(shape, generator=generator) for shape in shapes], target
 
 
-def shards(tensors: list[Tensor]) -> list[Tensor]:
+def shards(tensors):
     """Those of this rank, to be trained."""
     rank, of_words = dist.get_rank(), (1, 2, 4)
     parts = [each.chunk(2)[rank] if place in of_words else each for place, each in enumerate(tensors)]
     return [each.clone().requires_grad_() for each in parts]
 
 
-def results(function: Any, operands: list[Tensor], target: Tensor, **options: Any) -> list[Tensor]:
+def results(function, operands, target, **options):
     """What an op returns, and the gradients of all operands."""
     hidden, weight, bias, *adapter = operands
     found = function(hidden, weight, target, bias, adapter=tuple(adapter) or None, **options)
@@ -53,14 +50,14 @@ def results(function: Any, operands: list[Tensor], target: Tensor, **options: An
     return [*found, *torch.autograd.grad([one for one, _ in pairs], operands, [other for _, other in pairs])]
 
 
-def assert_as_whole(found: list[Tensor], whole: list[Tensor]) -> None:
+def assert_as_whole(found, whole):
     """Outputs are those of all words, and gradients this rank's part."""
     for one, other in zip(found, whole, strict=True):
         expected = other if one.shape == other.shape else other.chunk(2)[dist.get_rank()]
         torch.testing.assert_close(one, expected, rtol=1e-5, atol=1e-6)
 
 
-def cross_entropy_is_as_whole(option: str, words: int) -> list[int]:
+def cross_entropy_is_as_whole(option, words):
     """Returns the elements of each of the sums between ranks."""
     (tensors, target), sums = operands(words), []
     options = {key: value[:words] if key == "class_weights" else value for key, value in OPTIONS[option].items()}
@@ -68,7 +65,7 @@ def cross_entropy_is_as_whole(option: str, words: int) -> list[int]:
     own = shards([each.detach() for each in tensors])
     reduce = dist.all_reduce
 
-    def noted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def noted(tensor, *args, **kwargs):
         sums.append(tensor.numel())
         return reduce(tensor, *args, **kwargs)
 
@@ -78,7 +75,7 @@ def cross_entropy_is_as_whole(option: str, words: int) -> list[int]:
     return sums
 
 
-def log_probs_are_as_whole(several: bool, entropy: bool) -> None:
+def log_probs_are_as_whole(several, entropy):
     tensors, target = operands()
     if several:
         target = torch.stack([target, target.roll(1), target.flip(0)], -1)
@@ -89,7 +86,7 @@ def log_probs_are_as_whole(several: bool, entropy: bool) -> None:
     assert_as_whole(found, whole)
 
 
-def dtensors_are_as_whole(shares_tokens: bool) -> None:
+def dtensors_are_as_whole(shares_tokens):
     """Their own placement says which words a rank has."""
     mesh = init_device_mesh("cpu", (2,))
     (hidden, weight, bias, *_), target = operands()
@@ -105,22 +102,22 @@ def dtensors_are_as_whole(shares_tokens: bool) -> None:
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.body = nn.Linear(HIDDEN, HIDDEN)
         self.head = nn.Linear(HIDDEN, WORDS, bias=False)
 
-    def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
+    def forward(self, hidden, target):
         return linear_cross_entropy(self.body(hidden), self.head.weight, target, reduction="sum")
 
 
-def trains_under_fsdp(parts: int) -> None:
+def trains_under_fsdp(parts):
     """With weights shared by words, and by FSDP2 among ranks that have ``parts`` parts of the tokens."""
     (hidden, *_), target = operands()
     models = []
     for of_mean in (1, parts):  # FSDP takes the mean of the parts' gradients
         torch.manual_seed(0)
-        model: Any = Model()
+        model = Model()
         if models:
             mesh = init_device_mesh("cpu", (parts, 2), mesh_dim_names=("data", "words"))
             parallelize_module(model, mesh["words"], {"head": ColwiseParallel()})
@@ -138,18 +135,18 @@ def trains_under_fsdp(parts: int) -> None:
 class Shared(nn.Module):
     """A body, and a loss of words that two ranks share."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.body = nn.Sequential(nn.Linear(HIDDEN, 4 * HIDDEN), nn.GELU(), nn.Linear(4 * HIDDEN, HIDDEN))
         self.weight = nn.Parameter(operands()[0][1].chunk(2)[dist.get_rank()].clone())
 
-    def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
+    def forward(self, hidden, target):
         return linear_cross_entropy(
             self.body(hidden), self.weight, target, group=dist.group.WORLD, vocabulary=WORDS
         ).sin()  # which needs the loss in backward
 
 
-def runs_in_a_region(rule: dict[str, Any]) -> list[tuple[int, int]]:
+def runs_in_a_region(rule):
     """Gradients are those without one. Returns the sums between ranks in forward and in backward, of each step."""
     (hidden, *_), target = operands()
     reduce, counts, models = dist.all_reduce, [], []
@@ -159,7 +156,7 @@ def runs_in_a_region(rule: dict[str, Any]) -> list[tuple[int, int]]:
         if is_region:
             recompute.apply(model, {"rules": [{"match": "shared", **rule}]})
 
-        def noted(*args: Any, sums: list[int] = sums, **kwargs: Any) -> Any:
+        def noted(*args, sums=sums, **kwargs):
             sums.append(1)
             return reduce(*args, **kwargs)
 
@@ -175,12 +172,12 @@ def runs_in_a_region(rule: dict[str, Any]) -> list[tuple[int, int]]:
     return counts[6:]
 
 
-def refusals() -> list[str]:
+def refusals():
     (hidden, weight, bias, *_), target = operands()
     group, mesh = dist.group.WORLD, init_device_mesh("cpu", (2,))
     half = weight.chunk(2)[dist.get_rank()].clone().requires_grad_()
 
-    def twice() -> None:
+    def twice():
         loss = linear_cross_entropy(hidden, half, target, group=group, vocabulary=WORDS)
         torch.autograd.grad(loss, half, create_graph=True)
 

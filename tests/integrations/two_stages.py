@@ -1,7 +1,5 @@
 """A pipeline of two processes, whose stages are decoder layers, under each of torch's schedules."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +23,6 @@ from recompute.estimation.storage_tracker import StorageTrace
 from recompute.integrations.distributed import microbatches_in_flight
 from recompute.planning import solver
 from recompute.planning.prediction import choices_of
-from recompute.profiling.cost_table import Choice, Profile
 from recompute.profiling.dry_run import static_nbytes
 
 VOCABULARY, LENGTH = 16, 6
@@ -48,7 +45,7 @@ FOLDED = ("ZBV zero bubble", "DualPipeV")
 class Stage(nn.Module):
     """A part of a decoder: the first has the embedding, the last one the norm and the head."""
 
-    def __init__(self, index: int, count: int, layers: int = 2):
+    def __init__(self, index, count, layers=2):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, HIDDEN) if index == 0 else nn.Identity()
         self.layers = nn.ModuleList(Layer() for _ in range(layers))
@@ -58,18 +55,18 @@ class Stage(nn.Module):
         self.norm = RMSNorm() if is_last else nn.Identity()
         self.head = nn.Linear(HIDDEN, VOCABULARY) if is_last else nn.Identity()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = self.embedding(x)
         for layer in self.layers:
             x = layer(x)
         return self.head(self.norm(x))
 
 
-def loss_of_microbatch(logits: Tensor, labels: Tensor) -> Tensor:
+def loss_of_microbatch(logits, labels):
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-def stages_of_this_rank(schedule: str) -> dict[int, nn.Module]:
+def stages_of_this_rank(schedule):
     """By number. Where the pipeline is folded into a V, the first process has the first stage and the last one."""
     rank = dist.get_rank()
     count = 2 if schedule in ONE_STAGE else 4
@@ -79,10 +76,10 @@ def stages_of_this_rank(schedule: str) -> dict[int, nn.Module]:
     return {index: stages[index] for index in numbers}
 
 
-def scheduled(name: str, modules: dict[int, nn.Module], microbatches: int = MICROBATCHES) -> Any:
+def scheduled(name, modules, microbatches=MICROBATCHES):
     count = 2 if name in ONE_STAGE else 4
     stages = [PipelineStage(module, index, count, torch.device("cpu")) for index, module in modules.items()]
-    given: Any = stages[0] if name in ONE_STAGE else stages
+    given = stages[0] if name in ONE_STAGE else stages
     return SCHEDULES[name](given, n_microbatches=microbatches, loss_fn=loss_of_microbatch)
 
 
@@ -96,7 +93,7 @@ class StepsOfStages(NamedTuple):
     captured: list[str]
 
 
-def train(name: str, rules: dict[str, Any] | None) -> StepsOfStages:
+def train(name, rules):
     modules = stages_of_this_rank(name)
     handles = [recompute.apply(module, rules) for module in modules.values()] if rules is not None else []
     schedule = scheduled(name, modules)
@@ -104,13 +101,13 @@ def train(name: str, rules: dict[str, Any] | None) -> StepsOfStages:
     parameters = [parameter for module in modules.values() for parameter in module.parameters()]
     optimizer = torch.optim.SGD(parameters, lr=0.1, foreach=False)
     generator = torch.Generator().manual_seed(1)
-    values: list[Tensor] = []
+    values = []
     for _ in range(STEPS):
         ids = torch.randint(0, VOCABULARY, (2 * MICROBATCHES, LENGTH), generator=generator)
-        losses: list[Tensor] = []
+        losses = []
         given = (ids,) if 0 in modules else ()
         is_last = max(modules) == (1 if name in ONE_STAGE else 3)
-        options: dict[str, Any] = {"target": ids, "losses": losses} if is_last else {}
+        options = {"target": ids, "losses": losses} if is_last else {}
         schedule.step(*given, **options)
         values += [*losses, *(parameter.grad.clone() for parameter in parameters)]
         optimizer.step()
@@ -133,7 +130,7 @@ class PlannedStage(NamedTuple):
     choices: list[str]
 
 
-def planned(name: str, share: float, microbatches: int = MICROBATCHES) -> PlannedStage:
+def planned(name, share, microbatches=MICROBATCHES):
     """Plan this rank's stage for a budget, and measure the peak of steps of the pipeline under the plan.
 
     share: of what lies between the smallest budget that can be met and the least that needs no recomputation.
@@ -158,14 +155,14 @@ def planned(name: str, share: float, microbatches: int = MICROBATCHES) -> Planne
     return PlannedStage(in_flight, budget, plan.predicted_peak_bytes, measured, gradients, choices)
 
 
-def adamw(parameters: Any) -> torch.optim.Optimizer:
+def adamw(parameters):
     return torch.optim.AdamW(parameters, foreach=False)
 
 
-def untimed(profile: Profile) -> Profile:
+def untimed(profile):
     """The profile with times that no clock has measured: what holds less takes longer."""
 
-    def of(choice: Choice, most: int) -> Choice:
+    def of(choice, most):
         seconds = 1.0 + (most - choice.held_nbytes) / max(most, 1)
         return choice.model_copy(update={"forward_seconds": 1.0, "backward_seconds": seconds})
 
@@ -177,11 +174,11 @@ def untimed(profile: Profile) -> Profile:
     return profile.model_copy(update={"regions": tuple(regions), "optimizer_seconds": 1.0})
 
 
-def peak_of_step(schedule: Any, module: nn.Module, ids: Tensor) -> int:
+def peak_of_step(schedule, module, ids):
     """The most bytes that are alive in a step: of three, the least, as gloo's threads let go late."""
     optimizer = adamw(list(module.parameters()))
 
-    def step() -> None:
+    def step():
         if dist.get_rank() == 0:
             schedule.step(ids)
         else:

@@ -1,7 +1,5 @@
 """One table of what every op of recompute.kernels is: a row for each op and each form that it takes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,7 +18,6 @@ from kernel_testing import (
     make,
 )
 from tiers import by_default
-from torch import Tensor
 from torch.nn import functional as F
 
 from recompute.kernels.cross_entropy import cross_entropy
@@ -57,42 +54,42 @@ class Case:
     outputs: int = 1
 
     @property
-    def has_linears(self) -> bool:
+    def has_linears(self):
         """Whether there are matrix products in it. Those ops record no recipe: it would run the products again."""
         return self.kind in ("mlp", "tiles", "head")
 
-    def __str__(self) -> str:
+    def __str__(self):
         return self.name
 
 
-def eager_rms_norm(casting: str) -> Callable[..., Tensor]:
+def eager_rms_norm(casting):
     """As Hugging Face's Llama and Gemma, and PyTorch, have it."""
 
-    def llama(x: Tensor, weight: Tensor | None = None) -> Tensor:
+    def llama(x, weight=None):
         h = x.to(torch.promote_types(x.dtype, torch.float32))
         h = (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype)
         return h if weight is None else weight * h
 
-    def gemma(x: Tensor, weight: Tensor) -> Tensor:
+    def gemma(x, weight):
         wide = torch.promote_types(x.dtype, torch.float32)
         h = x.to(wide) * torch.rsqrt(x.to(wide).pow(2).mean(-1, keepdim=True) + EPS)
         return (h * (1.0 + weight.to(wide))).type_as(x)
 
-    def none(x: Tensor, weight: Tensor) -> Tensor:
+    def none(x, weight):
         return F.rms_norm(x, x.shape[-1:], weight, EPS)
 
     return {"llama": llama, "gemma": gemma, "none": none}[casting]
 
 
-def eager_layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+def eager_layer_norm(x, weight=None, bias=None):
     return F.layer_norm(x, x.shape[-1:], weight, bias, 1e-5)
 
 
-def norm_shapes(parameters: int) -> Shapes:
+def norm_shapes(parameters):
     return lambda M, H: ((M, H), *[(H,)] * parameters)
 
 
-def added(name: str, norm: Case, op: Callable[..., Any]) -> Case:
+def added(name, norm, op):
     """The norm of a sum, and the sum."""
     return replace(
         norm, name=name, op=op, eager=lambda x, y, *parameters: (norm.eager(x + y, *parameters), x + y),
@@ -100,7 +97,7 @@ def added(name: str, norm: Case, op: Callable[..., Any]) -> Case:
     )  # fmt: skip
 
 
-def alone(name: str, norm: Case, op: Callable[..., Any]) -> Case:
+def alone(name, norm, op):
     """The norm of what is the stream already, and the stream."""
     return replace(
         norm, name=name, op=lambda x, *parameters: op(x, None, *parameters),
@@ -135,8 +132,8 @@ NORMS = [
 ]  # fmt: skip
 
 
-def eager_glu(activation: str) -> Callable[..., Tensor]:
-    def glu(gate: Tensor, up: Tensor | None = None) -> Tensor:
+def eager_glu(activation):
+    def glu(gate, up=None):
         gate, up = gate.chunk(2, -1) if up is None else (gate, up)
         return EAGER_ACTIVATIONS[activation](gate) * up
 
@@ -159,22 +156,22 @@ MLP_NAMES = {
 }
 
 
-def mlp_case(name: str, form: str, activation: str, biases: bool = False, **options: Any) -> Case:
+def mlp_case(name, form, activation, biases=False, **options):
     names = MLP_NAMES[form]
     widths = {each: (2 * I if form == "packed" else I) for each in names if each.startswith(("gate", "up"))}
 
-    def shapes(M: int, H: int) -> tuple[tuple[int, ...], ...]:
+    def shapes(M, H):
         weights = [(widths[each], H) if each in widths else (H, I) for each in names if "weight" in each]
         return ((M, H), *weights, *((weight[0],) for weight in weights if biases))
 
-    def op(x: Tensor, *parameters: Tensor) -> Tensor:
+    def op(x, *parameters):
         given = dict(zip(names, parameters, strict=False))
         if form == "packed":
-            given["up_weight"] = None  # type: ignore[assignment]
+            given["up_weight"] = None
         return (mlp if form == "ungated" else gated_mlp)(x, **given, activation=activation, **options)
 
-    def eager(x: Tensor, *parameters: Tensor) -> Tensor:
-        given: dict[str, Any] = dict.fromkeys(MLP_NAMES["gated"]) | dict(zip(names, parameters, strict=False))
+    def eager(x, *parameters):
+        given = dict.fromkeys(MLP_NAMES["gated"]) | dict(zip(names, parameters, strict=False))
         first = "up" if form == "ungated" else "gate"
         gate = F.linear(x, given[f"{first}_weight"], given[f"{first}_bias"])
         if form == "ungated":
@@ -184,7 +181,7 @@ def mlp_case(name: str, form: str, activation: str, biases: bool = False, **opti
             product = eager_glu(activation)(gate, *up)
         return F.linear(product, given["down_weight"], given["down_bias"])
 
-    def saved(M: int, H: int) -> int:
+    def saved(M, H):
         inner = 0 if "tile" in options else I if form == "ungated" else 2 * I
         return sum(torch.Size(shape).numel() for shape in shapes(M, H)) + M * inner
 
@@ -206,19 +203,19 @@ TILES = [
 """They round at each tile what others round once."""
 
 
-def angles(x: Tensor, rotated: int) -> list[Tensor]:
+def angles(x, rotated):
     """Cos and sin whose halves are not equal, for x: (…, S, D)."""
     positions, columns = (torch.arange(size, device=x.device) for size in (x.shape[-2], rotated))
     angle = (positions[:, None] + 0.3) * (columns + 0.7)
     return [angle.cos()[None].to(x.dtype), angle.sin()[None].to(x.dtype)]
 
 
-def eager_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+def eager_rope(q, k, cos, sin, unsqueeze_dim=1):
     """As Hugging Face's models have it, in the form that takes angles for the first columns alone."""
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     rotated = cos.shape[-1]
 
-    def rotate(x: Tensor) -> Tensor:
+    def rotate(x):
         x, rest = x[..., :rotated], x[..., rotated:]
         half = torch.cat((-x[..., rotated // 2 :], x[..., : rotated // 2]), -1)
         y = x * cos + half * sin
@@ -227,17 +224,17 @@ def eager_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: in
     return rotate(q), rotate(k)
 
 
-def rope_case(name: str, rest: int) -> Case:
-    def of(function: Callable[..., Any]) -> Callable[..., Any]:
+def rope_case(name, rest):
+    def of(function):
         return lambda q, k: function(q, k, *angles(q, q.shape[-1] - rest))
 
-    def shapes(M: int, H: int) -> tuple[tuple[int, ...], ...]:
+    def shapes(M, H):
         return (2, 4, M, width(H)), (2, 1, M, width(H))
 
-    def saved(M: int, H: int) -> int:
+    def saved(M, H):
         return 2 * M * (width(H) - rest)
 
-    def width(H: int) -> int:
+    def width(H):
         return max(H // 8 * 2, 4)
 
     return Case(name, of(rope), of(eager_rope), shapes, saved, kind="rope", outputs=2)
@@ -246,13 +243,13 @@ def rope_case(name: str, rest: int) -> Case:
 ROPES = [rope_case("rope", 0), rope_case("rope-of-some-columns", 2)]
 
 
-def target_of(logits: Tensor, classes: int) -> Tensor:
+def target_of(logits, classes):
     target = torch.arange(logits.shape[:-1].numel(), device=logits.device) * 7 % classes
     target[::5] = -100
     return target.view(logits.shape[:-1])
 
 
-def loss_case(name: str, **options: Any) -> Case:
+def loss_case(name, **options):
     eager = {key: value for key, value in options.items() if key not in ("logits_bytes", "hold_logits")}
     if name.startswith("cross"):
         return Case(
@@ -275,12 +272,12 @@ def loss_case(name: str, **options: Any) -> Case:
     )
 
 
-def log_probs_case(name: str, words: int | None = None, **options: Any) -> Case:
+def log_probs_case(name, words=None, **options):
     """words: how many each token asks for; None for one."""
     eager = {key: value for key, value in options.items() if key != "logits_bytes"}
     entropy = options.get("entropy", False)
 
-    def target(x: Tensor) -> Tensor:
+    def target(x):
         if words is None:
             return target_of(x, V)
         return target_of(x[..., :1].expand(*x.shape[:-1], words)[..., None], V)
@@ -294,22 +291,22 @@ def log_probs_case(name: str, words: int | None = None, **options: Any) -> Case:
     )
 
 
-def divergence_case(name: str, kind: str, logits_bytes: float | None = 0, **options: Any) -> Case:
+def divergence_case(name, kind, logits_bytes=0, **options):
     beside = {f"{who}_{key}": value for key, value in options.items() for who in ("student", "teacher")}
     temperature = {"temperature": 0.7}
 
-    def teacher(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def teacher(x, weight):
         """Numbers that every dtype has."""
         shapes = (*x.shape[:-1], 24), (V, 24)
         made = (torch.arange(math.prod(shape), device=x.device).view(shape) * 37 % 101 / 64 - 0.75 for shape in shapes)
         hidden, head = (each.to(like) for each, like in zip(made, (x, weight), strict=True))
         return hidden, head
 
-    def op(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    def op(x, weight, bias):
         given = {"student_bias": bias, "kind": kind, "beta": 0.3, "logits_bytes": logits_bytes}
         return linear_divergence(x, weight, *teacher(x, weight), **given, **temperature, **beside)
 
-    def eager(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    def eager(x, weight, bias):
         logits = F.linear(x, weight, bias), F.linear(*teacher(x, weight))
         return eager_divergence(*(eager_scores(each, **options, **temperature) for each in logits), kind, 0.3)
 
@@ -348,7 +345,7 @@ KINDS = (
 )
 
 
-def each_case(*cases: Case, default: tuple[str, ...] = _EACH_OP) -> Any:
+def each_case(*cases, default=_EACH_OP):
     """Over these cases, or all: those of the default tier, and the others, which are slow."""
     named = {str(case): case for case in cases or CASES}
     return pytest.mark.parametrize("case", by_default(named, *(name for name in default if name in named)))
@@ -361,9 +358,7 @@ each_linear = each_case(*MLPS, *TILES, *HEADS)
 """Ops with matrix products in them."""
 
 
-def inputs_of(
-    case: Case, device: str = "cpu", dtype: torch.dtype = torch.float32, rows: int = M, columns: int = H
-) -> list[Tensor]:
+def inputs_of(case, device="cpu", dtype=torch.float32, rows=M, columns=H):
     """The op's tensors, all trained. Weights of Linears are as small as those of models."""
     made = []
     for seed, shape in enumerate(case.shapes(rows, columns)):

@@ -1,24 +1,19 @@
 """How the tests of norms choose what a kernel's programs do, and see what is launched."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 
 from recompute.kernels import launch, norm_tiles
 
 
 @pytest.fixture(autouse=True)
-def plans_of_this_test() -> None:
+def plans_of_this_test():
     """Eager calls make plans anew, as tests change what is launched."""
     for plans in launch.PLANS.values():
         plans.forget()
 
 
 @pytest.fixture(params=["rows", "columns"])
-def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def form(request, monkeypatch):
     """Tiles of whole rows, or blocks of the columns of rows that are taken for wide ones."""
     if request.param == "columns":
         for name, programs in (("FORWARD", 0), ("BACKWARD", 1), ("LAYER_NORM_BACKWARD", 1)):
@@ -30,18 +25,18 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 @pytest.fixture(params=[1, 8])
-def multiprocessors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+def multiprocessors(request, monkeypatch):
     monkeypatch.setattr(launch, "multiprocessors", lambda device: request.param)
     return request.param
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]:
+def launched(monkeypatch):
     """The kernels that were launched, and their arguments by name."""
-    launched: list[tuple[Any, dict[str, Any]]] = []
+    launched = []
     launch_kernel = launch.run
 
-    def spy(kernel: Any, programs: int, *arguments: Any, **settings: Any) -> None:
+    def spy(kernel, programs, *arguments, **settings):
         launched.append((kernel, dict(zip(kernel.arg_names, arguments, strict=False))))
         launch_kernel(kernel, programs, *arguments, **settings)
 

@@ -1,14 +1,11 @@
 """What the tests of all ops have in common: dtypes, inputs, runs, errors against float64, and who sees which op."""
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from typing import Any
 
 import pytest
 import torch
+from engine_testing import function_of
 from tiers import slow
 from torch import Tensor
 from torch.nn import functional as F
@@ -24,22 +21,18 @@ INTERPRETERS_ROUNDING = 2**-23
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CAN_INTERPRET = not torch.cuda.is_available() and find_spec("triton") is not None
 IGNORED = -100
-CAPPED: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 5.0}
+CAPPED = {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 5.0}
 
 each_device_of_compiled_code = pytest.mark.parametrize(
     "device",
-    [
-        "reference",
-        *(slow("interpreter") if CAN_INTERPRET else []),
-        pytest.param("cuda", marks=pytest.mark.gpu),
-    ],
+    ["reference", *(slow("interpreter") if CAN_INTERPRET else []), pytest.param("cuda", marks=pytest.mark.gpu)],
     indirect=True,
 )
 """A compiler sees the same ops whatever runs in them: the interpreter is slow here, but for one op's test."""
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 
-EAGER_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+EAGER_ACTIVATIONS = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -47,7 +40,7 @@ EAGER_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "relu2": lambda x: torch.square(F.relu(x)),
 }
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+LAYOUTS = {
     "transposed": lambda t: t.mT.contiguous().mT,
     "every second column": lambda t: t.repeat_interleave(2, -1)[..., ::2],
     "unaligned": lambda t: torch.cat([t.flatten()[:1], t.flatten()])[1:].view(t.shape),
@@ -56,32 +49,32 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def make(*shape: int, seed: int = 0, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Tensor:
+def make(*shape, seed=0, device="cpu", dtype=torch.float32):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
-def relative_error(value: Tensor, exact: Tensor) -> float:
+def relative_error(value, exact):
     return ((value.double() - exact).norm() / exact.norm().clamp_min(1e-300)).item()
 
 
-def same_bits(left: Any, right: Any) -> bool:
+def same_bits(left, right):
     return all(torch.equal(a, b) and a.dtype is b.dtype for a, b in zip(left, right, strict=True))
 
 
-def doubled(inputs: Sequence[Any]) -> list[Any]:
+def doubled(inputs):
     return [None if each is None else each.detach().double().requires_grad_(each.requires_grad) for each in inputs]
 
 
-def listed(output: Any) -> list[Tensor]:
+def listed(output):
     return [output] if isinstance(output, Tensor) else list(output)
 
 
-def like(outputs: Sequence[Tensor], seed: int = 50) -> list[Tensor]:
+def like(outputs, seed=50):
     """Gradients for outputs."""
     return [make(*each.shape, seed=seed + index).to(each) for index, each in enumerate(outputs)]
 
 
-def run(function: Callable[..., Any], inputs: Sequence[Any], dtype: torch.dtype | None = None) -> list[Tensor]:
+def run(function, inputs, dtype=None):
     """The outputs, and the gradients of all inputs that are trained, for gradients that have ``dtype``'s precision."""
     outputs = listed(function(*inputs))
     given = [each.to(dtype or each.dtype).to(each) for each in like(outputs)]
@@ -91,7 +84,7 @@ def run(function: Callable[..., Any], inputs: Sequence[Any], dtype: torch.dtype 
     return [*(each.detach() for each in outputs), *torch.autograd.grad(differentiable, trained, given)]
 
 
-def assert_as_good_as(op: Callable[..., Any], eager: Callable[..., Any], inputs: Sequence[Any], kind: str = "norm"):
+def assert_as_good_as(op, eager, inputs, kind="norm"):
     """Outputs and gradients of ``op`` are as near to float64's as those of ``eager`` are.
 
     The error of n elements is a sample. Of matrix products, which sum in other orders, the ratio of two samples strays
@@ -113,40 +106,40 @@ def assert_as_good_as(op: Callable[..., Any], eager: Callable[..., Any], inputs:
 
 
 def eager_cross_entropy(
-    logits: Tensor,
-    target: Tensor,
+    logits,
+    target,
     *,
-    softcap: float | None = None,
-    z_loss: float = 0.0,
-    class_weights: Tensor | None = None,
-    reduction: str = "mean",
-    ignore_index: int = IGNORED,
-    label_smoothing: float = 0.0,
-) -> Tensor:
+    softcap=None,
+    z_loss=0.0,
+    class_weights=None,
+    reduction="mean",
+    ignore_index=IGNORED,
+    label_smoothing=0.0,
+):
     """As in Hugging Face's models, in float32 (or float64) from the logits on."""
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     weights = None if class_weights is None else class_weights.to(logits.dtype)
-    options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
     loss = F.cross_entropy(logits, target, weights, reduction=reduction, **options)
     counts = target != ignore_index
     squares = z_loss * logits.logsumexp(-1).square() * counts
     if reduction == "none":
         return loss + squares
-    divisor: Any = 1
+    divisor = 1
     if reduction == "mean":
         divisor = counts.sum() if weights is None else (weights[target.clamp_min(0)] * counts).sum()
     return loss + squares.sum() / divisor
 
 
-def eager_scores(logits: Tensor, scale: float = 1.0, softcap: float | None = None, temperature: float = 1.0) -> Tensor:
+def eager_scores(logits, scale=1.0, softcap=None, temperature=1.0):
     """What a softmax is taken of, in float32 (or float64) from the logits on."""
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale
     return (scores if softcap is None else softcap * torch.tanh(scores / softcap)) / temperature
 
 
-def eager_log_probs(logits: Tensor, target: Tensor, *, entropy: bool = False, **scores: Any) -> Any:
+def eager_log_probs(logits, target, *, entropy=False, **scores):
     """As people write it; 0 where a target is ignored."""
     words = target if target.dim() == logits.dim() else target[..., None]
     counts, log_p = words != IGNORED, eager_scores(logits, **scores).log_softmax(-1)
@@ -154,7 +147,7 @@ def eager_log_probs(logits: Tensor, target: Tensor, *, entropy: bool = False, **
     return (found, -(log_p.exp() * log_p).sum(-1).where(counts.any(-1), 0.0)) if entropy else found
 
 
-def eager_divergence(student: Tensor, teacher: Tensor, kind: str, beta: float = 0.5) -> Tensor:
+def eager_divergence(student, teacher, kind, beta=0.5):
     """Of scores, as TRL and Liger define it."""
     log_p, log_q = student.log_softmax(-1), teacher.log_softmax(-1)
     p, q = log_p.exp(), log_q.exp()
@@ -168,7 +161,7 @@ def eager_divergence(student: Tensor, teacher: Tensor, kind: str, beta: float = 
     return (beta * q * (log_q - log_m) + (1 - beta) * p * (log_p - log_m)).sum(-1)
 
 
-def flops(function: Callable[..., Any], inputs: Sequence[Tensor | None]) -> tuple[int, int]:
+def flops(function, inputs):
     """Of forward and of backward."""
     with FlopCounterMode(display=False) as forward:
         outputs = listed(function(*inputs))
@@ -180,13 +173,13 @@ def flops(function: Callable[..., Any], inputs: Sequence[Tensor | None]) -> tupl
 class Work(TorchDispatchMode):
     """Counts matrix products and our own ops; of the latter it keeps arguments, as they were, and results too."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.counts: Counter[str] = Counter()
-        self.calls: list[tuple[Any, tuple[Any, ...], Any]] = []
-        self.others: list[str] = []
+        self.counts = Counter()
+        self.calls = []
+        self.others = []
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         results = function(*args, **(kwargs or {}))
         if function._opname in {"mm", "addmm", "bmm", "matmul"} or function.namespace == "recompute":
             self.counts[function._opname] += 1
@@ -196,18 +189,18 @@ class Work(TorchDispatchMode):
             self.others.append(str(function))
         return results
 
-    def results_of(self, name: str) -> Any:
+    def results_of(self, name):
         (results,) = (results for called, _, results in self.calls if called._opname == name)
         return results
 
-    def check(self, *but: str) -> None:
+    def check(self, *but):
         """``opcheck`` our ops that were called. but: checks to leave out."""
         utilities = [each for each in ("test_schema", "test_faketensor") if each not in but]
         for op, arguments, _ in self.calls:
             arguments = [a.detach() if isinstance(a, Tensor) else a for a in arguments]
             torch.library.opcheck(op, arguments, test_utils=utilities)
 
-    def arguments_of(self, name: str) -> tuple[Any, ...]:
+    def arguments_of(self, name):
         (arguments,) = (arguments for called, arguments, _ in self.calls if called._opname == name)
         return arguments
 
@@ -217,7 +210,7 @@ class NoWholeLogits(TorchDispatchMode):
 
     largest_nbytes = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         implementation = launch.IMPLEMENTATIONS.get(function)
         if implementation is None:
             results = function(*args, **(kwargs or {}))
@@ -229,11 +222,4 @@ class NoWholeLogits(TorchDispatchMode):
         return results
 
 
-class NoGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> None:
-        return None
+NoGradient = function_of(lambda x: x.clone(), lambda gradient: None, saves=lambda *_: ())

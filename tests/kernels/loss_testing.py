@@ -1,23 +1,10 @@
 """What the tests of cross-entropies share: inputs, what Hugging Face's models compute, and how errors are judged."""
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
-from kernel_testing import (
-    CAN_INTERPRET,
-    FLOAT32_ROUNDING,
-    IGNORED,
-    doubled,
-    eager_cross_entropy,
-    make,
-    relative_error,
-)
-from torch import Tensor
+from kernel_testing import CAN_INTERPRET, FLOAT32_ROUNDING, IGNORED, doubled, eager_cross_entropy, make, relative_error
 from torch.nn import functional as F
 
 from recompute.kernels.cross_entropy import CrossEntropy
@@ -28,9 +15,7 @@ M, H, V = 12, 24, 600
 ON_CPU = pytest.mark.parametrize("device", ["reference", *(["interpreter"] if CAN_INTERPRET else [])], indirect=True)
 
 
-def make_inputs(
-    device: str, dtype: torch.dtype = torch.float32, tokens: int = M, hidden: int = H, vocabulary: int = V
-) -> tuple[list[Tensor], Tensor]:
+def make_inputs(device, dtype=torch.float32, tokens=M, hidden=H, vocabulary=V):
     """hidden, weight and bias; and a target, every fifth of which is ignored."""
     made = [make(tokens, hidden), make(vocabulary, hidden, seed=1) * (4 / hidden) ** 0.5, make(vocabulary, seed=2)]
     target = torch.randint(0, vocabulary, (tokens,), generator=torch.Generator().manual_seed(3))
@@ -38,21 +23,19 @@ def make_inputs(
     return [tensor.to(device, dtype).requires_grad_() for tensor in made], target.to(device)
 
 
-def assert_every_two_meet(names: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> None:
+def assert_every_two_meet(names, rows):
     """Every two values of two options are in one row at least."""
     for a, b in itertools.combinations(range(len(names)), 2):
         values = [{row[index] for row in rows} for index in (a, b)]
         assert {(row[a], row[b]) for row in rows} == set(itertools.product(*values)), (names[a], names[b])
 
 
-def eager(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, **options: Any) -> Tensor:
+def eager(hidden, weight, target, bias=None, **options):
     """As in Hugging Face's models, in float32 (or float64) from the logits on."""
     return eager_cross_entropy(F.linear(hidden, weight, bias), target, **options)
 
 
-def run(
-    function: Any, inputs: list[Tensor], target: Tensor, bias: bool = True, scale: float = 1.0, **options: Any
-) -> list[Tensor]:
+def run(function, inputs, target, bias=True, scale=1.0, **options):
     """The loss, and the gradients of hidden, weight and bias, of the loss scaled."""
     hidden, weight, bias_ = inputs
     loss = function(hidden, weight, target, bias_ if bias else None, **options)
@@ -61,7 +44,7 @@ def run(
     return [loss.detach(), *torch.autograd.grad(loss, inputs if bias else inputs[:2], gradient)]
 
 
-def assert_as_good_as_eager(inputs: list[Tensor], target: Tensor, ours: Any = linear_cross_entropy, **options: Any):
+def assert_as_good_as_eager(inputs, target, ours=linear_cross_entropy, **options):
     settings = {key: options.pop(key) for key in ("logits_bytes", "hold_logits", "return_logits") if key in options}
     if options.get("reduction", "mean") == "mean":  # scaled as float16 needs: its gradients are subnormal otherwise
         options["scale"] = target.numel()

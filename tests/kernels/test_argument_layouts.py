@@ -1,10 +1,5 @@
 """What is decided by layouts is decided once for them, and anew for others."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -14,10 +9,10 @@ from recompute.kernels import argument_layouts
 from recompute.kernels.argument_layouts import once_by_layouts
 
 
-def spied() -> tuple[Callable[..., Any], list[tuple[Any, ...]]]:
-    calls: list[tuple[Any, ...]] = []
+def spied():
+    calls = []
 
-    def decide(x: Any, setting: Any = None) -> Any:
+    def decide(x, setting=None):
         calls.append((x, setting))
         if setting == "wrong":
             raise KernelError("a wrong setting")
@@ -26,7 +21,7 @@ def spied() -> tuple[Callable[..., Any], list[tuple[Any, ...]]]:
     return once_by_layouts(decide), calls
 
 
-def test_the_same_layouts_get_the_same_result() -> None:
+def test_the_same_layouts_get_the_same_result():
     decided, calls = spied()
     assert [decided(torch.zeros(2, 3)), decided(torch.ones(2, 3)), decided(torch.nn.Parameter(torch.ones(2, 3)))] == [
         *(1, 1, 1)
@@ -37,23 +32,19 @@ def test_the_same_layouts_get_the_same_result() -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        (torch.ones(3, 2),),
-        (torch.ones(3, 2).t(),),
-        (torch.ones(2, 3).double(),),
-        (torch.ones(2, 3, device="meta"),),
-        (torch.ones(2, 3), "setting"),
-        (None,),
+        (torch.ones(3, 2),), (torch.ones(3, 2).t(),), (torch.ones(2, 3).double(),),
+        (torch.ones(2, 3, device="meta"),), (torch.ones(2, 3), "setting"), (None,),
     ],
     ids=["shape", "strides", "dtype", "device", "setting", "no tensor"],
-)
-def test_other_layouts_get_their_own(other: tuple[Any, ...]) -> None:
+)  # fmt: skip
+def test_other_layouts_get_their_own(other):
     decided, _ = spied()
     decided(torch.zeros(2, 3))
     assert decided(*other) == 2
     assert decided(*other) == 2
 
 
-def test_what_is_raised_is_raised_each_time() -> None:
+def test_what_is_raised_is_raised_each_time():
     decided, calls = spied()
     for _ in range(2):
         with pytest.raises(KernelError, match="a wrong setting"):
@@ -76,12 +67,12 @@ class Subclass(Tensor):
     ids=["subclass", "list", "sparse", "object"],
 )
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
-def test_what_has_no_layouts_is_decided_anew(arguments: tuple[Any, ...]) -> None:
+def test_what_has_no_layouts_is_decided_anew(arguments):
     decided, _ = spied()
     assert [decided(*arguments), decided(*arguments)] == [1, 2]
 
 
-def test_layouts_that_never_come_again_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layouts_that_never_come_again_are_forgotten(monkeypatch):
     monkeypatch.setattr(argument_layouts, "MAX_LAYOUTS", 2)
     decided, calls = spied()
     for size in range(5):

@@ -1,11 +1,7 @@
 """Blockwise quantization: how far values come back from where they were, special values, layouts, sizes and devices."""
 
-from __future__ import annotations
-
 import math
 import re
-from collections.abc import Callable
-from typing import Any
 
 import hypothesis
 import kernel_testing
@@ -14,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel_testing import DTYPES, Work, each_device_of_compiled_code, each_dtype, make
-from torch import Tensor
 from torch.nn import functional as F
 
 from recompute.errors import KernelError
@@ -41,7 +36,7 @@ draws = hypothesis.settings(suppress_health_check=[hypothesis.HealthCheck.functi
 
 
 @st.composite
-def tensors(draw: Callable[..., Any]) -> tuple[Tensor, int]:
+def tensors(draw):
     """A tensor of one dimension and a block size: values of all magnitudes side by side, special ones among them."""
     dtype = draw(st.sampled_from(DTYPES))
     block = draw(st.sampled_from([1, 2, 16, 128]))
@@ -57,13 +52,13 @@ def tensors(draw: Callable[..., Any]) -> tuple[Tensor, int]:
     return x, block
 
 
-def bits(x: Tensor) -> Tensor:
+def bits(x):
     """What tells any two values apart, zeros by their signs. There is one NaN."""
     x = torch.where(x.isnan(), torch.nan, x) if x.dtype in DTYPES else x
     return x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.itemsize])
 
 
-def same(left: Any, right: Any) -> bool:
+def same(left, right):
     return all(
         a is None is b
         or (a.dtype is b.dtype and a.stride() == b.stride() and torch.equal(bits(a), bits(b.to(a.device))))
@@ -71,7 +66,7 @@ def same(left: Any, right: Any) -> bool:
     )
 
 
-def absmax_of_each(x: Tensor, block: int) -> Tensor:
+def absmax_of_each(x, block):
     """For each element of a flat tensor the largest finite magnitude of its block, in float64."""
     finite = x.double().abs()
     finite = torch.where(finite < INFINITY, finite, 0.0)
@@ -79,7 +74,7 @@ def absmax_of_each(x: Tensor, block: int) -> Tensor:
     return whole.amax(-1).repeat_interleave(block)[: len(x)]
 
 
-def bound(x: Tensor, y: Tensor, scales: Tensor, block: int, format: str) -> Tensor:
+def bound(x, y, scales, block, format):
     """How far y may be from x: what the docstring of the file promises."""
     scale = scales.double().repeat_interleave(block)[: x.numel()]
     if format == "fp8":
@@ -93,7 +88,7 @@ def bound(x: Tensor, y: Tensor, scales: Tensor, block: int, format: str) -> Tens
 
 @draws
 @given(drawn=tensors(), format=st.sampled_from([*FORMATS]))
-def test_values_come_back_within_the_bound(drawn: tuple[Tensor, int], format: str, device: str):
+def test_values_come_back_within_the_bound(drawn, format, device):
     x, block = drawn[0].to(device), drawn[1]
     codes, scales, error = quantize_blockwise_with_error(x, block, format)
     y = dequantize_blockwise(codes, scales, x.dtype, block)
@@ -111,7 +106,7 @@ def test_values_come_back_within_the_bound(drawn: tuple[Tensor, int], format: st
 
 @draws
 @given(drawn=tensors(), format=st.sampled_from([*FORMATS]))
-def test_no_way_to_run_it_changes_a_bit(drawn: tuple[Tensor, int], format: str, device: str):
+def test_no_way_to_run_it_changes_a_bit(drawn, format, device):
     x, block = drawn
     found = quantize_blockwise_with_error(x.to(device), block, format)
     expected = quantize_blockwise_reference(x, block, format, True)
@@ -124,7 +119,7 @@ def test_no_way_to_run_it_changes_a_bit(drawn: tuple[Tensor, int], format: str, 
 
 @draws
 @given(drawn=tensors())
-def test_what_came_back_from_fp8_is_compressed_without_a_further_error(drawn: tuple[Tensor, int], device: str):
+def test_what_came_back_from_fp8_is_compressed_without_a_further_error(drawn, device):
     x, block = drawn[0].to(device), drawn[1]
     y = dequantize_blockwise(*quantize_blockwise(x, block, "fp8"), x.dtype, block)
     y = torch.where(y.abs() < 2 ** (10 - 126), 0.0, y)  # which the least scale, or the dtype, rounds once more
@@ -135,7 +130,7 @@ def test_what_came_back_from_fp8_is_compressed_without_a_further_error(drawn: tu
 
 @each_format
 @each_dtype
-def test_a_code_is_the_nearest_one(dtype: torch.dtype, format: str, device: str):
+def test_a_code_is_the_nearest_one(dtype, format, device):
     x = make(40, 16, device=device) * 2.0 ** make(40, 1, seed=1, device=device).mul(3).round()
     codes, scales = quantize_blockwise(x := x.to(dtype), 16, format)
     of_bytes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
@@ -152,13 +147,13 @@ SCALES_OF |= {0.0: 2.0**-126, 2.0**-149: 2.0**-126}
 
 
 @pytest.mark.parametrize(("absmax", "scale"), SCALES_OF.items())
-def test_the_scale_of_fp8_is_the_least_power_of_2_that_serves(absmax: float, scale: float, device: str):
+def test_the_scale_of_fp8_is_the_least_power_of_2_that_serves(absmax, scale, device):
     for sign in (1, -1):
         _, scales = quantize_blockwise(torch.tensor([0.0, sign * absmax], device=device), 2, "fp8")
         assert scales.tolist() == [scale]
 
 
-def test_a_value_halfway_goes_to_the_even_code(device: str):
+def test_a_value_halfway_goes_to_the_even_code(device):
     x = torch.tensor([448.0, 17.0, 19.0, 2**-10, 3 * 2**-10, 1.0, 0.0, -17.0], device=device)
     assert dequantize_blockwise(*quantize_blockwise(x, 8, "fp8"), x.dtype, 8).tolist() == (
         [448.0, 16.0, 20.0, 0.0, 2**-8, 1.0, 0.0, -16.0]
@@ -169,9 +164,7 @@ def test_a_value_halfway_goes_to_the_even_code(device: str):
 
 @each_format
 @each_dtype
-def test_every_value_of_16_bits_comes_back_near_and_the_largest_stay_finite(
-    dtype: torch.dtype, format: str, device: str
-):
+def test_every_value_of_16_bits_comes_back_near_and_the_largest_stay_finite(dtype, format, device):
     x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     x = (x if dtype is not torch.float16 else x.view(dtype)).to(device, dtype)
     largest = torch.tensor([1.0, -1.0, 0.5, 0.97, 0.9], device=device).mul(torch.finfo(dtype).max).to(dtype)
@@ -185,7 +178,7 @@ def test_every_value_of_16_bits_comes_back_near_and_the_largest_stay_finite(
 
 
 @each_format
-def test_nan_and_infinity_come_back_as_nan_and_harm_no_neighbour(format: str, device: str):
+def test_nan_and_infinity_come_back_as_nan_and_harm_no_neighbour(format, device):
     x = torch.tensor([1.0, NAN, -2.0, INFINITY, 0.5, -INFINITY, -NAN, 0.0], device=device)
     codes, scales, error = quantize_blockwise_with_error(x, 8, format)
     y = dequantize_blockwise(codes, scales, x.dtype, 8)
@@ -203,7 +196,7 @@ def test_nan_and_infinity_come_back_as_nan_and_harm_no_neighbour(format: str, de
 
 @each_format
 @each_dtype
-def test_zeros_come_back_as_zeros(dtype: torch.dtype, format: str, device: str):
+def test_zeros_come_back_as_zeros(dtype, format, device):
     x = torch.zeros(300, dtype=dtype, device=device)
     x[299] = 1.0
     codes, scales, error = quantize_blockwise_with_error(x, 128, format)
@@ -212,7 +205,7 @@ def test_zeros_come_back_as_zeros(dtype: torch.dtype, format: str, device: str):
     assert not dequantize_blockwise(codes, scales, dtype, 128)[:299].any()
 
 
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+LAYOUTS = {
     "contiguous": lambda x: x,
     "transposed": lambda x: x.transpose(0, 2),
     "unaligned": kernel_testing.LAYOUTS["unaligned"],
@@ -227,7 +220,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @each_format
-def test_codes_lie_as_the_values_do(format: str, layout: str, device: str):
+def test_codes_lie_as_the_values_do(format, layout, device):
     x = LAYOUTS[layout](make(3, 5, 7, device=device, dtype=torch.bfloat16))
     before, like = x.clone(), torch.empty_like(x)
     codes, scales = quantize_blockwise(x, 16, format)
@@ -248,7 +241,7 @@ SHAPES = [((0,), 128), ((3, 0, 2), 1), ((), 128), ((1,), 1), ((5, 127), 128), ((
 
 @pytest.mark.parametrize(("shape", "block"), [*SHAPES, ((33, 300), 64)])
 @each_format
-def test_any_shape(shape: tuple[int, ...], block: int, format: str, device: str):
+def test_any_shape(shape, block, format, device):
     x = make(*shape, device=device)
     codes, scales, error = quantize_blockwise_with_error(x, block, format)
     assert codes.shape == x.shape
@@ -261,7 +254,7 @@ def test_any_shape(shape: tuple[int, ...], block: int, format: str, device: str)
     assert same((codes, scales, error), quantize_blockwise_reference(x, block, format, True))
 
 
-def test_one_launch_a_call_and_no_gradient_flows(device: str, launched: list[Any]):
+def test_one_launch_a_call_and_no_gradient_flows(device, launched):
     x = make(4, 128, device=device).requires_grad_()
     found = quantize_blockwise_with_error(x)
     y = dequantize_blockwise(*found[:2], x.dtype)
@@ -271,7 +264,7 @@ def test_one_launch_a_call_and_no_gradient_flows(device: str, launched: list[Any
 
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "expanded"])
 @each_format
-def test_ops_pass_opcheck(layout: str, format: str, device: str):
+def test_ops_pass_opcheck(layout, format, device):
     x = LAYOUTS[layout](make(3, 5, 7, device=device, dtype=torch.bfloat16))
     with Work() as seen:
         codes, scales, _ = quantize_op(x, 16, format, True)
@@ -282,8 +275,8 @@ def test_ops_pass_opcheck(layout: str, format: str, device: str):
 
 
 @each_device_of_compiled_code
-def test_compiled_results_are_the_eager_ones(device: str):
-    def there_and_back(x: Tensor) -> Tensor:
+def test_compiled_results_are_the_eager_ones(device):
+    def there_and_back(x):
         codes, scales, error = quantize_op(x, 64, None, True)
         return dequantize_op(codes, scales, x.dtype, 64) * 2 + error
 
@@ -301,23 +294,21 @@ DEVICES += [("cuda:0", capability, None, "fp8") for capability in ((9, 0), (8, 9
     ("device", "capability", "hip", "format"),
     [*DEVICES, ("cuda:0", (8, 6), None, "int8"), ("cuda:0", (9, 4), "6.4", "int8")],
 )
-def test_the_device_decides_on_the_format(
-    device: str, capability: tuple[int, int] | None, hip: str | None, format: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_device_decides_on_the_format(device, capability, hip, format, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "hip", hip)
     assert native_format.__wrapped__(torch.device(device)) == format
 
 
-def test_without_a_format_it_is_the_devices(device: str):
+def test_without_a_format_it_is_the_devices(device):
     x = make(2, 64, device=device)
     for format in FORMATS:
         assert quantize_blockwise(x, 64, format)[0].dtype is FORMATS[format]
     assert quantize_blockwise(x, 64)[0].dtype is FORMATS[native_format(x.device)]
 
 
-def test_fp8_is_refused_where_the_device_has_none(monkeypatch: pytest.MonkeyPatch):
+def test_fp8_is_refused_where_the_device_has_none(monkeypatch):
     monkeypatch.setattr("recompute.kernels.blockwise_8bit.native_format", lambda device: "int8")
     codes, scales = quantize_blockwise(torch.ones(2))
     assert codes.dtype is torch.int8
@@ -343,7 +334,7 @@ def test_the_host_does_not_wait():
 
 @pytest.mark.gpu
 @each_format
-def test_more_than_2_to_the_31_elements(format: str):
+def test_more_than_2_to_the_31_elements(format):
     numel = 2**31 + 133
     x = torch.zeros(numel, device="cuda", dtype=torch.bfloat16)
     first = numel // 128 * 128

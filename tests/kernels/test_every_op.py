@@ -1,7 +1,5 @@
 """What every op of recompute.kernels promises, whichever way it runs: each claim once, over the table of cases."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 import inspect
@@ -9,8 +7,6 @@ import itertools
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +21,6 @@ from cases import (
     PRODUCTS,
     ROPES,
     TILES,
-    Case,
     each_case,
     each_kind,
     each_linear,
@@ -57,7 +52,7 @@ from recompute.kernels import launch, launch_plan
 
 @each_dtype
 @each_case(*NORMS, *PRODUCTS, *MLPS, *ROPES)
-def test_errors_are_no_larger_than_eagers(case: Case, dtype: torch.dtype, device: str):
+def test_errors_are_no_larger_than_eagers(case, dtype, device):
     assert_as_good_as(case.op, case.eager, inputs_of(case, device, dtype, 40), case.kind)
 
 
@@ -65,7 +60,7 @@ ROWS, COLUMNS = 3, 40
 """Of what is no claim about numbers."""
 
 
-def few(case: Case, device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def few(case, device="cpu", dtype=torch.float32):
     return inputs_of(case, device, dtype, ROWS, COLUMNS)
 
 
@@ -74,7 +69,7 @@ SIZES = [(0, 64), (1, 123), (3, 0), (37, 100), (7, 768), (199, 64), (1, 2048), (
 
 @pytest.mark.parametrize(("rows", "columns"), SIZES)
 @each_norm
-def test_any_number_of_rows_and_columns(case: Case, rows: int, columns: int, device: str):
+def test_any_number_of_rows_and_columns(case, rows, columns, device):
     if device == "cuda" and columns == 7:
         columns = 57  # CUDA adds rows in another order: the error of a sum of 7 columns is too small a sample
     assert_as_good_as(case.op, case.eager, inputs_of(case, device, torch.float32, rows, columns))
@@ -89,13 +84,13 @@ def test_any_number_of_rows_and_columns(case: Case, rows: int, columns: int, dev
     [(case, rows) for case in NORMS for rows in ((1, 7, 199, 8192) if case.outputs == 1 else (7, 8192))],
     ids=str,
 )
-def test_errors_at_real_sizes_are_no_larger_than_eagers(case: Case, rows: int, columns: int, dtype: torch.dtype):
+def test_errors_at_real_sizes_are_no_larger_than_eagers(case, rows, columns, dtype):
     rows = min(rows, 2**26 // columns)
     assert_as_good_as(case.op, case.eager, inputs_of(case, "cuda", dtype, rows, columns))
 
 
 @each_case()
-def test_gradients_in_float64_are_those_of_finite_differences(case: Case):
+def test_gradients_in_float64_are_those_of_finite_differences(case):
     small = [each.detach().double().requires_grad_() for each in inputs_of(case, rows=5, columns=4)]
     assert torch.autograd.gradcheck(case.op, small, fast_mode=True)
     assert torch.autograd.gradgradcheck(case.op, small, fast_mode=True)
@@ -103,11 +98,11 @@ def test_gradients_in_float64_are_those_of_finite_differences(case: Case):
 
 @each_dtype
 @each_case()
-def test_a_second_backward_gives_the_same_bits_and_writes_nowhere(case: Case, dtype: torch.dtype, device: str):
+def test_a_second_backward_gives_the_same_bits_and_writes_nowhere(case, dtype, device):
     inputs = few(case, device, dtype)
     outputs = listed(case.op(*inputs))
     gradients = like(outputs)
-    node: Any = outputs[0].grad_fn
+    node = outputs[0].grad_fn
     while not hasattr(node, "saved_tensors"):  # as a change of sign
         node = node.next_functions[0][0]
     saved = list(node.saved_tensors)
@@ -128,10 +123,10 @@ def test_a_second_backward_gives_the_same_bits_and_writes_nowhere(case: Case, dt
 
 @each_dtype
 @each_case()
-def test_what_is_saved_is_known_to_the_byte(case: Case, dtype: torch.dtype, device: str):
+def test_what_is_saved_is_known_to_the_byte(case, dtype, device):
     inputs = few(case, device, dtype)
-    packed: list[Tensor] = []
-    unpacked: list[Tensor] = []
+    packed = []
+    unpacked = []
     with saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: unpacked.append(t) or t):
         outputs = listed(case.op(*inputs))
     addresses = {each.data_ptr() for each in packed}
@@ -148,7 +143,7 @@ def test_what_is_saved_is_known_to_the_byte(case: Case, dtype: torch.dtype, devi
 
 @pytest.mark.parametrize("together", [1, *slow(99)], ids=["one or all others", "any"])
 @each_case()
-def test_frozen_inputs_get_no_gradient_and_change_no_other(case: Case, device: str, together: int):
+def test_frozen_inputs_get_no_gradient_and_change_no_other(case, device, together):
     """together: how many are trained, or frozen, beside the others."""
     inputs = few(case, device)
     expected = run(case.op, inputs)[case.outputs :]
@@ -164,10 +159,10 @@ def test_frozen_inputs_get_no_gradient_and_change_no_other(case: Case, device: s
 
 
 @each_case()
-def test_gradients_of_gradients_are_as_good_as_eagers(case: Case, device: str):
+def test_gradients_of_gradients_are_as_good_as_eagers(case, device):
     inputs = few(case, device)
 
-    def twice(function: Callable[..., Any], inputs: list[Tensor]) -> list[Tensor]:
+    def twice(function, inputs):
         outputs = listed(function(*inputs))
         given = [each.requires_grad_() for each in like(outputs)]
         first = torch.autograd.grad(outputs, inputs, given, create_graph=True)
@@ -181,13 +176,13 @@ def test_gradients_of_gradients_are_as_good_as_eagers(case: Case, device: str):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @each_case(*NORMS, *PRODUCTS, *MLPS)
-def test_the_strides_of_inputs_and_gradients_do_not_matter(case: Case, layout: str, device: str):
+def test_the_strides_of_inputs_and_gradients_do_not_matter(case, layout, device):
     change = LAYOUTS[layout]
     inputs = [(change(each.detach()) if each.dim() > 1 else each.detach()).requires_grad_()
               for each in inputs_of(case, device)]  # fmt: skip
     gradients = [change(each) for each in like(listed(case.eager(*inputs)))]
 
-    def results(function: Callable[..., Any], inputs: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
+    def results(function, inputs, gradients):
         outputs = listed(function(*inputs))
         return [*outputs, *torch.autograd.grad(outputs, inputs, gradients)]
 
@@ -200,7 +195,7 @@ def test_the_strides_of_inputs_and_gradients_do_not_matter(case: Case, layout: s
         return
 
     # PyTorch runs matrix products of other strides in other ways, for eager too.
-    def errors(function: Callable[..., Any], inputs: list[Tensor], gradients: list[Tensor]) -> list[float]:
+    def errors(function, inputs, gradients):
         exact = results(case.eager, doubled(inputs), [each.double() for each in gradients])
         return [relative_error(*pair) for pair in zip(results(function, inputs, gradients), exact, strict=True)]
 
@@ -214,7 +209,7 @@ def test_the_strides_of_inputs_and_gradients_do_not_matter(case: Case, layout: s
 
 @pytest.mark.parametrize("shape", [(), (4,), (2, 2), (2, 1, 2)])
 @each_case(*NORMS, *PRODUCTS, *MLPS)
-def test_leading_dimensions_are_rows(case: Case, shape: tuple[int, ...], device: str):
+def test_leading_dimensions_are_rows(case, shape, device):
     inputs = inputs_of(case, device, rows=torch.Size(shape).numel(), columns=60)
     of_rows = [each.dim() == 2 and each.shape == inputs[0].shape and index < 2 for index, each in enumerate(inputs)]
     if case.kind == "mlp":
@@ -229,7 +224,7 @@ def test_leading_dimensions_are_rows(case: Case, shape: tuple[int, ...], device:
 
 
 @each_case()
-def test_an_output_without_a_gradient_gives_none(case: Case, device: str):
+def test_an_output_without_a_gradient_gives_none(case, device):
     inputs = few(case, device)
     outputs = listed(case.op(*inputs))
     gradients = torch.autograd.grad(sum(NoGradient.apply(each).sum() for each in outputs), inputs, allow_unused=True)
@@ -249,10 +244,8 @@ def test_an_output_without_a_gradient_gives_none(case: Case, device: str):
 
 @each_dtype
 @each_case(*NORMS, *PRODUCTS, *MLPS, *TILES)
-def test_recorded_recipes_give_the_outputs_own_bits(
-    case: Case, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
-):
-    recorded: list[tuple[Any, ...]] = []
+def test_recorded_recipes_give_the_outputs_own_bits(case, dtype, device, monkeypatch):
+    recorded = []
     for name in ("norm_ops", "swiglu"):
         module = importlib.import_module(f"recompute.kernels.{name}")
         monkeypatch.setattr(module, "record", lambda *arguments: recorded.append(arguments))
@@ -272,14 +265,14 @@ def test_recorded_recipes_give_the_outputs_own_bits(
 
 
 @each_case()
-def test_the_graph_is_freed_without_the_garbage_collector(case: Case, device: str):
+def test_the_graph_is_freed_without_the_garbage_collector(case, device):
     class Box:
-        def __init__(self, tensor: Tensor):
+        def __init__(self, tensor):
             self.tensor = tensor
 
-    boxes: list[weakref.ref[Box]] = []
+    boxes = []
 
-    def pack(tensor: Tensor) -> Box:
+    def pack(tensor):
         box = Box(tensor.detach())  # one that is an output would keep its own graph alive
         boxes.append(weakref.ref(box))
         return box
@@ -300,7 +293,7 @@ def test_the_graph_is_freed_without_the_garbage_collector(case: Case, device: st
 
 
 @each_kind
-def test_ops_pass_opcheck(case: Case, device: str):
+def test_ops_pass_opcheck(case, device):
     inputs = few(case, device, torch.bfloat16)
     with Work() as seen:
         run(case.op, inputs)
@@ -314,7 +307,7 @@ def test_ops_pass_opcheck(case: Case, device: str):
 @pytest.mark.skipif(not CAN_INTERPRET, reason="only the interpreter's kernels are Python functions")
 @pytest.mark.parametrize("device", ["interpreter"], indirect=True)
 @each_case()
-def test_constants_of_kernels_are_given_by_name(case: Case, device: str):
+def test_constants_of_kernels_are_given_by_name(case, device):
     """By place, the kernel that was compiled for another constant would be launched again: see ``launch.run``."""
     with launch_plan.noted_launches() as launches:
         run(case.op, few(case, device))
@@ -327,10 +320,10 @@ def test_constants_of_kernels_are_given_by_name(case: Case, device: str):
 
 @each_device_of_compiled_code
 @each_case(*(case for case in CASES if case not in TILES), default=KINDS)  # compiled code makes no tiles
-def test_compiled_results_are_the_eager_ones(case: Case, device: str):
+def test_compiled_results_are_the_eager_ones(case, device):
     inputs = few(case, device)
 
-    def block(*inputs: Tensor) -> list[Tensor]:
+    def block(*inputs):
         return [each * 2 for each in listed(case.op(*inputs))]
 
     torch.compiler.reset()
@@ -340,7 +333,7 @@ def test_compiled_results_are_the_eager_ones(case: Case, device: str):
 
 @each_dtype
 @each_case()
-def test_meta_tensors_give_shapes_and_dtypes(case: Case, dtype: torch.dtype):
+def test_meta_tensors_give_shapes_and_dtypes(case, dtype):
     inputs = inputs_of(case, dtype=dtype)
     metas = [each.detach().to("meta").requires_grad_() for each in inputs]
     for meta, real in zip(run(case.op, metas), run(case.op, inputs), strict=True):
@@ -349,7 +342,7 @@ def test_meta_tensors_give_shapes_and_dtypes(case: Case, dtype: torch.dtype):
 
 
 @each_case()
-def test_no_grad_and_inference_mode_save_nothing(case: Case, device: str):
+def test_no_grad_and_inference_mode_save_nothing(case, device):
     inputs = few(case, device)
     expected = listed(case.op(*inputs))
     for mode in (torch.no_grad, torch.inference_mode):
@@ -360,7 +353,7 @@ def test_no_grad_and_inference_mode_save_nothing(case: Case, device: str):
 
 
 @pytest.fixture
-def _sums_in_float32() -> Iterator[None]:
+def _sums_in_float32():
     """CUDA may sum a product in parts, and round each: where it does, the strides of operands decide."""
     settings = torch.backends.cuda.matmul
     before = settings.allow_bf16_reduced_precision_reduction
@@ -373,7 +366,7 @@ def _sums_in_float32() -> Iterator[None]:
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
 @each_case(*MLPS, *HEADS)
 @pytest.mark.usefixtures("_sums_in_float32")
-def test_autocast_is_eagers(case: Case, x_dtype: torch.dtype, backward_inside: bool, device: str):
+def test_autocast_is_eagers(case, x_dtype, backward_inside, device):
     x, *parameters = inputs_of(case, device, rows=40, columns=48)
     inputs = [x.detach().to(x_dtype).requires_grad_(), *parameters]
     results = []
@@ -396,7 +389,7 @@ def test_autocast_is_eagers(case: Case, x_dtype: torch.dtype, backward_inside: b
     assert same_bits(later, torch.autograd.grad(case.op(*doubles), doubles, torch.ones_like(output)))
 
 
-def test_backward_under_autocast_is_that_of_a_forward_without(device: str):
+def test_backward_under_autocast_is_that_of_a_forward_without(device):
     case = MLPS[1]
     inputs = inputs_of(case, device)
     for create_graph in (False, True):
@@ -407,16 +400,16 @@ def test_backward_under_autocast_is_that_of_a_forward_without(device: str):
         assert same_bits(found, expected)
 
 
-def under_autocast(case: Case, inputs: list[Tensor], device: str) -> tuple[Tensor, list[Tensor]]:
+def under_autocast(case, inputs, device):
     """The output, and the tensors that are saved for backward."""
-    saved: list[Tensor] = []
+    saved = []
     with torch.autocast(device, torch.bfloat16), saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         return case.op(*inputs), saved
 
 
 @pytest.mark.parametrize("trains", [True, False])
 @each_linear
-def test_no_copy_of_a_parameter_is_held_and_of_what_is_made_the_smaller(case: Case, trains: bool, device: str):
+def test_no_copy_of_a_parameter_is_held_and_of_what_is_made_the_smaller(case, trains, device):
     """Parameters are alive anyway, and cast again in backward."""
     x, *parameters = few(case, device)
     shapes = {each.shape for each in parameters if each.dim() == 2}
@@ -432,7 +425,7 @@ def test_no_copy_of_a_parameter_is_held_and_of_what_is_made_the_smaller(case: Ca
 
 
 @each_linear
-def test_under_autocast_gradients_are_those_of_copies_made_outside(case: Case, device: str):
+def test_under_autocast_gradients_are_those_of_copies_made_outside(case, device):
     first, second = [], []
     for cast in (lambda tensor: tensor, lambda tensor: tensor.to(torch.bfloat16)):
         x, *parameters = inputs = inputs_of(case, device, rows=6, columns=32)
@@ -449,7 +442,7 @@ def test_under_autocast_gradients_are_those_of_copies_made_outside(case: Case, d
 
 @pytest.mark.parametrize("create_graph", [False, True])
 @each_case(PRODUCTS[0], ROPES[0])
-def test_one_tensor_as_two_inputs(case: Case, create_graph: bool, device: str):
+def test_one_tensor_as_two_inputs(case, create_graph, device):
     a = inputs_of(case, device)[0]
     apart = [a.detach().requires_grad_(), a.detach().requires_grad_()]
     totals = [sum(each.square().sum() for each in listed(case.op(*given))) for given in (apart, (a, a))]

@@ -1,11 +1,7 @@
 """Plans launch what the ops themselves launch, and only where that is the same launch: in captured code and eagerly."""
 
-from __future__ import annotations
-
 import weakref
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -19,16 +15,16 @@ from recompute.kernels.launch_plan import CALLS_BEFORE_PLAN, MAX_ATTEMPTS, Plann
 M, H = 6, 16
 
 
-def heads(count: int, seed: int) -> Tensor:
+def heads(count, seed):
     return make(1, M, count, 8, seed=seed).transpose(1, 2)
 
 
-def norm_backward(s: int) -> tuple[Any, ...]:
+def norm_backward(s):
     return (make(M, H, seed=s), make(M, H, seed=s + 1), make(H, seed=s), None, None, make(M, seed=s))
 
 
 RMS, GLU, ACTIVATION = norm_ops.OPS["llama"], activation.GLU, activation.ACTIVATION
-CALLS: dict[str, tuple[Callable[..., Any], Callable[[int], tuple[Any, ...]]]] = {
+CALLS = {
     "rms_norm_forward": (RMS.forward, lambda s: (make(M, H, seed=s), None, make(H, seed=s), None, 1e-6, "llama")),
     "rms_norm_forward of heads": (RMS.forward, lambda s: (heads(4, s), None, make(8, seed=s), None, 1e-6, "llama")),
     "rms_norm_forward of a sum": (
@@ -83,24 +79,24 @@ EAGER = ("rms_norm_forward", "rms_norm_forward of heads", "rms_norm_backward", "
 EAGER += ("activation_backward", "glu_backward_", "activation_backward_")
 
 
-def arguments_of(name: str, seed: int, device: str) -> list[Any]:
+def arguments_of(name, seed, device):
     return [each.to(device, copy=True) if isinstance(each, Tensor) else each for each in CALLS[name][1](10 * seed)]
 
 
-def implementation(name: str) -> Callable[..., Any]:
+def implementation(name):
     return IMPLEMENTATIONS[overload(name)]
 
 
-def overload(name: str) -> Any:
+def overload(name):
     return getattr(torch.ops.recompute, name.partition(" ")[0]).default
 
 
-def tensors(result: Any) -> list[Tensor]:
+def tensors(result):
     results = result if isinstance(result, (tuple, list)) else (result,)
     return [each for each in results if isinstance(each, Tensor)]
 
 
-def same(found: Any, expected: Any) -> bool:
+def same(found, expected):
     strides = ([each.stride() for each in tensors(result)] for result in (found, expected))
     return same_bits(tensors(found), tensors(expected)) and len({str(each) for each in strides}) == 1
 
@@ -108,15 +104,15 @@ def same(found: Any, expected: Any) -> bool:
 class Spy:
     """Counts the calls of an implementation."""
 
-    def __init__(self, function: Callable[..., Any]):
+    def __init__(self, function):
         self.function, self.calls = function, 0
 
-    def __call__(self, *arguments: Any) -> Any:
+    def __call__(self, *arguments):
         self.calls += 1
         return self.function(*arguments)
 
 
-def assert_as_the_op(call: Callable[..., Any], name: str, device: str, seeds: int) -> None:
+def assert_as_the_op(call, name, device, seeds):
     """Results, and what is written in place."""
     for seed in range(seeds):
         ours, theirs = (arguments_of(name, seed, device) for _ in "ab")
@@ -125,7 +121,7 @@ def assert_as_the_op(call: Callable[..., Any], name: str, device: str, seeds: in
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_planned_call_gives_the_bits_and_layouts_of_the_op(name: str, device: str) -> None:
+def test_a_planned_call_gives_the_bits_and_layouts_of_the_op(name, device):
     spy = Spy(implementation(name))
     call = PlannedCall(spy)
     assert_as_the_op(call, name, device, 3)
@@ -134,16 +130,16 @@ def test_a_planned_call_gives_the_bits_and_layouts_of_the_op(name: str, device: 
     assert spy.calls == (1 if runs_kernels else 3)
 
 
-def launches(*tensors: Tensor) -> None:
+def launches(*tensors):
     launch.run({(M,): lambda *_: None}, M, *tensors)
 
 
-def planned() -> tuple[PlannedCall, Spy, list[tuple[Any, ...]]]:
+def planned():
     """A planned call of an op that launches one kernel, the spy of its implementation, and what was launched."""
-    launched: list[tuple[Any, ...]] = []
+    launched = []
     kernel = {(M,): lambda *arguments, **settings: launched.append((arguments, settings))}
 
-    def run(x: Tensor, scale: float) -> Tensor:
+    def run(x, scale):
         y = x.new_empty(x.shape)
         launch.run(kernel, M, x, y, scale, BLOCK=16)
         return y
@@ -156,7 +152,7 @@ def planned() -> tuple[PlannedCall, Spy, list[tuple[Any, ...]]]:
     return call, spy, launched
 
 
-def test_an_address_of_another_alignment_goes_to_the_implementation() -> None:
+def test_an_address_of_another_alignment_goes_to_the_implementation():
     call, spy, launched = planned()
     call(make(M, H), 0.5)
     assert (spy.calls, len(launched)) == (1, 1)
@@ -164,7 +160,7 @@ def test_an_address_of_another_alignment_goes_to_the_implementation() -> None:
     assert (spy.calls, len(launched)) == (2, 2)
 
 
-def test_a_plan_that_begins_with_another_alignment_waits_for_a_better_one() -> None:
+def test_a_plan_that_begins_with_another_alignment_waits_for_a_better_one():
     call = PlannedCall(lambda x: launches(x, y := x.new_empty(x.shape)) or y)
     call(make(M * H + 1)[1:].view(M, H))
     assert call.planned is None
@@ -173,8 +169,8 @@ def test_a_plan_that_begins_with_another_alignment_waits_for_a_better_one() -> N
 
 
 @pytest.mark.parametrize("also", [torch.zeros_like, torch.clone, lambda x: x.mul_(1)])
-def test_what_does_more_than_launch_is_not_planned(also: Callable[[Tensor], Tensor]) -> None:
-    def run(x: Tensor) -> Tensor:
+def test_what_does_more_than_launch_is_not_planned(also):
+    def run(x):
         y = also(x)
         launches(x, y)
         return y
@@ -188,22 +184,22 @@ def test_what_does_more_than_launch_is_not_planned(also: Callable[[Tensor], Tens
     assert spy.calls == MAX_ATTEMPTS + 2
 
 
-def test_what_launches_on_other_memory_is_not_planned() -> None:
+def test_what_launches_on_other_memory_is_not_planned():
     other = make(M, H)
     call = PlannedCall(lambda x: launches(x, other) or x.new_empty(x.shape))
     call(make(M, H))
     assert call.planned is None
 
 
-def test_under_a_mode_nothing_is_planned() -> None:
+def test_under_a_mode_nothing_is_planned():
     call = PlannedCall(lambda x: launches(x, y := x.new_empty(x.shape)) or y)
     with Work():
         call(make(M, H))
     assert call.planned is None
 
 
-def test_on_cuda_it_runs_what_triton_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs: list[Any] = []
+def test_on_cuda_it_runs_what_triton_compiled(monkeypatch):
+    runs = []
     compiled = SimpleNamespace(run=lambda *values: runs.append(values), function=7, packed_metadata=(1, 2))
     x, y = make(M, H), make(M, H)
     current, hooks = [1], [SimpleNamespace(calls=[]) for _ in range(2)]  # Triton's, of a profiler
@@ -235,23 +231,23 @@ def test_on_cuda_it_runs_what_triton_compiled(monkeypatch: pytest.MonkeyPatch) -
 class Copies(Spy):
     """An op of two tensors that launches one kernel, which copies both: its results tell which was given where."""
 
-    def __init__(self, *views: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, *views):
         super().__init__(self.copies)
         self.views = views or (lambda x: x, lambda x: x)
 
-    def copies(self, *given: Tensor) -> tuple[Tensor, ...]:
+    def copies(self, *given):
         seen = tuple(view(x) for view, x in zip(self.views, given, strict=True))
         results = tuple(x.new_empty(x.shape) for x in seen)
         launch.run({(M,): self.launch}, M, *seen, *results)
         return results
 
     @staticmethod
-    def launch(x: Tensor, y: Tensor, x_copy: Tensor, y_copy: Tensor) -> None:
+    def launch(x, y, x_copy, y_copy):
         x_copy.copy_(x)
         y_copy.copy_(y)
 
 
-def test_a_plan_is_not_made_of_a_call_that_gives_one_tensor_twice() -> None:
+def test_a_plan_is_not_made_of_a_call_that_gives_one_tensor_twice():
     call = PlannedCall(Copies())
     x, y = make(M, H), make(M, H, seed=1)
     for _ in range(MAX_ATTEMPTS + 1):
@@ -262,7 +258,7 @@ def test_a_plan_is_not_made_of_a_call_that_gives_one_tensor_twice() -> None:
     assert same_bits(call(x, x), (x, x))
 
 
-def test_a_plan_tells_tensors_apart_that_lie_in_one_memory() -> None:
+def test_a_plan_tells_tensors_apart_that_lie_in_one_memory():
     """As a parameter does, and the memory that it had in forward."""
     call = PlannedCall(Copies())
     x, y = make(M, H), make(M, H, seed=1)
@@ -271,7 +267,7 @@ def test_a_plan_tells_tensors_apart_that_lie_in_one_memory() -> None:
     assert same_bits(call(x, y), (x, y))
 
 
-def test_a_plan_is_not_made_of_a_view_that_may_be_of_another_tensor_next_time() -> None:
+def test_a_plan_is_not_made_of_a_view_that_may_be_of_another_tensor_next_time():
     """The kernel is given the second rows of both, which lie in one memory in the first call alone."""
     call = PlannedCall(Copies(*[lambda x: x[1:]] * 2))
     both = make(2, M, H)
@@ -282,10 +278,10 @@ def test_a_plan_is_not_made_of_a_view_that_may_be_of_another_tensor_next_time() 
     assert call.planned is None
 
 
-def test_what_cannot_be_planned_holds_no_memory_for_it() -> None:
+def test_what_cannot_be_planned_holds_no_memory_for_it():
     freed = []
 
-    def run(x: Tensor) -> Tensor:
+    def run(x):
         first = x.new_empty(x.shape)
         alive = weakref.ref(first)
         launches(x, first)
@@ -301,12 +297,12 @@ def test_what_cannot_be_planned_holds_no_memory_for_it() -> None:
 
 
 @pytest.fixture
-def plans_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def plans_anywhere(monkeypatch):
     """Ops make plans of eager calls on the CPU, too."""
     monkeypatch.setattr(launch_plan, "_can_be_planned", lambda arguments: True)
 
 
-def spied(name: str, monkeypatch: pytest.MonkeyPatch) -> Spy:
+def spied(name, monkeypatch):
     """Counts the runs of an op's implementation in eager calls."""
     plans = launch.PLANS[overload(name)]
     spy = Spy(implementation(name))
@@ -316,15 +312,13 @@ def spied(name: str, monkeypatch: pytest.MonkeyPatch) -> Spy:
 
 
 @pytest.mark.parametrize("name", EAGER)
-def test_an_eager_op_plans_layouts_that_come_again(
-    name: str, device: str, plans_anywhere: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_eager_op_plans_layouts_that_come_again(name, device, plans_anywhere, monkeypatch):
     spy = spied(name, monkeypatch)
     assert_as_the_op(CALLS[name][0], name, device, CALLS_BEFORE_PLAN + 2)
     assert spy.calls == CALLS_BEFORE_PLAN + (0 if launch.uses_triton(make(1).to(device)) else 2)
 
 
-OTHERS: dict[str, Callable[[Tensor, Tensor], tuple[Any, ...]]] = {
+OTHERS = {
     "eps": lambda x, w: (x, None, w, None, 0.5, "llama"),
     "casting": lambda x, w: (x, None, w, None, 1e-6, "gemma"),
     "no weight": lambda x, w: (x, None, None, None, 1e-6, "llama"),
@@ -337,9 +331,7 @@ OTHERS: dict[str, Callable[[Tensor, Tensor], tuple[Any, ...]]] = {
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_a_plan_is_for_its_layouts_alone(
-    other: str, device: str, plans_anywhere: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_is_for_its_layouts_alone(other, device, plans_anywhere, monkeypatch):
     x, weight = (each.to(device) for each in (make(M, H), make(H)))
     for _ in range(CALLS_BEFORE_PLAN):
         RMS.forward(x, None, weight, None, 1e-6, "llama")
@@ -350,7 +342,7 @@ def test_a_plan_is_for_its_layouts_alone(
     assert spy.calls == (0 if is_in_the_plan else 1)
 
 
-def test_on_the_cpu_an_eager_op_runs_its_implementation() -> None:
+def test_on_the_cpu_an_eager_op_runs_its_implementation():
     for _ in range(CALLS_BEFORE_PLAN + 1):
         RMS.forward(make(M, H), None, make(H), None, 1e-6, "llama")
     plans = launch.PLANS[overload("rms_norm_forward")]
@@ -358,7 +350,7 @@ def test_on_the_cpu_an_eager_op_runs_its_implementation() -> None:
     assert plans._calls == {}
 
 
-def test_what_has_no_plan_runs_the_implementation_for_good() -> None:
+def test_what_has_no_plan_runs_the_implementation_for_good():
     spy = Spy(torch.clone)
     plans = PlansByLayout(spy)
     calls, x = CALLS_BEFORE_PLAN + MAX_ATTEMPTS - 1, make(M, H)
@@ -369,13 +361,13 @@ def test_what_has_no_plan_runs_the_implementation_for_good() -> None:
     assert plans.by_layouts == {("layouts",): spy}
 
 
-def call_as_on_cuda(plans: PlansByLayout, layouts: Any, *arguments: Any) -> Any:
+def call_as_on_cuda(plans, layouts, *arguments):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch_plan, "_can_be_planned", lambda arguments: True)
         return plans.run_without_plan(layouts, arguments)
 
 
-def test_layouts_that_never_come_again_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layouts_that_never_come_again_are_forgotten(monkeypatch):
     monkeypatch.setattr(launch_plan, "MAX_LAYOUTS", 4)
     plans = PlansByLayout(lambda x: launches(x, y := x.new_empty(x.shape)) or y)
     for number in range(20):
@@ -389,9 +381,7 @@ def test_layouts_that_never_come_again_are_forgotten(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("name", EAGER[:6])
-def test_who_is_to_see_an_op_sees_it_where_there_is_a_plan(
-    name: str, device: str, plans_anywhere: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_is_to_see_an_op_sees_it_where_there_is_a_plan(name, device, plans_anywhere, monkeypatch):
     op, arguments = CALLS[name][0], arguments_of(name, 0, device)
     for _ in range(CALLS_BEFORE_PLAN):
         expected = op(*arguments)

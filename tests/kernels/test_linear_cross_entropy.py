@@ -1,13 +1,9 @@
 """The head and its loss, and the loss alone: every option against PyTorch's, and what they refuse."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import subprocess
 import sys
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -23,17 +19,7 @@ from kernel_testing import (
     relative_error,
     same_bits,
 )
-from loss_testing import (
-    ON_CPU,
-    H,
-    M,
-    V,
-    assert_as_good_as_eager,
-    assert_every_two_meet,
-    eager,
-    make_inputs,
-    run,
-)
+from loss_testing import ON_CPU, H, M, V, assert_as_good_as_eager, assert_every_two_meet, eager, make_inputs, run
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
@@ -65,7 +51,7 @@ def test_every_two_options_meet():
 
 @each_dtype
 @pytest.mark.parametrize("row", OPTIONS, ids=lambda row: "-".join(map(str, row)))
-def test_errors_are_no_larger_than_eagers(row: tuple[Any, ...], dtype: torch.dtype, device: str):
+def test_errors_are_no_larger_than_eagers(row, dtype, device):
     # Of few values on CUDA, whose products sum in other orders, two samples of errors say little of each other.
     tokens, hidden, vocabulary = (M, H, V) if device == "cpu" else (512, 256, 8000)
     inputs, target = make_inputs(device, dtype, tokens, hidden, vocabulary)
@@ -76,7 +62,7 @@ def test_errors_are_no_larger_than_eagers(row: tuple[Any, ...], dtype: torch.dty
 
 @each_dtype
 @pytest.mark.parametrize("row", OPTIONS, ids=lambda row: "-".join(map(str, row)))
-def test_errors_from_the_logits_on_are_no_larger_than_eagers(row: tuple[Any, ...], dtype: torch.dtype, device: str):
+def test_errors_from_the_logits_on_are_no_larger_than_eagers(row, dtype, device):
     options = dict(zip(NAMES, row, strict=True))
     del options["bias"], options["logits_bytes"]
     options["class_weights"] = make(V, seed=4).abs().to(device) if options["class_weights"] else None
@@ -95,7 +81,7 @@ def test_errors_from_the_logits_on_are_no_larger_than_eagers(row: tuple[Any, ...
 
 @pytest.mark.parametrize(("tokens", "hidden", "vocabulary"), [(1, 1, 2), (3, 123, 257), (33, 7, 521), (7, 64, 1)])
 @pytest.mark.parametrize("logits_bytes", [0, math.inf])
-def test_any_shape(tokens: int, hidden: int, vocabulary: int, logits_bytes: float, device: str):
+def test_any_shape(tokens, hidden, vocabulary, logits_bytes, device):
     inputs, target = make_inputs(device, torch.float64 if vocabulary < 3 else torch.float32, tokens, hidden, vocabulary)
     target[0] = vocabulary - 1
     found = run(linear_cross_entropy, inputs, target, logits_bytes=logits_bytes)
@@ -106,7 +92,7 @@ def test_any_shape(tokens: int, hidden: int, vocabulary: int, logits_bytes: floa
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("shape", [(), (0,), (2, 3), (1, 2, 2), (2, 0)])
-def test_leading_dimensions_are_those_of_the_target(shape: tuple[int, ...], reduction: str, device: str):
+def test_leading_dimensions_are_those_of_the_target(shape, reduction, device):
     tokens = math.prod(shape)
     inputs, target = make_inputs(device, torch.float32, tokens)
     target.clamp_(min=0)
@@ -122,7 +108,7 @@ def test_leading_dimensions_are_those_of_the_target(shape: tuple[int, ...], redu
         assert not any(gradient.any() for gradient in found[1:])
 
 
-def test_where_all_targets_are_ignored(device: str):
+def test_where_all_targets_are_ignored(device):
     inputs, target = make_inputs(device)
     target.fill_(7)
     for reduction, expected in (("mean", math.nan), ("sum", 0.0)):
@@ -133,7 +119,7 @@ def test_where_all_targets_are_ignored(device: str):
     assert extras.token_accuracy.isnan()
 
 
-def refusal_of(function: Callable[[], Any]) -> str:
+def refusal_of(function):
     with pytest.raises(IndexError) as refusal:
         function()
     return str(refusal.value)
@@ -151,9 +137,7 @@ def refusal_of(function: Callable[[], Any]) -> str:
     ids=" ".join,
 )
 @pytest.mark.parametrize(("wrong", "ignored"), [(-1, IGNORED), (V, IGNORED), (IGNORED, 5), (2**40, V)])
-def test_a_target_that_is_no_class_is_refused_as_pytorch_refuses_it(
-    wrong: int, ignored: int, options: dict[str, Any], device: str
-):
+def test_a_target_that_is_no_class_is_refused_as_pytorch_refuses_it(wrong, ignored, options, device):
     inputs, target = make_inputs(device)
     target[target == IGNORED] = ignored
     target[1] = wrong
@@ -169,7 +153,7 @@ def test_a_target_that_is_no_class_is_refused_as_pytorch_refuses_it(
 
 
 @pytest.mark.parametrize("ignored", [IGNORED, -1, 5, V, 2**40])
-def test_what_is_ignored_is_not_refused_inside_of_the_classes_or_outside(ignored: int, device: str):
+def test_what_is_ignored_is_not_refused_inside_of_the_classes_or_outside(ignored, device):
     inputs, target = make_inputs(device)
     target[target == IGNORED] = ignored
     found = run(linear_cross_entropy, inputs, target, ignore_index=ignored)
@@ -184,7 +168,7 @@ def test_a_target_of_fake_tensors_is_not_asked_for_its_values():
 
 
 @pytest.mark.parametrize("function", [linear_cross_entropy, lambda x, w, y: cross_entropy(F.linear(x, w), y)])
-def test_a_target_that_is_no_class_is_refused_in_compiled_code(function: Any):
+def test_a_target_that_is_no_class_is_refused_in_compiled_code(function):
     inputs, target = make_inputs("cpu", vocabulary=8)
     compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(*inputs[:2], target), function(*inputs[:2], target))
@@ -195,7 +179,7 @@ def test_a_target_that_is_no_class_is_refused_in_compiled_code(function: Any):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
-def test_a_target_that_is_no_class_fails_an_assertion_on_the_device(dtype: str):
+def test_a_target_that_is_no_class_fails_an_assertion_on_the_device(dtype):
     """In a process of its own: no other work can follow there."""
     script = f"""
 import torch
@@ -224,7 +208,7 @@ print("wrong")
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NumPy's, of the interpreter
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e4, -1e4])
 @pytest.mark.parametrize("logits_bytes", [0, math.inf])
-def test_extreme_logits_are_as_in_eager(value: float, logits_bytes: float, device: str):
+def test_extreme_logits_are_as_in_eager(value, logits_bytes, device):
     inputs, target = make_inputs(device)
     with torch.no_grad():
         inputs[2][100:400] = value  # a whole block of columns among them
@@ -236,7 +220,7 @@ def test_extreme_logits_are_as_in_eager(value: float, logits_bytes: float, devic
         torch.testing.assert_close(a[counts], b[counts], rtol=1e-4, atol=1e-6, equal_nan=True, msg=str(index))
 
 
-def test_logits_that_are_small_under_a_cap_keep_their_digits(device: str):
+def test_logits_that_are_small_under_a_cap_keep_their_digits(device):
     logits, target = (make(50, 30) * 1e-3).to(device), torch.zeros(50, dtype=torch.long, device=device)
     logits.requires_grad_()
     (found,) = torch.autograd.grad(cross_entropy(logits, target, softcap=1.0), logits)
@@ -245,7 +229,7 @@ def test_logits_that_are_small_under_a_cap_keep_their_digits(device: str):
     assert relative_error(found, exact.double()) <= 4 * FLOAT32_ROUNDING
 
 
-def test_the_strides_of_inputs_and_gradients_do_not_matter(device: str):
+def test_the_strides_of_inputs_and_gradients_do_not_matter(device):
     inputs, target = make_inputs(device)
     hidden, weight, bias = inputs
     strided = [tensor.detach().t().contiguous().t().requires_grad_() for tensor in (hidden, weight)]
@@ -260,7 +244,7 @@ def test_the_strides_of_inputs_and_gradients_do_not_matter(device: str):
 
 
 @pytest.mark.parametrize("logits_bytes", [0, math.inf])
-def test_extras_come_without_the_logits(logits_bytes: float, device: str):
+def test_extras_come_without_the_logits(logits_bytes, device):
     inputs, target = make_inputs(device, tokens=8)
     names = ("return_token_accuracy", "return_argmax", "return_max_logit")
     logits = F.linear(*(tensor.detach() for tensor in inputs))
@@ -287,21 +271,18 @@ def test_extras_come_without_the_logits(logits_bytes: float, device: str):
             torch.testing.assert_close(found.max_logit, logits.amax(1))
 
 
-def test_the_first_of_equal_logits_is_the_arg_max(device: str):
+def test_the_first_of_equal_logits_is_the_arg_max(device):
     weight = torch.ones(V, H, device=device)
     weight[:270] = 0
     found = linear_cross_entropy(
-        torch.ones(3, H, device=device),
-        weight,
-        torch.zeros(3, dtype=torch.long, device=device),
-        logits_bytes=0,
+        torch.ones(3, H, device=device), weight, torch.zeros(3, dtype=torch.long, device=device), logits_bytes=0,
         return_argmax=True,
-    )
+    )  # fmt: skip
     assert found.argmax.tolist() == [270] * 3
 
 
 @each_dtype
-def test_logits_on_request_have_gradients_of_their_own(dtype: torch.dtype, device: str):
+def test_logits_on_request_have_gradients_of_their_own(dtype, device):
     inputs, target = make_inputs(device, dtype)
     hidden, weight, bias = inputs
     assert_as_good_as_eager(inputs, target, return_logits=True, softcap=5.0, label_smoothing=0.1)
@@ -321,7 +302,7 @@ def test_logits_on_request_have_gradients_of_their_own(dtype: torch.dtype, devic
         torch.testing.assert_close(value.float(), other, rtol=0.05, atol=1e-3)
 
 
-def test_ops_pass_opcheck(device: str):
+def test_ops_pass_opcheck(device):
     inputs, target = make_inputs(device, torch.bfloat16, tokens=3, vocabulary=300)
     with Work() as seen:
         run(linear_cross_entropy, inputs, target, logits_bytes=0, return_max_logit=True, return_argmax=True)
@@ -335,10 +316,10 @@ def test_ops_pass_opcheck(device: str):
 
 @each_device_of_compiled_code
 @pytest.mark.parametrize("return_logits", [False, True])
-def test_compiled_results_are_the_eager_ones(return_logits: bool, device: str):
+def test_compiled_results_are_the_eager_ones(return_logits, device):
     inputs, target = make_inputs(device)
 
-    def function(*arguments: Any) -> Any:
+    def function(*arguments):
         found = linear_cross_entropy(
             *arguments, z_loss=0.01, return_token_accuracy=True, return_logits=return_logits, logits_bytes=0
         )
@@ -352,7 +333,7 @@ def test_compiled_results_are_the_eager_ones(return_logits: bool, device: str):
 @pytest.mark.gpu
 @each_dtype
 @pytest.mark.parametrize("logits_bytes", [0, None, math.inf])
-def test_real_sizes(logits_bytes: float | None, dtype: torch.dtype):
+def test_real_sizes(logits_bytes, dtype):
     inputs, target = make_inputs("cuda", dtype, tokens=2048, hidden=512, vocabulary=32001)
     assert_as_good_as_eager(inputs, target, logits_bytes=logits_bytes)
 
@@ -372,9 +353,7 @@ def test_more_than_two_to_the_31_logits():
         assert relative_error(value, other.double()) <= 0.01
 
 
-def adapted(
-    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, thin: Tensor, up: Tensor, **options: Any
-) -> Tensor:
+def adapted(hidden, weight, target, bias, thin, up, **options):
     """Eager: an adapter's logits are added, then all are scaled, capped and cooled."""
     scale, temperature = options.pop("scale", 1.0), options.pop("temperature", 1.0)
     softcap = options.pop("softcap", None)
@@ -395,7 +374,7 @@ def adapted(
     ids=str,
 )
 @pytest.mark.parametrize("frozen", [False, True])
-def test_an_adapter_adds_to_the_logits(device: str, options: dict, logits_bytes: int | None, frozen: bool) -> None:
+def test_an_adapter_adds_to_the_logits(device, options, logits_bytes, frozen):
     (hidden, weight, bias), target = make_inputs(device)
     thin, up = (make(rows, 4, seed=7).to(device).requires_grad_() for rows in (M, V))
     if frozen:
@@ -413,14 +392,14 @@ def test_an_adapter_adds_to_the_logits(device: str, options: dict, logits_bytes:
     torch.testing.assert_close(log_probs, -adapted(hidden, weight, target, bias, thin, up, reduction="none"))
 
 
-def test_an_adapted_loss_is_differentiable_twice() -> None:
+def test_an_adapted_loss_is_differentiable_twice():
     (hidden, weight, _), target = make_inputs("cpu", torch.float64, 3, 4, 5)
     thin, up = (make(rows, 2, seed=7).double().requires_grad_() for rows in (3, 5))
     loss = lambda *given: linear_cross_entropy(*given[:2], target, adapter=given[2:], scale=0.5)  # noqa: E731
     assert torch.autograd.gradgradcheck(loss, (hidden, weight, thin, up), fast_mode=True)
 
 
-def test_an_adapter_of_other_shapes_is_refused() -> None:
+def test_an_adapter_of_other_shapes_is_refused():
     (hidden, weight, bias), target = make_inputs("cpu")
     for thin, up in ((M, V - 1), (M - 1, V)):
         with pytest.raises(KernelError, match=r"adapter is .* expected thin \(12, 'R'\) and up \(600, R\)"):

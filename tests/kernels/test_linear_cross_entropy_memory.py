@@ -1,19 +1,15 @@
 """The head and its loss: what is held and where, which changes no bit; and which matrix products run."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import math
 import weakref
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
 from kernel_testing import NoWholeLogits, like, listed, make, relative_error, same_bits
 from loss_testing import H, V, make_inputs, run
-from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from recompute.counters import memory_trace
@@ -24,7 +20,7 @@ from recompute.kernels.linear_divergence import linear_divergence
 from recompute.kernels.linear_log_probs import linear_log_probs
 
 
-def losses(name: str, hidden: Tensor, weight: Tensor, bias: Tensor, **options: Any) -> list[Tensor]:
+def losses(name, hidden, weight, bias, **options):
     """What the op gives, of a target or a teacher of its own."""
     target = torch.arange(3 * len(hidden), device=hidden.device) % len(weight)
     if name == "cross-entropy":
@@ -41,9 +37,7 @@ each_loss = pytest.mark.parametrize("name", HEADS)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @each_loss
-def test_however_much_is_held_the_gradients_are_the_same(
-    name: str, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_however_much_is_held_the_gradients_are_the_same(name, dtype, device, monkeypatch):
     monkeypatch.setattr(logit_blocks, "WIDTH", 256)  # which decides the order of sums
     inputs, _ = make_inputs(device, dtype, tokens=4, hidden=5, vocabulary=1500)
     block, results = 256 * 4 * dtype.itemsize * HEADS[name], []
@@ -60,7 +54,7 @@ def test_however_much_is_held_the_gradients_are_the_same(
 
 @pytest.mark.parametrize("device", ["reference", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
 @each_loss
-def test_no_tensor_is_larger_than_the_memory_for_logits(name: str, device: str):
+def test_no_tensor_is_larger_than_the_memory_for_logits(name, device):
     inputs, _ = make_inputs(device, tokens=256)
     block = 256 * 256 * 4
     assert block > 2 * V * H * 4  # so large is the weight's gradient, too
@@ -70,7 +64,7 @@ def test_no_tensor_is_larger_than_the_memory_for_logits(name: str, device: str):
     assert seen.largest_nbytes == block
 
 
-def test_gradients_of_some_inputs_first_and_of_others_then(device: str):
+def test_gradients_of_some_inputs_first_and_of_others_then(device):
     inputs, target = make_inputs(device, tokens=4, hidden=5, vocabulary=1100)
     expected = run(linear_cross_entropy, inputs, target, logits_bytes=0)[1:]
     for first in range(3):
@@ -113,15 +107,15 @@ def test_plans_fit_and_no_block_is_written_over_before_it_is_used():
         ((64, 32001, 2048), 1 << 28, (32001, 32064, 1, 0, 1)),
     ],
 )
-def test_what_is_held_at_the_sizes_of_models(shape: tuple[int, int, int], logits_bytes: int, plan: tuple[int, ...]):
+def test_what_is_held_at_the_sizes_of_models(shape, logits_bytes, plan):
     assert logit_blocks.plan_blocks(*shape, 2, logits_bytes, True, True) == plan
 
 
 @pytest.mark.parametrize(("logits_bytes", "hold"), [(0, True), (0, False), (3 * 256 * 16 * 4, True), (math.inf, True)])
-def test_memory_is_what_was_allowed(logits_bytes: float, hold: bool, device: str):
+def test_memory_is_what_was_allowed(logits_bytes, hold, device):
     tokens, hidden, vocabulary = 16, 12, 1700
     inputs, target = make_inputs(device, torch.float32, tokens, hidden, vocabulary)
-    settings: dict[str, Any] = {"logits_bytes": logits_bytes, "hold_logits": hold}
+    settings = {"logits_bytes": logits_bytes, "hold_logits": hold}
     with memory_trace(torch.device(device)) as trace:
         loss = linear_cross_entropy(*inputs[:2], target, inputs[2], **settings)
         gc.collect()  # Triton's interpreter leaves its arguments to the collector
@@ -138,9 +132,9 @@ def test_memory_is_what_was_allowed(logits_bytes: float, hold: bool, device: str
         assert trace.held_nbytes["forward"] <= small
 
 
-def test_nothing_is_held_without_a_backward_to_come(device: str, monkeypatch: pytest.MonkeyPatch):
+def test_nothing_is_held_without_a_backward_to_come(device, monkeypatch):
     inputs, target = make_inputs(device)
-    holds: list[bool] = []
+    holds = []
     plan = logit_blocks.plan_blocks
     monkeypatch.setattr(logit_blocks, "plan_blocks", lambda *arguments: holds.append(arguments[5]) or plan(*arguments))
     frozen = [tensor.detach() for tensor in inputs]
@@ -152,17 +146,17 @@ def test_nothing_is_held_without_a_backward_to_come(device: str, monkeypatch: py
     assert holds == [True, False, False, False]
 
 
-def test_the_graph_is_freed_without_the_garbage_collector(device: str):
+def test_the_graph_is_freed_without_the_garbage_collector(device):
     inputs, target = make_inputs(device)
     gc.disable()
     try:
         loss = linear_cross_entropy(*inputs[:2], target, logits_bytes=0)
-        held = [weakref.ref(tensor) for tensor in loss.grad_fn.held if tensor is not None]  # type: ignore[union-attr]
+        held = [weakref.ref(tensor) for tensor in loss.grad_fn.held if tensor is not None]
         assert held
         torch.autograd.grad(loss, inputs[0], retain_graph=True)
         assert all(tensor() is None for tensor in held)
         loss = linear_cross_entropy(*inputs[:2], target, logits_bytes=0)
-        held = [weakref.ref(tensor) for tensor in loss.grad_fn.held if tensor is not None]  # type: ignore[union-attr]
+        held = [weakref.ref(tensor) for tensor in loss.grad_fn.held if tensor is not None]
         del loss
         assert all(tensor() is None for tensor in held)
     finally:
@@ -171,16 +165,14 @@ def test_the_graph_is_freed_without_the_garbage_collector(device: str):
 
 @pytest.mark.parametrize("logits_bytes", [0, math.inf])
 @pytest.mark.parametrize("trained", [t for t in itertools.product((False, True), repeat=3) if any(t)])
-def test_frozen_inputs_cost_no_matrix_product(
-    trained: tuple[bool, ...], logits_bytes: float, device: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_frozen_inputs_cost_no_matrix_product(trained, logits_bytes, device, monkeypatch):
     inputs, target = make_inputs(device)
     expected = run(linear_cross_entropy, inputs, target, logits_bytes=logits_bytes)[1:]
-    products: Counter[str] = Counter()
+    products = Counter()
     for name in ("mm", "addmm"):
         function = getattr(torch, name)
 
-        def counted(*arguments: Any, name: str = name, function: Any = function, **settings: Any) -> Tensor:
+        def counted(*arguments, name=name, function=function, **settings):
             products[name] += 1
             return function(*arguments, **settings)
 
@@ -198,7 +190,7 @@ def test_frozen_inputs_cost_no_matrix_product(
 @pytest.mark.filterwarnings("ignore:.*CuBLAS")
 @pytest.mark.parametrize("logits_bytes", [0, math.inf])
 @each_loss
-def test_no_memory_is_read_that_nobody_has_written(name: str, logits_bytes: float, device: str):
+def test_no_memory_is_read_that_nobody_has_written(name, logits_bytes, device):
     inputs, _ = make_inputs(device, torch.bfloat16, tokens=40)
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)  # which fills new memory with nan
@@ -212,7 +204,7 @@ def test_no_memory_is_read_that_nobody_has_written(name: str, logits_bytes: floa
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("logits_bytes", [None, math.inf])
-def test_nothing_waits_for_the_device(logits_bytes: float | None):
+def test_nothing_waits_for_the_device(logits_bytes):
     inputs, target = make_inputs("cuda", torch.bfloat16)
     run(linear_cross_entropy, inputs, target)
     gradient = torch.ones((), device="cuda")

@@ -1,20 +1,9 @@
 """Divergences from a teacher without logits: every kind against its formula, and a teacher that lists a few words."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
-from kernel_testing import (
-    assert_as_good_as,
-    each_dtype,
-    eager_divergence,
-    eager_scores,
-    make,
-)
+from kernel_testing import assert_as_good_as, each_dtype, eager_divergence, eager_scores, make
 from loss_testing import ON_CPU, M, V, make_inputs
-from torch import Tensor
 from torch.nn import functional as F
 
 from recompute.kernels import launch, logit_blocks
@@ -24,7 +13,7 @@ KINDS = ("forward_kl", "reverse_kl", "jsd", "total_variation")
 each_kind_of_divergence = pytest.mark.parametrize("kind", KINDS)
 
 
-def make_teacher(device: str, dtype: torch.dtype = torch.float32, tokens: int = M) -> list[Tensor]:
+def make_teacher(device, dtype=torch.float32, tokens=M):
     """Hidden states, weight and bias, in digits that every dtype has."""
     made = [make(tokens, 40, seed=5), make(V, 40, seed=6) * 0.3, make(V, seed=7)]
     return [tensor.bfloat16().to(device, dtype) for tensor in made]
@@ -33,21 +22,19 @@ def make_teacher(device: str, dtype: torch.dtype = torch.float32, tokens: int = 
 @each_dtype
 @pytest.mark.parametrize(("temperature", "scale", "softcap"), [(1.0, 1.0, None), (0.7, 1.5, None), (2.0, 1.0, 5.0)])
 @each_kind_of_divergence
-def test_errors_are_no_larger_than_eagers(
-    kind: str, temperature: float, scale: float, softcap: float | None, dtype: torch.dtype, device: str
-):
+def test_errors_are_no_larger_than_eagers(kind, temperature, scale, softcap, dtype, device):
     tokens = 2000 if device == "cuda" else M if launch.uses_triton(torch.empty(0)) else 200
     inputs, _ = make_inputs(device, dtype, tokens)
     teacher, head, teacher_bias = make_teacher(device, dtype, len(inputs[0]))
     options = {"scale": scale, "softcap": softcap}
-    beside: dict[str, Any] = {f"{who}_{key}": value for key, value in options.items() for who in ("student", "teacher")}
+    beside = {f"{who}_{key}": value for key, value in options.items() for who in ("student", "teacher")}
 
-    def ours(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    def ours(hidden, weight, bias):
         given = {"kind": kind, "beta": 0.3, "temperature": temperature, "logits_bytes": 0}
         biases = {"student_bias": bias, "teacher_bias": teacher_bias}
         return linear_divergence(hidden, weight, teacher, head, **given, **biases, **beside)
 
-    def eager(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    def eager(hidden, weight, bias):
         frozen = (each.to(hidden.dtype) for each in (teacher, head, teacher_bias))
         logits = F.linear(hidden, weight, bias), F.linear(*frozen)
         return eager_divergence(*(eager_scores(each, temperature=temperature, **options) for each in logits), kind, 0.3)
@@ -56,7 +43,7 @@ def test_errors_are_no_larger_than_eagers(
 
 
 @each_kind_of_divergence
-def test_a_student_that_equals_its_teacher_has_no_divergence_and_no_gradient(kind: str, device: str):
+def test_a_student_that_equals_its_teacher_has_no_divergence_and_no_gradient(kind, device):
     inputs, _ = make_inputs(device)
     frozen = [each.detach() for each in inputs]
     biases = {"student_bias": inputs[2], "teacher_bias": frozen[2]}
@@ -66,7 +53,7 @@ def test_a_student_that_equals_its_teacher_has_no_divergence_and_no_gradient(kin
 
 
 @pytest.mark.parametrize("device", ["reference"], indirect=True)  # which kind it is, is told before kernels run
-def test_the_ends_of_beta_are_the_divergences_of_kullback_and_leibler(device: str):
+def test_the_ends_of_beta_are_the_divergences_of_kullback_and_leibler(device):
     inputs, _ = make_inputs(device)
     teacher = make_teacher(device)[:2]
     for beta, kind in ((0.0, "forward_kl"), (1.0, "reverse_kl")):
@@ -76,7 +63,7 @@ def test_the_ends_of_beta_are_the_divergences_of_kullback_and_leibler(device: st
         assert torch.equal(found, expected)
 
 
-def test_a_teacher_gets_no_gradient_and_costs_none(device: str):
+def test_a_teacher_gets_no_gradient_and_costs_none(device):
     inputs, _ = make_inputs(device)
     teacher = [each.requires_grad_() for each in make_teacher(device)]
     found = linear_divergence(*inputs[:2], *teacher[:2], teacher_bias=teacher[2])
@@ -88,12 +75,10 @@ def test_a_teacher_gets_no_gradient_and_costs_none(device: str):
 @pytest.mark.parametrize("device", ["reference", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
 @pytest.mark.parametrize("trains", [True, False])
 @each_kind_of_divergence
-def test_of_many_tokens_forward_makes_each_logit_once(
-    kind: str, trains: bool, device: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_of_many_tokens_forward_makes_each_logit_once(kind, trains, device, monkeypatch):
     tokens, made, make_block = 600, [], logit_blocks.Blocks.make
 
-    def noted(self: logit_blocks.Blocks, block: int) -> Tensor:
+    def noted(self, block):
         made.append(make_block(self, block))
         return made[-1]
 
@@ -105,11 +90,8 @@ def test_of_many_tokens_forward_makes_each_logit_once(
         made.clear()
         with torch.set_grad_enabled(trains):
             options = {
-                "student_bias": inputs[2],
-                "teacher_bias": teacher[2],
-                "kind": kind,
-                "logits_bytes": logits_bytes,
-            }
+                "student_bias": inputs[2], "teacher_bias": teacher[2], "kind": kind, "logits_bytes": logits_bytes,
+            }  # fmt: skip
             found = linear_divergence(*inputs[:2], *teacher[:2], **options)
         assert sum(each.numel() for each in made) == 2 * tokens * V
         results.append([found, *(torch.autograd.grad(found.sum(), inputs) if trains else [])])
@@ -118,14 +100,14 @@ def test_of_many_tokens_forward_makes_each_logit_once(
         torch.testing.assert_close(value, other, rtol=1e-4, atol=1e-5)
 
 
-def few_words(device: str, words: int = 20) -> tuple[Tensor, Tensor]:
+def few_words(device, words=20):
     """What a teacher lists: its logits, and the words that they are of, different ones for each token."""
     order = torch.stack([torch.randperm(V, generator=torch.Generator().manual_seed(i)) for i in range(M)])
     return (make(M, words, seed=5) * 2).to(device), order[:, :words].to(device)
 
 
 @pytest.mark.parametrize("kind", ["forward_kl", "jsd", "total_variation"])
-def test_a_teacher_that_lists_a_few_words_gives_the_others_no_probability(kind: str, device: str):
+def test_a_teacher_that_lists_a_few_words_gives_the_others_no_probability(kind, device):
     inputs, _ = make_inputs(device)
     values, indices = few_words(device)
     found = linear_divergence(*inputs[:2], values, student_bias=inputs[2], teacher_indices=indices, kind=kind)
@@ -142,7 +124,7 @@ def test_a_teacher_that_lists_a_few_words_gives_the_others_no_probability(kind: 
 
 
 @each_kind_of_divergence
-def test_words_that_a_teacher_does_not_list_are_one_word_with_the_rest_of_its_probability(kind: str, device: str):
+def test_words_that_a_teacher_does_not_list_are_one_word_with_the_rest_of_its_probability(kind, device):
     inputs, _ = make_inputs(device)
     hidden, weight, _ = make_teacher(device)
     logits, indices = F.linear(hidden, weight) / 0.7, few_words(device)[1]
@@ -157,12 +139,12 @@ def test_words_that_a_teacher_does_not_list_are_one_word_with_the_rest_of_its_pr
     assert (found <= whole + 1e-5).all()
 
 
-def rest(log_p: Tensor, indices: Tensor) -> Tensor:
+def rest(log_p, indices):
     """The logarithm of the probability of all other words."""
     return log_p.scatter(1, indices, -torch.inf).logsumexp(1, keepdim=True)
 
 
-def test_a_teacher_may_list_fewer_words_of_some_tokens(device: str):
+def test_a_teacher_may_list_fewer_words_of_some_tokens(device):
     inputs, _ = make_inputs(device)
     values, indices = few_words(device)
     fewer = indices.clone()
@@ -176,7 +158,7 @@ def test_a_teacher_may_list_fewer_words_of_some_tokens(device: str):
 
 
 @ON_CPU
-def test_a_word_that_a_student_does_not_have_is_refused(device: str):
+def test_a_word_that_a_student_does_not_have_is_refused(device):
     inputs, _ = make_inputs(device)
     values, indices = few_words(device)
     indices[3, 3] = V

@@ -1,21 +1,9 @@
 """Log-probabilities of given words, and entropies, without logits: every option against PyTorch's functions."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
-from kernel_testing import (
-    IGNORED,
-    assert_as_good_as,
-    each_dtype,
-    eager_log_probs,
-    make,
-    same_bits,
-)
+from kernel_testing import IGNORED, assert_as_good_as, each_dtype, eager_log_probs, make, same_bits
 from loss_testing import ON_CPU, H, M, V, assert_every_two_meet, make_inputs
-from torch import Tensor
 from torch.nn import functional as F
 
 from recompute.kernels import linear_cross_entropy as linear_cross_entropy_module
@@ -24,21 +12,13 @@ from recompute.kernels.linear_log_probs import linear_log_probs
 
 OPTIONS = [
     # words, entropy, temperature, scale, softcap, bias, logits_bytes
-    (None, False, 1.0, 1.0, None, False, None),
-    (None, True, 0.7, 1.5, 5.0, True, 0),
-    (3, False, 0.7, 1.0, None, True, 0),
-    (3, True, 1.0, 1.5, 5.0, False, None),
-    (4, False, 1.0, 1.5, 5.0, True, 0),
-    (4, True, 0.7, 1.0, None, False, None),
-    (None, True, 0.7, 1.0, None, True, None),
-    (3, True, 0.7, 1.5, None, False, 0),
-    (4, True, 1.0, 1.0, 5.0, False, 0),
-    (None, False, 1.0, 1.5, 5.0, False, 0),
-    (None, False, 0.7, 1.0, 5.0, True, None),
-    (4, False, 0.7, 1.5, None, True, None),
-    (3, False, 1.0, 1.0, 5.0, True, None),
-    (None, True, 1.0, 1.5, None, True, 0),
-]
+    (None, False, 1.0, 1.0, None, False, None), (None, True, 0.7, 1.5, 5.0, True, 0),
+    (3, False, 0.7, 1.0, None, True, 0), (3, True, 1.0, 1.5, 5.0, False, None), (4, False, 1.0, 1.5, 5.0, True, 0),
+    (4, True, 0.7, 1.0, None, False, None), (None, True, 0.7, 1.0, None, True, None),
+    (3, True, 0.7, 1.5, None, False, 0), (4, True, 1.0, 1.0, 5.0, False, 0), (None, False, 1.0, 1.5, 5.0, False, 0),
+    (None, False, 0.7, 1.0, 5.0, True, None), (4, False, 0.7, 1.5, None, True, None),
+    (3, False, 1.0, 1.0, 5.0, True, None), (None, True, 1.0, 1.5, None, True, 0),
+]  # fmt: skip
 NAMES = ("words", "entropy", "temperature", "scale", "softcap", "bias", "logits_bytes")
 
 
@@ -46,7 +26,7 @@ def test_every_two_options_meet():
     assert_every_two_meet(NAMES, OPTIONS)
 
 
-def words_of(words: int | None, device: str, tokens: int = M, vocabulary: int = V) -> Tensor:
+def words_of(words, device, tokens=M, vocabulary=V):
     """Targets with ignored ones among them; a token without any; and one that asks for a word twice."""
     shape = (tokens,) if words is None else (tokens, words)
     target = torch.randint(0, vocabulary, shape, generator=torch.Generator().manual_seed(3))
@@ -59,7 +39,7 @@ def words_of(words: int | None, device: str, tokens: int = M, vocabulary: int = 
 
 @each_dtype
 @pytest.mark.parametrize("row", OPTIONS, ids=lambda row: "-".join(map(str, row)))
-def test_errors_are_no_larger_than_eagers(row: tuple[Any, ...], dtype: torch.dtype, device: str):
+def test_errors_are_no_larger_than_eagers(row, dtype, device):
     words, entropy, temperature, scale, softcap, bias, logits_bytes = row
     # Of few values on CUDA, whose products sum in other orders, two samples of errors say little of each other.
     tokens, hidden, vocabulary = (40, H, V) if device == "cpu" else (512, 256, 8000)
@@ -67,16 +47,16 @@ def test_errors_are_no_larger_than_eagers(row: tuple[Any, ...], dtype: torch.dty
     target = words_of(words, device, tokens, vocabulary)
     options = {"entropy": entropy, "temperature": temperature, "scale": scale, "softcap": softcap}
 
-    def ours(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    def ours(hidden, weight, bias=None):
         return linear_log_probs(hidden, weight, target, bias, **options, logits_bytes=logits_bytes)
 
-    def eager(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    def eager(hidden, weight, bias=None):
         return eager_log_probs(F.linear(hidden, weight, bias), target, **options)
 
     assert_as_good_as(ours, eager, inputs if bias else inputs[:2], "head")
 
 
-def test_a_log_probability_is_a_cross_entropy_with_another_sign(device: str):
+def test_a_log_probability_is_a_cross_entropy_with_another_sign(device):
     (hidden, weight, bias), target = make_inputs(device, torch.bfloat16)
     results, gradient = [], make(M, seed=9).to(device)
     for log_probs in (
@@ -90,7 +70,7 @@ def test_a_log_probability_is_a_cross_entropy_with_another_sign(device: str):
     assert not results[0][0][target == IGNORED].signbit().any()
 
 
-def test_entropies_of_certain_and_of_uniform_tokens(device: str):
+def test_entropies_of_certain_and_of_uniform_tokens(device):
     hidden = torch.eye(2, device=device).requires_grad_()
     weight = torch.zeros(V, 2, device=device)
     weight[3, 1] = 1e3
@@ -100,7 +80,7 @@ def test_entropies_of_certain_and_of_uniform_tokens(device: str):
     assert gradient.abs().max() < 1e-4
 
 
-def test_words_that_a_model_cannot_say_count_nothing(device: str):
+def test_words_that_a_model_cannot_say_count_nothing(device):
     (hidden, weight, bias), target = make_inputs(device)
     with torch.no_grad():
         bias[100:400] = -torch.inf  # a whole block of columns among them
@@ -117,7 +97,7 @@ def test_words_that_a_model_cannot_say_count_nothing(device: str):
 
 
 @ON_CPU
-def test_a_word_that_is_no_class_is_refused(device: str):
+def test_a_word_that_is_no_class_is_refused(device):
     inputs, _ = make_inputs(device)
     target = words_of(3, device)
     target[4, 1] = V
@@ -126,7 +106,7 @@ def test_a_word_that_is_no_class_is_refused(device: str):
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (2, 3), (2, 0)])
-def test_leading_dimensions_are_those_of_the_hidden_states(shape: tuple[int, ...], device: str):
+def test_leading_dimensions_are_those_of_the_hidden_states(shape, device):
     tokens = torch.Size(shape).numel()
     inputs, _ = make_inputs(device, tokens=tokens)
     target = torch.arange(3 * tokens, device=device).view(tokens, 3)
@@ -137,12 +117,12 @@ def test_leading_dimensions_are_those_of_the_hidden_states(shape: tuple[int, ...
 
 
 @ON_CPU
-def test_an_entropy_that_is_only_looked_at_costs_backward_nothing(device: str, monkeypatch: pytest.MonkeyPatch):
+def test_an_entropy_that_is_only_looked_at_costs_backward_nothing(device, monkeypatch):
     inputs, target = make_inputs(device)
-    seen: list[tuple[int, bool]] = []
+    seen = []
     differentiate = linear_cross_entropy_module.differentiate
 
-    def noted(*arguments: Any) -> None:
+    def noted(*arguments):
         seen.append((arguments[4].shape[1], arguments[6] is None))
         differentiate(*arguments)
 

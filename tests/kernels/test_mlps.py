@@ -1,18 +1,15 @@
 """MLPs, gated and not: their matrix products counted, what they hold and free, tiles, codes, and eager's bits."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import itertools
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
-from cases import MLPS, TILES, Case, each_case, inputs_of
+from cases import MLPS, TILES, each_case, inputs_of
 from kernel_testing import DTYPES, Work, assert_as_good_as, flops, make, relative_error, run, same_bits
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import GPT2Config, LlamaConfig, Phi3Config
@@ -38,14 +35,14 @@ PRODUCT = 2 * M * H * I
 """Flops of a matrix product."""
 
 
-def form_of(case: Case) -> str:
+def form_of(case):
     """The kind of ops that run between its Linears."""
     return "activation" if case.name.startswith("mlp") else "glu"
 
 
 @pytest.mark.parametrize("trained", [*itertools.product((True, False), repeat=4)][:-1], ids=str)
 @each_form
-def test_backward_does_what_is_needed_and_no_more(case: Case, trained: tuple[bool, ...], device: str):
+def test_backward_does_what_is_needed_and_no_more(case, trained, device):
     """trained: of x, gate, up and down."""
     x_trains, gate_trains, up_trains, down_trains = trained
     is_one = case is not GATED  # gate and up are one weight, or there is one alone
@@ -79,18 +76,16 @@ def test_backward_does_what_is_needed_and_no_more(case: Case, trained: tuple[boo
 @pytest.mark.parametrize("retain", [False, True])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])  # the interpreter makes cycles
 @each_form
-def test_what_is_held_is_freed_once_it_has_been_read(
-    case: Case, retain: bool, device: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_what_is_held_is_freed_once_it_has_been_read(case, retain, device, monkeypatch):
     inputs = inputs_of(case, device)
     y = case.op(*inputs)
-    node: Any = y.grad_fn
+    node = y.grad_fn
     storages = [StorageWeakRef(t.untyped_storage()) for t in node.saved_tensors[-2:] if t is not None]
     assert len(storages) == (2 if case is GATED else 1)
     dead = []
     gradients = mlp_ops.linear_gradients
 
-    def looking(*arguments: Any, **options: Any) -> Any:
+    def looking(*arguments, **options):
         dead.append([storage.expired() for storage in storages])
         return gradients(*arguments, **options)
 
@@ -109,7 +104,7 @@ def test_what_is_held_is_freed_once_it_has_been_read(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @each_case(*MLPS, default=tuple(map(str, MLPS)))
-def test_what_backward_regenerates_has_forwards_bits(case: Case, dtype: torch.dtype, device: str):
+def test_what_backward_regenerates_has_forwards_bits(case, dtype, device):
     with Work() as work:
         case.op(*inputs_of(case, device, dtype)).sum().backward()
     overwritten = work.arguments_of(f"{form_of(case)}_backward_")[0]
@@ -119,13 +114,13 @@ def test_what_backward_regenerates_has_forwards_bits(case: Case, dtype: torch.dt
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @each_case(*MLPS, default=tuple(map(str, MLPS)))
-def test_errors_of_many_values_are_no_larger_than_eagers(case: Case, dtype: torch.dtype, device: str):
+def test_errors_of_many_values_are_no_larger_than_eagers(case, dtype, device):
     assert_as_good_as(case.op, case.eager, inputs_of(case, device, dtype, 512, 96), "mlp")
 
 
 @pytest.mark.gpu
 @each_form
-def test_the_peak_of_backward_is_known(case: Case, monkeypatch: pytest.MonkeyPatch):
+def test_the_peak_of_backward_is_known(case, monkeypatch):
     inputs = inputs_of(case, "cuda", torch.bfloat16, 65536, 256)
     for _ in range(2):  # the first time cuBLAS takes its workspace
         torch.cuda.synchronize()
@@ -143,7 +138,7 @@ def test_the_peak_of_backward_is_known(case: Case, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_transposed_weights_get_transposed_gradients(dtype: torch.dtype, device: str):
+def test_transposed_weights_get_transposed_gradients(dtype, device):
     """As those of a Conv1D, so that autograd does not copy the gradient of its weight."""
     for case in (BY_NAME["mlp"], BY_NAME["mlp-tiles"], BY_NAME["gated_mlp-biases"]):
         x, *parameters = inputs_of(case, device, dtype, M, H)
@@ -156,7 +151,7 @@ def test_transposed_weights_get_transposed_gradients(dtype: torch.dtype, device:
 
 @pytest.mark.parametrize("options", [{}, {"tile": 8}, {"compress": True}], ids=repr)
 @pytest.mark.parametrize("biases", [False, True])
-def test_what_comes_out_may_be_changed_in_place(biases: bool, options: dict[str, Any]):
+def test_what_comes_out_may_be_changed_in_place(biases, options):
     """As Falcon's layers do: autograd refuses that of a view that a Function gives."""
     x, weight = make(2, 20, 8).requires_grad_(), make(8, 8, seed=1).requires_grad_()
     bias = make(8, seed=2) if biases else None
@@ -185,7 +180,7 @@ def test_on_the_cpu_in_float32_the_output_has_the_bits_of_the_models():
     assert torch.equal(mlp(x, gpt.c_fc.weight.t(), gpt.c_proj.weight.t(), "gelu_tanh", **biases), gpt(x))
 
 
-def test_an_input_that_a_norm_gives_is_dropped_and_comes_back(device: str):
+def test_an_input_that_a_norm_gives_is_dropped_and_comes_back(device):
     x, *weights = inputs_of(GATED, device)
     norm_weight = make(x.shape[-1], seed=7, device=device).requires_grad_()
     results, dropped = [], []
@@ -203,9 +198,7 @@ def test_an_input_that_a_norm_gives_is_dropped_and_comes_back(device: str):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("inner", [256, 200])  # of 200, blocks cross rows, and one is short
 @each_form
-def test_gradients_from_codes_are_those_of_what_codes_stand_for(
-    case: Case, inner: int, dtype: torch.dtype, trained: tuple[bool, bool], device: str
-):
+def test_gradients_from_codes_are_those_of_what_codes_stand_for(case, inner, dtype, trained, device):
     """trained: x with the first weights, and the last."""
     width = 2 * inner if case is PACKED else inner
     shapes = [(M, H), (width, H), *([(inner, H)] if case is GATED else []), (H, inner)]
@@ -213,17 +206,17 @@ def test_gradients_from_codes_are_those_of_what_codes_stand_for(
     inputs = [each.requires_grad_(trained[each is made[-1]]) for each in made]
     wanted = [each for each in inputs if each.requires_grad]
 
-    def compute(**options: Any) -> Tensor:
+    def compute(**options):
         x, first, *up, down = inputs
         if case is UNGATED:
             return mlp(x, first, down, "gelu", **options)
         return gated_mlp(x, first, up[0] if up else None, down, **options)
 
-    def rounded(tensor: Tensor) -> Tensor:
+    def rounded(tensor):
         is_held = tensor.shape == (M, width)
         return dequantize_blockwise(*quantize_blockwise(tensor), tensor.dtype) if is_held else tensor
 
-    saved: list[Tensor] = []
+    saved = []
     with saved_tensors_hooks(lambda each: saved.append(each) or each, lambda each: each):
         y = compute(compress=True)
     numbers = M * (2 * inner if case is not UNGATED else inner)
@@ -249,7 +242,7 @@ TILE = 16
 each_tiled = pytest.mark.parametrize("op", [gated_mlp, mlp])
 
 
-def operands(op: Any, dtype: torch.dtype = torch.float32, device: str = "cpu") -> tuple[Tensor, list[Tensor]]:
+def operands(op, dtype=torch.float32, device="cpu"):
     case = GATED if op is gated_mlp else UNGATED
     x, *weights = inputs_of(case, device, dtype, 100, H)
     return x.detach().view(2, 50, H).requires_grad_(), weights
@@ -257,7 +250,7 @@ def operands(op: Any, dtype: torch.dtype = torch.float32, device: str = "cpu") -
 
 @each_tiled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_tiles_give_what_all_tokens_give_at_once(dtype: torch.dtype, op: Any, device: str):
+def test_tiles_give_what_all_tokens_give_at_once(dtype, op, device):
     x, weights = operands(op, dtype, device)
     whole, tiled = (run(lambda *given, t=tile: op(*given, tile=t), [x, *weights]) for tile in (None, TILE))
     for one, other in zip(tiled, whole, strict=True):
@@ -265,7 +258,7 @@ def test_tiles_give_what_all_tokens_give_at_once(dtype: torch.dtype, op: Any, de
 
 
 @each_tiled
-def test_tiles_run_products_again_but_the_last_and_hold_the_input_alone(op: Any):
+def test_tiles_run_products_again_but_the_last_and_hold_the_input_alone(op):
     x, weights = operands(op)
     product, firsts = 2 * 100 * H * I, len(weights) - 1
     again = flops(lambda *given: op(*given, tile=TILE), [x, *weights])
@@ -273,8 +266,7 @@ def test_tiles_run_products_again_but_the_last_and_hold_the_input_alone(op: Any)
     for each in (x, *weights):
         each.grad = torch.zeros_like(each)
     whole, tiled = (
-        step_memory(lambda tile=tile: op(x, *weights, tile=tile).sum(), torch.device("cpu"))  # type: ignore[misc]
-        for tile in (None, TILE)
+        step_memory(lambda tile=tile: op(x, *weights, tile=tile).sum(), torch.device("cpu")) for tile in (None, TILE)
     )
     stream, intermediate = (100 * width * 4 for width in (H, I))
     assert tiled.activation_bytes_held == 4  # the loss: x itself lives anyway

@@ -1,15 +1,11 @@
 """RMSNorm and LayerNorm: the models that compute them, extreme values, heads, and what a pass does on request."""
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from cases import NORMS, Case, each_norm, eager_layer_norm, eager_rms_norm, inputs_of
+from cases import NORMS, each_norm, eager_layer_norm, eager_rms_norm, inputs_of
 from kernel_testing import (
     DTYPES,
     FLOAT32_ROUNDING,
@@ -37,7 +33,6 @@ from recompute.kernels.norm_ops import OPS, norm_reference
 from recompute.kernels.rms_norm import add_rms_norm, rms_norm
 
 EPS = 1e-6
-Launched = list[tuple[Any, dict[str, Any]]]
 BY_NAME = {case.name: case for case in NORMS}
 RMS, LAYER, ADD_RMS, ADD_LAYER = (BY_NAME[name] for name in ("rms_norm-llama", "layer_norm", "add_rms_norm",
                                                              "add_layer_norm"))  # fmt: skip
@@ -49,12 +44,12 @@ each_of_four = pytest.mark.parametrize("case", [RMS, LAYER, ADD_RMS, ADD_LAYER],
 @pytest.mark.slow
 @pytest.mark.parametrize("hidden", [9_000, 33_000])
 @each_of_four
-def test_rows_wider_than_a_program_holds(case: Case, hidden: int, device: str):
+def test_rows_wider_than_a_program_holds(case, hidden, device):
     assert_as_good_as(case.op, case.eager, inputs_of(case, device, torch.float32, 2, hidden))
 
 
 @each_norm
-def test_one_column(case: Case, device: str):
+def test_one_column(case, device):
     """Where dx is nearly 0 and dweight one number: errors are measured against what they are summed from."""
     inputs = inputs_of(case, device, rows=37, columns=1)
     x = (make(37, 1).sign() * torch.linspace(1, 2, 37)[:, None]).to(device).requires_grad_()
@@ -71,9 +66,7 @@ def test_one_column(case: Case, device: str):
 @pytest.mark.parametrize("scale", [1e4, 1e-4])
 @each_dtype
 @each_of_two
-def test_large_and_small_values_beside_rows_that_are_constant(
-    case: Case, dtype: torch.dtype, scale: float, form: str, device: str
-):
+def test_large_and_small_values_beside_rows_that_are_constant(case, dtype, scale, form, device):
     x, *parameters = inputs_of(case, device, dtype, 5, 300)
     x = x.detach().float().mul(scale).clamp(-6e4, 6e4).to(dtype)
     x[1] = 0
@@ -91,14 +84,14 @@ def test_large_and_small_values_beside_rows_that_are_constant(
 
 
 @pytest.mark.parametrize("mean", [30.0, -1000.0])
-def test_a_mean_that_is_large_beside_the_deviation(mean: float, form: str, device: str):
+def test_a_mean_that_is_large_beside_the_deviation(mean, form, device):
     x, *parameters = inputs_of(LAYER, device, rows=5, columns=300)
     assert_as_good_as(layer_norm, eager_layer_norm, [(x.detach() + mean).requires_grad_(), *parameters])
 
 
 @each_norm
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NumPy's, in the interpreter
-def test_infinities_and_nans_go_where_eagers_go_and_nowhere_else(case: Case, form: str, device: str):
+def test_infinities_and_nans_go_where_eagers_go_and_nowhere_else(case, form, device):
     inputs = inputs_of(case, device, rows=6, columns=300)
     clean = run(case.op, inputs)
     with torch.no_grad():
@@ -116,7 +109,7 @@ def test_infinities_and_nans_go_where_eagers_go_and_nowhere_else(case: Case, for
 
 
 @each_of_four
-def test_many_rows_a_program_and_many_programs(case: Case, multiprocessors: int, form: str, device: str):
+def test_many_rows_a_program_and_many_programs(case, multiprocessors, form, device):
     inputs = inputs_of(case, device, rows=75, columns=300)
     assert_as_good_as(case.op, case.eager, inputs)
     first = run(case.op, inputs)
@@ -127,9 +120,7 @@ def test_many_rows_a_program_and_many_programs(case: Case, multiprocessors: int,
 @pytest.mark.parametrize("nbytes", [2, 4, 8, 12])
 @pytest.mark.parametrize(("is_forward", "is_layer_norm"), [(False, False), (False, True), (True, False)])
 @pytest.mark.parametrize("kibibytes", [100, 164, 228], ids=["Ada", "Ampere", "Hopper"])
-def test_tiles_fit_into_shared_memory(
-    kibibytes: int, is_forward: bool, is_layer_norm: bool, nbytes: int, hidden: int, monkeypatch: pytest.MonkeyPatch
-):
+def test_tiles_fit_into_shared_memory(kibibytes, is_forward, is_layer_norm, nbytes, hidden, monkeypatch):
     monkeypatch.setattr(norm_tiles, "_shared_memory", lambda device: kibibytes * 1024)
     tiles = norm_tiles.tiles_of.__wrapped__(is_forward, hidden, nbytes, torch.device("cpu"), is_layer_norm)
     ahead = tiles.constants["STAGES"] - 1
@@ -138,7 +129,7 @@ def test_tiles_fit_into_shared_memory(
 
 
 LN = nn.LayerNorm
-MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor]]] = {
+MODELS = {
     "Llama": (lambda: LlamaRMSNorm(100, EPS), rms_norm),
     "Gemma 3": (lambda: Gemma3RMSNorm(100, EPS), partial(rms_norm, casting="gemma")),
     "torch's RMSNorm": (lambda: nn.RMSNorm(100, EPS), partial(rms_norm, casting="none")),
@@ -154,9 +145,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor]]] = {
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
-def test_dtypes_and_values_are_those_of_the_models(
-    name: str, dtype: torch.dtype, weight_dtype: torch.dtype, device: str
-):
+def test_dtypes_and_values_are_those_of_the_models(name, dtype, weight_dtype, device):
     make_model, op = MODELS[name]
     if dtype is not weight_dtype and op is layer_norm:
         return  # which those modules refuse
@@ -179,7 +168,7 @@ def test_dtypes_and_values_are_those_of_the_models(
 
 @pytest.mark.parametrize("dtypes", [*itertools.product(DTYPES[:2], repeat=3)], ids=str)
 @each_sum
-def test_dtypes_are_promoted(case: Case, dtypes: tuple[torch.dtype, ...], device: str):
+def test_dtypes_are_promoted(case, dtypes, device):
     inputs = inputs_of(case, device, rows=6, columns=100)
     inputs = [each.detach().to(to).requires_grad_() for each, to in zip(inputs, (*dtypes, dtypes[2]), strict=False)]
     y, h, *gradients = found = run(case.op, inputs)
@@ -191,7 +180,7 @@ def test_dtypes_are_promoted(case: Case, dtypes: tuple[torch.dtype, ...], device
         assert relative_error(value, truth) <= eps
 
 
-def test_a_weight_of_zero_gets_its_gradient(device: str):
+def test_a_weight_of_zero_gets_its_gradient(device):
     for case in (RMS, LAYER):
         x, weight, *bias = inputs_of(case, device, rows=8, columns=10)
         weights = (torch.full_like(weight, value).requires_grad_() for value in (0.0, 1.0))
@@ -205,9 +194,7 @@ TRAINED = [(True, True, True), (True, False, False), (False, True, False), (Fals
 
 @pytest.mark.parametrize("trains", TRAINED, ids=str)
 @each_of_two
-def test_frozen_inputs_cost_no_work(
-    case: Case, trains: tuple[bool | None, ...], form: str, device: str, launched: Launched
-):
+def test_frozen_inputs_cost_no_work(case, trains, form, device, launched):
     """Of x, weight and bias; None: there is none."""
     trains = (*trains[:2], None) if case is RMS else trains
     if not any(trains):
@@ -234,7 +221,7 @@ def test_frozen_inputs_cost_no_work(
 
 @pytest.mark.parametrize("casting", OPS)
 @each_dtype
-def test_what_is_regenerated_has_the_bits_of_forward(dtype: torch.dtype, casting: str, form: str, device: str):
+def test_what_is_regenerated_has_the_bits_of_forward(dtype, casting, form, device):
     x, third = make(5, 300, device=device, dtype=dtype), make(5, 300, device=device, seed=3)
     narrow, wide = (make(300, device=device, dtype=each, seed=seed) for seed, each in ((1, dtype), (2, torch.float32)))
     forward, _, regenerate = OPS[casting]
@@ -252,13 +239,13 @@ def test_what_is_regenerated_has_the_bits_of_forward(dtype: torch.dtype, casting
 
 @each_dtype
 @each_of_two
-def test_the_gradient_of_the_stream_is_added_before_rounding(case: Case, dtype: torch.dtype, form: str, device: str):
+def test_the_gradient_of_the_stream_is_added_before_rounding(case, dtype, form, device):
     casting = "layer_norm" if case is LAYER else "llama"
     x, dy, dresidual = (make(9, 300, device=device, dtype=dtype, seed=seed) for seed in range(3))
     weight, bias = (make(300, device=device, dtype=dtype, seed=seed) for seed in (3, 4))
     forward, backward, _ = OPS[casting]
 
-    def gradient(*tensors: Tensor) -> Tensor:
+    def gradient(*tensors):
         x, dy, dresidual, weight, bias = tensors
         _, _, mean, rstd = forward(x, None, weight, bias if case is LAYER else None, EPS, casting)
         saved = (dy, x, weight, bias if case is LAYER else None, mean, rstd, casting, True, True, case is LAYER)
@@ -277,7 +264,7 @@ def test_the_gradient_of_the_stream_is_added_before_rounding(case: Case, dtype: 
 
 @pytest.mark.parametrize("has_residual", [True, False])
 @each_sum
-def test_the_streams_gradient_joins_in_the_one_pass(case: Case, has_residual: bool, device: str):
+def test_the_streams_gradient_joins_in_the_one_pass(case, has_residual, device):
     x, residual, *parameters = inputs_of(case, device, rows=5, columns=64)
     given = [x, residual if has_residual else None, *parameters]
     with Work() as forward:
@@ -298,14 +285,14 @@ def test_the_streams_gradient_joins_in_the_one_pass(case: Case, has_residual: bo
 
 @pytest.mark.parametrize("has_residual", [True, False])
 @pytest.mark.parametrize("op", [add_rms_norm, add_layer_norm])
-def test_a_stream_that_is_changed_in_place_is_refused(op: Any, has_residual: bool, device: str):
+def test_a_stream_that_is_changed_in_place_is_refused(op, has_residual, device):
     x = make(3, 64, device=device).requires_grad_()
     y, h = op(x, x.detach() if has_residual else None)
     with pytest.raises(RuntimeError, match="modified"):  # at once where h is a view of x, else by backward
         (y.sum() + h.add_(1).sum()).backward()
 
 
-HEADS: dict[str, Callable[[Tensor], Tensor]] = {
+HEADS = {
     "transposed": lambda packed: packed[..., :4, :].contiguous().transpose(1, 2),
     "sliced": lambda packed: packed[..., 1:5, :],
     "sliced and transposed": lambda packed: packed[..., 1:5, :].transpose(1, 2),
@@ -317,7 +304,7 @@ HEADS: dict[str, Callable[[Tensor], Tensor]] = {
 @each_dtype
 @pytest.mark.parametrize("view", HEADS)
 @each_of_two
-def test_heads_are_read_in_place(case: Case, view: str, dtype: torch.dtype, device: str, launched: Launched):
+def test_heads_are_read_in_place(case, view, dtype, device, launched):
     heads = HEADS[view](make(2, 6, 7, 64, device=device, dtype=dtype)).requires_grad_()
     parameters = inputs_of(case, device, dtype, 1, 64)[1:]
     assert not heads.is_contiguous()
@@ -337,7 +324,7 @@ def test_heads_are_read_in_place(case: Case, view: str, dtype: torch.dtype, devi
 
 
 @pytest.mark.parametrize("change", [Tensor.contiguous, lambda dy: dy[:, :, :1].expand(dy.shape)])
-def test_gradients_of_heads_may_have_any_strides(change: Callable[[Tensor], Tensor], device: str):
+def test_gradients_of_heads_may_have_any_strides(change, device):
     heads = make(2, 5, 4, 64, device=device).transpose(1, 2).requires_grad_()
     plain, dy = heads.detach().contiguous().requires_grad_(), change(make(2, 4, 5, 64, device=device, seed=2))
     assert same_bits(*(torch.autograd.grad(rms_norm(each), each, dy) for each in (heads, plain)))
@@ -345,7 +332,7 @@ def test_gradients_of_heads_may_have_any_strides(change: Callable[[Tensor], Tens
 
 @pytest.mark.gpu
 @each_of_four
-def test_more_than_2_to_the_31_elements(case: Case):
+def test_more_than_2_to_the_31_elements(case):
     hidden = 4096
     rows = 2**31 // hidden + 2
     streams = [torch.ones(rows, hidden, device="cuda", dtype=torch.bfloat16) for _ in range(case.outputs)]
@@ -362,7 +349,7 @@ def test_more_than_2_to_the_31_elements(case: Case):
     assert torch.equal(dx[-2:], expected)
 
 
-def test_castings_of_eager_differ() -> None:
+def test_castings_of_eager_differ():
     """The table's formulas are four, not one."""
     x, weight = make(4, 64, dtype=torch.bfloat16), make(64, dtype=torch.bfloat16, seed=1)
     results = [eager_rms_norm(each)(x, weight) for each in ("llama", "gemma", "none")]

@@ -1,7 +1,5 @@
 """Settings measured on one GPU compile for it and for others, and fit the shared memory that those have."""
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import os
@@ -91,7 +89,7 @@ for kind in range(4):
 """
 
 
-def test_a_gpu_of_another_kind_is_told_about(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+def test_a_gpu_of_another_kind_is_told_about(monkeypatch, caplog):
     devices = {
         name: SimpleNamespace(name=name, major=major, minor=0, shared_memory_per_multiprocessor=kibibytes * KIBIBYTE)
         for name, major, kibibytes in (("NVIDIA A100", 8, 164), ("NVIDIA H200", 9, 228))

@@ -1,21 +1,16 @@
 """Activations, and SwiGLU and GEGLU: what backward makes on request, of values and of codes, and extreme values."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math
-from collections.abc import Callable
-from typing import Any
 
 import hypothesis
 import pytest
 import torch
-from cases import PRODUCTS, Case, each_case, eager_glu
+from cases import PRODUCTS, each_case, eager_glu
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel_testing import DTYPES, EAGER_ACTIVATIONS, LAYOUTS, Work, doubled, each_dtype, make, run, same_bits
-from torch import Tensor
 
 from recompute.kernels import activation as module
 from recompute.kernels import launch
@@ -28,18 +23,17 @@ BLOCK = 32
 each_activation = pytest.mark.parametrize("activation", GATE_ACTIVATIONS)
 each_product = each_case(*PRODUCTS, default=tuple(map(str, PRODUCTS)))
 packed_or_not = pytest.mark.parametrize("packed", [False, True])
-Gradients = tuple[Tensor | None, ...]
 
 
-def backward(dproduct: Tensor, gate: Tensor, up: Tensor | None, activation: str, *needs: bool) -> Gradients:
+def backward(dproduct, gate, up, activation, *needs):
     return GLU.backward(dproduct, gate, None, up, None, 0, activation, *needs)
 
 
-def backward_(dproduct: Tensor, gate: Tensor, up: Tensor | None, dgate: Any, dup: Any, activation: str) -> None:
+def backward_(dproduct, gate, up, dgate, dup, activation):
     GLU.backward_(dproduct, gate, None, up, None, dgate, dup, 0, activation)
 
 
-def assert_same(found: Any, expected: Any) -> None:
+def assert_same(found, expected):
     for value, truth in zip(found, expected, strict=True):
         assert value is None is truth or (value.dtype is truth.dtype and torch.equal(value, truth))
 
@@ -47,7 +41,7 @@ def assert_same(found: Any, expected: Any) -> None:
 @each_dtype
 @each_activation
 @pytest.mark.parametrize("columns", [256, 257])
-def test_backward_regenerates_the_products_own_bits(columns: int, activation: str, dtype: torch.dtype, device: str):
+def test_backward_regenerates_the_products_own_bits(columns, activation, dtype, device):
     packed = 4 * make(5, 2 * columns, device=device, dtype=dtype)
     dproduct = make(5, columns, device=device, dtype=dtype, seed=2)
     halves = packed.chunk(2, -1)
@@ -76,7 +70,7 @@ def test_backward_regenerates_the_products_own_bits(columns: int, activation: st
 
 
 @pytest.mark.parametrize("needed", list(itertools.product((False, True), repeat=3)), ids=str)
-def test_only_what_is_asked_for_is_made(needed: tuple[bool, ...], device: str):
+def test_only_what_is_asked_for_is_made(needed, device):
     gate, up, dproduct = (make(3, 65, device=device, seed=seed) for seed in range(3))
     everything = backward(dproduct, gate, up, "gelu", True, True, True)
     wanted = [value if need else None for value, need in zip(everything, needed, strict=True)]
@@ -92,9 +86,7 @@ def test_only_what_is_asked_for_is_made(needed: tuple[bool, ...], device: str):
 
 
 @pytest.mark.parametrize("trained", [(True, False), (False, True)])
-def test_a_frozen_half_costs_nothing_in_backward(
-    trained: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch, device: str
-):
+def test_a_frozen_half_costs_nothing_in_backward(trained, monkeypatch, device):
     asked = []
     spy = GLU._replace(backward=lambda *a: asked.append(a[-3:]) or GLU.backward(*a))
     monkeypatch.setattr(swiglu_module, "GLU", spy)
@@ -116,7 +108,7 @@ def test_halves_are_read_where_they_are():
             assert torch.equal(addressed, half.reshape(-1, 20))
 
 
-STRIDES: dict[str, Callable[[], Tensor]] = {
+STRIDES = {
     "columns": lambda: make(2, 6).t(),
     "windows": lambda: make(40).unfold(0, 8, 4),
     "every second row": lambda: make(6, 8)[::2],
@@ -130,7 +122,7 @@ STRIDES: dict[str, Callable[[], Tensor]] = {
 
 @pytest.mark.parametrize("name", STRIDES)
 @packed_or_not
-def test_any_shape_and_strides(packed: bool, name: str, device: str):
+def test_any_shape_and_strides(packed, name, device):
     given = STRIDES[name]().to(device)
     inputs = [each.detach().requires_grad_() for each in ([given] if packed else given.chunk(2, -1))]
     if not packed and inputs[0].shape != inputs[-1].shape:
@@ -149,7 +141,7 @@ EXTREMES = [0.0, -0.0, 1e-30, 60.0, -60.0, 88.0, -88.0, -104.0, 1e4, -1e4, math.
 
 
 @each_activation
-def test_extreme_values_are_eagers(activation: str, device: str):
+def test_extreme_values_are_eagers(activation, device):
     values = [value for value in EXTREMES if activation != "gelu" or value != math.inf]  # nan in PyTorch on some CPUs
     gate = torch.tensor(values, device=device).requires_grad_()
     inputs = [gate, torch.full_like(gate, 2.0).requires_grad_()]
@@ -161,7 +153,7 @@ def test_extreme_values_are_eagers(activation: str, device: str):
 
 
 @pytest.mark.parametrize("activation", ["relu", "relu2"])
-def test_no_value_is_too_large_for_a_rectifier(activation: str, device: str) -> None:
+def test_no_value_is_too_large_for_a_rectifier(activation, device):
     """Infinite values that it cuts off leave no NaN behind, and NaN stays what it is."""
     x = torch.tensor(EXTREMES, device=device, requires_grad=True)
     expected = EAGER_ACTIVATIONS[activation](x)
@@ -175,11 +167,11 @@ def test_no_value_is_too_large_for_a_rectifier(activation: str, device: str) -> 
 
 
 @each_activation
-def test_no_digits_are_lost_where_the_activation_saturates(activation: str, device: str):
+def test_no_digits_are_lost_where_the_activation_saturates(activation, device):
     gate = torch.linspace(-9, 9, 181, device=device).requires_grad_()
     inputs = [gate, torch.ones_like(gate).requires_grad_()]
 
-    def gradients(function: Callable[..., Tensor], inputs: list[Tensor]) -> tuple[Tensor, ...]:
+    def gradients(function, inputs):
         return torch.autograd.grad(function(*inputs).sum(), inputs)
 
     eager = eager_glu(activation)
@@ -193,7 +185,7 @@ def test_no_digits_are_lost_where_the_activation_saturates(activation: str, devi
     [(torch.bfloat16, torch.float32), (torch.float16, torch.bfloat16), (torch.float32, torch.float64)],
     ids=str,
 )
-def test_mixed_dtypes_promote(dtypes: tuple[torch.dtype, torch.dtype], device: str):
+def test_mixed_dtypes_promote(dtypes, device):
     inputs = [make(5, 6, device=device, dtype=each, seed=n).requires_grad_() for n, each in enumerate(dtypes)]
     product, *gradients = run(swiglu, inputs)
     assert product.dtype is torch.promote_types(*dtypes)
@@ -201,15 +193,13 @@ def test_mixed_dtypes_promote(dtypes: tuple[torch.dtype, torch.dtype], device: s
     assert [each.dtype for each in backward(product, *inputs, "silu", True, True, True)] == [*dtypes, product.dtype]
 
 
-def encoded(*values: Tensor, format: str = "fp8") -> list[Tensor | None]:
+def encoded(*values, format="fp8"):
     """The codes and scales of gate and up, or of packed ones and no more."""
     found = [each for value in values for each in quantize_blockwise(value, BLOCK, format)]
     return [*found, *[None] * (4 - len(found))]
 
 
-def codes_of(
-    packed: bool, columns: int = 96, dtype: torch.dtype = torch.bfloat16, device: str = "cpu", format: str = "fp8"
-) -> tuple[Tensor, list[Tensor | None]]:
+def codes_of(packed, columns=96, dtype=torch.bfloat16, device="cpu", format="fp8"):
     """dproduct, and codes and scales of gate and up."""
     gate, up = (3 * make(5, columns, seed=seed) for seed in range(2))
     values = [torch.cat([gate, up], -1)] if packed else [gate, up]
@@ -217,7 +207,7 @@ def codes_of(
     return dproduct, encoded(*(value.to(device, dtype) for value in values), format=format)
 
 
-def decoded_first(dproduct: Tensor, codes: list[Tensor | None], activation: str) -> Gradients:
+def decoded_first(dproduct, codes, activation):
     gate, up = (
         None if each is None else dequantize_blockwise(each, scales, dproduct.dtype, BLOCK)
         for each, scales in (codes[:2], codes[2:])
@@ -227,15 +217,10 @@ def decoded_first(dproduct: Tensor, codes: list[Tensor | None], activation: str)
 
 @hypothesis.settings(suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
 @given(
-    packed=st.booleans(),
-    columns=st.sampled_from([96, 48, 50, 1]),
-    activation=st.sampled_from(GATE_ACTIVATIONS),
-    format=st.sampled_from([*FORMATS]),
-    dtype=st.sampled_from(DTYPES),
-)
-def test_codes_give_the_bits_of_what_they_stand_for(
-    packed: bool, columns: int, activation: str, format: str, dtype: torch.dtype, device: str
-):
+    packed=st.booleans(), columns=st.sampled_from([96, 48, 50, 1]), activation=st.sampled_from(GATE_ACTIVATIONS),
+    format=st.sampled_from([*FORMATS]), dtype=st.sampled_from(DTYPES),
+)  # fmt: skip
+def test_codes_give_the_bits_of_what_they_stand_for(packed, columns, activation, format, dtype, device):
     dproduct, codes = codes_of(packed, columns, dtype, device, format)
     expected = decoded_first(dproduct, codes, activation)
     assert_same(glu_backward_from_codes(dproduct, *codes, activation, True, True, True, BLOCK), expected)
@@ -245,7 +230,7 @@ def test_codes_give_the_bits_of_what_they_stand_for(
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_codes_of_what_is_not_gated_give_the_bits_of_what_they_stand_for(activation: str, device: str):
+def test_codes_of_what_is_not_gated_give_the_bits_of_what_they_stand_for(activation, device):
     dactive, x = (make(5, 50, seed=seed, device=device, dtype=torch.bfloat16) for seed in range(2))
     codes, scales = quantize_blockwise(x, BLOCK)
     y = dequantize_blockwise(codes, scales, x.dtype, BLOCK)
@@ -256,7 +241,7 @@ def test_codes_of_what_is_not_gated_give_the_bits_of_what_they_stand_for(activat
 
 
 @packed_or_not
-def test_gradients_from_codes_are_near_those_of_what_was_compressed(packed: bool, device: str):
+def test_gradients_from_codes_are_near_those_of_what_was_compressed(packed, device):
     gate, up = (make(64, 96, seed=seed, device=device).requires_grad_() for seed in range(2))
     values = [torch.cat([gate, up], -1)] if packed else [gate, up]
     dproduct = make(64, 96, seed=2, device=device)
@@ -271,9 +256,7 @@ def test_gradients_from_codes_are_near_those_of_what_was_compressed(packed: bool
 @pytest.mark.parametrize(
     ("packed", "columns", "launches"), [(False, 96, 1), (False, 50, 1), (True, 96, 1), (True, 50, 2)]
 )
-def test_one_launch_where_blocks_are_not_cut(
-    packed: bool, columns: int, launches: int, device: str, launched: list[Any]
-):
+def test_one_launch_where_blocks_are_not_cut(packed, columns, launches, device, launched):
     dproduct, codes = codes_of(packed, columns, device=device)
     launched.clear()
     glu_backward_from_codes(dproduct, *codes, "silu", block=BLOCK)
@@ -282,7 +265,7 @@ def test_one_launch_where_blocks_are_not_cut(
 
 @pytest.mark.parametrize("change", [lambda x: x.transpose(0, 1), lambda x: x.mT])
 @packed_or_not
-def test_codes_and_gradients_of_any_dense_strides(change: Callable[[Tensor], Tensor], packed: bool, device: str):
+def test_codes_and_gradients_of_any_dense_strides(change, packed, device):
     values = [change(make(2, 8, 64, seed=seed, device=device)) for seed in range(2 - packed)]
     codes = encoded(*values)
     dproduct = make(*swiglu(*values).shape, seed=2, device=device)
@@ -298,7 +281,7 @@ def test_codes_and_gradients_of_any_dense_strides(change: Callable[[Tensor], Ten
 
 @packed_or_not
 @pytest.mark.parametrize("format", [None, *FORMATS])
-def test_ops_pass_opcheck(format: str | None, packed: bool, device: str):
+def test_ops_pass_opcheck(format, packed, device):
     """None: of values, and not of codes."""
     dproduct, codes = codes_of(packed, device=device, format=format or "fp8")
     if format is None:
@@ -316,7 +299,7 @@ def test_ops_pass_opcheck(format: str | None, packed: bool, device: str):
 @pytest.mark.gpu
 @pytest.mark.parametrize("as_codes", [False, True])
 @packed_or_not
-def test_more_than_2_to_the_31_elements(packed: bool, as_codes: bool):
+def test_more_than_2_to_the_31_elements(packed, as_codes):
     rows, columns = 2**20 + 1, 2**11
     values = [torch.zeros(rows, columns * (1 + packed), device="cuda", dtype=torch.bfloat16) for _ in range(2 - packed)]
     for seed, value in enumerate(values):
@@ -342,7 +325,7 @@ def test_more_than_2_to_the_31_elements(packed: bool, as_codes: bool):
 
 
 @each_product
-def test_halves_give_the_bits_of_the_packed_form(case: Case, device: str):
+def test_halves_give_the_bits_of_the_packed_form(case, device):
     if "packed" not in case.name:
         packed = make(7, 514, device=device)
         assert torch.equal(case.op(packed), case.op(*packed.chunk(2, -1)))

@@ -1,10 +1,6 @@
 """What each op refuses, and what it says: the argument, what was found, and what is expected."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -29,29 +25,29 @@ CLASSES = torch.zeros(2, dtype=torch.long)
 HEAD = (ROWS, ones(3, 4), CLASSES)
 
 
-def rotated(**changes: Any) -> Any:
+def rotated(**changes):
     shapes = {"q": (2, 4, 5, 16), "k": (2, 2, 5, 16), "cos": (1, 5, 16), "sin": (1, 5, 16)}
     return rope(**{name: ones(shape) for name, shape in shapes.items()} | changes)
 
 
-def from_codes(**changes: Any) -> Any:
+def from_codes(**changes):
     codes = [each for _ in range(2) for each in quantize_blockwise(ones(5, 96), 32)]
     given = dict(zip(("gate", "gate_scales", "up", "up_scales"), codes, strict=True))
     return glu_backward_from_codes(**{"dproduct": ones(5, 96), **given, "activation": "silu", "block": 32} | changes)
 
 
-def loss(*arguments: Any, **options: Any) -> Any:
+def loss(*arguments, **options):
     return linear_cross_entropy(*(arguments or HEAD), **options)
 
 
-def log_probs(*arguments: Any, **options: Any) -> Any:
+def log_probs(*arguments, **options):
     return linear_log_probs(*(arguments or HEAD), **options)
 
 
 CODES, SCALES = quantize_blockwise(ones(4, 64), 128)
 
 
-def decoded(codes: Any = CODES, scales: Any = SCALES, dtype: torch.dtype = torch.float32, block: int = 128) -> Any:
+def decoded(codes=CODES, scales=SCALES, dtype=torch.float32, block=128):
     return dequantize_blockwise(codes, scales, dtype, block)
 
 
@@ -59,11 +55,11 @@ TEACHER = (ones(2, 5), ones(3, 5))
 WORDS = {"teacher_indices": torch.zeros(2, 5, dtype=torch.long)}
 
 
-def divergence(*teacher: Any, **options: Any) -> Any:
+def divergence(*teacher, **options):
     return linear_divergence(ROWS, HEAD[1], *(teacher or TEACHER), **options)
 
 
-REFUSED: list[tuple[Callable[[], Any], str]] = [
+REFUSED = [
     (lambda: rms_norm(ROWS, ROW), "rms_norm: weight has shape (3,); expected (4,) for x of shape (2, 4)"),
     (lambda: rms_norm(ROWS, ones(1, 4)), "weight has shape (1, 4)"),
     (lambda: rms_norm(torch.tensor(1.0)), "no dimension to normalize over"),
@@ -221,12 +217,12 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
 
 
 @pytest.mark.parametrize(("call", "message"), REFUSED, ids=[message[:60] for _, message in REFUSED])
-def test_wrong_arguments_are_refused(call: Callable[[], Any], message: str):
+def test_wrong_arguments_are_refused(call, message):
     with pytest.raises(KernelError, match=re.escape(message)):
         call()
 
 
-MIXED: dict[str, Callable[[], Any]] = {
+MIXED = {
     "gated_mlp": lambda: gated_mlp(SQUARE, SQUARE, NARROW, SQUARE),
     "mlp": lambda: mlp(SQUARE, SQUARE, NARROW),
     "linear_cross_entropy": lambda: loss(ROWS, ones(3, 4, dtype=torch.bfloat16), CLASSES),
@@ -236,7 +232,7 @@ MIXED: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("op", MIXED)
-def test_what_autocast_allows_is_refused_without_it(op: str) -> None:
+def test_what_autocast_allows_is_refused_without_it(op):
     for _ in range(2):
         with torch.autocast("cpu", torch.bfloat16):
             MIXED[op]()

@@ -1,19 +1,14 @@
 """Rotary position embedding: eager's values and layouts, what one launch does, what is saved and what comes back."""
 
-from __future__ import annotations
-
 import gc
 import itertools
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import kernel_testing
 import pytest
 import torch
 from cases import eager_rope as eager
 from kernel_testing import Work, assert_as_good_as, each_dtype, run, same_bits
-from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from recompute.engine.region_statistics import RegionStatistics
@@ -23,15 +18,7 @@ from recompute.kernels.rms_norm import rms_norm
 from recompute.kernels.rope import rope
 
 
-def make(
-    device: str,
-    dtype: torch.dtype = torch.float32,
-    *,
-    sizes: tuple[int, int, int, int, int] = (2, 4, 2, 5, 16),
-    rotated: int | None = None,
-    angles: int = 1,
-    unsqueeze_dim: int = 1,
-) -> list[Tensor]:
+def make(device, dtype=torch.float32, *, sizes=(2, 4, 2, 5, 16), rotated=None, angles=1, unsqueeze_dim=1):
     """q and k as projections give them, and a cos and a sin whose halves are not equal.
 
     sizes: of the batch, heads, heads of keys, tokens and columns.
@@ -45,7 +32,7 @@ def make(
     return [q.requires_grad_(), k.requires_grad_(), cos, sin]
 
 
-def like(tensors: Any, seed: int = 1) -> list[Tensor]:
+def like(tensors, seed=1):
     """Gradients that lie in memory as the tensors do."""
     return [
         torch.empty_like(t).copy_(each) for t, each in zip(tensors, kernel_testing.like(tensors, seed), strict=True)
@@ -55,12 +42,12 @@ def like(tensors: Any, seed: int = 1) -> list[Tensor]:
 @each_dtype
 @pytest.mark.parametrize("unsqueeze_dim", [1, 2, -2, -3])
 @pytest.mark.parametrize("rotated", [16, 12])
-def test_errors_are_no_larger_than_eagers(rotated: int, unsqueeze_dim: int, dtype: torch.dtype, device: str):
+def test_errors_are_no_larger_than_eagers(rotated, unsqueeze_dim, dtype, device):
     inputs = make(device, dtype, rotated=rotated, sizes=(2, 4, 2, 40, 16), unsqueeze_dim=unsqueeze_dim % 4)
     assert_as_good_as(*(partial(each, unsqueeze_dim=unsqueeze_dim) for each in (rope, eager)), inputs, "rope")
 
 
-SIZES: list[tuple[tuple[int, int, int, int, int], int | None, int]] = [
+SIZES = [
     *(((2, 4, 2, 5, width), None, 1) for width in (2, 6, 64, 80, 96, 128, 256)),
     *(((2, 4, 2, 5, width), rotated, 1) for width, rotated in ((128, 96), (96, 38), (20, 2))),
     *((sizes, None, 1) for sizes in ((2, 7, 1, 5, 16), (2, 1, 1, 5, 16), (2, 33, 3, 5, 128), (1, 4, 2, 1, 16))),
@@ -69,17 +56,17 @@ SIZES: list[tuple[tuple[int, int, int, int, int], int | None, int]] = [
 
 
 @pytest.mark.parametrize(("sizes", "rotated", "angles"), SIZES, ids=str)
-def test_any_sizes(sizes: tuple[int, ...], rotated: int | None, angles: int, device: str):
+def test_any_sizes(sizes, rotated, angles, device):
     assert_as_good_as(rope, eager, make(device, torch.bfloat16, sizes=sizes, rotated=rotated, angles=angles), "rope")
 
 
 @pytest.mark.parametrize("sizes", [(0, 4, 2, 5, 16), (2, 4, 2, 0, 16), (2, 0, 2, 5, 16), (2, 4, 0, 5, 16)], ids=str)
-def test_nothing_is_rotated_too(sizes: tuple[int, ...], device: str):
+def test_nothing_is_rotated_too(sizes, device):
     inputs = make(device, sizes=sizes)
     torch.testing.assert_close(run(rope, inputs), run(eager, inputs))
 
 
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+LAYOUTS = {
     "transposed": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
     "contiguous": lambda x: x.contiguous(),
     "half of a packed projection": lambda x: torch.cat([x.transpose(1, 2)] * 2, 2)[:, :, : x.shape[1]].transpose(1, 2),
@@ -92,7 +79,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_no_layout_changes_a_bit(layout: str, device: str):
+def test_no_layout_changes_a_bit(layout, device):
     q, k, cos, sin = make(device, torch.bfloat16)
     laid_out = [LAYOUTS[layout](x.detach()).requires_grad_() for x in (q, k)]
     directions = [LAYOUTS[layout](d) for d in like(laid_out)]
@@ -110,7 +97,7 @@ def test_no_layout_changes_a_bit(layout: str, device: str):
 
 @pytest.mark.parametrize("unsqueeze_dim", [1, 2])
 @pytest.mark.parametrize("layout", ["transposed", "contiguous", "half of a packed projection"])
-def test_results_lie_in_memory_as_eagers_do(layout: str, unsqueeze_dim: int, device: str):
+def test_results_lie_in_memory_as_eagers_do(layout, unsqueeze_dim, device):
     q, k, cos, sin = make(device)
     inputs = [LAYOUTS[layout](x.detach()).requires_grad_() for x in (q, k)]
     inputs = [x.transpose(1, 2) for x in inputs] if unsqueeze_dim == 2 else inputs
@@ -126,7 +113,7 @@ BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.flo
 
 @pytest.mark.parametrize("dtypes", [(BF16, FP32, FP32), (FP32, BF16, FP32), (FP16, BF16, FP32), (FP32, FP64, FP64)])
 @pytest.mark.parametrize("rotated", [16, 12])
-def test_mixed_dtypes_promote(dtypes: tuple[torch.dtype, torch.dtype, torch.dtype], rotated: int, device: str):
+def test_mixed_dtypes_promote(dtypes, rotated, device):
     """Of the states, of the angles, and of what they give."""
     q, k, cos, sin = make(device, dtypes[0], rotated=rotated)
     inputs = [q, k, cos.to(dtypes[1]), sin.to(dtypes[1])]
@@ -134,7 +121,7 @@ def test_mixed_dtypes_promote(dtypes: tuple[torch.dtype, torch.dtype, torch.dtyp
     assert [each.dtype for each in run(rope, inputs)] == [dtypes[2]] * 2 + [dtypes[0]] * 2
 
 
-def test_one_op_and_one_launch_each_way(device: str, launched: list[Any]):
+def test_one_op_and_one_launch_each_way(device, launched):
     inputs = make(device)
     with Work() as seen:
         run(rope, inputs)
@@ -143,7 +130,7 @@ def test_one_op_and_one_launch_each_way(device: str, launched: list[Any]):
 
 
 @pytest.mark.parametrize("trained", [(True, False), (False, True)])
-def test_what_is_frozen_is_not_rotated_back(trained: tuple[bool, bool], device: str):
+def test_what_is_frozen_is_not_rotated_back(trained, device):
     inputs = make(device)
     chosen = [x.detach().requires_grad_(train) for x, train in zip(inputs, trained, strict=False)]
     with Work() as seen:
@@ -158,8 +145,8 @@ def test_gradients_of_angles_in_float64_are_those_of_finite_differences():
 
 
 @pytest.mark.parametrize("used", [(0,), (1,), (0, 1)])
-def test_third_derivatives_are_eagers(used: tuple[int, ...], device: str):
-    def thrice(function: Callable[..., Any]) -> list[Tensor]:
+def test_third_derivatives_are_eagers(used, device):
+    def thrice(function):
         inputs = make(device)
         chosen, results = [inputs[index] for index in used], []
         value = sum((function(*inputs)[index] ** 3).sum() for index in used)
@@ -174,7 +161,7 @@ def test_third_derivatives_are_eagers(used: tuple[int, ...], device: str):
         torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
 
 
-def test_angles_that_are_trained_get_their_gradients(device: str):
+def test_angles_that_are_trained_get_their_gradients(device):
     inputs = [each.detach().requires_grad_() for each in make(device, rotated=12)]
     torch.testing.assert_close(run(rope, inputs), run(eager, inputs), rtol=1e-6, atol=1e-5)
     with torch.no_grad(), Work() as seen:
@@ -182,14 +169,14 @@ def test_angles_that_are_trained_get_their_gradients(device: str):
     assert len(seen.calls) == 1
 
 
-def test_inf_and_nan_stay_where_eager_has_them(device: str):
+def test_inf_and_nan_stay_where_eager_has_them(device):
     inputs = make(device)
     with torch.no_grad():
         inputs[0][0, 0, 0, :3] = torch.tensor([float("inf"), -float("inf"), float("nan")])
     torch.testing.assert_close(rope(*inputs), eager(*inputs), equal_nan=True)
 
 
-def test_ops_pass_opcheck(device: str):
+def test_ops_pass_opcheck(device):
     with Work() as seen:
         for unsqueeze_dim, layout in itertools.product((1, 2), ("transposed", "columns not adjacent", "overlapping")):
             q, k, cos, sin = make(device, torch.bfloat16, unsqueeze_dim=unsqueeze_dim)
@@ -201,12 +188,12 @@ def test_ops_pass_opcheck(device: str):
 
 
 @each_dtype
-def test_what_comes_of_a_norm_comes_back_itself(dtype: torch.dtype, device: str):
+def test_what_comes_of_a_norm_comes_back_itself(dtype, device):
     """As the queries of Qwen3; what another op gave would be held in the place of what was rotated."""
     q, k, cos, sin = make(device, dtype)
     weight = like([cos[0, 0]])[0].requires_grad_()
 
-    def attend() -> tuple[list[Tensor], list[StorageWeakRef]]:
+    def attend():
         rotated = rope(rms_norm(q.transpose(1, 2), weight).transpose(1, 2), k * 2, cos, sin)
         outputs = [x.sin() for x in rotated]  # which saves what it is given
         return outputs, [StorageWeakRef(x.untyped_storage()) for x in rotated]
@@ -224,7 +211,7 @@ def test_what_comes_of_a_norm_comes_back_itself(dtype: torch.dtype, device: str)
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["transposed", "contiguous"])
-def test_more_than_2_to_the_31_elements(layout: str):
+def test_more_than_2_to_the_31_elements(layout):
     tokens, heads, last = 2**21 + 3, 8, slice(-9, None)
     q, k = (
         LAYOUTS[layout](torch.zeros(1, tokens, count, 128, device="cuda", dtype=BF16).transpose(1, 2))

@@ -1,9 +1,5 @@
 """What each rule asks of the engine: the whole table, and what follows for who asks."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from recompute.errors import PolicyError
@@ -13,7 +9,7 @@ from recompute.policy.rules import PRICE, REPEATABLE, Rule
 RECOMPUTE = {"drops_outputs": True, "extends_inward": True}
 ATTENTION = frozenset(["attention"])
 
-TABLE: list[tuple[dict[str, Any], Meaning]] = [
+TABLE = [
     ({"action": "keep"}, Meaning(Mechanism.KEEP, "everything is kept")),
     (
         {"action": "checkpoint"},

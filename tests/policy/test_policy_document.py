@@ -1,10 +1,7 @@
 """Reading one YAML document: each kind of mistake has its own error, with file, line and key."""
 
-from __future__ import annotations
-
 import contextlib
 import enum
-from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -22,13 +19,13 @@ KEYS_OF_A_RULE = (
 )
 
 
-def refusal_of(text: str, model_class: type[BaseModel] = Policy, kind: str = "policy") -> str:
+def refusal_of(text, model_class=Policy, kind="policy"):
     with pytest.raises(PolicyError) as caught:
         parse_document(model_class, text, label="p.yaml", kind=kind)
     return str(caught.value)
 
 
-def file_refusal(path: Path) -> str:
+def file_refusal(path):
     with pytest.raises(PolicyError) as caught:
         load_document(Policy, path, kind="policy")
     return str(caught.value).replace(str(path.parent), "")
@@ -129,13 +126,9 @@ def test_a_price_is_any_number_of_yaml(spelling):
 def test_several_mistakes_are_reported_one_a_line_in_the_order_of_the_file():
     message = refusal_of("verson: 1\nrules:\n- mach: x\n  actoin: keep\n- match: 3\n  action: kep\n")
     assert [line.split(": ")[:2] for line in message.splitlines()] == [
-        ["p.yaml:1:1", "verson"],
-        ["p.yaml:3:3", "rules[0].action"],
-        ["p.yaml:3:3", "rules[0].mach"],
-        ["p.yaml:4:3", "rules[0].actoin"],
-        ["p.yaml:5:10", "rules[1].match"],
-        ["p.yaml:6:11", "rules[1].action"],
-    ]
+        ["p.yaml:1:1", "verson"], ["p.yaml:3:3", "rules[0].action"], ["p.yaml:3:3", "rules[0].mach"],
+        ["p.yaml:4:3", "rules[0].actoin"], ["p.yaml:5:10", "rules[1].match"], ["p.yaml:6:11", "rules[1].action"],
+    ]  # fmt: skip
 
 
 def test_anchors_merge_keys_and_dates_are_read_as_people_mean_them():
@@ -175,7 +168,7 @@ class Config(BaseModel):
     dtype: Literal["float32", "bfloat16"] | None = None
 
 
-def config_refusal(text: str) -> str:
+def config_refusal(text):
     return refusal_of("shape: {hidden_size: 1}\n" + text, Config, "configuration")
 
 

@@ -1,7 +1,5 @@
 """Where a policy can come from: a policy, a mapping, a file, a preset."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from types import MappingProxyType
@@ -18,7 +16,7 @@ PRESETS = (
 )
 
 
-def refusal_of(source) -> str:
+def refusal_of(source):
     with pytest.raises(PolicyError) as caught:
         load_policy(source)
     return str(caught.value)

@@ -14,13 +14,10 @@ def decoder(layers=4, prefix="model."):
         modules += (
             ModuleEntry(f"{prefix}layers.{index}{tail}", type_name, index, layers)
             for tail, type_name in [
-                ("", "ToyDecoderLayer"),
-                (".mlp", "ToyMLP"),
-                (".mlp.up_proj", "Linear"),
-                (".self_attn", "ToyAttention"),
-                (".input_layernorm", "ToyRMSNorm"),
+                ("", "ToyDecoderLayer"), (".mlp", "ToyMLP"), (".mlp.up_proj", "Linear"),
+                (".self_attn", "ToyAttention"), (".input_layernorm", "ToyRMSNorm"),
             ]
-        )
+        )  # fmt: skip
     return [*modules, ModuleEntry(f"{prefix}norm", "ToyRMSNorm", None, None)]
 
 

@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import models
 import pytest
 import torch
 import transformers
@@ -12,63 +13,11 @@ from recompute.policy.loading import load_policy, preset_names
 from recompute.policy.matching import ModuleEntry, assign, unmatched_rules
 
 LAYERS = 5
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 64,
-}
+SIZES = models.SHAPE | {"num_hidden_layers": LAYERS}
 NORMS_PER_LAYER = {"Llama": 2, "Mistral": 2, "Qwen2": 2, "Qwen3": 4, "Gemma": 2, "Gemma2": 4, "Gemma3": 6}
 FORMS = [(family, form) for family in NORMS_PER_LAYER for form in ("ForCausalLM", "Model")]
-BERT_SIZES = {
-    key: SIZES[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-}
-# Of a model: its class, its configuration, its layers by class, and the blocks inside of those.
-ARCHITECTURES = [
-    (
-        "MixtralForCausalLM",
-        "MixtralConfig",
-        SIZES | {"num_local_experts": 2},
-        {"MixtralDecoderLayer": LAYERS},
-        {"MixtralSparseMoeBlock": LAYERS},
-    ),
-    (
-        "Qwen3MoeForCausalLM",
-        "Qwen3MoeConfig",
-        SIZES | {"num_experts": 2, "moe_intermediate_size": 16},
-        {"Qwen3MoeDecoderLayer": LAYERS},
-        {"Qwen3MoeSparseMoeBlock": LAYERS},
-    ),
-    ("GPT2LMHeadModel", "GPT2Config", {"n_embd": 32, "n_layer": 3, "n_head": 4}, {"GPT2Block": 3}, {}),
-    ("BertForMaskedLM", "BertConfig", BERT_SIZES, {"BertLayer": LAYERS}, {}),
-    ("ViTForImageClassification", "ViTConfig", BERT_SIZES, {"ViTLayer": LAYERS}, {}),
-    (
-        "T5ForConditionalGeneration",
-        "T5Config",
-        {"d_model": 32, "d_ff": 64, "d_kv": 8, "num_heads": 4, "num_layers": 3, "num_decoder_layers": 2},
-        {"T5Block": 3 + 2},
-        {},
-    ),
-    (
-        "WhisperForConditionalGeneration",
-        "WhisperConfig",
-        {"d_model": 24, "encoder_layers": 3, "decoder_layers": 2},  # of 6 heads
-        {"WhisperEncoderLayer": 3, "WhisperDecoderLayer": 2},
-        {},
-    ),
-    (
-        "ResNetForImageClassification",
-        "ResNetConfig",
-        {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 2], "layer_type": "basic"},
-        {"ResNetConvLayer": 1, "ResNetBasicLayer": 1 + 2},
-        {"ResNetConvLayer": 2 * (1 + 2)},
-    ),
-]
 NORMS = ("LayerNorm", "RMSNorm")
-ARCHITECTURE_IDS = [model_class for model_class, *_ in ARCHITECTURES]
+RESNET = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 2], "layer_type": "basic"}
 
 
 def build(family, form):
@@ -80,19 +29,13 @@ def build(family, form):
 
 
 def build_gemma3_with_vision():
-    vision = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "image_size": 28,
-        "patch_size": 14,
-    }
-    config = transformers.Gemma3Config(
-        text_config=transformers.Gemma3TextConfig(**SIZES), vision_config=transformers.SiglipVisionConfig(**vision)
-    )
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    vision = transformers.SiglipVisionConfig(**vision, image_size=28, patch_size=14)
+    text = transformers.Gemma3TextConfig(**SIZES)
     with torch.device("meta"):
-        return transformers.Gemma3ForConditionalGeneration(config)
+        return transformers.Gemma3ForConditionalGeneration(
+            transformers.Gemma3Config(text_config=text, vision_config=vision)
+        )
 
 
 def entries(model):
@@ -141,16 +84,28 @@ def test_elementwise_and_auto_govern_every_decoder_layer_and_norm_and_auto_the_h
     assert len(complaints) == (preset == "auto" and not has_head)  # of which `apply` makes nothing: others fit
 
 
-@pytest.mark.parametrize(
-    ("model_class", "config_class", "sizes", "layers", "inner"), ARCHITECTURES, ids=ARCHITECTURE_IDS
-)
+def resnet():
+    return transformers.ResNetForImageClassification(transformers.ResNetConfig(**RESNET))
+
+
+def layers_of(name):
+    """How a model is built, its layers by class, and the blocks inside of those."""
+    if name == "resnet":
+        layers = {"ResNetConvLayer": 1, "ResNetBasicLayer": 1 + 2}
+        return resnet, layers, {"ResNetConvLayer": 2 * (1 + 2)}
+    family = models.FAMILIES[name]
+    layers = dict.fromkeys(family.layers, 2 * models.LAYERS if name == "t5" else models.LAYERS)
+    experts = {"mixtral": "Mixtral", "qwen3_moe": "Qwen3Moe"}.get(name)
+    inner = {f"{experts}SparseMoeBlock": models.LAYERS} if experts else {}
+    return lambda: family.build(**family.shape), layers, inner
+
+
+@pytest.mark.parametrize("name", [*models.FAMILIES, "resnet"])
 @pytest.mark.parametrize("preset", ["elementwise", "auto"])
-def test_elementwise_and_auto_govern_the_layers_of_every_architecture(
-    preset, model_class, config_class, sizes, layers, inner
-):
-    config = getattr(transformers, config_class)(**sizes)
+def test_elementwise_and_auto_govern_the_layers_of_every_architecture(preset, name):
+    make, layers, inner = layers_of(name)
     with torch.device("meta"):
-        model = getattr(transformers, model_class)(config)
+        model = make()
     assignment, complaints = governed(preset, model)
     classes = {path: type(model.get_submodule(path)).__name__ for path, rule in assignment.items() if rule == 0}
     norms = {path for path, name in classes.items() if name.endswith("Norm")}

@@ -1,8 +1,6 @@
 """Decoder layers that kernels compute, in each way that they run, and what may become of them after a policy."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -19,7 +17,7 @@ from recompute.attach.runners import region_in
 
 STEPS_TO_SETTLE = 8
 EVERYTHING = ["gemm", "convolution", "attention"]
-TAPES: dict[str, dict[str, Any]] = {
+TAPES = {
     "gemm": {"rerun": "gemm"},
     "gemm, to the last byte": {"rerun": "gemm", "price": 0},
     "everything": {"rerun": EVERYTHING, "price": 0},
@@ -29,24 +27,20 @@ TAPES: dict[str, dict[str, Any]] = {
     "a limit": {"rerun": EVERYTHING, "hold": "96KiB"},
 }
 """Options of rules under which ops of a layer run again around its kernels."""
-WAYS: dict[str, dict[str, Any]] = {
-    "alone": {"capture": False},
-    "on a tape": {**TAPES["everything"], "capture": False},
-    "captured": {},
-}
+WAYS = {"alone": {"capture": False}, "on a tape": {**TAPES["everything"], "capture": False}, "captured": {}}
 
 
-def theirs(*paths: str) -> list[type[nn.Module]]:
+def theirs(*paths):
     """Classes of transformers, by their model and name."""
     pairs = [path.split(".") for path in paths]
     return [getattr(import_module(f"transformers.models.{model}.modeling_{model}"), name) for model, name in pairs]
 
 
-def policy(via: str = "kernel", **options: Any) -> dict[str, Any]:
+def policy(via="kernel", **options):
     return rules(rule("*DecoderLayer", "recompute", via=via, **options))
 
 
-def outcome(model: nn.Module, batch: Mapping[str, Any], *, autocast: bool = False) -> list[Tensor]:
+def outcome(model, batch, *, autocast=False):
     """The loss of a step, and all gradients."""
     model.zero_grad()
     torch.manual_seed(0)
@@ -57,12 +51,12 @@ def outcome(model: nn.Module, batch: Mapping[str, Any], *, autocast: bool = Fals
     return [loss.detach(), *(each.grad.clone() for each in model.parameters() if each.grad is not None)]
 
 
-def gradients(model: nn.Module, batch: Mapping[str, Tensor], *, autocast: bool = False, **options: Any) -> list[Tensor]:
+def gradients(model, batch, *, autocast=False, **options):
     """``outcome`` without a cache. options: of the model's call."""
     return outcome(model, {**batch, "use_cache": False, **options}, autocast=autocast)
 
 
-def run_in(options: dict[str, Any], make: Callable[[], nn.Module], **step: Any) -> tuple[nn.Module, Any]:
+def run_in(options, make, **step):
     """A model that has settled under a policy with these options, and its handle. step: of ``gradients``."""
     model = make()
     handle = recompute.apply(model, policy(**options))
@@ -74,7 +68,7 @@ def run_in(options: dict[str, Any], make: Callable[[], nn.Module], **step: Any) 
     return model, handle
 
 
-def settle(model: nn.Module, handle: Any, **step: Any) -> None:
+def settle(model, handle, **step):
     """Take steps until all layers run as captured code."""
     for _ in range(STEPS_TO_SETTLE):
         gradients(model, models.batch("llama"), **step)
@@ -87,11 +81,11 @@ def settle(model: nn.Module, handle: Any, **step: Any) -> None:
 class Adapter(nn.Module):
     """Adds to what a Linear gives."""
 
-    def __init__(self, linear: nn.Module):
+    def __init__(self, linear):
         super().__init__()
         self.linear, self.scale = linear, nn.Parameter(torch.tensor(0.5))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.linear(x) + self.scale * x.mean(-1, keepdim=True)
 
 
@@ -103,33 +97,33 @@ class Doubled(Tensor):
     """Doubles what a Linear gives of which it is the weight."""
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
         found = super().__torch_function__(function, types, args, kwargs or {})
         return found.as_subclass(Tensor) * 2 if function is F.linear else found
 
 
 class Loud(LlamaMLP):
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x):
         return super().__call__(x) * 2
 
 
 Change = Callable[[nn.Module], Any]
 
 
-def at(path: str, change: Change) -> Change:
+def at(path, change):
     """Change the module at ``path`` in each layer."""
 
-    def run(model: nn.Module) -> None:
+    def run(model):
         for layer in model.model.layers:
             change(layer.get_submodule(path))
 
     return run
 
 
-def replace(path: str, make: Callable[[nn.Module], nn.Module]) -> Change:
+def replace(path, make):
     """Put another module in its place."""
 
-    def run(model: nn.Module) -> None:
+    def run(model):
         for layer in model.model.layers:
             parent, _, name = path.rpartition(".")
             setattr(layer.get_submodule(parent), name, make(layer.get_submodule(path)))
@@ -137,32 +131,32 @@ def replace(path: str, make: Callable[[nn.Module], nn.Module]) -> Change:
     return run
 
 
-def set_to(name: str, value: Any) -> Change:
+def set_to(name, value):
     return lambda module: setattr(module, name, value)
 
 
-def hook(module: nn.Module) -> None:
+def hook(module):
     module.register_forward_hook(lambda module, args, output: output * 1.5)
 
 
-def hook_before(module: nn.Module) -> None:
+def hook_before(module):
     module.register_forward_pre_hook(lambda module, args: (args[0] * 1.5, *args[1:]))
 
 
-def hook_backward(module: nn.Module) -> None:
+def hook_backward(module):
     module.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 1.5,))
 
 
-def patch(module: nn.Module) -> None:
+def patch(module):
     forward = module.forward
     module.forward = lambda *args, **kwargs: forward(*args, **kwargs) * 1.5
 
 
-def without_gradients(module: nn.Module) -> None:
+def without_gradients(module):
     module.forward = torch.no_grad()(module.forward)
 
 
-CHANGES: dict[str, Change] = {
+CHANGES = {
     **{f"an adapter on {name}": replace(f"self_attn.{name}_proj", Adapter) for name in "qv"},
     "an adapter on down": replace("mlp.down_proj", Adapter),
     "another activation": replace("mlp.act_fn", lambda _: nn.GELU()),

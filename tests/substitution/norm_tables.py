@@ -1,10 +1,5 @@
 """The norms there are, and what each is found to be; and what is nearly a norm."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from layer_testing import theirs
 from tiny import TinyRMSNorm
@@ -14,7 +9,6 @@ from torch.nn import functional as F
 from recompute.substitution.norm import KernelLayerNorm, KernelRMSNorm
 
 HIDDEN = 32
-Norm = tuple[nn.Module, KernelRMSNorm | KernelLayerNorm]
 CohereLayerNorm, Cohere2LayerNorm, OlmoLayerNorm, NemotronLayerNorm1P, Gemma4RMSNorm = theirs(
     *("cohere.CohereLayerNorm", "cohere2.Cohere2LayerNorm", "olmo.OlmoLayerNorm", "nemotron.NemotronLayerNorm1P"),
     "gemma4.Gemma4RMSNorm",
@@ -24,7 +18,7 @@ CASTINGS = {
     "gemma": ("gemma.GemmaRMSNorm", "gemma2.Gemma2RMSNorm", "gemma3.Gemma3RMSNorm"),
     "none": ("olmo2.Olmo2RMSNorm", "helium.HeliumRMSNorm", "gemma3n.Gemma3nRMSNorm", "gemma4.Gemma4RMSNorm"),
 }
-RMS_NORMS: list[tuple[type[nn.Module], str]] = [
+RMS_NORMS = [
     *((cls, casting) for casting, paths in CASTINGS.items() for cls in theirs(*paths)),
     *((theirs("phi3.Phi3RMSNorm")[0], "llama"), (nn.RMSNorm, "none")),
 ]
@@ -37,12 +31,12 @@ ASKING = theirs(
 ASKING_DTYPES = frozenset([torch.float32, torch.bfloat16, torch.float16, torch.float64])
 
 
-def made(cls: type[nn.Module], eps: float = 1e-5) -> nn.Module:
+def made(cls, eps=1e-5):
     torch.manual_seed(0)
     return varied(cls(HIDDEN, eps=eps))
 
 
-def varied(module: nn.Module) -> nn.Module:
+def varied(module):
     """With parameters of which none is neutral."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -51,7 +45,7 @@ def varied(module: nn.Module) -> nn.Module:
     return module
 
 
-def norm_of(forward: Callable[..., Any], **attributes: Any) -> nn.Module:
+def norm_of(forward, **attributes):
     """An RMSNorm of somebody's own."""
     module = type("SomeNorm", (TinyRMSNorm,), {"forward": forward})(HIDDEN)
     for name, value in attributes.items():
@@ -62,35 +56,35 @@ def norm_of(forward: Callable[..., Any], **attributes: Any) -> nn.Module:
 class WithForward(nn.LayerNorm):
     """A LayerNorm whose forward is given."""
 
-    def __init__(self, forward: Callable[..., Tensor], **options: Any):
+    def __init__(self, forward, **options):
         super().__init__(HIDDEN, **options)
         self.run = forward
         self.other = nn.Parameter(torch.ones(HIDDEN + 1))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.run(self, x)
 
 
-def in_float32(self: Any, x: Tensor) -> Tensor:
+def in_float32(self, x):
     weight = None if self.weight is None else self.weight.float()
     bias = None if self.bias is None else self.bias.float()
     return F.layer_norm(x.float(), self.normalized_shape, weight, bias, self.eps).type_as(x)
 
 
-def written_out(self: Any, x: Tensor) -> Tensor:
+def written_out(self, x):
     wide = x.to(torch.float32)
     mean = torch.mean(wide, -1, keepdim=True)
     scale = torch.rsqrt((wide - mean).pow(2).mean(-1, keepdim=True) + self.eps)
     return torch.add(torch.mul(scale * torch.sub(wide, mean), self.weight.float()), self.bias.float()).to(x.dtype)
 
 
-def in_other_words(self: Any, hidden: Tensor) -> Tensor:
+def in_other_words(self, hidden):
     wide = hidden.float()
     scale = torch.rsqrt(torch.mean(wide.pow(2), dim=-1, keepdim=True) + self.eps)
     return torch.mul((scale * wide).type_as(hidden), self.weight)
 
 
-def weight_before_rounding(self: Any, x: Tensor) -> Tensor:
+def weight_before_rounding(self, x):
     h = x.to(torch.float32)
     return (self.weight * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps))).to(x.dtype)
 
@@ -98,11 +92,11 @@ def weight_before_rounding(self: Any, x: Tensor) -> Tensor:
 LLAMA_LIKE = KernelRMSNorm("weight", 1e-6, "llama")
 
 
-def torchs(weight: str | None, eps: float | None) -> KernelRMSNorm:
+def torchs(weight, eps):
     return KernelRMSNorm(weight, eps, "none")
 
 
-OF_ONES_OWN: dict[str, Norm] = {
+OF_ONES_OWN = {
     "Llama's": (norm_of(lambda self, x: TinyRMSNorm.forward(self, x)), LLAMA_LIKE),
     "Llama's in other words": (norm_of(in_other_words), LLAMA_LIKE),
     "weight before rounding": (norm_of(weight_before_rounding), torchs("weight", 1e-6)),
@@ -117,7 +111,7 @@ OF_ONES_OWN: dict[str, Norm] = {
         torchs("weight", 1e-6),
     ),
 }
-LAYER_NORMS: dict[str, Norm] = {
+LAYER_NORMS = {
     "torch": (nn.LayerNorm(HIDDEN, 1e-3), KernelLayerNorm("weight", "bias", 1e-3, HIDDEN, True)),
     "torch, no bias": (nn.LayerNorm(HIDDEN, bias=False), KernelLayerNorm("weight", None, 1e-5, HIDDEN, True)),
     "torch, no affine": (nn.LayerNorm(HIDDEN, 1e-5, False), KernelLayerNorm(None, None, 1e-5, HIDDEN, True)),
@@ -134,7 +128,7 @@ LAYER_NORMS: dict[str, Norm] = {
 }
 for each in (*OF_ONES_OWN.values(), *LAYER_NORMS.values()):
     varied(each[0])
-NORMS: dict[str, Norm] = {
+NORMS = {
     **{
         f"{cls.__name__}, {eps}": (made(cls, eps), KernelRMSNorm("weight", eps, casting))
         for eps in (1e-6, 1.0)
@@ -146,47 +140,47 @@ NORMS: dict[str, Norm] = {
 }
 
 
-def root(self: Any, h: Tensor) -> Tensor:
+def root(self, h):
     return torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
 
 
-def llama(self: Any, x: Tensor, by: Callable[[Any, Tensor], Tensor] = root) -> Tensor:
+def llama(self, x, by=root):
     """What the near misses below nearly are, where ``by`` is ``root``."""
     h = x.to(torch.float32)
     return self.weight * (h * by(self, h)).to(x.dtype)
 
 
-def in_place(self: Any, x: Tensor) -> Tensor:
+def in_place(self, x):
     h = x.to(torch.float32)
     h *= root(self, h)  # writes into x, where that is float32
     return self.weight * h.to(x.dtype)
 
 
-def noting_its_variance(self: Any, x: Tensor) -> Tensor:
+def noting_its_variance(self, x):
     self.variance = x.pow(2).mean(-1, keepdim=True)  # which a stand-in would not note
     return llama(self, x)
 
 
-def without_gradient_of_the_root(self: Any, x: Tensor) -> Tensor:
+def without_gradient_of_the_root(self, x):
     h = x.to(torch.float32)
     with torch.no_grad():
         by = root(self, h)
     return self.weight * (h * by).to(x.dtype)
 
 
-def without_autocast(self: Any, x: Tensor) -> Tensor:
+def without_autocast(self, x):
     with torch.autocast("cpu", enabled=not torch.is_autocast_enabled("cpu")):
         return llama(self, x)
 
 
 @torch.fx.wrap
-def rsqrt(x: Tensor) -> Tensor:
+def rsqrt(x):
     """Bears an op's name, and is another function."""
     return 2 * torch.rsqrt(x)
 
 
-NOTED: list[Tensor] = []
-NO_RMS_NORMS: dict[str, Callable[..., Any]] = {
+NOTED = []
+NO_RMS_NORMS = {
     "over two dimensions": lambda self, x: F.rms_norm(x, x.shape[-2:], None, self.eps),
     "over all but the first": lambda self, x: F.rms_norm(x, x.shape[1:], None, self.eps),
     "with the width of another dimension": lambda self, x: F.rms_norm(x, (x.shape[0],), None, self.eps),
@@ -244,15 +238,15 @@ NO_RMS_NORMS: dict[str, Callable[..., Any]] = {
 }
 
 
-def layer(x: Tensor, *parameters: Tensor | None, eps: float = 1e-5) -> Tensor:
+def layer(x, *parameters, eps=1e-5):
     return F.layer_norm(x, (HIDDEN,), *parameters, eps=eps)
 
 
-def scaled(h: Tensor, centered: Tensor, of: Tensor) -> Tensor:
+def scaled(h, centered, of):
     return centered * torch.rsqrt(of.pow(2).mean(-1, keepdim=True) + 1e-5)
 
 
-NO_LAYER_NORMS: dict[str, Callable[..., Any]] = {
+NO_LAYER_NORMS = {
     "mean in low precision": lambda self, x: written_out(self, x - x.mean(-1, keepdim=True)),
     "by deviation": lambda self, x: (
         self.weight * (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + self.eps) + self.bias
@@ -272,7 +266,7 @@ NO_LAYER_NORMS: dict[str, Callable[..., Any]] = {
         scaled(h := x.float(), h - h.mean(-1, keepdim=True), h) * self.weight.float()
     ).to(x.dtype),
 }
-MISSES: dict[str, nn.Module] = {
+MISSES = {
     **{name: norm_of(forward, bias=nn.Parameter(torch.ones(HIDDEN))) for name, forward in NO_RMS_NORMS.items()},
     **{name: WithForward(forward) for name, forward in NO_LAYER_NORMS.items()},
     "Nemotron's": NemotronLayerNorm1P(HIDDEN),
@@ -282,50 +276,50 @@ MISSES: dict[str, nn.Module] = {
 }
 
 
-def normalized(self: Any, x: Tensor) -> Tensor:
+def normalized(self, x):
     return x * torch.rsqrt(x.to(torch.float32).pow(2).mean(-1, keepdim=True) + self.eps)
 
 
-def of_its_input(self: Any, x: Tensor) -> Tensor:
+def of_its_input(self, x):
     """As T5's."""
     h = normalized(self, x)
     return self.weight * (h if x.dtype == self.weight.dtype == torch.float32 else h.to(self.weight.dtype))
 
 
-def of_what_it_computes(self: Any, x: Tensor) -> Tensor:
+def of_what_it_computes(self, x):
     h = normalized(self, x)
     return self.weight * (h if h.dtype == self.weight.dtype else h.to(self.weight.dtype))
 
 
-def in_bfloat16_alone(self: Any, x: Tensor) -> Tensor:
+def in_bfloat16_alone(self, x):
     return self.weight * (normalized(self, x).to(x.dtype) if self.weight.dtype == torch.bfloat16 else x)
 
 
-def where_no_other_norm_is_in_half(self: Any, x: Tensor) -> Tensor:
+def where_no_other_norm_is_in_half(self, x):
     h = normalized(self, x)
     return self.weight * (h.to(x.dtype) if self.weight.dtype == torch.float16 else 2 * h)
 
 
-def rounded_to_another(self: Any, x: Tensor) -> Tensor:
+def rounded_to_another(self, x):
     return self.weight * (normalized(self, x).to(torch.float16) if self.weight.dtype == torch.bfloat16 else x)
 
 
-def of_a_buffer(self: Any, x: Tensor) -> Tensor:
+def of_a_buffer(self, x):
     h = normalized(self, x)
     return self.weight * (h if self.table.dtype == torch.int8 else h.to(x.dtype))
 
 
-def with_table(forward: Callable[..., Any]) -> nn.Module:
+def with_table(forward):
     module = norm_of(forward)
     module.register_buffer("table", torch.ones(2))
     return module
 
 
-def asking(*dtypes: torch.dtype) -> KernelRMSNorm:
+def asking(*dtypes):
     return KernelRMSNorm("weight", 1e-6, "llama", frozenset(dtypes) if dtypes else None)
 
 
-ASKED: dict[str, Norm] = {
+ASKED = {
     "of its input": (norm_of(of_its_input), asking(*ASKING_DTYPES)),
     "of what it computes": (norm_of(of_what_it_computes), asking(*ASKING_DTYPES)),
     "no question, and nothing rounded": (

@@ -1,91 +1,80 @@
 """``apply`` runs nobody's Python: what a model has and reads is afterwards what it was."""
 
-from __future__ import annotations
-
 import collections
 import functools
 import inspect
 import io
 import random
-from collections.abc import Iterator
-from typing import Any
 
 import numpy
 import pytest
 import torch
+from engine_testing import function_of
 from tiny import assert_same, rule, rules
-from torch import Tensor, nn
+from torch import nn
 
 import recompute
 
-CALLS: list[Any] = []
+CALLS = []
 COUNTS = {"calls": 0}
 FILE = io.StringIO()
 CALLED = 0
 
 
 @functools.lru_cache
-def scale_for(width: int) -> float:
+def scale_for(width):
     CALLS.append(width)
     return 1.0 / width
 
 
-def note(x: Tensor) -> Tensor:
+def note(x):
     CALLS.append(x.shape)
     return x
 
 
 class Meter:
-    def __init__(self) -> None:
+    def __init__(self):
         self.count = 0
 
-    def update(self) -> None:
+    def update(self):
         self.count += 1
 
-    def __mul__(self, other: Any) -> Any:
+    def __mul__(self, other):
         self.count += 1
         return other * 2
 
     __rmul__ = __mul__
 
 
-class Noting(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        CALLS.append(1)
-        return x.tanh()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
+Noting = function_of(lambda x: (CALLS.append(1), x.tanh())[1], lambda gradient: gradient, saves=lambda *_: ())
 
 
 class Module(nn.Module):
     """An MLP with state of many kinds."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.up, self.down, self.act = nn.Linear(8, 8), nn.Linear(8, 8), nn.SiLU()
         self.register_buffer("steps", torch.zeros(()))
-        self.past: collections.deque[Any] = collections.deque(maxlen=3)
-        self.list: list[Any] = []
-        self.dict: dict[str, Any] = {}
-        self.set: set[Any] = set()
+        self.past = collections.deque(maxlen=3)
+        self.list = []
+        self.dict = {}
+        self.set = set()
         self.array, self.tensor, self.count = numpy.ones(8, dtype=numpy.float32), torch.ones(8), 0
         self.meter, self.iterator = Meter(), iter(range(1000))
-        self.default: Any = collections.defaultdict(int)
+        self.default = collections.defaultdict(int)
         self.generator = (each for each in range(1000))
 
     @property
-    def counted(self) -> int:
+    def counted(self):
         self.count += 1
         return self.count
 
     @functools.cached_property
-    def cached(self) -> int:
+    def cached(self):
         return 1
 
-    def _count(self) -> None:
+    def _count(self):
         self.count += 1
 
 
@@ -154,20 +143,20 @@ EFFECTS = {
 """What a forward does first, beside what it computes."""
 
 
-def with_effect(effect: str) -> Module:
+def with_effect(effect):
     """An MLP whose forward has the effect first."""
-    found: dict[str, Any] = {}
+    found = {}
     exec(f"def body(self, x):\n    {EFFECTS[effect]}", globals(), found)
     body = found["body"]
 
-    def forward(self: Any, x: Tensor) -> Tensor:
+    def forward(self, x):
         body(self, x)
         return self.down(self.act(self.up(x)))
 
     return type("Kind", (Module,), {"forward": forward})()
 
 
-def state_of(module: Module) -> str:
+def state_of(module):
     """All that an effect could change, as text."""
     values = {name: value for name, value in vars(module).items() if not name.startswith("_")}
     module_state = [values, module.state_dict(), vars(module.meter), module.iterator.__reduce__()]
@@ -178,7 +167,7 @@ def state_of(module: Module) -> str:
 
 
 @pytest.fixture(autouse=True)
-def _as_at_first() -> Iterator[None]:
+def _as_at_first():
     global FILE
     FILE = io.StringIO()
     yield
@@ -187,7 +176,7 @@ def _as_at_first() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("effect", EFFECTS)
-def test_nobody_can_tell_by_an_effect_that_a_policy_was_applied(effect: str) -> None:
+def test_nobody_can_tell_by_an_effect_that_a_policy_was_applied(effect):
     torch.manual_seed(0)
     module = with_effect(effect)
     module.dict["first"] = 1
@@ -202,7 +191,7 @@ STAYING = ("an attribute", "a count", "an array", "an item", "a global", "a dequ
 
 
 @pytest.mark.parametrize("effect", STAYING)
-def test_later_steps_have_each_effect_once(effect: str) -> None:
+def test_later_steps_have_each_effect_once(effect):
     outcomes = []
     for governed in (False, True):
         torch.manual_seed(0)

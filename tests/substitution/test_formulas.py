@@ -1,35 +1,29 @@
 """Modules that are alike are looked at once while a policy is applied, and others by themselves."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import models
 import pytest
 import torch
 from tiers import by_default
-from torch import Tensor, nn
+from torch import nn
 
 import recompute
 from recompute.substitution import formulas
-from recompute.substitution.formula_writer import Formula
 from recompute.substitution.formulas import Conditions, looking_once
 
 
 class Scale(nn.Module):
     """Reads settings of several kinds."""
 
-    def __init__(self, width: int = 4) -> None:
+    def __init__(self, width=4):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
         self.register_parameter("bias", None)
         self.factor = 2.0
         self.in_float = False
         self.options = {"negative": [False]}
-        self.function: Callable[[Tensor], Tensor] = torch.sigmoid
+        self.function = torch.sigmoid
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = x.float() if self.in_float else x
         y = self.function(x) * self.weight * self.factor
         y = y if self.bias is None else y + self.bias
@@ -38,12 +32,12 @@ class Scale(nn.Module):
 
 
 @pytest.fixture
-def traces(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
+def traces(monkeypatch):
     """The modules that are looked at."""
-    found: list[nn.Module] = []
+    found = []
     real = formulas._formula_of
 
-    def counted(module: nn.Module, conditions: Conditions) -> Formula | None:
+    def counted(module, conditions):
         found.append(module)
         return real(module, conditions)
 
@@ -51,11 +45,11 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
     return found
 
 
-def formula_of(module: nn.Module) -> Formula | None:
+def formula_of(module):
     return formulas.formula_of(module, Conditions())
 
 
-def test_modules_that_are_alike_are_looked_at_once(traces: list[nn.Module]) -> None:
+def test_modules_that_are_alike_are_looked_at_once(traces):
     with looking_once():
         found = [formula_of(Scale()) for _ in range(3)]
     assert len(traces) == 1
@@ -63,7 +57,7 @@ def test_modules_that_are_alike_are_looked_at_once(traces: list[nn.Module]) -> N
     assert found == [formula_of(Scale())] * 3
 
 
-CHANGES: dict[str, Callable[[nn.Module], Any]] = {
+CHANGES = {
     "a number": lambda module: setattr(module, "factor", 3.0),
     "a sign of zero": lambda module: setattr(module, "factor", -0.0),
     "a flag": lambda module: setattr(module, "in_float", True),
@@ -77,7 +71,7 @@ DEFAULT = ("a sign of zero", "a flag in a list", "a function", "a parameter", "a
 
 
 @pytest.mark.parametrize("change", by_default(CHANGES, *DEFAULT))
-def test_another_setting_is_looked_at_apart(change: Callable[[nn.Module], Any], traces: list[nn.Module]) -> None:
+def test_another_setting_is_looked_at_apart(change, traces):
     module = Scale()
     with looking_once():
         formula_of(Scale())
@@ -87,7 +81,7 @@ def test_another_setting_is_looked_at_apart(change: Callable[[nn.Module], Any], 
     assert found == formula_of(module)
 
 
-def test_nothing_is_remembered_afterwards(traces: list[nn.Module]) -> None:
+def test_nothing_is_remembered_afterwards(traces):
     module = Scale()
     with looking_once(), looking_once():
         before = formula_of(module)
@@ -97,8 +91,8 @@ def test_nothing_is_remembered_afterwards(traces: list[nn.Module]) -> None:
         assert formula_of(module) != before
 
 
-def test_a_deeper_models_norms_and_mlps_are_looked_at_no_more_often(traces: list[nn.Module]) -> None:
-    def count(layers: int) -> int:
+def test_a_deeper_models_norms_and_mlps_are_looked_at_no_more_often(traces):
+    def count(layers):
         traces.clear()
         recompute.apply(models.make("llama", num_hidden_layers=layers), "kernel").remove()
         return len(traces)

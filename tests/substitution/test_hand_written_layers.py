@@ -1,12 +1,10 @@
 """A model as Meta's Llama and torchtitan write it, with functions in forward: kernels compute its norms and MLPs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tiers import slow
 from tiny import rule, rules
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 import recompute
@@ -16,45 +14,45 @@ WIDTH, HEADS, VOCABULARY = 32, 2, 50
 
 
 class Attention(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.wq, self.wk, self.wv, self.wo = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
 
-    def forward(self, x: Tensor, frequencies: Tensor) -> Tensor:
+    def forward(self, x, frequencies):
         q, k, v = (linear(x).unflatten(-1, (HEADS, -1)) for linear in (self.wq, self.wk, self.wv))
         q, k = (rotated(each, frequencies).transpose(1, 2) for each in (q, k))
         mixed = F.scaled_dot_product_attention(q, k, v.transpose(1, 2), is_causal=True)
         return self.wo(mixed.transpose(1, 2).flatten(-2))
 
 
-def rotated(x: Tensor, frequencies: Tensor) -> Tensor:
+def rotated(x, frequencies):
     pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
     return torch.view_as_real(pairs * frequencies[: x.shape[1], None]).flatten(-2).type_as(x)
 
 
 class FeedForward(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.w1, self.w3 = (nn.Linear(WIDTH, 2 * WIDTH, bias=False) for _ in range(2))
         self.w2 = nn.Linear(2 * WIDTH, WIDTH, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
 class TransformerBlock(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.attention, self.feed_forward = Attention(), FeedForward()
         self.attention_norm, self.ffn_norm = nn.RMSNorm(WIDTH, eps=1e-5), nn.RMSNorm(WIDTH)
 
-    def forward(self, x: Tensor, frequencies: Tensor) -> Tensor:
+    def forward(self, x, frequencies):
         h = x + self.attention(self.attention_norm(x), frequencies)
         return h + self.feed_forward(self.ffn_norm(h))
 
 
 class Transformer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.tok_embeddings = nn.Embedding(VOCABULARY, WIDTH)
@@ -63,7 +61,7 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleDict({str(index): TransformerBlock() for index in range(2)})
         self.norm, self.output = nn.RMSNorm(WIDTH, eps=1e-5), nn.Linear(WIDTH, VOCABULARY, bias=False)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         x = self.tok_embeddings(tokens)
         for layer in self.layers.values():
             x = layer(x, self.frequencies)
@@ -71,7 +69,7 @@ class Transformer(nn.Module):
 
 
 @pytest.mark.parametrize("layers", [*slow("alone"), "with the head"])
-def test_layers_have_kernels_and_are_captured(layers: str) -> None:
+def test_layers_have_kernels_and_are_captured(layers):
     plain, model = Transformer().double(), Transformer().double()
     found = [rule("block", "recompute", via="kernel")]
     if layers == "with the head":
@@ -94,26 +92,26 @@ def test_layers_have_kernels_and_are_captured(layers: str) -> None:
 class HeadOfSeveralParts(nn.Module):
     """As RoBERTa's."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.dense, self.layer_norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
         self.decoder = nn.Linear(WIDTH, VOCABULARY)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.decoder(self.layer_norm(F.gelu(self.dense(x))))
 
 
 class MaskedLanguageModel(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.words, self.lm_head = nn.Embedding(VOCABULARY, WIDTH), HeadOfSeveralParts()
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         return self.lm_head(self.words(tokens))
 
 
-def test_an_lm_head_of_several_parts_makes_no_logits() -> None:
+def test_an_lm_head_of_several_parts_makes_no_logits():
     plain, model, tokens = MaskedLanguageModel().double(), MaskedLanguageModel().double(), torch.arange(VOCABULARY)
     handle = recompute.apply(model, rules(rule("head", "recompute", via="kernel")))
     for _ in range(4):

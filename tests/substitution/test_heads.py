@@ -1,19 +1,17 @@
 """Which heads go without logits: of many families, adapted, frozen; and what is said of those that do not."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import transformers
+from engine_testing import function_of
+from tiers import slow
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import recompute
+from recompute.substitution.lazy_logits import LazyLogits
 
 WORDS, TOKENS, WIDTH = 517, 32, 64
 POLICY = {"rules": [{"type": "head", "action": "recompute", "via": "kernel"}]}
@@ -28,13 +26,13 @@ PARTS = {
 }  # fmt: skip
 
 
-def causal(name: str, **options: Any) -> Callable[[], nn.Module]:
+def causal(name, **options):
     return lambda: transformers.AutoModelForCausalLM.from_config(
         getattr(transformers, f"{name}Config")(**{**SHAPE, **options})
     )
 
 
-def t5(tied: bool) -> nn.Module:
+def t5(tied):
     sizes = {"vocab_size": WORDS, "d_model": WIDTH, "d_kv": 16, "d_ff": 96, "num_layers": 1, "num_heads": 4}
     config = transformers.T5Config(
         **sizes, tie_word_embeddings=tied, dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0
@@ -43,7 +41,7 @@ def t5(tied: bool) -> nn.Module:
 
 
 GPT = {"n_layer": 1, "n_head": 4}
-FAMILIES: dict[str, Callable[[], nn.Module]] = {
+FAMILIES = {
     "llama": causal("Llama"),
     "tied": causal("Llama", tie_word_embeddings=True),
     "cohere": causal("Cohere"),
@@ -64,11 +62,11 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
 class Wide(TorchDispatchMode):
     """Notes ops that give tensors as wide as the vocabulary, with a row for every token."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.ops: list[str] = []
+        self.ops = []
 
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         results = op(*args, **(kwargs or {}))
         tensors = [each for each in tree_leaves(results) if isinstance(each, Tensor) and each.dim() > 1]
         if any(each.shape[-1] == WORDS and each.shape[:-1].numel() in (TOKENS, TOKENS - 2) for each in tensors):
@@ -76,44 +74,60 @@ class Wide(TorchDispatchMode):
         return results
 
 
-def step(model: nn.Module, **options: Any) -> tuple[dict[str, Tensor], list[str]]:
+def of_the_model(model):
+    return model(input_ids=IDS, labels=IDS).loss
+
+
+def of_ones_own(model):
+    scores = F.log_softmax(model(input_ids=IDS).logits[:, :-1] / 0.7, -1)
+    entropy = -(scores.exp() * scores).sum(-1)
+    return (scores.gather(-1, IDS[:, 1:, None]).squeeze(-1) - 0.01 * entropy).mean()
+
+
+def step(model, loss_of=of_the_model):
     """The loss and gradients of a step, and the ops that gave logits."""
     torch.manual_seed(1)
     model.zero_grad()
     with Wide() as wide:
-        loss = model(input_ids=IDS, labels=IDS, **options).loss
+        loss = loss_of(model)
         loss.backward()
     return {"loss": loss.detach()} | {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, wide.ops
 
 
-def assert_goes_without_logits(model: nn.Module) -> Any:
-    expected, ops = step(model)
+def assert_goes_without_logits(model, loss_of=of_the_model):
+    expected, ops = step(model, loss_of)
     assert ops
     handle = recompute.apply(model, POLICY)
-    found, ops = step(model)
+    found, ops = step(model, loss_of)
     assert ops == []
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     return handle
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_heads_of_many_families_make_no_logits(family: str) -> None:
+def test_heads_of_many_families_make_no_logits(family):
     torch.manual_seed(0)
     handle = assert_goes_without_logits(FAMILIES[family]().train())
     assert "linear_cross_entropy (if nothing else reads the logits)" in handle.explain()
 
 
+@pytest.mark.parametrize("family", ["llama", *slow("cohere", "granite", "gemma 2")])
+def test_log_probabilities_and_entropies_of_ones_own_go_without_logits_too(family):
+    torch.manual_seed(0)
+    assert_goes_without_logits(FAMILIES[family]().train(), of_ones_own)
+
+
 class Adapted(nn.Module):
     """A Linear with a LoRA adapter, as PEFT puts it in the place of the Linear."""
 
-    def __init__(self, base: nn.Linear, dropout: float = 0.0, dtype: torch.dtype = torch.float32):
+    def __init__(self, base, dropout=0.0, dtype=torch.float32):
         super().__init__()
         self.base_layer = base.requires_grad_(False)
         self.lora_dropout = nn.Dropout(dropout)
         self.lora_A = nn.ModuleDict({"default": nn.Linear(base.in_features, 4, bias=False, dtype=dtype)})
         self.lora_B = nn.ModuleDict({"default": nn.Linear(4, base.out_features, bias=False, dtype=dtype)})
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         result = self.base_layer(x)
         thin = self.lora_A["default"](self.lora_dropout(x.to(self.lora_A["default"].weight.dtype)))
         return (result + self.lora_B["default"](thin) * 2.0).to(result.dtype)
@@ -121,9 +135,9 @@ class Adapted(nn.Module):
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("family", ["llama", "gemma 3 with a cap", "granite"])
-def test_an_adapter_on_the_head_adds_a_thin_product(family: str, dropout: float) -> None:
+def test_an_adapter_on_the_head_adds_a_thin_product(family, dropout):
     torch.manual_seed(0)
-    model: Any = FAMILIES[family]().train()
+    model = FAMILIES[family]().train()
     model.lm_head = Adapted(model.lm_head, dropout)
     explained = assert_goes_without_logits(model).explain()
     assert "lm_head.base_layer" in explained
@@ -131,9 +145,9 @@ def test_an_adapter_on_the_head_adds_a_thin_product(family: str, dropout: float)
     assert model.lm_head.base_layer.weight.grad is None
 
 
-def test_an_adapter_in_float32_on_a_narrower_head_rounds_as_the_head_does() -> None:
+def test_an_adapter_in_float32_on_a_narrower_head_rounds_as_the_head_does():
     torch.manual_seed(0)
-    model: Any = FAMILIES["llama"]().train().bfloat16()
+    model = FAMILIES["llama"]().train().bfloat16()
     model.lm_head = Adapted(model.lm_head, dtype=torch.float32)
     expected, _ = step(model)
     recompute.apply(model, POLICY)
@@ -144,9 +158,9 @@ def test_an_adapter_in_float32_on_a_narrower_head_rounds_as_the_head_does() -> N
         assert found[name].dtype is value.dtype
 
 
-def test_a_frozen_head_gets_no_gradient() -> None:
+def test_a_frozen_head_gets_no_gradient():
     torch.manual_seed(0)
-    model: Any = FAMILIES["llama"]().train()
+    model = FAMILIES["llama"]().train()
     model.lm_head.requires_grad_(False)
     assert_goes_without_logits(model)
     assert model.lm_head.weight.grad is None
@@ -155,29 +169,24 @@ def test_a_frozen_head_gets_no_gradient() -> None:
 class Quantized(nn.Linear):
     """As bitsandbytes has it: its forward is a Function of its own."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return _Rounded.apply(x, self.weight)
 
 
-class _Rounded(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(weight)
-        return F.linear(x, (weight * 64).round() / 64)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        (weight,) = ctx.saved_tensors
-        return gradient @ weight, None
+_Rounded = function_of(
+    lambda x, weight: F.linear(x, (weight * 64).round() / 64),
+    lambda gradient, weight: (gradient @ weight, None),
+    saves=lambda result, x, weight: (weight,),
+)
 
 
 class Packed(Tensor):
     """As torchao has a quantized weight: a Parameter of a class of its own."""
 
 
-def replaced(how: str) -> nn.Module:
+def replaced(how):
     torch.manual_seed(0)
-    model: Any = FAMILIES["llama"]().train()
+    model = FAMILIES["llama"]().train()
     if how == "function":
         head = Quantized(WIDTH, WORDS, bias=False)
         model.lm_head = head
@@ -196,7 +205,7 @@ def replaced(how: str) -> nn.Module:
         ("hook", "lm_head is a Linear, or has hooks; expected a plain nn.Linear"),
     ],
 )
-def test_a_head_that_no_kernel_takes_has_logits_and_explain_says_why(how: str, why: str) -> None:
+def test_a_head_that_no_kernel_takes_has_logits_and_explain_says_why(how, why):
     model = replaced(how)
     handle = recompute.apply(model, POLICY)
     found, ops = step(model)
@@ -205,9 +214,9 @@ def test_a_head_that_no_kernel_takes_has_logits_and_explain_says_why(how: str, w
     assert f"No loss goes without logits: {why}." in handle.explain(width=1000)
 
 
-def test_explain_says_that_there_is_no_head() -> None:
+def test_explain_says_that_there_is_no_head():
     torch.manual_seed(0)
-    model: Any = FAMILIES["llama"]()
+    model = FAMILIES["llama"]()
     policy = {"rules": [*POLICY["rules"], {"type": "block", "action": "recompute"}]}
     with pytest.warns(recompute.errors.PolicyWarning, match="finds no head"):
         handle = recompute.apply(model.model, policy)
@@ -215,12 +224,31 @@ def test_explain_says_that_there_is_no_head() -> None:
     assert "without logits" not in recompute.apply(FAMILIES["tied"](), POLICY).explain(width=1000)
 
 
-def test_explain_names_what_had_logits_made() -> None:
+def test_explain_names_what_had_logits_made():
     torch.manual_seed(0)
-    model: Any = FAMILIES["llama"]().train()
+    model = FAMILIES["llama"]().train()
     handle = recompute.apply(model, POLICY)
     for _ in range(2):
         model(input_ids=IDS).logits.tanh().sum().backward()
     with torch.no_grad():
         model(input_ids=IDS).logits.exp()
     assert "; logits were made for tanh\n" in handle.explain(width=1000)
+
+
+def test_a_model_returns_logits_that_are_made_when_they_are_read_and_without_gradients_to_come_at_once():
+    torch.manual_seed(0)
+    model = FAMILIES["llama"]().train()
+    expected = model(input_ids=IDS, labels=IDS)
+    recompute.apply(model, POLICY)
+    output = model(input_ids=IDS, labels=IDS)
+    assert type(output.logits) is LazyLogits
+    assert output.logits.is_lazy
+    torch.testing.assert_close(output.loss, expected.loss)
+    torch.testing.assert_close(output.logits + 0, expected.logits)
+    with torch.no_grad():
+        output = model(input_ids=IDS, labels=IDS)
+        assert output.logits.is_lazy
+        torch.testing.assert_close(output.loss, expected.loss)
+    with torch.inference_mode():
+        assert type(model(input_ids=IDS, labels=IDS).logits) is Tensor
+    assert type(model.eval()(input_ids=IDS, labels=IDS).logits) is Tensor

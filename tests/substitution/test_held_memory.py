@@ -1,10 +1,5 @@
 """``stats()`` under kernels: the bytes that they hold for backward, and those that the modules' own code would."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import models
 import pytest
 import torch
@@ -22,17 +17,17 @@ TOKENS = BATCH * LENGTH
 PARTS = ["*RMSNorm", "*MLP"]
 
 
-def parts(via: str, **options: Any) -> dict[str, Any]:
+def parts(via, **options):
     """A policy for norms and MLPs, wherever they are."""
     return rules(*(rule([name], "recompute", via=via, **options) for name in PARTS))
 
 
-def step_of(model: nn.Module, name: str, **batch: Any) -> Callable[[], Tensor]:
+def step_of(model, name, **batch):
     given = {**models.batch(name), **batch}
     return lambda: model(**given, use_cache=False).loss
 
 
-def counted(model: nn.Module, policy: Any, run: Callable[[], Any]) -> tuple[Stats, int]:
+def counted(model, policy, run):
     """Of a run under the policy, after two from which a layer learns; and the bytes that autograd holds after it."""
     with recompute.apply(model, policy) as handle:
         for _ in range(2):
@@ -44,7 +39,7 @@ def counted(model: nn.Module, policy: Any, run: Callable[[], Any]) -> tuple[Stat
 @pytest.mark.filterwarnings("ignore:.*governs no module")  # of Mixtral, which has experts and no MLP
 @pytest.mark.parametrize("dtype", by_default({"float32": torch.float32, "bfloat16": torch.bfloat16}, "bfloat16"))
 @pytest.mark.parametrize("name", ["llama", "gemma2", *slow("qwen3", "gemma3", "phi3", "mixtral")])
-def test_what_kernels_save_is_what_autograd_holds_less(name: str, dtype: torch.dtype) -> None:
+def test_what_kernels_save_is_what_autograd_holds_less(name, dtype):
     model = models.make(name, dtype=dtype)
     run = step_of(model, name)
     plain = held(model, run)
@@ -59,7 +54,7 @@ def test_what_kernels_save_is_what_autograd_holds_less(name: str, dtype: torch.d
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"rerun": "gemm"}], ids=["kernels alone", "on a tape"])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral"])
-def test_it_is_so_of_whole_layers(name: str, options: dict[str, Any]) -> None:
+def test_it_is_so_of_whole_layers(name, options):
     model = models.make(name)
     given = rules(*(rule([each], "recompute", via="kernel", **options) for each in ("*DecoderLayer", "*RMSNorm")))
     plain = held(model, step_of(model, name))
@@ -67,11 +62,11 @@ def test_it_is_so_of_whole_layers(name: str, options: dict[str, Any]) -> None:
     assert stats.eager_nbytes - stats.kept_nbytes == plain - holds > 0
 
 
-def test_it_is_so_under_autocast_and_of_frozen_weights() -> None:
+def test_it_is_so_under_autocast_and_of_frozen_weights():
     model = models.make("llama")
     forward = step_of(model, "llama")
 
-    def run() -> Tensor:
+    def run():
         with torch.autocast("cpu", torch.bfloat16):
             return forward()
 
@@ -83,7 +78,7 @@ def test_it_is_so_under_autocast_and_of_frozen_weights() -> None:
         assert stats.eager_nbytes - stats.kept_nbytes == plain - holds > 0
 
 
-def test_bytes_of_other_lengths_are_known_without_another_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_of_other_lengths_are_known_without_another_dry_run(monkeypatch):
     model = models.make("llama")
     handle = recompute.apply(model, parts("kernel"))
     step_of(model, "llama")()
@@ -95,7 +90,7 @@ def test_bytes_of_other_lengths_are_known_without_another_dry_run(monkeypatch: p
     assert (2 * after.eager_nbytes, 2 * after.kept_nbytes) == (before.eager_nbytes, before.kept_nbytes)
 
 
-def test_a_head_counts_the_logits_that_its_loss_goes_without() -> None:
+def test_a_head_counts_the_logits_that_its_loss_goes_without():
     model = models.make("llama")
     given = rules({"match": "lm_head", "action": "recompute", "via": "kernel"})
     stats, _ = counted(model, given, step_of(model, "llama"))
@@ -106,7 +101,7 @@ def test_a_head_counts_the_logits_that_its_loss_goes_without() -> None:
     assert stats.frames == 1
 
 
-def test_a_head_holds_the_logits_that_its_rule_has_room_for() -> None:
+def test_a_head_holds_the_logits_that_its_rule_has_room_for():
     words = 20_480  # of which three blocks are made; the weight's gradient has room for none
     model = models.make("llama", vocab_size=words)
     run = step_of(model, "llama", **models.batch("llama", size=4 * BATCH))
@@ -122,7 +117,7 @@ def test_a_head_holds_the_logits_that_its_rule_has_room_for() -> None:
     assert kept[1] - kept[0] == measured[1] - measured[0] == logits
 
 
-def test_a_policy_that_runs_nothing_counts_nothing() -> None:
+def test_a_policy_that_runs_nothing_counts_nothing():
     model = models.make("llama")
     handle = recompute.apply(model, parts("kernel"))
     run = step_of(model, "llama")
@@ -135,12 +130,12 @@ def test_a_policy_that_runs_nothing_counts_nothing() -> None:
     assert 0 < stats.kept_nbytes < stats.eager_nbytes
 
 
-def test_a_dry_run_leaves_no_trace() -> None:
+def test_a_dry_run_leaves_no_trace():
     """Neither in the modes and hooks around, nor in autocast's cache of weights."""
     model = models.make("llama")
-    seen: list[type[Tensor]] = []
+    seen = []
 
-    def pack(tensor: Tensor) -> Tensor:
+    def pack(tensor):
         seen.append(type(tensor))
         return tensor
 

@@ -1,19 +1,15 @@
 """Layers in which kernels are: alone they give what the model gives, on a tape and as captured code their own bits."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import itertools
-from collections.abc import Callable, Mapping
-from typing import Any
 
 import models
 import pytest
 import torch
 import transformers
 from corpus import counting
-from layer_testing import CHANGES, TAPES, WAYS, Change, gradients, outcome, policy, run_in
+from layer_testing import CHANGES, TAPES, WAYS, gradients, outcome, policy, run_in
 from models import BATCH, HIDDEN, INTERMEDIATE, LENGTH, SHAPE, held
 from tiers import by_default, slow
 from tiny import assert_same, counted_ops
@@ -33,7 +29,7 @@ LAYERS = 1
 BATCH_OF_IDS = models.batch("llama")
 
 
-def make(name: str = "llama", dtype: torch.dtype = torch.float32, **options: Any) -> nn.Module:
+def make(name="llama", dtype=torch.float32, **options):
     if name in models.FAMILIES:
         return models.make(name, dtype, **{"num_hidden_layers": LAYERS, **options})
     torch.manual_seed(0)
@@ -42,11 +38,11 @@ def make(name: str = "llama", dtype: torch.dtype = torch.float32, **options: Any
 
 
 @functools.cache
-def shared(way: str) -> nn.Module:
+def shared(way):
     return run_in(WAYS[way], make)[0]
 
 
-def settled(way: str) -> nn.Module:
+def settled(way):
     """Shared by tests that change nothing about the model.
 
     What other tests change about the classes of its layers has it captured again.
@@ -65,31 +61,28 @@ NAMES = ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "mixtral", "qwen
 
 
 @functools.cache
-def of_the_kernels_alone(name: str, dtype: torch.dtype) -> list[Tensor]:
+def of_the_kernels_alone(name, dtype):
     return gradients(run_in(WAYS["alone"], functools.partial(make, name, dtype))[0], models.batch(name))
 
 
 @pytest.mark.parametrize("dtype", by_default(DTYPES, "bfloat16"))
 @pytest.mark.parametrize("name", by_default(NAMES, "llama"))
 @pytest.mark.parametrize("options", by_default(TAPES, "everything"))
-def test_on_a_tape_gradients_are_those_of_the_kernels_alone(
-    name: str, dtype: torch.dtype, options: dict[str, Any]
-) -> None:
+def test_on_a_tape_gradients_are_those_of_the_kernels_alone(name, dtype, options):
     model = make(name, dtype)
     recompute.apply(model, policy(**options))
     for _ in range(3):  # in the first a plan is made, which the others follow
         assert_same(gradients(model, models.batch(name)), of_the_kernels_alone(name, dtype))
 
 
-def adapters(model: nn.Module) -> None:
+def adapters(model):
     """Train adapters of q and v alone."""
     model.requires_grad_(False)
     for name in ("an adapter on q", "an adapter on v"):
         CHANGES[name](model)
 
 
-Captured = tuple[Callable[[], nn.Module], Change | None, dict[str, Any], dict[str, Any]]
-CAPTURED: dict[str, Captured] = {
+CAPTURED = {
     **{
         f"{name} in {dtype}": (functools.partial(make, name, DTYPES[dtype]), None, {}, {})
         for name, dtype in itertools.product(["llama", "qwen2", "qwen3", "phi3"], DTYPES)
@@ -108,10 +101,10 @@ CAPTURED: dict[str, Captured] = {
 
 
 @pytest.mark.parametrize("case", by_default(CAPTURED, "llama in float32"))
-def test_as_captured_code_a_layer_has_the_bits_bytes_and_statistics_that_it_had(case: Captured) -> None:
+def test_as_captured_code_a_layer_has_the_bits_bytes_and_statistics_that_it_had(case):
     build, change, options, step = case
 
-    def changed() -> nn.Module:
+    def changed():
         (change or bool)(model := build())
         return model
 
@@ -133,7 +126,7 @@ def test_as_captured_code_a_layer_has_the_bits_bytes_and_statistics_that_it_had(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run there")
-def test_layers_with_stacked_experts_are_captured_where_no_kernel_runs() -> None:
+def test_layers_with_stacked_experts_are_captured_where_no_kernel_runs():
     code, plain = (make("mixtral", torch.bfloat16, output_router_logits=False) for _ in "ab")
     batch = models.batch("mixtral")
     recompute.apply(code, "auto")
@@ -146,7 +139,7 @@ def test_layers_with_stacked_experts_are_captured_where_no_kernel_runs() -> None
 
 
 @pytest.mark.slow
-def test_layers_are_captured_anew_under_each_setting_of_torch() -> None:
+def test_layers_are_captured_anew_under_each_setting_of_torch():
     before = torch.get_float32_matmul_precision()
     try:
         for deterministic, precision in itertools.product((False, True), ("highest", "high")):
@@ -161,7 +154,7 @@ def test_layers_are_captured_anew_under_each_setting_of_torch() -> None:
 
 
 @pytest.mark.slow
-def test_captured_code_launches_what_the_kernels_launch(device: str) -> None:
+def test_captured_code_launches_what_the_kernels_launch(device):
     code, kernels = (make().to(device) for _ in range(2))
     batch = {key: value.to(device) for key, value in BATCH_OF_IDS.items()}
     recompute.apply(kernels, policy(capture=False))
@@ -169,7 +162,7 @@ def test_captured_code_launches_what_the_kernels_launch(device: str) -> None:
     for _ in range(8):
         gradients(code, batch)
     assert_same(gradients(code, batch), [gradients(kernels, batch) for _ in range(2)][-1])
-    region: Any = region_in(handle._attachments[0].runner)
+    region = region_in(handle._attachments[0].runner)
     program = region.programs[0]
     names = [*vars(program)["forward"].__globals__.values(), *vars(program)["backward"].__globals__.values()]
     calls = [value for value in names if isinstance(value, PlannedCall)]
@@ -177,7 +170,7 @@ def test_captured_code_launches_what_the_kernels_launch(device: str) -> None:
     assert all(call.planned is not None for call in calls) == (device != "cpu" or launch.uses_triton(torch.empty(1)))
 
 
-def test_a_call_without_gradients_before_each_step_keeps_no_layer_from_being_captured() -> None:
+def test_a_call_without_gradients_before_each_step_keeps_no_layer_from_being_captured():
     """As where reinforcement learning scores what the model has written."""
     model = make()
     handle = recompute.apply(model, policy())
@@ -205,7 +198,7 @@ SOME_CHANGES = {
         for change in changes
     ],
 )
-def test_what_comes_after_the_policy_is_not_passed_over(name: str, change: str, way: dict[str, Any]) -> None:
+def test_what_comes_after_the_policy_is_not_passed_over(name, change, way):
     model, plain = run_in(way, functools.partial(make, name))[0], make(name)
     for each in (model, plain):
         torch.manual_seed(0)
@@ -217,32 +210,30 @@ def test_what_comes_after_the_policy_is_not_passed_over(name: str, change: str, 
 
 # Surroundings
 
-Step = Callable[[nn.Module, Mapping[str, Tensor]], list[Tensor]]
-
 
 class _Checkpointed(nn.Module):
-    def __init__(self, model: nn.Module, reentrant: bool) -> None:
+    def __init__(self, model, reentrant):
         super().__init__()
         self.model, self.reentrant = model, reentrant
 
-    def forward(self, **batch: Any) -> Any:
+    def forward(self, **batch):
         ids = batch["input_ids"]
         embeddings = self.model.get_input_embeddings()(ids).requires_grad_()
 
-        def run(embeddings: Tensor) -> Tensor:
+        def run(embeddings):
             return self.model(inputs_embeds=embeddings, labels=ids, use_cache=False).loss
 
         return type("Output", (), {"loss": checkpoint(run, embeddings, use_reentrant=self.reentrant)})
 
 
-def _expanded(model: nn.Module, batch: Mapping[str, Tensor]) -> list[Tensor]:
+def _expanded(model, batch):
     """The last layer gets a gradient of other strides than in the steps before."""
     model.zero_grad()
     model.model(batch["input_ids"], use_cache=False).last_hidden_state.mean().backward()
     return [parameter.grad for parameter in model.model.parameters() if parameter.grad is not None]
 
 
-def _frozen(model: nn.Module, batch: Mapping[str, Tensor]) -> list[Tensor]:
+def _frozen(model, batch):
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("mlp" in name or "k_proj" in name)
     found = gradients(model, batch)
@@ -251,7 +242,7 @@ def _frozen(model: nn.Module, batch: Mapping[str, Tensor]) -> list[Tensor]:
     return found
 
 
-def _without_gradients(model: nn.Module, batch: Mapping[str, Tensor]) -> list[Tensor]:
+def _without_gradients(model, batch):
     found = []
     for mode in (torch.no_grad(), torch.inference_mode()):
         with mode:
@@ -262,17 +253,17 @@ def _without_gradients(model: nn.Module, batch: Mapping[str, Tensor]) -> list[Te
     return [each.clone() for each in found]
 
 
-def _other_weights(model: nn.Module, batch: Mapping[str, Tensor]) -> list[Tensor]:
+def _other_weights(model, batch):
     """Swapped in for a call, and differentiated by a transform."""
     weights = {name: parameter.detach() * 1.1 for name, parameter in model.named_parameters()}
 
-    def loss(weights: dict[str, Tensor]) -> Tensor:
+    def loss(weights):
         return torch.func.functional_call(model, weights, (), {**batch, "use_cache": False}).loss
 
     return [loss(weights), *torch.func.grad(loss)(weights).values()]
 
 
-def _two_backwards(model: nn.Module, batch: Mapping[str, Tensor]) -> list[Tensor]:
+def _two_backwards(model, batch):
     parameters = list(model.parameters())
     loss = model(**batch, use_cache=False).loss
     first = torch.autograd.grad(loss, parameters, retain_graph=True)
@@ -281,14 +272,14 @@ def _two_backwards(model: nn.Module, batch: Mapping[str, Tensor]) -> list[Tensor
     return list(first)
 
 
-def _gradients_of_gradients(model: nn.Module, batch: Mapping[str, Tensor]) -> list[Tensor]:
+def _gradients_of_gradients(model, batch):
     mlp = model.model.layers[-1].mlp  # behind all attention, whose gradient has none on the CPU
     weights = [mlp.up_proj.weight, mlp.down_proj.weight]
     first = torch.autograd.grad(model(**batch, use_cache=False).loss, weights, create_graph=True)
     return list(torch.autograd.grad(sum(each.square().sum() for each in first), weights))
 
 
-SURROUNDINGS: dict[str, Step] = {
+SURROUNDINGS = {
     "autocast": lambda model, batch: gradients(model, batch, autocast=True),
     "a cache": lambda model, batch: gradients(model, batch, use_cache=True),
     "a checkpoint of torch's": lambda model, batch: gradients(_Checkpointed(model, False), batch),
@@ -307,7 +298,7 @@ SOME_SURROUNDINGS = ("other lengths", "frozen weights", "no gradients", "other w
 @pytest.mark.filterwarnings("ignore:.*differentiated in their turn")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", by_default(list(SURROUNDINGS), *SOME_SURROUNDINGS))
-def test_surroundings_give_what_they_give_without_a_policy_and_one_way_the_bits_of_another(name: str, way: str) -> None:
+def test_surroundings_give_what_they_give_without_a_policy_and_one_way_the_bits_of_another(name, way):
     surrounding, model = SURROUNDINGS[name], settled(way)
     expected = surrounding(make() if way == "alone" else settled("alone"), BATCH_OF_IDS)
     for _ in range(2):
@@ -324,13 +315,13 @@ def test_surroundings_give_what_they_give_without_a_policy_and_one_way_the_bits_
     gradients(model, BATCH_OF_IDS)
 
 
-def test_autocast_casts_as_it_does_without_a_policy() -> None:
+def test_autocast_casts_as_it_does_without_a_policy():
     model, plain, exact = run_in(WAYS["alone"], make)[0], make(), make().double()
     found, without = (gradients(each, BATCH_OF_IDS, autocast=True) for each in (model, plain))
     truth = gradients(exact, BATCH_OF_IDS)
     assert [value.dtype for value in found] == [value.dtype for value in without]
 
-    def error(outcome: list[Tensor]) -> float:
+    def error(outcome):
         pairs = zip(outcome, truth, strict=True)
         return torch.stack([(one.double() - other).norm() / other.norm() for one, other in pairs]).mean().item()
 
@@ -340,7 +331,7 @@ def test_autocast_casts_as_it_does_without_a_policy() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["alone", "on a tape"])
 @pytest.mark.parametrize("name", ["llama", *slow("Olmo")])
-def test_a_layer_compiles_with_kernels_in_its_place(name: str, way: str) -> None:
+def test_a_layer_compiles_with_kernels_in_its_place(name, way):
     model, plain = make(name), make(name)
     recompute.apply(model, policy(**WAYS[way]))
     hidden = torch.randn(BATCH, LENGTH, HIDDEN)
@@ -351,8 +342,8 @@ def test_a_layer_compiles_with_kernels_in_its_place(name: str, way: str) -> None
 
 
 @pytest.mark.parametrize("name", by_default(["llama", "gpt2", "gemma2", "bert"], "llama"))
-def test_layers_have_their_kernels_whether_hugging_faces_checkpointing_is_on_off_or_switched(name: str) -> None:
-    def noted(before: bool, after: bool) -> tuple[list[str], dict[str, int], list[Tensor]]:
+def test_layers_have_their_kernels_whether_hugging_faces_checkpointing_is_on_off_or_switched(name):
+    def noted(before, after):
         model = models.make(name)
         if before:
             model.gradient_checkpointing_enable()
@@ -374,13 +365,13 @@ def test_layers_have_their_kernels_whether_hugging_faces_checkpointing_is_on_off
     torch.testing.assert_close(checkpointed, found)
 
 
-def test_a_checkpoint_of_ours_runs_around_kernels() -> None:
+def test_a_checkpoint_of_ours_runs_around_kernels():
     class Model(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.inner = make()
 
-        def forward(self, **batch: Any) -> Any:
+        def forward(self, **batch):
             return self.inner(**batch)
 
     model, plain = Model(), make()
@@ -408,10 +399,10 @@ SAVED = 4 * ROW + TOKENS * 4 * (2 * SHAPE["num_key_value_heads"] * SHAPE["head_d
         pytest.param({"keep": "gemm"}, SAVED, id="GEMMs kept"),  # some are thin here
     ],
 )
-def test_a_layer_holds_these_bytes_and_goes_on_to_as_captured_code(options: dict[str, Any], layer: int) -> None:
+def test_a_layer_holds_these_bytes_and_goes_on_to_as_captured_code(options, layer):
     embeddings = torch.randn(BATCH, LENGTH, HIDDEN, requires_grad=True)
 
-    def run(model: nn.Module) -> Tensor:
+    def run(model):
         return model.model(inputs_embeds=embeddings, use_cache=False).last_hidden_state
 
     model, plain = make(), make()
@@ -423,7 +414,7 @@ def test_a_layer_holds_these_bytes_and_goes_on_to_as_captured_code(options: dict
     assert {plan.kept_nbytes for plan in handle.plans().values()} == {layer + ANGLES}
     for _ in range(8):
         torch.autograd.backward(output := run(model), torch.ones_like(output))
-    storages: dict[int, int] = {}
+    storages = {}
     with counting(storages) as count:
         output = run(model)
     assert count() == LAYERS
@@ -433,7 +424,7 @@ def test_a_layer_holds_these_bytes_and_goes_on_to_as_captured_code(options: dict
 
 
 @pytest.mark.parametrize("way", by_default(WAYS, "on a tape", "captured"))
-def test_memory_is_freed_without_garbage_collection(way: dict[str, Any]) -> None:
+def test_memory_is_freed_without_garbage_collection(way):
     model, _ = run_in(way, make)
     gc.collect()
     gc.disable()

@@ -1,16 +1,13 @@
 """A lazy tensor is the tensor to all but the kernel that goes without it."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import io
 import pickle
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
+from engine_testing import function_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
@@ -21,24 +18,24 @@ from recompute.substitution import lazy_rows
 from recompute.substitution.lazy_logits import LazyLogits
 from recompute.substitution.lazy_tensors import LazyTensor
 
-TOKENS, HIDDEN, VOCABULARY = 6, 8, 11
+HIDDEN, VOCABULARY = 8, 11
 
 
-def make(*shape: int, seed: int = 0) -> Tensor:
+def make(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64, requires_grad=True)
 
 
-def lazy_sin(x: Tensor) -> tuple[LazyTensor, list[int]]:
-    calls: list[int] = []
+def lazy_sin(x):
+    calls = []
 
-    def compute() -> Tensor:
+    def compute():
         calls.append(1)
         return x.sin()
 
     return LazyTensor(tuple(x.shape), (x,), compute), calls
 
 
-def test_asking_for_its_shape_computes_nothing() -> None:
+def test_asking_for_its_shape_computes_nothing():
     x = make(2, 3)
     tensor, calls = lazy_sin(x)
     assert isinstance(tensor, Tensor)
@@ -65,7 +62,7 @@ def test_asking_for_its_shape_computes_nothing() -> None:
         lambda t: t.contiguous().view(-1),
     ],
 )
-def test_to_everything_else_it_is_the_tensor(use: Callable[[Tensor], Tensor]) -> None:
+def test_to_everything_else_it_is_the_tensor(use):
     x = make(2, 3)
     tensor, calls = lazy_sin(x)
     found, expected = use(tensor), use(x.sin())
@@ -78,7 +75,7 @@ def test_to_everything_else_it_is_the_tensor(use: Callable[[Tensor], Tensor]) ->
         assert str(gradients) == str(torch.autograd.grad(expected.sum(), x, allow_unused=True))
 
 
-def test_copies_and_pickles_are_the_tensors() -> None:
+def test_copies_and_pickles_are_the_tensors():
     x = make(3).detach()
     for copied in (copy.deepcopy, lambda t: pickle.loads(pickle.dumps(t)), _saved):
         found = copied(lazy_sin(x)[0])
@@ -86,14 +83,14 @@ def test_copies_and_pickles_are_the_tensors() -> None:
         assert torch.equal(found, x.sin())
 
 
-def _saved(tensor: Tensor) -> Tensor:
+def _saved(tensor):
     buffer = io.BytesIO()
     torch.save(tensor, buffer)
     buffer.seek(0)
     return torch.load(buffer)
 
 
-def test_gradients_off_where_it_is_used_do_not_cut_its_graph() -> None:
+def test_gradients_off_where_it_is_used_do_not_cut_its_graph():
     x = make(3)
     tensor, _ = lazy_sin(x)
     with torch.no_grad():
@@ -101,40 +98,23 @@ def test_gradients_off_where_it_is_used_do_not_cut_its_graph() -> None:
     assert torch.autograd.grad((tensor * 1).sum(), x)[0].equal(x.cos())
 
 
-class Double(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * 2
+Double = function_of(lambda x: x * 2, lambda gradient: gradient * 2, saves=lambda *_: ())
+Triples = function_of(lambda x: x * 2.0, lambda gradient: gradient * 3, saves=lambda *_: ())
+"""Gives what is lazy again."""
+Multiplies = function_of(lambda x, y: x * y, lambda gradient, x, y: (gradient * y, gradient * x))
+"""Holds what it is given, and takes two."""
 
 
-class Adds(torch.autograd.Function):
-    """Holds what it is given, and takes two."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
-        ctx.save_for_backward(x, y)
-        return x * y
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        x, y = ctx.saved_tensors
-        return gradient * y, gradient * x
-
-
-def below_torchs_functions(tensor: Tensor) -> Tensor:
+def below_torchs_functions(tensor):
     """As a compiled extension reads a tensor."""
     with torch._C.DisableTorchFunctionSubclass():
         return torch.ops.aten.mul.Tensor(tensor, tensor)
 
 
-READERS: dict[str, Callable[[Tensor], Tensor]] = {
+READERS = {
     "a function": Double.apply,
-    "a function that holds it": lambda y: Adds.apply(y, y),
-    "a function and others": lambda y: Adds.apply(y, y + 1) + Double.apply(y) * y,
+    "a function that holds it": lambda y: Multiplies.apply(y, y),
+    "a function and others": lambda y: Multiplies.apply(y, y + 1) + Double.apply(y) * y,
     "others and a function": lambda y: y.exp() + Double.apply(y),
     "what is below torch's functions": below_torchs_functions,
     "that and others": lambda y: below_torchs_functions(y) + y,
@@ -144,7 +124,7 @@ READERS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_whatever_reads_a_lazy_tensor_gets_its_values_and_gives_its_gradient(reader: str) -> None:
+def test_whatever_reads_a_lazy_tensor_gets_its_values_and_gives_its_gradient(reader):
     read = READERS[reader]
     results = []
     for lazy in (True, False):
@@ -162,22 +142,22 @@ def test_whatever_reads_a_lazy_tensor_gets_its_values_and_gives_its_gradient(rea
         torch.testing.assert_close(found, expected, rtol=1e-14, atol=0)
 
 
-def test_logits_that_a_function_reads_give_their_gradient() -> None:
+def test_logits_that_a_function_reads_give_their_gradient():
     use = lambda logits: Double.apply(logits.view(-1, VOCABULARY)[1:]).square().sum()  # noqa: E731
     assert_as_plain(use, operands(bias=True), lazy=False)
 
 
-def operands(tokens: tuple[int, ...] = (2, 3), bias: bool = False, seed: int = 0) -> list[Tensor]:
+def operands(tokens=(2, 3), bias=False, seed=0):
     made = [make(*tokens, HIDDEN, seed=seed), make(VOCABULARY, HIDDEN, seed=seed + 1)]
     return [*made, make(VOCABULARY, seed=seed + 2)] if bias else made
 
 
-def head() -> tuple[LazyLogits, Tensor]:
+def head():
     given = operands(bias=True)
     return LazyLogits.of(*given), F.linear(*given)
 
 
-def assert_as_plain(use: Callable[..., Tensor], *inputs: list[Tensor], lazy: bool = True, taught: bool = False) -> None:
+def assert_as_plain(use, *inputs, lazy=True, taught=False):
     """``use`` gives the same, with the same gradients, of lazy logits and of plain ones.
 
     inputs: of each head. lazy: whether no logits are made. taught: whether the second head, a teacher's, is frozen.
@@ -195,7 +175,7 @@ def assert_as_plain(use: Callable[..., Tensor], *inputs: list[Tensor], lazy: boo
     torch.testing.assert_close(*results)
 
 
-def test_what_is_made_of_changed_tensors_is_refused_and_not_another_value() -> None:
+def test_what_is_made_of_changed_tensors_is_refused_and_not_another_value():
     x = make(2, 3).detach()
     tensor, _ = lazy_sin(x)
     asked, _ = lazy_sin(x)
@@ -212,7 +192,7 @@ def test_what_is_made_of_changed_tensors_is_refused_and_not_another_value() -> N
         F.cross_entropy(logits.view(-1, VOCABULARY), TARGET)
 
 
-def test_it_trains_only_where_what_it_is_made_of_does() -> None:
+def test_it_trains_only_where_what_it_is_made_of_does():
     assert not LazyLogits.of(make(2, HIDDEN).detach(), make(VOCABULARY, HIDDEN).detach()).requires_grad
     with torch.no_grad():
         assert not LazyLogits.of(make(2, HIDDEN), make(VOCABULARY, HIDDEN)).requires_grad
@@ -227,7 +207,7 @@ def test_it_trains_only_where_what_it_is_made_of_does() -> None:
         lambda logits: F.relu(logits, inplace=True),
     ],
 )
-def test_changes_in_place_reach_views_and_no_copies(change: Callable[[Tensor], Any]) -> None:
+def test_changes_in_place_reach_views_and_no_copies(change):
     logits, whole = head()
     found, expected = [], []
     for each, results in ((logits, found), (whole.clone(), expected)):
@@ -239,7 +219,7 @@ def test_changes_in_place_reach_views_and_no_copies(change: Callable[[Tensor], A
         assert torch.equal(one, other)
 
 
-SCALINGS: list[Callable[[Tensor], Tensor]] = [
+SCALINGS = [
     lambda logits: logits * 0.0625,
     lambda logits: 3 * logits,
     lambda logits: logits / 8.0,
@@ -252,13 +232,13 @@ SCALINGS: list[Callable[[Tensor], Tensor]] = [
 
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("scaling", SCALINGS)
-def test_scaled_logits_give_a_loss_without_them(scaling: Callable[[Tensor], Tensor], has_bias: bool) -> None:
+def test_scaled_logits_give_a_loss_without_them(scaling, has_bias):
     """Cohere multiplies its logits by a number, and Granite divides them by one."""
     given = operands((6,), has_bias)
     assert_as_plain(lambda logits: F.cross_entropy(scaling(logits).view(-1, VOCABULARY), TARGET), given)
 
 
-SHAPINGS: list[Callable[[Tensor], Tensor]] = [
+SHAPINGS = [
     lambda logits: logits.view(-1, VOCABULARY),
     lambda logits: logits.reshape((-1, VOCABULARY)),
     lambda logits: torch.reshape(logits, (6, VOCABULARY)),
@@ -282,7 +262,7 @@ SHAPINGS: list[Callable[[Tensor], Tensor]] = [
 
 
 @pytest.mark.parametrize("shaping", SHAPINGS)
-def test_logits_may_be_shaped_and_capped_on_the_way(shaping: Callable[[Tensor], Tensor]) -> None:
+def test_logits_may_be_shaped_and_capped_on_the_way(shaping):
     logits, whole = head()
     found, expected = shaping(logits), shaping(whole)
     assert type(found) is LazyLogits
@@ -327,19 +307,19 @@ def test_logits_may_be_shaped_and_capped_on_the_way(shaping: Callable[[Tensor], 
         lambda logits: F.cross_entropy(logits.view(-1, VOCABULARY) / -2.0, TARGET),
     ],
 )
-def test_anything_else_sees_the_logits(use: Callable[[Tensor], Tensor]) -> None:
+def test_anything_else_sees_the_logits(use):
     logits, whole = head()
     found = use(logits)
     assert type(found) is Tensor
     assert torch.equal(found, use(whole))
 
 
-def entropy(log_probs: Tensor) -> Tensor:
+def entropy(log_probs):
     return -(torch.exp(log_probs) * log_probs).sum(-1)
 
 
 INDEX = torch.tensor([[1, 9, 3], [10, 0, 2]])
-QUANTITIES: dict[str, Callable[[Tensor], Tensor]] = {
+QUANTITIES = {
     "log-probabilities": lambda logits: F.log_softmax(logits, -1).gather(-1, INDEX[..., None]).squeeze(-1),
     "of several words": lambda logits: torch.gather(
         logits.log_softmax(2), 2, torch.arange(12).view(2, 3, 2) % VOCABULARY
@@ -384,7 +364,7 @@ QUANTITIES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-FEW: dict[str, Callable[[Tensor], Any]] = {
+FEW = {
     "argmax": lambda logits: logits.argmax(-1),
     "argmax of probabilities": lambda logits: logits.softmax(-1).argmax(dim=-1),
     "topk": lambda logits: logits.topk(3),
@@ -395,7 +375,7 @@ FEW: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("few", [*FEW.values(), *QUANTITIES.values()], ids=[*FEW, *QUANTITIES])
-def test_without_gradients_a_few_numbers_go_without_the_logits(few: Callable[[Tensor], Any]) -> None:
+def test_without_gradients_a_few_numbers_go_without_the_logits(few):
     logits, whole = head()
     with torch.no_grad():
         found = few(logits)
@@ -407,7 +387,7 @@ def test_without_gradients_a_few_numbers_go_without_the_logits(few: Callable[[Te
 
 
 @pytest.mark.parametrize(("tokens", "products"), [(6, 1), (300, 4)])
-def test_a_loop_that_evaluates_makes_few_logits_once_and_many_a_few_rows_at_a_time(tokens: int, products: int) -> None:
+def test_a_loop_that_evaluates_makes_few_logits_once_and_many_a_few_rows_at_a_time(tokens, products):
     hidden, weight = make(tokens, HIDDEN), make(12_000, HIDDEN, seed=1)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         logits = LazyLogits.of(hidden, weight)
@@ -420,8 +400,8 @@ def test_a_loop_that_evaluates_makes_few_logits_once_and_many_a_few_rows_at_a_ti
 
 
 @pytest.mark.parametrize("use", ["exp", "cross_entropy", "argmax"])
-def test_compiled_code_that_is_given_logits_breaks_its_graph_there(use: str) -> None:
-    uses: dict[str, Callable[[Tensor], Tensor]] = {
+def test_compiled_code_that_is_given_logits_breaks_its_graph_there(use):
+    uses = {
         "exp": lambda x: x.exp().log() * 2,
         "cross_entropy": lambda x: F.cross_entropy(x.view(-1, VOCABULARY), TARGET) * 2,
         "argmax": lambda x: x.argmax(-1) * 2,
@@ -437,16 +417,16 @@ def test_compiled_code_that_is_given_logits_breaks_its_graph_there(use: str) -> 
         assert logits.is_lazy is (use == "cross_entropy" or (use == "argmax" and trains))
 
 
-def without_gradients(function: Callable[[], Tensor]) -> Tensor:
+def without_gradients(function):
     with torch.no_grad():
         return function()
 
 
-def half_of_divergence(p: Tensor, q: Tensor) -> Tensor:
+def half_of_divergence(p, q):
     return p * (p.log() - ((p + q) / 2).log())
 
 
-PARTLY_WITHOUT_GRADIENTS: dict[str, Callable[[Tensor], Tensor]] = {
+PARTLY_WITHOUT_GRADIENTS = {
     "probabilities": lambda logits: (
         without_gradients(lambda: logits.softmax(-1)) * (logits.log_softmax(-1) - 1.0)
     ).sum(-1),
@@ -472,11 +452,11 @@ PARTLY_WITHOUT_GRADIENTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("use", PARTLY_WITHOUT_GRADIENTS.values(), ids=PARTLY_WITHOUT_GRADIENTS)
-def test_parts_made_without_gradients_give_none(use: Callable[[Tensor], Tensor]) -> None:
+def test_parts_made_without_gradients_give_none(use):
     assert_as_plain(lambda logits: use(logits).sum(), operands())
 
 
-def test_what_was_made_without_gradients_gives_none() -> None:
+def test_what_was_made_without_gradients_gives_none():
     logits, _ = head()
     with torch.no_grad():
         log_probs = logits.log_softmax(-1)
@@ -490,7 +470,7 @@ def test_what_was_made_without_gradients_gives_none() -> None:
 
 
 @pytest.mark.parametrize("quantity", QUANTITIES.values(), ids=QUANTITIES)
-def test_under_autocast_they_round_as_its_matrix_products_do(quantity: Callable[[Tensor], Tensor]) -> None:
+def test_under_autocast_they_round_as_its_matrix_products_do(quantity):
     results = []
     for plain in (False, True):
         hidden, weight, bias = (
@@ -508,29 +488,17 @@ def test_under_autocast_they_round_as_its_matrix_products_do(quantity: Callable[
     torch.testing.assert_close(*results, rtol=0.1, atol=0.15)
 
 
-class Triples(torch.autograd.Function):
-    """Gives what is lazy again."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2.0
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * 3
-
-
-def test_what_a_function_makes_of_logits_has_the_gradient_that_it_gives() -> None:
+def test_what_a_function_makes_of_logits_has_the_gradient_that_it_gives():
     use = lambda logits: F.cross_entropy(Triples.apply(logits).view(-1, VOCABULARY), TARGET)  # noqa: E731
     assert_as_plain(use, operands(), lazy=False)
 
 
-def jensen_shannon(p: Tensor, q: Tensor) -> Tensor:
+def jensen_shannon(p, q):
     both = (p + q) * 0.5
     return ((p * (p.log() - both.log())).sum(-1) + (q * (q.log() - both.log())).sum(-1)) / 2
 
 
-DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+DIVERGENCES = {
     "forward": lambda ours, theirs: F.kl_div(ours.log_softmax(-1), theirs.softmax(-1), reduction="batchmean"),
     "of logarithms": lambda ours, theirs: F.kl_div(
         F.log_softmax(ours / 0.7, -1), F.log_softmax(theirs / 0.7, -1), reduction="sum", log_target=True
@@ -557,7 +525,7 @@ DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def generalized_jensen_shannon(ours: Tensor, theirs: Tensor, weight: float) -> Tensor:
+def generalized_jensen_shannon(ours, theirs, weight):
     log_p, log_q = F.log_softmax(ours, dim=-1), F.log_softmax(theirs, dim=-1)
     beta = torch.tensor(weight, dtype=log_p.dtype, device=log_p.device)
     mixture = torch.logsumexp(torch.stack([log_p + torch.log1p(-beta), log_q + torch.log(beta)]), dim=0)
@@ -565,7 +533,7 @@ def generalized_jensen_shannon(ours: Tensor, theirs: Tensor, weight: float) -> T
     return beta * of_q + (1 - beta) * of_p
 
 
-def skewed(log_p: Tensor, log_q: Tensor) -> Tensor:
+def skewed(log_p, log_q):
     """No divergence that a kernel knows: the mixture has other weights."""
     log_both = torch.logaddexp(log_p - 1.0, log_q)
     return 0.9 * (log_p.exp() * (log_p - log_both)).sum(-1) + 0.1 * (log_q.exp() * (log_q - log_both)).sum(-1)
@@ -573,13 +541,13 @@ def skewed(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("trains", ["student", "both"])
 @pytest.mark.parametrize("divergence", DIVERGENCES.values(), ids=DIVERGENCES)
-def test_divergences_of_two_heads_go_without_the_logits_of_either(divergence: Any, trains: str) -> None:
+def test_divergences_of_two_heads_go_without_the_logits_of_either(divergence, trains):
     assert_as_plain(divergence, operands(), operands(seed=5), taught=trains == "student")
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
-def test_a_divergence_is_a_kernels_however_it_is_written(divergence: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
+def test_a_divergence_is_a_kernels_however_it_is_written(divergence, monkeypatch):
+    calls = []
     for module, name in ((linear_divergence, "linear_divergence"), (lazy_rows, "by_rows")):
         monkeypatch.setattr(module, name, counted(getattr(module, name), calls))
     with torch.no_grad():
@@ -590,11 +558,11 @@ def test_a_divergence_is_a_kernels_however_it_is_written(divergence: str, monkey
     assert calls == (["linear_divergence"] if is_known else ["by_rows"])
 
 
-def test_log_probabilities_and_the_entropy_of_them_are_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
+def test_log_probabilities_and_the_entropy_of_them_are_made_at_once(monkeypatch):
+    calls = []
     monkeypatch.setattr(linear_log_probs, "linear_log_probs", counted(linear_log_probs.linear_log_probs, calls))
 
-    def use(logits: Tensor) -> Tensor:
+    def use(logits):
         log_p = (logits / 0.9).log_softmax(-1)
         chosen = log_p.gather(-1, INDEX[..., None])
         seen = without_gradients(lambda: entropy(log_p))
@@ -604,23 +572,23 @@ def test_log_probabilities_and_the_entropy_of_them_are_made_at_once(monkeypatch:
     assert len(calls) == 1
 
 
-def counted(function: Any, calls: list[str]) -> Any:
-    def call(*args: Any, **kwargs: Any) -> Any:
+def counted(function, calls):
+    def call(*args, **kwargs):
         calls.append(function.__name__)
         return function(*args, **kwargs)
 
     return call
 
 
-def test_a_sum_that_meets_no_other_half_is_computed_when_it_is_read() -> None:
-    def use(logits: Tensor, others: Tensor) -> Tensor:
+def test_a_sum_that_meets_no_other_half_is_computed_when_it_is_read():
+    def use(logits, others):
         half = half_of_divergence(logits.softmax(-1), others.softmax(-1)).sum(-1)
         return (half * torch.arange(3.0)).mean() + half.sum().exp() + half[0, 1]
 
     assert_as_plain(use, operands(), operands(seed=5), lazy=False)
 
 
-PLAIN_TEACHERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+PLAIN_TEACHERS = {
     **{name: divergence for name, divergence in DIVERGENCES.items() if name != "of rows that a mask has"},
     "of probabilities that are there": lambda ours, theirs: F.kl_div(
         F.log_softmax(ours / 2.0, dim=-1), F.softmax(theirs / 2.0, dim=-1), reduction="batchmean"
@@ -649,12 +617,12 @@ PLAIN_TEACHERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("divergence", PLAIN_TEACHERS.values(), ids=PLAIN_TEACHERS)
-def test_a_teacher_may_be_a_plain_tensor(divergence: Callable[[Tensor, Tensor], Tensor]) -> None:
+def test_a_teacher_may_be_a_plain_tensor(divergence):
     taught = make(2, 3, VOCABULARY, seed=5).detach()
     assert_as_plain(lambda logits: divergence(logits, taught), operands())
 
 
-def test_a_teacher_that_changes_before_backward_is_refused() -> None:
+def test_a_teacher_that_changes_before_backward_is_refused():
     logits, _ = head()
     taught = make(2, 3, VOCABULARY).detach().softmax(-1)
     loss = F.kl_div(logits.log_softmax(-1), taught, reduction="batchmean")
@@ -663,7 +631,7 @@ def test_a_teacher_that_changes_before_backward_is_refused() -> None:
         loss.backward()
 
 
-def test_rows_are_few_at_a_time_and_second_derivatives_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_few_at_a_time_and_second_derivatives_are_there(monkeypatch):
     results = []
     for plain in (False, True):
         hidden, weight = make(700, HIDDEN), make(VOCABULARY, HIDDEN, seed=1)
@@ -681,7 +649,7 @@ def test_rows_are_few_at_a_time_and_second_derivatives_are_there(monkeypatch: py
 @pytest.mark.parametrize(
     "scaling", [lambda logits: logits, lambda logits: torch.tanh(logits / 3.0) * 3.0, lambda logits: logits * 2]
 )
-def test_an_adapter_adds_to_logits_that_stay_lazy(scaling: Any, adapters: int) -> None:
+def test_an_adapter_adds_to_logits_that_stay_lazy(scaling, adapters):
     results = []
     for plain in (False, True):
         inputs = [make(6, HIDDEN), make(VOCABULARY, HIDDEN, seed=1), make(VOCABULARY, seed=2)]
@@ -704,11 +672,11 @@ def test_an_adapter_adds_to_logits_that_stay_lazy(scaling: Any, adapters: int) -
 
 
 @pytest.mark.parametrize("quantity", QUANTITIES.values(), ids=QUANTITIES)
-def test_log_probabilities_and_entropies_go_without_the_logits(quantity: Callable[[Tensor], Tensor]) -> None:
+def test_log_probabilities_and_entropies_go_without_the_logits(quantity):
     assert_as_plain(quantity, operands(bias=True))
 
 
-def test_probabilities_of_logits_that_are_there_are_made_of_them() -> None:
+def test_probabilities_of_logits_that_are_there_are_made_of_them():
     logits, whole = head()
     log_probs = logits.log_softmax(-1)
     logits + 0
@@ -726,14 +694,14 @@ def test_probabilities_of_logits_that_are_there_are_made_of_them() -> None:
     assert torch.equal(probabilities + 0, whole.log_softmax(-1).exp())
 
 
-def test_an_index_out_of_bounds_is_refused_as_by_pytorch() -> None:
+def test_an_index_out_of_bounds_is_refused_as_by_pytorch():
     for wrong in (-100, VOCABULARY):
         with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
             head()[0].log_softmax(-1).gather(-1, torch.full((2, 3, 1), wrong))
 
 
 @pytest.mark.parametrize("casts", [False, True])
-def test_log_probabilities_have_the_dtype_that_pytorch_gives_them(casts: bool) -> None:
+def test_log_probabilities_have_the_dtype_that_pytorch_gives_them(casts):
     hidden, weight = make(2, 3, HIDDEN).bfloat16(), make(VOCABULARY, HIDDEN, seed=1).bfloat16()
     with autocast(casts):
         for function in (F.log_softmax, lambda logits, dim: F.log_softmax(logits, dim, dtype=torch.float32)):
@@ -745,7 +713,7 @@ def test_log_probabilities_have_the_dtype_that_pytorch_gives_them(casts: bool) -
             torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
 
 
-def test_logits_in_float32_are_still_lazy() -> None:
+def test_logits_in_float32_are_still_lazy():
     hidden, weight = make(4, HIDDEN).bfloat16(), make(VOCABULARY, HIDDEN, seed=1).bfloat16()
     for cast in (lambda logits: logits.float(), lambda logits: logits.to(torch.float32)):
         found = cast(LazyLogits.of(hidden, weight))
@@ -756,7 +724,7 @@ def test_logits_in_float32_are_still_lazy() -> None:
 
 TARGET = torch.tensor([1, -100, 3, 10, 0, 2])
 CLASS_WEIGHTS = torch.arange(1.0, 12.0, dtype=torch.float64)
-LOSSES: list[Callable[[Tensor], Tensor]] = [
+LOSSES = [
     lambda logits: F.cross_entropy(logits.view(-1, VOCABULARY), TARGET),
     lambda logits: F.cross_entropy(logits.float().view(-1, VOCABULARY), TARGET, reduction="sum") / 3,
     lambda logits: F.cross_entropy(logits.flatten(0, 1).float(), TARGET),
@@ -780,13 +748,13 @@ LOSSES: list[Callable[[Tensor], Tensor]] = [
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_a_cross_entropy_goes_without_the_logits(loss: Callable[[Tensor], Tensor]) -> None:
+def test_a_cross_entropy_goes_without_the_logits(loss):
     assert_as_plain(loss, operands(bias=True))
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_whoever_observes_is_told_of_each_loss_and_changes_none(loss: Callable[[Tensor], Tensor]) -> None:
-    seen: list[tuple[Tensor, Tensor, int]] = []
+def test_whoever_observes_is_told_of_each_loss_and_changes_none(loss):
+    seen = []
     hidden, weight, bias = make(2, 3, HIDDEN), make(VOCABULARY, HIDDEN, seed=1), make(VOCABULARY, seed=2)
     value = loss(LazyLogits.of(hidden, weight, bias, lambda *found: seen.append(found)))
     assert torch.equal(value, loss(LazyLogits.of(hidden, weight, bias)))
@@ -798,7 +766,7 @@ def test_whoever_observes_is_told_of_each_loss_and_changes_none(loss: Callable[[
     assert transposed or torch.equal(target, TARGET[: len(target)])
 
 
-def autocast(enabled: bool) -> torch.autocast:
+def autocast(enabled):
     return torch.autocast("cpu", torch.bfloat16, enabled=enabled)
 
 
@@ -811,9 +779,7 @@ USES = {
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
 @pytest.mark.parametrize("casts", [False, True], ids=["made without", "made with"])
-def test_autocast_where_it_is_used_does_not_cast_what_it_is_made_of(
-    use: Callable[[Tensor], Tensor], casts: bool
-) -> None:
+def test_autocast_where_it_is_used_does_not_cast_what_it_is_made_of(use, casts):
     outcomes = []
     for plain in (False, True):
         hidden, weight = make(2, 3, HIDDEN).float().detach().requires_grad_(), make(VOCABULARY, HIDDEN).float()
@@ -831,7 +797,7 @@ def test_autocast_where_it_is_used_does_not_cast_what_it_is_made_of(
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
-def test_under_autocast_a_loss_has_the_dtype_that_pytorch_gives_it(dtype: torch.dtype) -> None:
+def test_under_autocast_a_loss_has_the_dtype_that_pytorch_gives_it(dtype):
     """A sum over some thousand tokens has no place in float16, nor a loss that a GradScaler scales."""
     hidden, weight = make(4096, HIDDEN).to(dtype), make(VOCABULARY, HIDDEN, seed=1).to(dtype) * 100
     target = TARGET.repeat(4096)[:4096]
@@ -843,8 +809,8 @@ def test_under_autocast_a_loss_has_the_dtype_that_pytorch_gives_it(dtype: torch.
     torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-4)
 
 
-def test_a_hook_doubles_the_gradient_of_what_was_made_before() -> None:
-    def use(logits: Tensor) -> Tensor:
+def test_a_hook_doubles_the_gradient_of_what_was_made_before():
+    def use(logits):
         view = logits.view(-1, VOCABULARY)
         logits.register_hook(lambda gradient: gradient * 2)
         return F.cross_entropy(view, TARGET)
@@ -852,7 +818,7 @@ def test_a_hook_doubles_the_gradient_of_what_was_made_before() -> None:
     assert_as_plain(use, operands(), lazy=False)
 
 
-def test_a_hook_that_would_miss_a_gradient_is_refused() -> None:
+def test_a_hook_that_would_miss_a_gradient_is_refused():
     logits, _ = head()
     F.cross_entropy(logits.view(-1, VOCABULARY), TARGET)
     with pytest.raises(UnsupportedError, match=r"LazyLogits.* gets a hook after .*`via: hook` or `action: keep`"):
@@ -860,13 +826,13 @@ def test_a_hook_that_would_miss_a_gradient_is_refused() -> None:
 
 
 @pytest.mark.parametrize("wrap", [lambda hook: hook, functools.partial])
-def test_fsdps_hook_on_what_a_model_returns_makes_no_logits_and_fires_if_they_are_made(wrap: Any) -> None:
+def test_fsdps_hook_on_what_a_model_returns_makes_no_logits_and_fires_if_they_are_made(wrap):
     """It waits for backward to begin. The loss beside the logits has it, too."""
     logits, _ = head()
     F.cross_entropy(logits.view(-1, VOCABULARY), TARGET)
-    fired: list[Tensor] = []
+    fired = []
 
-    def pre_backward(gradient: Tensor) -> None:
+    def pre_backward(gradient):
         fired.append(gradient)
 
     pre_backward.__module__ = "torch.distributed.fsdp._fully_shard._fsdp_state"
@@ -880,7 +846,7 @@ def test_fsdps_hook_on_what_a_model_returns_makes_no_logits_and_fires_if_they_ar
     assert len(fired) == 3
 
 
-def test_targets_are_those_that_pytorch_takes() -> None:
+def test_targets_are_those_that_pytorch_takes():
     logits, whole = head()
     bytes_ = torch.tensor([1, 2, 3, 10, 0, 2], dtype=torch.uint8)
     assert torch.equal(

@@ -1,13 +1,9 @@
 """What an MLP computes is read off its forward: those there are get kernels that err no more, near misses get none."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import math
 import warnings
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import tiny
@@ -38,72 +34,70 @@ Phi3MLP, PhiMLP, Starcoder2MLP, ViTMLP, GemmaMLP = theirs(
 )
 LLAMAS = theirs("llama.LlamaMLP", "mistral.MistralMLP", "qwen2.Qwen2MLP", "qwen3.Qwen3MLP")
 GATED, PACKED, W = ("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", None, "down_proj"), ("w1", "w3", "w2")
-Parts = tuple["str | None", "str | None", str]
-Forward = Callable[..., Any]
 
 
 class Made(nn.Module):
     """An MLP with functions in forward, as Meta's Llama, torchtitan and many loops of one's own have it."""
 
-    def __init__(self, forward: Forward):
+    def __init__(self, forward):
         super().__init__()
         self.w1, self.w3 = (nn.Linear(HIDDEN, 24, bias=False) for _ in range(2))
         self.w2, self.w13 = nn.Linear(24, HIDDEN, bias=False), nn.Linear(HIDDEN, 48)
         self.run = forward
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.run(self, x)
 
 
 class Ungated(nn.Module):
-    def __init__(self, forward: Forward, **parts: nn.Module):
+    def __init__(self, forward, **parts):
         super().__init__()
         self.up, self.act, self.down = nn.Linear(HIDDEN, 40), nn.GELU(), nn.Linear(40, HIDDEN)
         self.p, self.run = 0.1, forward
         for name, part in parts.items():
             setattr(self, name, part)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.run(self, x)
 
 
-def as_it_is(self: Any, x: Tensor) -> Tensor:
+def as_it_is(self, x):
     return self.down(self.act(self.up(x)))
 
 
-def gpt2(**options: Any) -> nn.Module:
+def gpt2(**options):
     return GPT2MLP(INTERMEDIATE, transformers.GPT2Config(**{**GPT2_SHAPE, "resid_pdrop": 0.0, **options}))
 
 
-def starcoder2(**options: Any) -> nn.Module:
+def starcoder2(**options):
     return Starcoder2MLP(transformers.Starcoder2Config(**SHAPE, **{"residual_dropout": 0.0, **options}))
 
 
-def falcon() -> nn.Module:
+def falcon():
     return FalconMLP(transformers.FalconConfig(**PLAIN, ffn_hidden_size=INTERMEDIATE, bias=True))
 
 
-def sequential() -> nn.Module:
+def sequential():
     return nn.Sequential(nn.Linear(HIDDEN, 40), nn.ReLU(), nn.Dropout(0.0), nn.Linear(40, HIDDEN))
 
 
-def of(cls: type[nn.Module], activation: str = "gelu") -> Callable[[], nn.Module]:
+def of(cls, activation="gelu"):
     config = transformers.PretrainedConfig(hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, hidden_act=activation)
     config.mlp_bias, config.hidden_activation = False, activation
     return lambda: cls(config)
 
 
-def halves(self: Any, x: Tensor) -> Tensor:
+def halves(self, x):
     gate, up = self.w13(x).chunk(2, dim=-1)
     return self.w2(F.silu(gate) * up)
 
 
-def written_out(self: Any, x: Tensor) -> Tensor:
+def written_out(self, x):
     gate = self.w1(x)
     return self.w2(0.5 * gate * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) * self.w3(x))
 
 
-HAND_WRITTEN: dict[str, tuple[Forward, Parts, str]] = {
+HAND_WRITTEN = {
     "silu": (lambda self, x: self.w2(F.silu(self.w1(x)) * self.w3(x)), W, "silu"),
     "the gate behind": (lambda self, x: self.w2(self.w3(x) * F.silu(self.w1(x))), W, "silu"),
     "gelu of tanh": (lambda self, x: self.w2(F.gelu(self.w1(x), approximate="tanh") * self.w3(x)), W, "gelu_tanh"),
@@ -113,8 +107,7 @@ HAND_WRITTEN: dict[str, tuple[Forward, Parts, str]] = {
     "not gated": (lambda self, x: self.w2(F.gelu(self.w1(x))), (None, "w1", "w2"), "gelu"),
     "squared": (lambda self, x: self.w2(F.relu(self.w1(x)).square()), (None, "w1", "w2"), "relu2"),
 }
-Known = tuple[Callable[[], nn.Module], Parts, str]
-FOUND: dict[str, Known] = {
+FOUND = {
     **{cls.__name__: (of(cls, "silu"), GATED, "silu") for cls in LLAMAS},
     "Gemma": (of(GemmaMLP, "gelu_pytorch_tanh"), GATED, "gelu_tanh"),
     "Phi 3": (of(Phi3MLP, "silu"), PACKED, "silu"),
@@ -135,7 +128,7 @@ DEFAULT = ("LlamaMLP", "Gemma", "Phi 3", "GPT-2", "Falcon", "CLIP", "Sequential"
 """Usual Linears, one for gate and up, a Conv1D, a Linear of the model's own, and MLPs without a class of their own."""
 
 
-def made(build: Callable[[], nn.Module]) -> nn.Module:
+def made(build):
     """With weights of which every term counts."""
     module, generator = build(), torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -144,18 +137,18 @@ def made(build: Callable[[], nn.Module]) -> nn.Module:
     return module.train()
 
 
-def by_kernels(module: nn.Module, **options: Any) -> Any:
+def by_kernels(module, **options):
     return recompute.apply(module, rules(rule(type(module).__name__, "recompute", via="kernel", **options)))
 
 
-def stood_in(module: nn.Module, what: str = "mlp (", **options: Any) -> nn.Module:
+def stood_in(module, what="mlp (", **options):
     found = copy.deepcopy(module)
     assert f"kernel: {what}" in by_kernels(found, **options).explain(wide=True)
     return found
 
 
 @pytest.mark.parametrize("known", by_default(FOUND, *DEFAULT))
-def test_an_mlp_is_found_by_the_flow_of_data_and_not_by_names(known: Known) -> None:
+def test_an_mlp_is_found_by_the_flow_of_data_and_not_by_names(known):
     build, parts, activation = known
     module = build()
     found = find_kernel_mlp(module)
@@ -171,7 +164,7 @@ def test_an_mlp_is_found_by_the_flow_of_data_and_not_by_names(known: Known) -> N
 
 @pytest.mark.parametrize("dtype", [torch.float32, *slow(torch.bfloat16)])
 @pytest.mark.parametrize("known", by_default(FOUND, *DEFAULT))
-def test_its_kernel_errs_no_more_than_the_mlp(known: Known, dtype: torch.dtype) -> None:
+def test_its_kernel_errs_no_more_than_the_mlp(known, dtype):
     build, parts, activation = known
     module = made(build)
     x = torch.randn(3, 40, HIDDEN, generator=torch.Generator().manual_seed(0))
@@ -186,27 +179,27 @@ def test_its_kernel_errs_no_more_than_the_mlp(known: Known, dtype: torch.dtype) 
         assert error <= 1.05 * eagers + torch.finfo(dtype).eps * truth.norm() / 8
 
 
-def product(self: Any, x: Tensor) -> Tensor:
+def product(self, x):
     return self.act_fn(self.gate_proj(x)) * self.up_proj(x)
 
 
-def gated_noting_its_activation(self: Any, x: Tensor) -> Tensor:
+def gated_noting_its_activation(self, x):
     self.last = self.act_fn(self.gate_proj(x))
     return self.down_proj(self.last * self.up_proj(x))
 
 
-def without_gradients_of_the_gate(self: Any, x: Tensor) -> Tensor:
+def without_gradients_of_the_gate(self, x):
     with torch.no_grad():
         gate = self.act_fn(self.gate_proj(x))
     return self.down_proj(gate * self.up_proj(x))
 
 
-def noting_its_activation(self: Any, x: Tensor) -> Tensor:
+def noting_its_activation(self, x):
     self.last = self.act(self.up(x))
     return self.down(self.last)
 
 
-NOT_GATED_MLPS: dict[str, Forward] = {
+NOT_GATED_MLPS = {
     "dropped": lambda self, x: self.down_proj(F.dropout(product(self, x), 0.1, self.training)),
     "dropped in training": lambda self, x: self.down_proj(
         F.dropout(product(self, x), 0.1) if self.training else product(self, x)
@@ -230,7 +223,7 @@ NOT_GATED_MLPS: dict[str, Forward] = {
     "noting its activation": gated_noting_its_activation,
     "without gradients of the gate": without_gradients_of_the_gate,
 }
-NOT_UNGATED_MLPS: dict[str, Forward] = {
+NOT_UNGATED_MLPS = {
     "an activation behind": lambda self, x: self.act(as_it_is(self, x)),
     "twice activated": lambda self, x: self.down(self.act(self.act(self.up(x)))),
     "dropped": lambda self, x: self.down(F.dropout(self.act(self.up(x)), self.p, self.training)),
@@ -243,7 +236,7 @@ NOT_UNGATED_MLPS: dict[str, Forward] = {
     "without up": lambda self, x: self.down(self.act(x)),
     "noting its activation": noting_its_activation,
 }
-NOT_HAND_WRITTEN: dict[str, Forward] = {
+NOT_HAND_WRITTEN = {
     "by a product": lambda self, x: self.w2(F.silu(x @ self.w1.weight.t()) * self.w3(x)),
     "shifted gate": lambda self, x: self.w2(F.silu(self.w1(x) + 1) * self.w3(x)),
     "doubled": lambda self, x: self.w2(F.silu(self.w1(x)) * self.w3(x) * 2),
@@ -257,39 +250,35 @@ NOT_HAND_WRITTEN: dict[str, Forward] = {
 
 
 class Scaled(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return super().forward(x) * 2
 
 
 class Squared(FalconLinear):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x @ self.weight.T + self.bias * self.bias
 
 
 class Narrow(Conv1D):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(*x.size()[:-1], self.nf, 1)
 
 
-def gated(forward: Forward) -> nn.Module:
+def gated(forward):
     module = type("Some", (TinyMLP,), {"forward": forward})()
     module.dropout = nn.Dropout(0.1)
     return module
 
 
-def of_linear(linear: nn.Module) -> nn.Module:
+def of_linear(linear):
     return nn.Sequential(linear, nn.SiLU(), nn.Linear(5, 3))
 
 
 OTHER_PARTS = [
-    {"act": nn.Tanh()},
-    {"act": nn.ReLU(inplace=True)},
-    {"act": nn.Dropout(0.0)},
-    {"up": nn.Bilinear(HIDDEN, HIDDEN, 40)},
-    {"down": nn.Identity()},
-    {"down": nn.Sequential(nn.Linear(40, HIDDEN))},
-]
-MISSES: dict[str, nn.Module] = {
+    {"act": nn.Tanh()}, {"act": nn.ReLU(inplace=True)}, {"act": nn.Dropout(0.0)},
+    {"up": nn.Bilinear(HIDDEN, HIDDEN, 40)}, {"down": nn.Identity()}, {"down": nn.Sequential(nn.Linear(40, HIDDEN))},
+]  # fmt: skip
+MISSES = {
     **{f"gated: {name}": gated(forward) for name, forward in NOT_GATED_MLPS.items()},
     **{name: Ungated(forward, dropout=nn.Dropout(0.1)) for name, forward in NOT_UNGATED_MLPS.items()},
     **{f"parts: {parts}": Ungated(as_it_is, **parts) for parts in OTHER_PARTS},
@@ -299,11 +288,11 @@ MISSES: dict[str, nn.Module] = {
 
 @pytest.mark.parametrize("training", [True, *slow(False)])
 @pytest.mark.parametrize("module", one_in(2, MISSES))
-def test_what_is_nearly_an_mlp_is_none(module: nn.Module, training: bool) -> None:
+def test_what_is_nearly_an_mlp_is_none(module, training):
     assert find_kernel_mlp(module.train(training)) is None
 
 
-def test_what_the_misses_nearly_are_is_one() -> None:
+def test_what_the_misses_nearly_are_is_one():
     for linear in (nn.Linear(3, 5), FalconLinear(3, 5), Conv1D(5, 3)):
         assert find_kernel_mlp(of_linear(linear)) is not None
     assert find_kernel_mlp(gated(lambda self, x: self.down_proj(product(self, x)))) is not None
@@ -311,7 +300,7 @@ def test_what_the_misses_nearly_are_is_one() -> None:
 
 
 @pytest.mark.parametrize("forward", NOT_HAND_WRITTEN.values(), ids=NOT_HAND_WRITTEN)
-def test_a_miss_runs_as_it_is(forward: Forward) -> None:
+def test_a_miss_runs_as_it_is(forward):
     module = Made(forward)
     plain = copy.deepcopy(module)
     assert find_kernel_mlp(module) is None
@@ -321,11 +310,11 @@ def test_a_miss_runs_as_it_is(forward: Forward) -> None:
     assert_same(gradients(module, x), gradients(plain, x))
 
 
-def activation_of(forward: Forward) -> nn.Module:
+def activation_of(forward):
     return type("SomeActivation", (nn.Module,), {"forward": forward})()
 
 
-ACTIVATIONS: dict[str | None, list[nn.Module]] = {
+ACTIVATIONS = {
     "silu": [nn.SiLU(), ACT2FN["silu"], ACT2FN["swish"]],
     "gelu": [nn.GELU(), ACT2FN["gelu"], ACT2FN["gelu_python"]],
     "gelu_tanh": [
@@ -354,7 +343,7 @@ ACTIVATIONS: dict[str | None, list[nn.Module]] = {
 
 
 @pytest.mark.parametrize(("expected", "module"), [(name, each) for name in ACTIVATIONS for each in ACTIVATIONS[name]])
-def test_an_activation_is_what_it_computes(expected: str | None, module: nn.Module) -> None:
+def test_an_activation_is_what_it_computes(expected, module):
     found = find_kernel_mlp(nn.Sequential(nn.Linear(8, HIDDEN), module, nn.Linear(HIDDEN, 8)))
     assert (None if found is None else found.activation) == expected
 
@@ -365,11 +354,11 @@ CONSTANT, GENERATOR = torch.ones(HIDDEN), torch.Generator()
 class Constants(TinyRMSNorm):
     """Uses what a trace makes attributes of its module."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return super().forward(x * CONSTANT + torch.rand(x.shape, generator=GENERATOR))
 
 
-def test_constants_of_a_trace_do_not_stay_on_the_module() -> None:
+def test_constants_of_a_trace_do_not_stay_on_the_module():
     module = Constants(HIDDEN)
     before = vars(module).keys() | set()
     for find in (find_norm, find_kernel_mlp):
@@ -380,12 +369,12 @@ def test_constants_of_a_trace_do_not_stay_on_the_module() -> None:
 # What stands in
 
 
-def dropped_by_a_module(self: Any, x: Tensor) -> Tensor:
+def dropped_by_a_module(self, x):
     return self.dropout(as_it_is(self, x))
 
 
 @pytest.mark.parametrize("capture", [True, *slow(False)])
-def test_a_dropout_of_the_output_draws_what_it_draws_without_a_policy(capture: bool) -> None:
+def test_a_dropout_of_the_output_draws_what_it_draws_without_a_policy(capture):
     """And what is held of its mask is up to the tape around the kernel, as it is without one."""
     plain = Ungated(dropped_by_a_module, dropout=nn.Dropout(0.5))
     assert find_kernel_mlp(plain).dropout == "dropout"
@@ -404,18 +393,18 @@ def test_a_dropout_of_the_output_draws_what_it_draws_without_a_policy(capture: b
     assert kept == kept_by_hooks
 
 
-def with_dropout() -> nn.Module:
+def with_dropout():
     return Ungated(dropped_by_a_module, dropout=nn.Dropout(0.5))
 
 
 @pytest.mark.parametrize("make", [functools.partial(gpt2, resid_pdrop=0.5), *slow(with_dropout)])
-def test_an_mlp_of_sequences_with_dropout_is_captured_with_the_kernels_bits(make: Callable[[], nn.Module]) -> None:
+def test_an_mlp_of_sequences_with_dropout_is_captured_with_the_kernels_bits(make):
     torch.manual_seed(0)
     code = make()
     kernels, x = copy.deepcopy(code), torch.randn(BATCH, LENGTH, HIDDEN)
     handle, _ = (by_kernels(each, capture=capture) for each, capture in ((code, True), (kernels, False)))
 
-    def step(mlp: nn.Module, seed: int) -> list[Tensor]:
+    def step(mlp, seed):
         mlp.zero_grad()
         given = x.clone().requires_grad_()
         torch.manual_seed(seed)
@@ -428,11 +417,11 @@ def test_an_mlp_of_sequences_with_dropout_is_captured_with_the_kernels_bits(make
     assert "1 of 1 run as captured code" in handle.explain(wide=True)
 
 
-def scale_output(module: nn.Module) -> None:
+def scale_output(module):
     module.register_forward_hook(lambda module, args, output: output * 1.5)
 
 
-CHANGES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any]]] = {
+CHANGES = {
     "a hook on up": (gpt2, lambda mlp: scale_output(mlp.c_fc)),
     "a hook on the dropout": (gpt2, lambda mlp: scale_output(mlp.dropout)),
     "another activation": (gpt2, lambda mlp: setattr(mlp, "act", nn.Tanh())),
@@ -448,7 +437,7 @@ CHANGES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any]]] = {
 
 
 @pytest.mark.parametrize("changed", by_default(CHANGES, *(name for name in CHANGES if name != "another Linear")))
-def test_what_comes_after_the_policy_is_not_passed_over(changed: Any) -> None:
+def test_what_comes_after_the_policy_is_not_passed_over(changed):
     build, change = changed
     plain = made(build)
     stand_in, x = stood_in(plain), torch.randn(7, HIDDEN)
@@ -461,7 +450,7 @@ def test_what_comes_after_the_policy_is_not_passed_over(changed: Any) -> None:
     assert_same(gradients(stand_in, x), gradients(plain, x))
 
 
-def test_gradients_of_transposed_weights_are_not_copied() -> None:
+def test_gradients_of_transposed_weights_are_not_copied():
     stand_in = stood_in(made(gpt2))
     with counted_ops() as ops:
         stand_in(torch.randn(7, HIDDEN)).sum().backward()
@@ -471,11 +460,11 @@ def test_gradients_of_transposed_weights_are_not_copied() -> None:
 
 @pytest.mark.parametrize("dtype", [*slow(torch.float32), torch.bfloat16])
 @pytest.mark.parametrize("build", [gpt2, *slow(starcoder2)])
-def test_what_kernels_save_is_what_autograd_holds_less(build: Callable[[], nn.Module], dtype: torch.dtype) -> None:
+def test_what_kernels_save_is_what_autograd_holds_less(build, dtype):
     module = made(build).to(dtype)
     x = torch.randn(TOKENS, HIDDEN, dtype=dtype, requires_grad=True)
 
-    def run() -> Tensor:
+    def run():
         return module(x * 1)
 
     plain = held(module, run)
@@ -485,8 +474,8 @@ def test_what_kernels_save_is_what_autograd_holds_less(build: Callable[[], nn.Mo
     assert stats.eager_nbytes == plain >= holds + TOKENS * INTERMEDIATE * dtype.itemsize
 
 
-def test_a_dropout_that_drops_nothing_is_not_counted_with_one_that_does() -> None:
-    def counted(dropout: float) -> int:
+def test_a_dropout_that_drops_nothing_is_not_counted_with_one_that_does():
+    def counted(dropout):
         module = made(gpt2)
         module.dropout.p = dropout
         handle = by_kernels(module)
@@ -496,7 +485,7 @@ def test_a_dropout_that_drops_nothing_is_not_counted_with_one_that_does() -> Non
 
 
 @pytest.mark.slow
-def test_an_mlp_compiles_with_a_kernel_in_its_place() -> None:
+def test_an_mlp_compiles_with_a_kernel_in_its_place():
     module = made(gpt2)
     compiled = torch.compile(stood_in(module), backend="aot_eager", fullgraph=True)
     x = torch.randn(7, HIDDEN)
@@ -511,7 +500,7 @@ class WithoutSignature(nn.Module):
 
 
 class Preset(nn.Module):
-    def scaled(self, x: Tensor, scale: float) -> Tensor:
+    def scaled(self, x, scale):
         return x.tanh() * scale
 
     forward = functools.partialmethod(scaled, scale=2.0)
@@ -519,7 +508,7 @@ class Preset(nn.Module):
 
 @pytest.mark.parametrize("via", ["hook", "auto"])
 @pytest.mark.parametrize("cls", [WithoutSignature, Preset])
-def test_a_forward_of_any_kind_can_be_looked_at(cls: type[nn.Module], via: str) -> None:
+def test_a_forward_of_any_kind_can_be_looked_at(cls, via):
     assert find_norm(cls()) is None
     assert find_kernel_mlp(cls()) is None
     module, x = cls(), torch.randn(5)
@@ -527,33 +516,33 @@ def test_a_forward_of_any_kind_can_be_looked_at(cls: type[nn.Module], via: str) 
     torch.testing.assert_close(gradients(module, x), gradients(cls(), x))
 
 
-def with_another_argument(self: Any, x: Tensor, residual: Tensor | None = None) -> Tensor:
+def with_another_argument(self, x, residual=None):
     return TinyRMSNorm.forward(self, x)
 
 
-def with_keywords(self: Any, x: Tensor, **options: Any) -> Tensor:
+def with_keywords(self, x, **options):
     return TinyRMSNorm.forward(self, x)
 
 
-def by_name(self: Any, *, x: Tensor) -> Tensor:
+def by_name(self, *, x):
     return TinyRMSNorm.forward(self, x)
 
 
-def with_an_option(self: Any, x: Tensor, scale: float | None = None) -> Tensor:
+def with_an_option(self, x, scale=None):
     return TinyMLP.forward(self, x)
 
 
-def weighted(weight: Tensor) -> nn.Module:
+def weighted(weight):
     norm = TinyRMSNorm()
     norm.weight = nn.Parameter(weight)
     return norm
 
 
-def of_class(base: type[nn.Module], forward: Forward) -> nn.Module:
+def of_class(base, forward):
     return type("Some", (base,), {"forward": forward})()
 
 
-CALLS: dict[str, tuple[nn.Module, Callable[[nn.Module, Tensor], Tensor]]] = {
+CALLS = {
     "argument": (of_class(TinyRMSNorm, with_another_argument), lambda module, x: module(x, None)),
     "keywords": (of_class(TinyRMSNorm, with_keywords), lambda module, x: module(x, layer=3)),
     "keyword only": (of_class(TinyRMSNorm, by_name), lambda module, x: module(x=x)),
@@ -566,7 +555,7 @@ CALLS: dict[str, tuple[nn.Module, Callable[[nn.Module, Tensor], Tensor]]] = {
 
 @pytest.mark.parametrize("via", ["hook", "kernel", "auto"])
 @pytest.mark.parametrize(("module", "call"), CALLS.values(), ids=CALLS)
-def test_whatever_stands_in_can_be_called_alike(module: nn.Module, call: Any, via: str) -> None:
+def test_whatever_stands_in_can_be_called_alike(module, call, via):
     plain, module = module, copy.deepcopy(module)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PolicyWarning)  # that no kernel computes it, or nothing does

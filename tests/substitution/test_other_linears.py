@@ -1,12 +1,8 @@
 """Beside Linears that are no plain ones, as those of float8, NF4 and 8 bits, no preset asks for a rule."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import warnings
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -22,26 +18,26 @@ class Product(torch.autograd.Function):
     """A product of rounded operands, which holds what it is given, as torchao's for float8 does."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx, x, weight):
         ctx.save_for_backward(x, weight)
         return F.linear(_rounded(x), _rounded(weight))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
+    def backward(ctx, gradient):
         x, weight = ctx.saved_tensors
         rows, rounded = x.reshape(-1, x.shape[-1]), _rounded(gradient)
         dweight = rounded.reshape(len(rows), -1).t() @ _rounded(rows) if ctx.needs_input_grad[1] else None
         return rounded @ _rounded(weight), dweight
 
 
-def _rounded(tensor: Tensor) -> Tensor:
+def _rounded(tensor):
     return tensor.to(torch.bfloat16).to(tensor.dtype)
 
 
 class RoundedLinear(nn.Linear):
     """As torchao's ``Float8Linear``."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return Product.apply(x, self.weight)
 
 
@@ -51,53 +47,53 @@ class Codes(Tensor):
     codes: Tensor
 
     @staticmethod
-    def __new__(cls, weight: Tensor) -> Any:
+    def __new__(cls, weight):
         return Tensor._make_wrapper_subclass(cls, weight.shape, dtype=weight.dtype, device=weight.device)
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight):
         self.codes = (weight * 100).round().to(torch.int8)
 
-    def values(self) -> Tensor:
+    def values(self):
         return self.codes.float() / 100
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
         if function is F.linear:
             return Product.apply(args[0], args[1].values())
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
         if function is torch.ops.aten.detach.default:
             return copy.copy(args[0])
         raise NotImplementedError(function)
 
-    def __copy__(self) -> Codes:
+    def __copy__(self):
         return Codes(self.values())
 
-    def __deepcopy__(self, memo: Any) -> Codes:
+    def __deepcopy__(self, memo):
         return Codes(self.values())
 
 
 class ByteLinear(nn.Module):
     """As bitsandbytes': a frozen weight of bytes beside its scale."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear):
         super().__init__()
         self.weight = nn.Parameter((linear.weight.detach() * 100).round().to(torch.int8), requires_grad=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return Product.apply(x, self.weight.float() / 100)
 
 
-def _rounded_linear(linear: nn.Linear) -> nn.Module:
+def _rounded_linear(linear):
     made = RoundedLinear(linear.in_features, linear.out_features, bias=False)
     made.weight = linear.weight
     return made
 
 
-def _coded(linear: nn.Linear) -> nn.Module:
+def _coded(linear):
     linear.weight = nn.Parameter(Codes(linear.weight.detach()), requires_grad=False)
     return linear
 
@@ -105,19 +101,19 @@ def _coded(linear: nn.Linear) -> nn.Module:
 class _Adapted(nn.Module):
     """As PEFT's: a base that may be anything, and a small product that trains."""
 
-    def __init__(self, base: nn.Module, width: int, outputs: int) -> None:
+    def __init__(self, base, width, outputs):
         super().__init__()
         self.base, self.a, self.b = base, nn.Linear(width, 2, bias=False), nn.Linear(2, outputs, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.base(x) + self.b(self.a(x))
 
 
-def _adapted(linear: nn.Linear) -> nn.Module:
+def _adapted(linear):
     return _Adapted(ByteLinear(linear), linear.in_features, linear.out_features)
 
 
-LINEARS: dict[str, Callable[[nn.Linear], nn.Module]] = {
+LINEARS = {
     "a Function": _rounded_linear,
     "a weight of codes": _coded,
     "a weight of bytes": ByteLinear,
@@ -125,7 +121,7 @@ LINEARS: dict[str, Callable[[nn.Linear], nn.Module]] = {
 }
 
 
-def decoder(kind: str, where: str) -> nn.Module:
+def decoder(kind, where):
     """where: what the path of a Linear has in it."""
     torch.manual_seed(0)
     model = TinyDecoder(layers=1)
@@ -136,7 +132,7 @@ def decoder(kind: str, where: str) -> nn.Module:
     return model.train()
 
 
-POLICIES: dict[str, Any] = {
+POLICIES = {
     "elementwise": "elementwise",
     "auto": "auto",
     "kernel": "kernel",
@@ -148,7 +144,7 @@ POLICIES: dict[str, Any] = {
 @pytest.mark.parametrize("steps", [2, pytest.param(5, marks=pytest.mark.slow)])  # the last run as captured code
 @pytest.mark.parametrize("kind", LINEARS)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_steps_have_the_gradients_that_they_have_without_a_policy(policy: str, kind: str, steps: int) -> None:
+def test_steps_have_the_gradients_that_they_have_without_a_policy(policy, kind, steps):
     for where in ("", "self_attn", "mlp") if steps > 2 else ("",):
         model, plain = decoder(kind, where), decoder(kind, where)
         with warnings.catch_warnings():
@@ -161,6 +157,6 @@ def test_steps_have_the_gradients_that_they_have_without_a_policy(policy: str, k
             assert (one - other).norm() <= 0.01 * other.norm(), where
 
 
-def test_the_kernels_of_norms_stand_in_beside_such_linears() -> None:
+def test_the_kernels_of_norms_stand_in_beside_such_linears():
     handle = recompute.apply(decoder("a Function", ""), POLICIES["layers by kernels"])
     assert "kernel: rms_norm (llama casting)" in handle.explain()

@@ -1,11 +1,7 @@
 """What a rule says of kernels beside where they run: codes of 8 bits, and tiles of tokens."""
 
-from __future__ import annotations
-
 import gc
 import weakref
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -24,14 +20,14 @@ TILES = {"tile": 32}
 LONG = {"rerun": "gemm", "price": 0, "tile": 32, "offload": True, "min_bytes": 0}
 
 
-def rules(**more: Any) -> dict[str, Any]:
+def rules(**more):
     keep = {} if "rerun" in more else {"keep": "gemm"}  # of which some are thin in a model this small
     return {"rules": [{"type": "block", "action": "recompute", "via": "kernel", **keep, **more}]}
 
 
 @pytest.mark.parametrize("family", by_default(["llama", "gemma", "phi3", "qwen3", "mistral", "gpt2"], "llama"))
 @pytest.mark.parametrize("settings", by_default({"codes": CODES, "tiles": TILES, "long": LONG}, "long"))
-def test_layers_compute_the_same(family: str, settings: dict[str, Any]) -> None:
+def test_layers_compute_the_same(family, settings):
     model, batch = make(family), batch_of(family, length=64, size=2)
     found = recompute.verify(model, batch, policy=rules(**settings))
     if settings is CODES:
@@ -49,18 +45,18 @@ def test_layers_compute_the_same(family: str, settings: dict[str, Any]) -> None:
         ("gpt2", CODES, "mlp (gelu_tanh), what c_fc gives in 8 bits"),
     ],
 )
-def test_explain_says_what_kernels_are_told(family: str, settings: dict[str, Any], note: str) -> None:
+def test_explain_says_what_kernels_are_told(family, settings, note):
     with recompute.apply(make(family), rules(**settings)) as handle:
         assert f"kernel: {note}" in handle.explain(wide=True)
 
 
-def adapted(dropout: float = 0.0) -> torch.nn.Module:
+def adapted(dropout=0.0):
     config = LoraConfig(r=4, lora_dropout=dropout, target_modules="all-linear")
     return get_peft_model(make("llama"), config)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_mlps_with_adapters_compute_the_same_in_tiles(dropout: float) -> None:
+def test_mlps_with_adapters_compute_the_same_in_tiles(dropout):
     """Adapters that drop run on all tokens at once: tiles would draw other numbers."""
     model = adapted(dropout)
     found = recompute.verify(model, batch_of("llama", length=64, size=2), policy=rules(**LONG))
@@ -69,7 +65,7 @@ def test_mlps_with_adapters_compute_the_same_in_tiles(dropout: float) -> None:
         assert "an MLP with adapters, 32 tokens at a time" in handle.explain(wide=True)
 
 
-def test_a_model_with_adapters_dies_after_it_ran_in_tiles() -> None:
+def test_a_model_with_adapters_dies_after_it_ran_in_tiles():
     model, batch = adapted(), batch_of("llama", length=64, size=2)
     with recompute.apply(model, rules(**TILES)):
         model(**batch).loss.backward()
@@ -80,10 +76,10 @@ def test_a_model_with_adapters_dies_after_it_ran_in_tiles() -> None:
 
 
 @pytest.mark.parametrize("make", [lambda: make("llama"), adapted], ids=["plain", "adapted"])
-def test_tiles_hold_less_and_their_peak_is_lower(make: Callable[[], torch.nn.Module]) -> None:
+def test_tiles_hold_less_and_their_peak_is_lower(make):
     model, batch = make(), batch_of("llama", length=256, size=2)
 
-    def measured(**settings: Any) -> Any:
+    def measured(**settings):
         with recompute.apply(model, rules(**settings)):
             for _ in range(2):
                 model(**batch).loss.backward()
@@ -98,14 +94,14 @@ def test_tiles_hold_less_and_their_peak_is_lower(make: Callable[[], torch.nn.Mod
 @pytest.mark.parametrize(
     ("family", "type_name"), [("llama", "block"), *slow(("llama", "*MLP"), ("starcoder2", "block"))]
 )
-def test_stats_count_what_is_held(family: str, type_name: str, settings: dict[str, Any], held: float) -> None:
+def test_stats_count_what_is_held(family, type_name, settings, held):
     """held: bytes of each number of what the first Linears give."""
     torch.manual_seed(0)
     config = transformers.Starcoder2Config(**SHAPE, residual_dropout=0.0, embedding_dropout=0.0)
     model = make(family) if family == "llama" else transformers.AutoModelForCausalLM.from_config(config).train()
     batch = batch_of("llama", length=64, size=2)
 
-    def kept(**settings: Any) -> tuple[int, int]:
+    def kept(**settings):
         given = {"rules": [{**rules(**settings)["rules"][0], "type": type_name}]}
         with recompute.apply(model, given) as handle:
             for _ in range(2):

@@ -1,10 +1,8 @@
 """Under a policy that may round, attention with one head of keys runs by fused kernels: Falcon's under `auto`."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -16,13 +14,13 @@ from recompute.substitution.whole_heads import WholeHeads
 class SharedKeys(nn.Module):
     """Attention of several heads of queries to one head of keys and values."""
 
-    def __init__(self, heads: int = 4, width: int = 16):
+    def __init__(self, heads=4, width=16):
         super().__init__()
         self.heads, self.width = heads, width
         self.project = nn.Linear(heads * width, (heads + 2) * width)
         self.out = nn.Linear(heads * width, heads * width)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         batch, tokens, _ = x.shape
         query, keys = self.project(x).split([self.heads * self.width, 2 * self.width], -1)
         query = query.view(batch, tokens, self.heads, self.width).transpose(1, 2)
@@ -32,9 +30,9 @@ class SharedKeys(nn.Module):
 
 
 class _Names(TorchDispatchMode):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.names: list[str] = []
+        self.names = []
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         self.names.append(op._schema.name)
@@ -46,15 +44,13 @@ class _Names(TorchDispatchMode):
     [(1, torch.bfloat16, 4), (2, torch.bfloat16, 2), (1, torch.float32, 1)],
     ids=["one head", "two heads", "float32"],
 )
-def test_only_one_head_of_keys_in_16_bits_is_copied(
-    key_heads: int, dtype: torch.dtype, heads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_one_head_of_keys_in_16_bits_is_copied(key_heads, dtype, heads, monkeypatch):
     monkeypatch.setattr(whole_heads, "is_on_cuda", lambda tensor: True)
     query, key = torch.randn(2, 4, 8, 16, dtype=dtype), torch.randn(2, key_heads, 8, 16, dtype=dtype)
     assert whole_heads.whole_heads(query, key, key)[0].shape[1] == heads
 
 
-def test_attention_is_the_same_with_whole_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_is_the_same_with_whole_heads(monkeypatch):
     monkeypatch.setattr(whole_heads, "is_on_cuda", lambda tensor: True)
     block = SharedKeys().bfloat16()
     x = torch.randn(2, 8, 64, dtype=torch.bfloat16)
@@ -68,7 +64,7 @@ def test_attention_is_the_same_with_whole_heads(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("via", "writes_scores"), [("auto", False), ("hook", True)])
-def test_a_policy_that_may_round_writes_no_scores(via: str, writes_scores: bool) -> None:
+def test_a_policy_that_may_round_writes_no_scores(via, writes_scores):
     torch.manual_seed(0)
     block = SharedKeys(heads=8, width=64).to("cuda", torch.bfloat16)
     plain = [parameter.detach().clone() for parameter in block.parameters()]

@@ -1,14 +1,8 @@
-"""Two processes with a gloo group between them that share a decoder out, whose layers are compiled, or not."""
+"""Two processes that share a decoder out, whose layers are compiled, or not."""
 
-from __future__ import annotations
-
-from concurrent.futures import ProcessPoolExecutor
-from datetime import timedelta
-from multiprocessing import get_context
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from functorch.compile import min_cut_rematerialization_partition
 from models import held
 from tiny import decoder, next_token_loss, rule, rules, token_ids
@@ -42,30 +36,7 @@ class Seen(NamedTuple):
     """In each graph: forward's and backward's."""
 
 
-def seen_by_two(folder):
-    """By rank: what each way was, compiled or not, under each policy, and compiled without one."""
-    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        futures = [pool.submit(_all, rank, f"file://{folder / 'store'}") for rank in range(2)]
-        return [future.result(timeout=900) for future in futures]
-
-
-def _all(rank, store):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(minutes=10))
-    try:
-        cases = [
-            (way, name, compiled)
-            for way in WAYS
-            for name in POLICIES
-            for compiled in (False, True)
-            if compiled or name != "none"
-        ]
-        return {case: _train(*case) for case in cases}
-    finally:
-        dist.destroy_process_group()
-
-
-def _train(way, name, compiled):
+def train(way, name, compiled):
     """Tensor parallel, policy, compile, fully_shard: in the order of torchtitan."""
     torch.compiler.reset()
     model = decoder()
