@@ -30,12 +30,17 @@ class EarlierCalls:
     """The calls so far by what they compute, and the statement that was next when each was last asked for."""
     _same: dict[int, int] = field(default_factory=dict)
     """For the buffer of a call that does not run, the one of the earlier call."""
+    _own: set[int] = field(init=False)
+    """The buffers that others get, each of which is to have memory of its own."""
     _sizes: dict[int, Use] = field(default_factory=dict)
     """For the buffer of absolute values, whose these are."""
 
     def __post_init__(self) -> None:
         buffers = self.recording.buffers
         self._changed = {buffer.root for number, buffer in enumerate(buffers) if buffer.root != number}
+        functions = [call for call in self.recording.calls if not isinstance(call.op, torch._ops.OpOverload)]
+        held = {use.buffer for call in functions for use in call.uses()}  # which they may write to, even in backward
+        self._own = self.recording.given_away | held
 
     def resolved(self, value: Any) -> Any:
         """A call's argument, with what an earlier call has given in the place of what none gives."""
@@ -67,7 +72,7 @@ class EarlierCalls:
             return False
         numbers = [*call.results, *[use.buffer for use in call.uses()]]
         roots = {self.recording.buffers[number].root for number in numbers if number is not None}
-        return roots.isdisjoint(self._changed) and self.recording.given_away.isdisjoint(call.results)
+        return roots.isdisjoint(self._changed) and self._own.isdisjoint(call.results)
 
     def largest_size(self, call: Call, has: Callable[[int], bool]) -> Call:
         """A norm in the place of the greatest absolute value: ATen reads each number once, in any order of memory.

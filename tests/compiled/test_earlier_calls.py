@@ -4,7 +4,7 @@ from functools import reduce
 
 import pytest
 import torch
-from capture_testing import Around, Twins, body, tokens, train
+from capture_testing import Around, Twins, body, linear, tokens, train
 from generated_testing import written
 
 from recompute.compiled.earlier_calls import MAX_DISTANCE
@@ -38,6 +38,26 @@ def test_outputs_have_memory_of_their_own():
     twins.settle(train(x := tokens()))
     one, other = twins.under(x)
     assert one.data_ptr() != other.data_ptr()
+
+
+class WritesWhatItKeeps(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.x = x
+        return torch.ones(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        result: Tensor = ctx.x.mul_(gradient)
+        return result
+
+
+def test_what_a_function_is_given_has_memory_of_its_own() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        one, other = self.linear(x), self.linear(x)
+        return one.sin() * one + WritesWhatItKeeps.apply(other)
+
+    Twins(Around(body(forward, linear=linear()))).settle(train(tokens()))
 
 
 @pytest.mark.parametrize(
