@@ -40,14 +40,9 @@ def grow_inner_list(value):
     value["losses"][-1].append(0)
 
 
-class Table(dict):
-    def __init__(self, count):
-        super().__init__(dict.fromkeys(range(count), 0))
-
-
 class Attributes(dict):
-    def __init__(self, **given):
-        super().__init__(**given)
+    def __init__(self, rows):
+        super().__init__(rows=rows)
         self.__dict__ = self
 
 
@@ -56,7 +51,7 @@ class Slots:
     rows: list[int]
 
 
-Rows, Named = type("Rows", (list,), {}), namedtuple("Named", "rows")
+Rows, Table, Named = type("Rows", (list,), {}), type("Table", (dict,), {}), namedtuple("Named", "rows")
 
 
 CONTAINERS = {
@@ -68,9 +63,9 @@ CONTAINERS = {
     "counter": (Counter, lambda value: value.update("a")),
     "dict of lists": (lambda: defaultdict(list), grow_inner_list),
     "list that has itself": (lambda: (one := [], one.append(one))[0], lambda value: value[0].append(0)),
-    "subclass of dict": (lambda: Table(2), lambda value: value.update({len(value): 0})),
+    "subclass of dict": (lambda: Table({0: 0}), lambda value: value.update({len(value): 0})),
     "subclass of list": (lambda: Rows([0]), lambda value: value.append(0)),
-    "subclass of dict that is its attributes": (lambda: Attributes(rows=[]), lambda value: value.rows.append(0)),
+    "subclass of dict that is its attributes": (lambda: Attributes([]), lambda value: value.rows.append(0)),
     "user dict": (UserDict, lambda value: value.update({len(value): 0})),
     "user list": (UserList, lambda value: value.append(0)),
     "chain map": (lambda: ChainMap({}, {}), lambda value: value.update({len(value): 0})),

@@ -90,6 +90,7 @@ class _HeldObject(Copier):
         self.before = self.copy(value)
         del self._made
         self.fingerprint = fingerprint(value)
+        self.was_changed = False
 
     def leaf(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -98,14 +99,19 @@ class _HeldObject(Copier):
             self._others.append(value)
         return value
 
+    def settle(self) -> None:
+        """At the end of the frame: note whether it changed the object, as it would again."""
+        self.was_changed = fingerprint(self.value()) != self.fingerprint
+
     def changed(self) -> bool:
         """Whether a tensor in it has been modified in place: that state cannot be put back."""
         return any(version_of(tensor) != version for tensor, version in self._versions)
 
     def restore(self) -> Any:
-        """The object as it was when the frame began: itself if it is now as it was, else a copy."""
+        """The object as it was when the frame began: itself if nobody has changed it since, else a copy."""
         value = self.value()
-        return value if fingerprint(value) == self.fingerprint else Copier(OBJECT).copy(self.before)
+        as_it_was = not self.was_changed and fingerprint(value) == self.fingerprint
+        return value if as_it_was else Copier(OBJECT).copy(self.before)
 
 
 class HeldArguments(Copier):
@@ -167,6 +173,8 @@ class HeldArguments(Copier):
 
         Returns the tensors that were given, and those of them that are held as they are.
         """
+        for opaque in self._opaque:
+            opaque.settle()
         given, kept = [], []
         for held in self._tensors.values():
             if held.original is not None:

@@ -15,7 +15,7 @@ import sys
 from argparse import Namespace
 from array import array
 from collections import ChainMap, OrderedDict, UserDict, UserList, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -31,6 +31,7 @@ from recompute.engine.saved_tensors import version_of
 COLLECTION, RECORD, OBJECT = range(3)
 """What a copier enters: containers of any class; dataclasses and pytrees, too; and all else that has attributes."""
 NUMBERS = frozenset((int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size))
+_are_numbers = NUMBERS.issuperset
 _ATOMS = NUMBERS | {Tensor, nn.Parameter}
 _WHOLE = (Tensor, nn.Module, type, enum.Enum, functools.partial, MethodType, ModuleType, torch.Size, *GENERATORS)
 _DICTS = (OrderedDict, defaultdict, dict)
@@ -141,16 +142,17 @@ class Copier:
         if kind in _ATOMS:
             return self.leaf(value)
         if kind is tuple:
-            return value if _are_numbers(value) else tuple([self.copy(item) for item in value])
+            return value if _are_numbers(map(type, value)) else tuple([self.copy(item) for item in value])
         if (made := self._made.get(id(value))) is not None:
             return made
         if kind is list:
             made = self._made[id(value)] = []
-            made += value if _are_numbers(value) else [self.copy(item) for item in value]
+            made += value if _are_numbers(map(type, value)) else [self.copy(item) for item in value]
             return made
         if kind is dict:
             made = self._made[id(value)] = {}
-            made |= value if _are_numbers(value.values()) else {key: self.copy(item) for key, item in value.items()}
+            is_flat = _are_numbers(map(type, value.values()))
+            made |= value if is_flat else {key: self.copy(item) for key, item in value.items()}
             return made
         contents = contents_of(kind)
         if contents is None or contents.rank > self.rank or (contents.rank == OBJECT and not self._depth):
@@ -230,10 +232,6 @@ class _Mapper(Copier):
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     """``value`` with each leaf of its containers, dataclasses and registered pytrees replaced."""
     return _Mapper(function).copy(value)
-
-
-def _are_numbers(values: Iterable[Any]) -> bool:
-    return NUMBERS.issuperset(map(type, values))
 
 
 def _is_longer(value: Any, most: int) -> bool:
