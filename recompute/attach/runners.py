@@ -60,8 +60,8 @@ class OuterRunner(Runner):
         if any(isinstance(each, Tensor) and each.requires_grad for each in values):
             cache.warned_of_evaluation = True
             warn(
-                f"{self.statistics.name} runs in evaluation mode with gradients enabled. There its policy does nothing, "
-                "except that kernels stand in. Call model.train() before training; evaluate under torch.no_grad()."
+                f"{self.statistics.name} runs in evaluation mode with gradients enabled. Its policy does nothing "
+                "there, except that kernels stand in. Call model.train() before training; evaluate under torch.no_grad()."
             )
 
 
