@@ -61,7 +61,7 @@ class OuterRunner(Runner):
             cache.warned_of_evaluation = True
             warn(
                 f"{self.statistics.name} runs in evaluation mode with gradients enabled. Its policy does nothing "
-                "there, except that kernels stand in. Call model.train() before training; evaluate under torch.no_grad()."
+                "there, except that kernels stand in. Call model.train() to train, or evaluate under torch.no_grad()."
             )
 
 
