@@ -402,7 +402,7 @@ def test_the_claims_of_the_first_page_are_those_of_the_results() -> None:
     (time, peak), (other_time, other_peak) = beside(0), beside(1)
     compiled, experts = rows_of("llama-8b-compiled-h200"), rows_of("experts-h100", length=16384)
     (lean, lean_ms), (fast, fast_ms) = shown(experts["auto"]), shown(experts["torch-compile"])
-    sharded = json.loads((RESULTS / "distributed-h100" / "fsdp2-auto-16k-2.json").read_text(encoding="utf-8"))["ranks"]
+    sharded = json.loads((RESULTS / "distributed-h200" / "fsdp2-auto-16k-4.json").read_text(encoding="utf-8"))["ranks"]
     with_, without = ([rank[way] for rank in sharded] for way in ("with", "without"))
     gib, ms = ([max(each[key] for each in way) for way in (with_, without)] for key in ("peak_bytes", "step_ms"))
     text = " ".join(README.read_text(encoding="utf-8").split())

@@ -305,15 +305,13 @@ class LazyLogits(LazyTensor):
         head = replace(self._head, **dict(zip(names, self.operands, strict=False)))
         return head.moved(lambda rows: rows.reshape(-1, rows.shape[-1]))
 
-    def divergence(self, other: LazyLogits, beta: float | None = None) -> Any:
-        """KL(this, other), (...); NotImplemented for what no kernel computes.
-
-        beta: the weight of ``other`` in a mixture, for the Jensen-Shannon divergence with it.
-        """
+    def divergence(self, other: LazyLogits, kind: str, beta: float) -> Any:
+        """That of this and the other, (...), as ``KnownSum`` has it; NotImplemented for what no kernel computes."""
         from recompute.kernels.linear_divergence import linear_divergence
 
         student, teacher = (self, other) if self.requires_grad else (other, self)
-        kind = "jsd" if beta is not None else "reverse_kl" if student is self else "forward_kl"
+        if kind == "kl":
+            kind = "reverse_kl" if student is self else "forward_kl"
         ours, theirs = student.score_settings(), teacher.score_settings()
         if ours is None or theirs is None or len(student.operands) + len(teacher.operands) > 6:
             return NotImplemented
@@ -330,7 +328,7 @@ class LazyLogits(LazyTensor):
                 teacher_bias=teacher_bias,
                 **(names[0] | names[1]),
                 kind=kind,
-                beta=0.5 if beta is None else beta if student is self else 1.0 - beta,
+                beta=beta if student is self else 1.0 - beta,
                 temperature=temperature,
                 logits_bytes=student._head.logits_bytes,
             )

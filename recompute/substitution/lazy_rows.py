@@ -7,6 +7,7 @@ few numbers a row is computed from the heads' inputs and weights. There are kern
     -(softmax(logits, -1) * log_softmax(logits, -1)).sum(-1)     the entropy
     kl_div(log_softmax(a, -1), softmax(b, -1), ...).sum(-1)      a divergence of two heads, one of which trains
     beta * KL(q, m) + (1 - beta) * KL(p, m)                      theirs from a mixture m, however it is written
+    (p - q).abs().sum(-1)                                        their total variation
 
 All else is computed from logits of a few rows at a time, which backward makes again; also where other tensors, as a
 teacher's logits, take part. Functions that are not in these tables get the values, and so make the logits.
@@ -40,6 +41,7 @@ from recompute.substitution.lazy_tensors import (
     values_of,
 )
 from recompute.substitution.word_terms import (
+    ABSOLUTES,
     ADDITIONS,
     DIFFERENCES,
     DIVISIONS,
@@ -65,7 +67,8 @@ REDUCTIONS = TOTALS | LOGSUMEXPS | {Tensor.argmax, torch.argmax, Tensor.amax, to
 """Functions that make one number of a row."""
 _SUMS = frozenset({Tensor.sum, torch.sum})
 _LINEAR = PRODUCTS | NEGATIONS | ADDITIONS | DIFFERENCES | DIVISIONS
-_ELEMENTWISE = _LINEAR | EXPONENTIALS | LOGARITHMS | {Tensor.__rsub__, Tensor.square, torch.square, torch.logaddexp}
+_OTHERS = frozenset({Tensor.__rsub__, Tensor.square, torch.square, torch.logaddexp})
+_ELEMENTWISE = _LINEAR | EXPONENTIALS | LOGARITHMS | ABSOLUTES | _OTHERS
 _NO_WORD = -(2**62)
 """No index is ignored: PyTorch's ``gather`` refuses what is out of bounds."""
 
@@ -234,7 +237,7 @@ class LazyRows(LazyTensor):
             return NotImplemented
         p, *others = ({id(each): each for each in self._logits}[name] for name in known.of)
         if others:
-            found = p.divergence(others[0], known.beta)
+            found = p.divergence(others[0], known.kind, known.beta)
             return found if found is NotImplemented else found.mul(known.factor).add(known.offset)
         return p.entropies().mul(-known.factor).add(known.offset)
 

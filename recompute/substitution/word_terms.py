@@ -2,7 +2,8 @@
 
 Entropies and divergences are such sums, however people write them. A term's key is (probability, logarithm). A
 probability is known by the id of the logits that it is of. A logarithm is that of a probability, or of a mixture of
-several. 0 stands for neither: the term of (0, 0) is a number.
+several. 0 stands for neither: the term of (0, 0) is a number. In the place of a probability there may be the distance
+of two, ``|p - q|``, as in a total variation.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ from recompute.substitution.lazy_tensors import PRODUCTS
 
 Mixture = frozenset[tuple[int, float]]
 """Probabilities and their weights, which add up to 1."""
-Terms = dict[tuple[int, "int | Mixture"], float]
+Distance = frozenset[int]
+"""Of two probabilities."""
+Terms = dict[tuple["int | Distance", "int | Mixture"], float]
 
 LOG_SOFTMAXES = frozenset({F.log_softmax, torch.log_softmax, Tensor.log_softmax, torch.special.log_softmax})
 SOFTMAXES = LOG_SOFTMAXES | {F.softmax, torch.softmax, Tensor.softmax, torch.special.softmax}
 EXPONENTIALS = frozenset({Tensor.exp, torch.exp})
 LOGARITHMS = frozenset({Tensor.log, torch.log})
+ABSOLUTES = frozenset({Tensor.abs, Tensor.__abs__, torch.abs, torch.absolute})
 NEGATIONS = frozenset({Tensor.neg, Tensor.__neg__, torch.neg, torch.negative})
 ADDITIONS = frozenset({Tensor.add, Tensor.__add__, Tensor.__radd__, torch.add})
 DIFFERENCES = frozenset({Tensor.sub, Tensor.__sub__, torch.sub, torch.subtract})
@@ -70,7 +74,8 @@ def renamed(terms: Terms | None, names: dict[int, int]) -> Terms | None:
     names = {0: 0, **names}
     found: Terms = {}
     for (p, log), factor in (terms or {}).items():
-        found = _sum(found, {(names[p], new(log)): factor})
+        probability = names[p] if isinstance(p, int) else frozenset(names[each] for each in p)
+        found = _sum(found, {(probability, new(log)): factor})
     return None if terms is None else found
 
 
@@ -78,10 +83,12 @@ class KnownSum(NamedTuple):
     """What the sum over words is: ``factor`` times a quantity that kernels know, and ``offset``."""
 
     of: tuple[int, ...]
-    """The logits: one for -entropy, p and q for KL(p, q) and for a Jensen-Shannon divergence."""
+    """The logits: one for -entropy, p and q for a divergence."""
     factor: float
     offset: float
-    beta: float | None = None
+    kind: str = "kl"
+    """Of a divergence: "kl" for KL(p, q), "jsd", or "total_variation"."""
+    beta: float = 0.5
     """The weight of the second in the mixture of a Jensen-Shannon divergence."""
 
 
@@ -89,16 +96,18 @@ def known_sum(terms: Terms | None, words: int, tolerance: float) -> KnownSum | N
     """tolerance: the relative rounding of factors that people give."""
     if terms is None:
         return None
-    by_probability: dict[int, dict[int | Mixture, float]] = {}
+    by_probability: dict[Any, dict[int | Mixture, float]] = {}
     offset = 0.0
     for (probability, log), factor in terms.items():
-        if log != 0:
+        if log != 0 or not isinstance(probability, int):
             by_probability.setdefault(probability, {})[log] = factor
         else:
             offset += factor if probability else factor * words
     if not by_probability or 0 in by_probability:
         return None
     (p, of_p), *others = by_probability.items()
+    if not others and not isinstance(p, int):
+        return KnownSum(tuple(p), 2 * of_p[0], offset, "total_variation") if [*of_p] == [0] else None
     if not others:
         return _of_one(p, of_p, offset)
     ((q, of_q),) = others if len(others) == 1 else [(0, {})]
@@ -107,16 +116,19 @@ def known_sum(terms: Terms | None, words: int, tolerance: float) -> KnownSum | N
     if mixture is None or mixture != other or set(weights) != {p, q} or x + y == 0:
         return None
     is_balanced = math.isclose(x / (x + y), weights[p], rel_tol=tolerance)
-    return KnownSum((p, q), x + y, offset, weights[q]) if is_balanced else None
+    return KnownSum((p, q), x + y, offset, "jsd", weights[q]) if is_balanced else None
 
 
 def is_half_of_known(terms: Terms | None) -> bool:
     """Whether this is a factor times KL(p, m), of a mixture m: another such may make a known sum of it."""
     of = {probability for probability, log in terms if log != 0} if terms else set()
-    if terms is None or len(of) != 1 or 0 in of:
+    if terms is None or len(of) != 1:
         return False
     (p,) = of
-    return _own_and_mixture(p, {log: factor for (_, log), factor in terms.items() if log != 0})[0] is not None
+    return (
+        isinstance(p, int)
+        and _own_and_mixture(p, {log: factor for (_, log), factor in terms.items() if log != 0})[0] is not None
+    )
 
 
 def _of_one(p: int, logs: dict[int | Mixture, float], offset: float) -> KnownSum | None:
@@ -179,18 +191,26 @@ def _exponential(a: Terms) -> Terms | None:
 
 
 def _logarithm(a: Terms) -> Terms | None:
-    if not a or not all(p and log == 0 and factor > 0 for (p, log), factor in a.items()):
+    weights = {p: factor for (p, log), factor in a.items() if p and isinstance(p, int) and log == 0 and factor > 0}
+    if not a or len(weights) < len(a):
         return None
-    total = sum(a.values())
-    parts = frozenset((p, factor / total) for (p, _), factor in a.items())
+    total = sum(weights.values())
+    parts = frozenset((p, factor / total) for p, factor in weights.items())
     log: int | Mixture = parts if len(parts) > 1 else next(iter(parts))[0]
     return _sum({(0, log): 1.0}, number(math.log(total)))
+
+
+def _absolute(a: Terms) -> Terms | None:
+    if len(a) != 2 or sum(a.values()) != 0 or not all(p and isinstance(p, int) and log == 0 for p, log in a):
+        return None
+    return {(frozenset(p for p, _ in a if isinstance(p, int)), 0): max(a.values())}
 
 
 _RULES: dict[Any, Callable[..., Terms | None]] = {
     **dict.fromkeys(PRODUCTS, _product),
     **dict.fromkeys(EXPONENTIALS, _exponential),
     **dict.fromkeys(LOGARITHMS, _logarithm),
+    **dict.fromkeys(ABSOLUTES, _absolute),
     **dict.fromkeys(NEGATIONS, _negation),
     **dict.fromkeys(ADDITIONS, _sum),
     **dict.fromkeys(DIFFERENCES, _difference),

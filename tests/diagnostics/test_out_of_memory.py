@@ -255,7 +255,7 @@ def test_the_rule_that_frees_most_lets_a_device_that_ran_out_go_on(caplog: pytes
         ):
             step()
         (report,) = caplog.messages
-        assert re.search(r"out of memory in the (forward of model\.layers\.\d|backward)", report)
+        assert re.search(r"out of memory in the (forward of model\.|backward)", report)
         estimated = re.search(r"takes ([\d.]+) GiB more at its peak", report)
         assert estimated is not None
         assert float(estimated[1]) * 2**30 == pytest.approx(peak - before, rel=0.05)

@@ -552,6 +552,7 @@ DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         0.5 * F.kl_div((0.5 * (ours.softmax(-1) + theirs.softmax(-1))).log(), p, reduction="batchmean")
         for p in (ours.softmax(-1), theirs.softmax(-1))
     ),
+    "total variation": lambda ours, theirs: (theirs.log_softmax(-1).exp() - ours.softmax(-1)).abs().sum(-1) / 2,
     "of other weights": lambda ours, theirs: skewed(ours.log_softmax(-1), theirs.log_softmax(-1)),
 }
 
