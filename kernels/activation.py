@@ -94,7 +94,7 @@ def _gradient(dactive, gate, ACTIVATION: tl.constexpr):
 
 @jit
 def _tile(N, blocks, BLOCK: tl.constexpr):
-    """This program's row, and its columns of the row's N, of which each of ``blocks`` programs takes some."""
+    """This program's row, and its columns. ``blocks`` programs share the row's N columns."""
     program = tl.program_id(0)
     row = (program // blocks).to(tl.int64)
     columns = (program % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

@@ -18,7 +18,7 @@ from recompute.kernels.scores import gap, score, unscore
 
 @jit
 def _of_row(numbers, row, count, other, TARGETS: tl.constexpr):
-    """The row's number, or its ``count`` numbers in lanes, of which those beyond have ``other``."""
+    """The row's number, or its ``count`` numbers in lanes. Lanes beyond them have ``other``."""
     if TARGETS == 1:
         found = tl.load(numbers + row)
     else:

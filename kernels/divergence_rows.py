@@ -57,7 +57,7 @@ class Normalizers(NamedTuple):
 
     student_maxima: Tensor
     student_sums: Tensor
-    """At least 1; 0 of a block in which all logits are -inf, whose probabilities are then 0."""
+    """At least 1; 0 for a block whose logits are all -inf, so that its probabilities are 0."""
     teacher_maxima: Tensor
     teacher_sums: Tensor
 

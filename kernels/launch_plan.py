@@ -66,7 +66,7 @@ noting = _Noting()
 
 
 def noted_launches() -> contextlib.AbstractContextManager[list[Launch]]:
-    """The span in which the launches of this thread are added to the list that this gives."""
+    """Inside, this thread's launches are added to the list that this gives."""
     return swapped(noting, "launches", [])
 
 

@@ -1,6 +1,6 @@
 """LayerNorm: every row less its mean, divided by its standard deviation, then scaled and shifted.
 
-With x, dy: (M, H) and weight, bias: (H,), each of which may be missing, and means over H:
+With x, dy: (M, H) and weight, bias: (H,) or missing, and means over H:
 
     mean = mean(x)                               (M,)
     rstd = 1 / sqrt(mean((x - mean)²) + eps)     (M,)

@@ -348,7 +348,7 @@ def _dense(tensor: Tensor | None) -> Tensor | None:
 
 
 def _rows(x: Tensor) -> tuple[Tensor, int, int, int]:
-    """x, or a dense copy of it, and the three numbers by which ``_starts`` finds its rows."""
+    """x, or a dense copy of it, and the three numbers that ``_starts`` finds its rows by."""
     hidden = x.shape[-1]
     if not x.is_contiguous() and x.stride(-1) == 1 and hidden % 16 == 0 and launch.is_aligned(x):
         sides: list[tuple[int, int]] = []  # size and stride of leading dimensions, merged where they are one

@@ -20,7 +20,7 @@ class TileSettings(NamedTuple):
     stages: int
     """Depth of the pipeline: one tile is computed while ``stages - 1`` are loaded, if shared memory has room."""
     programs: int
-    """How many programs each multiprocessor runs, each of which takes tile after tile; 0: one program for each tile."""
+    """How many programs each multiprocessor runs. Each takes tile after tile; 0: one program for each tile."""
 
 
 WIDE = -1

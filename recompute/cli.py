@@ -316,7 +316,7 @@ def plan(
     frontier: bool = typer.Option(False, "--frontier", help="Show what other budgets give; with --out, a PNG, too."),
     verify: bool = typer.Option(False, "--verify", help="Run the plan; if its peak is off by over 2%, plan again."),
 ) -> None:
-    """Choose the policy with which a model trains fastest within a budget of memory.
+    """Choose the policy that trains a model fastest within a memory budget.
 
     Exits with 1 if --verify finds the plan over the budget.
     """

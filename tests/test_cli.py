@@ -209,8 +209,7 @@ def test_a_bad_option_gives_exit_code_2_and_names_it(config, tmp_path):
     assert (code, "gone.yaml: cannot be read" in output) == (2, True)
     assert recompute("ablate", config, "--device", "tpu")[0] == 2
     code, output = recompute("ablate", config, "--out", "/dev/null/out")
-    assert code == 2
-    assert output.startswith("recompute: /dev/null/out: expected a folder that can be written; ")
+    assert (code, output.partition(" that can")[0]) == (2, "recompute: /dev/null/out: expected a folder")
 
 
 @pytest.mark.parametrize("of_a_factory", [False, True])

@@ -226,7 +226,7 @@ def ablate_as_asked(
     model: ``package.module:factory``, in the place of a configuration and a text.
     options: keys of a configuration, which go before the file's where they are neither None nor empty.
     resume: whether to go on with the rows that are there. overwrite: whether to replace what is there.
-    command: what was asked for, by which an interrupted ablation goes on. tell: is given a line for each row.
+    command: what was asked for; it continues an interrupted ablation. tell: is given a line for each row.
 
     Raises ``AblationError`` or ``PolicyError`` for what cannot be carried out.
     """

@@ -102,7 +102,7 @@ class AblationRow:
 
 
 AXES = ("model", "sequence_length", "batch_size", "dtype")
-"""The keys of a row in which comparisons differ."""
+"""The keys of a row that comparisons differ in."""
 
 
 def place(row: RowDict) -> tuple[Any, ...]:

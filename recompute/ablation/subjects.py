@@ -190,7 +190,7 @@ def _batches(own: Any, batch: Any, steps: int, name: str) -> list[Any]:
 
 
 def _fingerprint(model: nn.Module) -> list[tuple[float, float]]:
-    """Two sums of each parameter, by which models with other weights are told apart."""
+    """Two sums of each parameter. They tell apart models with different weights."""
     with torch.no_grad():
         wide = (parameter.double().flatten() for parameter in model.parameters())
         return [(each.sum().item(), each.square().sum().item()) for each in wide]

@@ -51,7 +51,7 @@ events."""
 
 @dataclass(frozen=True)
 class Baseline:
-    """What the baseline's training gave, with which the others are compared."""
+    """The baseline's training. The others are compared with it."""
 
     losses: tuple[float, ...]
     gradients: dict[int, tuple[Tensor, ...]]

@@ -57,8 +57,8 @@ def apply(
     replace_checkpointing: whether to turn off the model's own checkpointing, of transformers, diffusers, timm or
         torch's ``checkpoint_wrapper``, until the policy is removed. Copies made until then have it off.
     state_hooks: pairs ``(snapshot, restored)``, for state that forward reads in ways that a checkpoint cannot see.
-        ``snapshot()`` is called where a checkpointed module begins. In backward the module runs again inside of the
-        context manager that ``restored(what snapshot returned)`` gives. With hooks nothing is captured.
+        ``snapshot()`` is called where a checkpointed module begins. In backward ``restored(what snapshot returned)``
+        gives a context manager, and the module runs again inside of it. With hooks nothing is captured.
 
     Returns a handle with ``explain()``, ``stats()`` and ``remove()``, which is also a context manager that removes the
     policy at its end.
@@ -127,7 +127,7 @@ def checked_hooks(state_hooks: Any) -> tuple[StateHook, ...]:
         if not (isinstance(hook, (tuple, list)) and len(hook) == 2 and all(map(callable, hook))):
             raise TypeError(
                 f"state_hooks takes pairs of functions, (snapshot, restored), got {hook!r}. snapshot() is called in "
-                "forward; restored(what it returned) gives a context manager, in which the module runs again."
+                "forward; restored(what it returned) gives a context manager, and the module runs again inside of it."
             )
     return hooks
 

@@ -60,8 +60,8 @@ class OuterRunner(Runner):
         if any(isinstance(each, Tensor) and each.requires_grad for each in values):
             cache.warned_of_evaluation = True
             warn(
-                f"{self.statistics.name} runs in evaluation mode with gradients enabled, where its policy does nothing "
-                "but have kernels stand in. To train, call model.train() first; to evaluate, use torch.no_grad()."
+                f"{self.statistics.name} runs in evaluation mode with gradients enabled. Its policy does nothing "
+                "there, except that kernels stand in. Call model.train() to train, or evaluate under torch.no_grad()."
             )
 
 

@@ -45,7 +45,7 @@ def relative_error(tensors: Iterable[Tensor], reference: Iterable[Tensor]) -> fl
 
 
 def wider_dtype(model: nn.Module) -> torch.dtype:
-    """The dtype in which ``model``'s rounding errors show: float32 if it calculates in less, else float64.
+    """The dtype that shows ``model``'s rounding errors: float32 if it calculates in less, else float64.
 
     For bfloat16 and float16, float32 is exact enough, and has the fused attention without which memory runs out.
     """

@@ -256,7 +256,7 @@ def _in_wider_dtype(trial: _Trial, policy: str) -> _Outcome:
     except RuntimeError as error:  # as from an op that has no kernel for float64
         raise UnsupportedError(
             f"under policy {policy} gradients differ, as a kernel's may; by how much is to be measured against the "
-            f"model in {dtype}, in which it does not run: {error}"
+            f"model in {dtype}, and it does not run in that: {error}"
         ) from error
 
 

@@ -113,7 +113,7 @@ def _trusted(modes: list[Any]) -> list[Any]:
 
 @contextmanager
 def under(dispatch: Sequence[Any], functions: Sequence[Any]) -> Iterator[None]:
-    """The span in which just these modes are in force, and those of torch that lie beneath all others."""
+    """Inside, only these modes are in force, and those of torch that lie beneath all others."""
     present = dispatch_modes(), function_modes()
     _put_dispatch_modes(dispatch)
     _put_function_modes(functions)
@@ -177,7 +177,7 @@ class ActiveModes:
         self._functions = function_modes() if count_function_modes() else []
 
     def replayed(self) -> AbstractContextManager[None]:
-        """The span in which these modes are in force again, beside the present ones, which see all of backward."""
+        """Inside, these modes are in force again, beside the present ones, which see all of backward."""
         if not (
             self._dispatch or self._functions or count_dispatch_modes() or count_function_modes() or are_modes_hidden()
         ):

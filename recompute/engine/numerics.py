@@ -109,7 +109,7 @@ class Numerics:
                 put(value)
 
     def replayed(self) -> AbstractContextManager[None]:
-        """The span in which these settings are in force. Afterwards the present ones are again."""
+        """Inside, these settings are in force. Afterwards the present ones are again."""
         present = Numerics()
         return _NOTHING if present._values == self._values else self._instead_of(present)
 
@@ -150,7 +150,7 @@ class Autocast:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """A span in which autocast is as it was then, with a cache that ends with the span."""
+        """Inside, autocast is as it was then, with a cache that ends with the block."""
         with ExitStack() as stack:
             for device, is_enabled, dtype in self._devices:
                 stack.enter_context(torch.autocast(device, dtype, is_enabled, self._caches))
@@ -180,7 +180,7 @@ def autocast_in_force() -> Autocast | None:
 
 
 def autocast_again(then: Autocast | None) -> AbstractContextManager[None]:
-    """The span in which autocast is as it was where ``autocast_in_force`` returned ``then``."""
+    """Inside, autocast is as it was where ``autocast_in_force`` returned ``then``."""
     if then is not None:
         return then.again()
     return _without_autocast() if torch._C._is_any_autocast_enabled() else _NOTHING
@@ -194,7 +194,7 @@ def _without_autocast() -> Iterator[None]:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """The span in which ``dtype`` is the default one."""
+    """Inside, ``dtype`` is the default dtype."""
     present = torch.get_default_dtype()
     _C._set_default_dtype(dtype)
     try:

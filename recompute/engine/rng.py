@@ -200,7 +200,7 @@ class RngState:
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
-        """The span in which the generators have their captured states.
+        """Inside, the generators have their captured states.
 
         At the end they get their present ones back, also after an error (invariant 6).
         """

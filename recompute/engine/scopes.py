@@ -63,7 +63,7 @@ def _goes_without() -> bool:
 
 
 class Scope:
-    """A span of forward in which hooks of ours say what is held in the place of what autograd saves."""
+    """A span of forward where hooks of ours choose what is held for each tensor that autograd saves."""
 
     __slots__ = ()
     is_checkpoint = False
@@ -100,7 +100,7 @@ class Scope:
 
 
 class RecipeScope(Scope):
-    """The span in which outputs that recipes give back are dropped, whichever module saves them.
+    """Inside, outputs that recipes give back are dropped, whichever module saves them.
 
     Scopes inside of another one share its book, so that a module in any of them finds the recipe.
     """
@@ -125,7 +125,7 @@ class RecipeScope(Scope):
 
 
 class KeepScope:
-    """The span in which everything that autograd saves is kept: ``action: keep``, also inside a region that drops.
+    """Inside, everything that autograd saves is kept: ``action: keep``, also inside a region that drops.
 
     Our hooks are taken off for this span. ``torch.func.grad``, which refuses hooks, runs in one.
     """

@@ -52,7 +52,7 @@ is_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as to
 
 @contextmanager
 def swapped(owner: Any, name: str, value: Any) -> Iterator[Any]:
-    """The span in which an attribute has another value. Gives that value."""
+    """Inside, an attribute has another value. Gives that value."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -63,7 +63,7 @@ def swapped(owner: Any, name: str, value: Any) -> Iterator[Any]:
 
 @contextmanager
 def sharing_values() -> Iterator[None]:
-    """The span in which all who ask for a value outside of a backward share it, as in a backward.
+    """Inside, all who ask for a value outside of a backward share it, as in a backward.
 
     Outside of such a span, each time that somebody asks is a span of its own.
     """
@@ -78,7 +78,7 @@ def sharing_values() -> Iterator[None]:
 
 @contextmanager
 def working(work: EngineWork) -> Iterator[None]:
-    """The span in which the engine compresses, decompresses, or copies off the device and back.
+    """Inside, the engine compresses, decompresses, or copies off the device and back.
 
     Ops in it are no ops of the model: no tape takes them for a step.
     """
@@ -87,7 +87,7 @@ def working(work: EngineWork) -> Iterator[None]:
 
 
 def packing_for_recipe() -> AbstractContextManager[Any]:
-    """The span in which tensors are packed for recipes. Autograd may not have saved them, so they are no savings."""
+    """Inside, tensors are packed for recipes. Autograd may not have saved them, so they are no savings."""
     return swapped(local, "packing_for_recipe", True)
 
 

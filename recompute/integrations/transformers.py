@@ -31,7 +31,7 @@ from recompute.substitution.lazy_tensors import LazyTensor
 logger = logging.getLogger(__name__)
 
 _NAME = "recompute"
-"""The name by which the Trainer finds the callback among those that it reports to."""
+"""The Trainer finds the callback by this name among those that it reports to."""
 
 _ADVICE = (
     "Have the model compute its loss from `labels`, or write it as functions of the logits that kernels compute, as "

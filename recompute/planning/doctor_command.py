@@ -31,7 +31,7 @@ _PLURAL = ("logits", "activations", "buffers")
 
 
 class Remedy(NamedTuple):
-    """Changes with which a step fits, its peak and its calculated seconds."""
+    """Changes that make a step fit, and its peak and calculated seconds with them."""
 
     changes: tuple[str, ...]
     """() for the step as it is."""

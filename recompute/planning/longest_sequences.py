@@ -47,7 +47,7 @@ class SequencesThatFit:
 
     gpu: Gpu
     host_nbytes: int
-    """The host's memory, half of which a policy takes at most."""
+    """The host's memory. A policy takes at most half of it."""
     rows: tuple[SequenceThatFits, ...]
 
     @property

@@ -1,4 +1,4 @@
-"""A plan: the policy with which a model trains fastest within a budget, and what a step is predicted to take."""
+"""A plan: the policy that trains a model fastest within a budget, and the predicted memory and time of a step."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Plan:
     note: str
     """A remark on the budget or on the profile; "" if there is none."""
     choice: str = ""
-    """Of a uniform plan, the way in which every region runs that offers it."""
+    """In a uniform plan, the way of every region that offers this way."""
     uniform: Plan | None = None
     """The fastest uniform plan within the budget; None where there is none."""
     frontier: tuple[Solution, ...] = ()

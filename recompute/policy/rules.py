@@ -323,7 +323,7 @@ class Rule(BaseModel):
         if value is not None and key == "hold" and others.get("price", PRICE) != PRICE:
             raise ValueError("expected 'price' or 'hold', not both: each of them says how much runs again")
         if value is not None and key == "tile" and others.get("via") == "hook":
-            raise ValueError("expected no 'tile' beside 'via: hook', by which a module runs as it is written")
+            raise ValueError("expected no 'tile' beside 'via: hook', which runs a module as it is written")
         return value
 
     @field_validator("keep")

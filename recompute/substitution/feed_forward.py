@@ -29,7 +29,7 @@ from recompute.substitution.settings import ANY_SETTINGS, Settings
 
 
 def _known_activations() -> dict[Formula, str]:
-    """The activations that the kernels know, by the formulas by which modules compute them."""
+    """The activations that the kernels know, by the formulas of modules that compute them."""
     tanh = ("tanh", mul((2 / torch.pi) ** 0.5, add(INPUT, mul(0.044715, ("pow", INPUT, 3.0)))))
     # As Megatron and Bloom write it, and FastGELU.
     megatron = ("tanh", mul(mul(0.79788456, INPUT), add(1.0, mul(INPUT, mul(0.044715, INPUT)))))

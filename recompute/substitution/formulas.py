@@ -126,7 +126,7 @@ def takes_one_argument(module: nn.Module) -> bool:
 
 
 _ASK_FOR_DEVICE = {"device", "is_cuda", "is_cpu", "is_meta", "get_device"}
-"""Names by which a forward asks where a tensor is. It is looked at on a device on which nothing trains."""
+"""A forward asks by these names where a tensor is. Forwards are traced on a device where nothing trains."""
 
 
 def _formula_of(module: nn.Module, conditions: Conditions) -> Formula | None:
@@ -191,7 +191,7 @@ def _parameter(given: Tensor, dtype: torch.dtype) -> nn.Parameter:
 
 @contextmanager
 def _looking(training: bool) -> Iterator[None]:
-    """The span in which nothing of what is around has a say, and after which all is as before."""
+    """Inside, no setting from around has an effect. Afterwards everything is as before."""
     before = Autocast()
     with ExitStack() as stack:
         stack.callback(before.put)

@@ -1,4 +1,4 @@
-"""A head's output, of which losses and other few numbers a row are computed without it."""
+"""A head's output. Losses, and other results of a few numbers a row, are computed without making it."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ class LazyLogits(LazyTensor):
         return self._joined(head, dtype or self.dtype, lambda: function(self.value()), ())
 
     def _reshaped(self, function: Any, rest: tuple, kwargs: dict[str, Any]) -> Any:
-        """Lazy only where the last dimension stays whole: rows are then in the order in which they were."""
+        """Lazy only where the last dimension stays whole: rows then keep their order."""
         found = outline(function, self.shape, rest, kwargs, self.dtype)
         shape, dtype = found.shape, found.dtype
         if not shape or shape[-1] != self.shape[-1] or dtype is not self.dtype:
@@ -368,7 +368,7 @@ class LazyLogits(LazyTensor):
         return log_probs
 
     def entropies(self) -> Tensor:
-        """(...), of which a backward is one with that of the log-probabilities, if these were asked for."""
+        """(...). Its backward is one with that of the log-probabilities, if these were asked for."""
         trains = torch.is_grad_enabled() and self.requires_grad
         if self._entropies is None or (trains and not self._entropies.requires_grad):
             self.log_probs(torch.zeros(self.shape[:-1], dtype=torch.int64, device=self.device))

@@ -214,7 +214,7 @@ class LazyTensor(Tensor):
         self._mode = self._deferred.mode = mode
 
     def autocast_as_made(self) -> AbstractContextManager[Any]:
-        """The span in which autocast is as it was where this was made."""
+        """Inside, autocast is as it was where this was made."""
         return autocast_as(self._mode, self.device)
 
     def tell(self, observe: Callable[[str], None]) -> None:
@@ -321,7 +321,7 @@ def outline(function: Any, shape: Sequence[int], rest: tuple, kwargs: dict[str, 
 
 
 def cast_dtype(function: Any, rest: tuple, kwargs: dict[str, Any]) -> torch.dtype | None:
-    """The dtype to which ``function(tensor, *rest, **kwargs)`` casts, if it does no more than that."""
+    """The dtype that ``function(tensor, *rest, **kwargs)`` casts to, if it only casts."""
     if function is Tensor.float:
         return None if rest or kwargs else torch.float32
     if function not in (Tensor.to, Tensor.type) or len(rest) + len(kwargs) != 1 or not (rest or "dtype" in kwargs):
@@ -377,7 +377,7 @@ def mode_of(device: torch.device) -> Mode:
 
 
 def autocast_as(mode: Mode, device: torch.device) -> AbstractContextManager[Any]:
-    """The span in which autocast is as ``mode`` has it."""
+    """Inside, autocast is as ``mode`` has it."""
     _, is_on, dtype = mode
     if mode_of(device)[1:] == (is_on, dtype):
         return nullcontext()

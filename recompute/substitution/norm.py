@@ -33,7 +33,7 @@ class KernelRMSNorm:
 
     weight: str | None
     eps: float | None
-    """None: that of ``torch.nn.RMSNorm``, the epsilon of the dtype in which it computes."""
+    """None: the epsilon of the dtype that it computes in, as ``torch.nn.RMSNorm`` has it."""
     casting: str
     dtypes: frozenset[torch.dtype] | None = None
     """The dtypes that the module computes this for, of both its input and its weight; None: for all."""

@@ -454,7 +454,7 @@ def test_rounding_that_cannot_be_measured_is_said_so() -> None:
             return x
 
     model = nn.Sequential(norms(), OnlyFloat32())
-    with pytest.raises(UnsupportedError, match=r"torch\.float64, in which it does not run: no kernel for Double"):
+    with pytest.raises(UnsupportedError, match=r"torch\.float64, and it does not run in that: no kernel for Double"):
         recompute.verify(model, numbers(8, HIDDEN), policy=KERNELS)
 
 

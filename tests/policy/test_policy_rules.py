@@ -263,7 +263,7 @@ REFUSED = [
     ({"action": "recompute", "tile": 0}, "tile: expected a number of tokens from 1 up, such as 16384; found 0"),
     (
         {"action": "recompute", "via": "hook", "tile": 8},
-        "tile: expected no 'tile' beside 'via: hook', by which a module runs as it is written; found 8",
+        "tile: expected no 'tile' beside 'via: hook', which runs a module as it is written; found 8",
     ),
     ({"action": "recompute", "hold": "much"}, f"hold: {SIZE}, or bytes as '9000B'; found 'much'"),
     (

@@ -159,7 +159,7 @@ def _with_less_and_less_rerun(values: Sequence[Value], ops: Sequence[Op], start:
 
 
 def _without(values: Sequence[Value], ops: Sequence[Op], rerun: Collection[int], left_out: int) -> Cut | None:
-    """The cut in which an op does not run again, nor any op that only it needed; None if a value would be lost."""
+    """The cut without an op, and without the ops that only it needed; None if a value would be lost."""
     producers = {output: index for index in rerun if index != left_out for output in ops[index].outputs}
     needed = [index for index, value in enumerate(values) if value.demanded]
     still: set[int] = set()

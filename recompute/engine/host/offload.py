@@ -78,7 +78,7 @@ class OffloadRegion:
 
 
 class OffloadFrame(Scope):
-    """One execution of a region, and the scope in which what is saved is offloaded."""
+    """One execution of a region, and the scope that offloads what is saved in it."""
 
     holds_elsewhere = True
 

@@ -38,7 +38,7 @@ def run_as_called(op: Any, args: tuple, kwargs: dict[str, Any], name: str) -> An
 
 @contextmanager
 def in_force(keys: Collection[DispatchKey], op: Any, kwargs: dict[str, Any], name: str) -> Iterator[None]:
-    """The span in which autocast is what it was when ``op`` was called, in the module called ``name``."""
+    """Inside, autocast is what it was when ``op`` was called, in the module called ``name``."""
     if op is PINV and DispatchKey.AutocastCPU in keys and kwargs.get("rtol") is not None:
         raise UnsupportedError(
             f"in {name}: torch.linalg.pinv with a tolerance, or torch.pinverse, under autocast on the CPU. Autocast "

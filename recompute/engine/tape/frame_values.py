@@ -170,7 +170,7 @@ class FrameValues:
             self.originals[number] = without_graph(tensor, copy=True)
 
     def bind_new(self, number: int, tensor: Tensor, storage: torch.UntypedStorage, *, holds: bool) -> None:
-        """``bind`` for a storage in which there has been no value."""
+        """``bind`` for a storage that has held no value yet."""
         self.current[storage._cdata] = number
         self._references.append(storage._weak_ref())
         self.versions[number] = version_of(tensor)
@@ -189,7 +189,7 @@ class FrameValues:
             self.held[number], self.versions[number] = tensor, version_of(tensor)
 
     def note_unseen_writes(self) -> None:
-        """Count those values as overwritten to which something has written that the tape does not see."""
+        """Count values as overwritten if something that the tape does not see has written to them."""
         for number, tensor in self.held.items():
             version = self.versions[number]
             if version is not None and version != version_of(tensor):
