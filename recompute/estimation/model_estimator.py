@@ -23,7 +23,7 @@ from recompute.estimation.estimate_options import EstimateOptions
 from recompute.estimation.estimate_result import Advice, Estimate, EstimateSettings, ModuleActivations
 from recompute.estimation.fake_tensors import shapes_chosen_in_turn
 from recompute.estimation.layer_extrapolation import Growth, extrapolated_step
-from recompute.estimation.layer_stacks import find_stacks
+from recompute.estimation.layer_stacks import find_stacks, shortened
 from recompute.estimation.model_and_batch import ModelAndBatch
 from recompute.estimation.module_tracker import LOSS, layer_of, parameter_shapes, pattern_of, unit_of
 from recompute.estimation.optimizer_step import optimizer_peak_nbytes, optimizer_seconds
@@ -216,7 +216,7 @@ class ModelEstimator:
             ]:
                 step = extrapolated_step(finer, governed, self._growth)
             if step is None:
-                with governed() as simulate_all:
+                with governed(partial(shortened, stacks, "to_learn")) as simulate_all:
                     step = simulate_all()
             self._steps[policy, autocast] = step
         return self._steps[policy, autocast]
