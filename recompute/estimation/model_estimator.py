@@ -216,7 +216,8 @@ class ModelEstimator:
             ]:
                 step = extrapolated_step(finer, governed, self._growth)
             if step is None:
-                with governed(partial(shortened, stacks, "to_learn")) as simulate_all:
+                few = partial(shortened, stacks, "to_learn")
+                with governed(few, few) as simulate_all:
                     step = simulate_all()
             self._steps[policy, autocast] = step
         return self._steps[policy, autocast]
@@ -227,10 +228,11 @@ class ModelEstimator:
         policy: Policy | None,
         autocast: bool,
         first: Callable[[], AbstractContextManager[None]] = nullcontext,
+        second: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> Iterator[Callable[[], SimulatedStep]]:
         """Inside, the model is under the policy, which has learned what it does.
 
-        first: what is around the first forward of those in which it learns.
+        first, second: what is around these forwards of those in which it learns.
 
         Yields a function that runs a step of the model with the layers that it then has.
         """
@@ -249,7 +251,7 @@ class ModelEstimator:
                 is_tape = any(meaning_of(rule).mechanism is Mechanism.TAPE for rule in policy.rules)
                 meets = is_tape and not self._has_met_functions
                 self._has_met_functions |= is_tape
-                for around in (*([first] if meets else []), first, nullcontext):
+                for around in (*([first] if meets else []), first, second):
                     with around():
                         run_forward(subject.model, subject.run, surroundings)
             logits: dict[str, Any] = {"tokens": self._tokens(), "classes": self._classes()}
