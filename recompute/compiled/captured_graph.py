@@ -34,7 +34,7 @@ from recompute.engine.checkpoint.module_state import RUNNER
 from recompute.engine.cut.layout import Layout
 from recompute.engine.rng import RngState
 from recompute.engine.tape.exposed_memory import expose_arrays, is_shared
-from recompute.engine.tape.op_arguments import PLAIN, is_frozen_subclass
+from recompute.engine.tape.op_arguments import PLAIN, is_frozen
 from recompute.engine.wrapper_tensors import inner_tensors
 
 
@@ -345,7 +345,7 @@ def runners_in(function: Callable[..., Any], args: tuple) -> Iterator[Any]:
 
 def _as_plain(value: Any) -> Any:
     """A frozen parameter of a class of its own, such as one of 4 bits, as ops below autograd see it."""
-    if not is_frozen_subclass(value):
+    if not is_frozen(value):
         return value
     with torch._C.DisableTorchFunctionSubclass():
         return nn.Parameter(value.detach(), requires_grad=False)

@@ -24,7 +24,7 @@ from torch._guards import TracingContext
 from recompute.compiled.called_methods import CalledMethods
 from recompute.compiled.function_calls import graph_call, object_input, stand_in_for
 from recompute.compiled.recording import NotCapturable, Recording
-from recompute.compiled.traced_stand_ins import stand_in, value_of
+from recompute.compiled.traced_stand_ins import traced_as, value_of
 from recompute.engine.tape.functions import function_op, is_seen, make_whole
 from recompute.engine.thread_state import local, swapped
 from recompute.source_files import OURS, lies_in
@@ -113,7 +113,7 @@ def _prepare_frontend() -> None:
     @_replacing(InliningInstructionTranslator, "build_inline_tracer")
     def noting(begin: Callable[..., Any], parent: Any, function: Any, args: Any, *others: Any, **options: Any) -> Any:
         own = getattr(function, "fn", None)
-        function = _enabled(parent, function, own) or stand_in(parent, own) or function
+        function = _enabled(parent, function, own) or traced_as(parent, own) or function
         if local.is_tracing and _local.called is not None and args:
             _local.called.note(getattr(function, "fn", None), value_of(args[0]))
         return begin(parent, function, args, *others, **options)
@@ -163,7 +163,7 @@ def _take_functions_whole() -> None:
 
     @_replacing(AutogradFunctionVariable, "call_method")
     def whole(call: Callable[..., Any], self: Any, translator: Any, name: str, args: Any, kwargs: Any) -> Any:
-        if name == "apply" and (other := stand_in(translator, self.fn_cls)) is not None:
+        if name == "apply" and (other := traced_as(translator, self.fn_cls)) is not None:
             return other.call_function(translator, args, kwargs)
         if not local.is_tracing or name != "apply" or is_seen(self.fn_cls):
             return call(self, translator, name, args, kwargs)

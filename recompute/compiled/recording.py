@@ -20,15 +20,7 @@ from recompute.engine.cut.ops import DATA_DEPENDENT, EFFECT, NO_TENSOR, Kind, Op
 from recompute.engine.cut.save_plan import LARGEST_COPY
 from recompute.engine.tape.autocast import left_out
 from recompute.engine.tape.functions import FunctionOp
-from recompute.engine.tape.op_arguments import (
-    LISTS,
-    at,
-    generators_of,
-    is_constant,
-    is_frozen_subclass,
-    is_plain,
-    parameter_of,
-)
+from recompute.engine.tape.op_arguments import LISTS, at, generators_of, is_constant, is_frozen, is_plain, parameter_of
 
 _DATA_DEPENDENT = {Tag.data_dependent_output, Tag.dynamic_output_shape}
 
@@ -213,7 +205,7 @@ class Recording:
         is_conjugate = tensor.is_conj()
         if is_conjugate:
             tensor = tensor.conj()  # what is in memory
-        if not is_plain(tensor) and not is_frozen_subclass(tensor):
+        if not is_plain(tensor) and not is_frozen(tensor):
             raise NotCapturable(f"an op reads a {type(tensor).__name__} that is no plain view of a storage")
         number = self._current.get(tensor.untyped_storage()._cdata)
         if number is None and self.is_open:

@@ -14,7 +14,7 @@ from torch import Tensor
 from recompute.engine.thread_state import local
 
 
-def stand_in(translator: Any, function: Any) -> Any:
+def traced_as(translator: Any, function: Any) -> Any:
     """What stands for a function, or for the ``apply`` of an ``autograd.Function``, in a traced region; else None."""
     if not local.is_tracing or function is None:
         return None

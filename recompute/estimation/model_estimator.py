@@ -24,7 +24,7 @@ from recompute.estimation.estimate_options import EstimateOptions
 from recompute.estimation.estimate_result import Advice, Estimate, EstimateSettings, ModuleActivations
 from recompute.estimation.fake_tensors import shapes_chosen_in_turn
 from recompute.estimation.layer_extrapolation import Growth, extrapolated_step
-from recompute.estimation.layer_stacks import find_stacks
+from recompute.estimation.layer_stacks import find_stacks, shortened
 from recompute.estimation.model_and_batch import ModelAndBatch
 from recompute.estimation.module_tracker import LOSS, layer_of, parameter_shapes, pattern_of, unit_of
 from recompute.estimation.optimizer_step import OptimizerStep, simulate_by_shape
@@ -208,7 +208,8 @@ class ModelEstimator:
             ]:
                 step = extrapolated_step(finer, governed, self._growth)
             if step is None:
-                with governed() as simulate_all:
+                few = partial(shortened, stacks, "to_learn")
+                with governed(few, few) as simulate_all:
                     step = simulate_all()
             self._steps[policy, autocast] = step
         return self._steps[policy, autocast]
@@ -219,10 +220,11 @@ class ModelEstimator:
         policy: Policy | None,
         autocast: bool,
         first: Callable[[], AbstractContextManager[None]] = nullcontext,
+        second: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> Iterator[Callable[[], SimulatedStep]]:
         """Inside, the model is under the policy, which has learned what it does.
 
-        first: what is around the first forward of those in which it learns.
+        first, second: what is around these forwards of those in which it learns.
 
         Yields a function that runs a step of the model with the layers that it then has.
         """
@@ -241,7 +243,7 @@ class ModelEstimator:
                 is_tape = any(meaning_of(rule).mechanism is Mechanism.TAPE for rule in policy.rules)
                 meets = is_tape and not self._has_met_functions
                 self._has_met_functions |= is_tape
-                for around in (*([first] if meets else []), first, nullcontext):
+                for around in (*([first] if meets else []), first, second):
                     with around():
                         run_forward(subject.model, subject.run, surroundings)
             logits: dict[str, Any] = {"tokens": self._tokens(), "classes": self._classes()}

@@ -88,7 +88,7 @@ def is_plain(tensor: Tensor) -> bool:
     )
 
 
-def is_frozen_subclass(value: Any) -> bool:
+def is_frozen(value: Any) -> bool:
     """Whether it is a frozen parameter of a class of its own, such as one of codes, that ops see as a plain one."""
     is_own = isinstance(value, nn.Parameter) and type(value) is not nn.Parameter and not value.requires_grad
     return is_own and type(value).__torch_dispatch__ is Tensor.__torch_dispatch__
