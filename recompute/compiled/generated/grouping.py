@@ -21,10 +21,11 @@ import torch
 from recompute.compiled.generated.dropout import DropoutMask
 from recompute.compiled.generated.groupable import NotOneKernel, can_be_generated, elements_of, space_of
 from recompute.compiled.generated.kernel_source import KernelSource
-from recompute.compiled.generated.pointwise_ops import COPIES, EMPTY
+from recompute.compiled.generated.pointwise_ops import COPIES
 from recompute.compiled.generated.row_ops import ROW_OPS
 from recompute.compiled.recording import Recording
 from recompute.compiled.statements import Statement
+from recompute.engine.cut.filled_memory import ALLOCATE
 from recompute.engine.cut.ops import FACTORY, Kind, facts, facts_of_call
 
 MAX_CALLS = 48
@@ -56,7 +57,7 @@ class Grouping:
         self.fits = [self._fits(statement) for statement in self.statements]
         self._depends()
         for index, statement in enumerate(self.statements):
-            if self.fits[index] and statement.call is not None and statement.call.op in EMPTY:
+            if self.fits[index] and statement.call is not None and statement.call.op in ALLOCATE:
                 self.fits[index] = self._is_filled(index)
         unread = self._leave_out_unread()
         for index in reversed(range(len(self.statements))):
