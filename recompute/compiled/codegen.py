@@ -22,8 +22,7 @@ from recompute.compiled.generated.dropout import DropoutMask, mask_of
 from recompute.compiled.generated.fusing import fused
 from recompute.compiled.generated.generated_kernel import GeneratedKernel
 from recompute.compiled.generated.out_of_place import out_of_place
-from recompute.compiled.generated.row_sums import InTurn, index_put_rows, is_in_turn, keeps_bits, rows_added
-from recompute.compiled.generated.safe_softmax import is_safe_softmax, safe_softmax
+from recompute.compiled.generated.row_sums import by_kernel
 from recompute.compiled.generated.switch import Generates
 from recompute.compiled.held_inputs import HELPERS
 from recompute.compiled.recording import Buffer, Call, ObjectUse, Recording, Use, uses_in
@@ -84,18 +83,14 @@ class Code:
         if (mask := mask_of(call, self.recording)) is not None:
             self._dropout(call, mask, again, state)
             return
-        if self.recording.is_generated and call.written and (again or self._makes(call.written[0][0])):
+        is_ours = self.recording.is_generated and (again or all(self._makes(before) for before, _ in call.written))
+        if is_ours and call.written:
             call = out_of_place(call, self.recording) or call
         rounds = self.recording.is_generated and self.recording.generates is Generates.ROUNDED
         if rounds and call.op in READERS:
             parts = {use: self._part(use, again) for use in call.uses()}
             call = call._replace(args=_with(call.args, parts), kwargs=_with(call.kwargs, parts))
-        adds_rows = in_turn = False
-        added = rows_added(call, self.recording, self._has) if self.recording.is_generated else None
-        if added is not None:
-            in_turn = not (rounds or keeps_bits(added))
-            adds_rows = not in_turn or is_in_turn(added)
-            call = added._replace(args=(*added.args, in_turn)) if adds_rows else call
+        call, ours = by_kernel(call, self.recording, self._has) if is_ours else (call, None)
         if again and call.written:
             for before, after in call.written:
                 name = self.tensors[after] = f"t{after}"
@@ -114,9 +109,6 @@ class Code:
                 self._overwritten.add(before)
         variables = {use.buffer: self._memory(use, again) for use in call.uses()}
         writes = tuple([self.tensors[after] for _, after in call.written])
-        is_safe = self.recording.is_generated and is_safe_softmax(call, self.recording)
-        of_rows = InTurn() if in_turn else PlannedCall(index_put_rows)
-        ours = of_rows if adds_rows else safe_softmax if is_safe else None
         function = self._function(call.op) if ours is None else self.named(ours)
         text = f"{function}({', '.join(arguments)})"
         if makes:

@@ -14,8 +14,9 @@ import torch
 from torch import Tag
 
 from recompute.compiled.generated.groupable import can_be_generated
-from recompute.compiled.generated.pointwise_ops import COPIES, EMPTY, FLOATS
+from recompute.compiled.generated.pointwise_ops import COPIES, FLOATS
 from recompute.compiled.recording import Call, Recording, Use
+from recompute.engine.cut.filled_memory import ALLOCATE
 from recompute.engine.cut.ops import Kind, facts, facts_of_call
 
 _ATEN = torch.ops.aten
@@ -66,7 +67,7 @@ class EarlierCalls:
 
     def _is_alike_each_time(self, call: Call) -> bool:
         known = facts_of_call(call.op, call.args, call.kwargs) if call.op in COPIES else facts(call.op)
-        if known.kind is not Kind.PURE or known.is_foreign or call.written or call.op in EMPTY:
+        if known.kind is not Kind.PURE or known.is_foreign or call.written or call.op in ALLOCATE:
             return False
         if Tag.nondeterministic_seeded in call.op.tags or None in call.results:
             return False

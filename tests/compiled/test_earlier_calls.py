@@ -42,18 +42,17 @@ def test_outputs_have_memory_of_their_own():
 
 class WritesWhatItKeeps(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx, x):
         ctx.x = x
         return torch.ones(x.shape)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        result: Tensor = ctx.x.mul_(gradient)
-        return result
+    def backward(ctx, gradient):
+        return ctx.x.mul_(gradient)
 
 
-def test_what_a_function_is_given_has_memory_of_its_own() -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
+def test_what_a_function_is_given_has_memory_of_its_own():
+    def forward(self, x):
         one, other = self.linear(x), self.linear(x)
         return one.sin() * one + WritesWhatItKeeps.apply(other)
 

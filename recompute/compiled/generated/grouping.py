@@ -21,10 +21,12 @@ import torch
 from recompute.compiled.generated.dropout import DropoutMask
 from recompute.compiled.generated.groupable import NotOneKernel, can_be_generated, elements_of, space_of
 from recompute.compiled.generated.kernel_source import KernelSource
-from recompute.compiled.generated.pointwise_ops import EMPTY
+from recompute.compiled.generated.pointwise_ops import COPIES
 from recompute.compiled.generated.row_ops import ROW_OPS
 from recompute.compiled.recording import Recording
 from recompute.compiled.statements import Statement
+from recompute.engine.cut.filled_memory import ALLOCATE
+from recompute.engine.cut.ops import FACTORY, Kind, facts, facts_of_call
 
 MAX_CALLS = 48
 """In one kernel."""
@@ -55,7 +57,7 @@ class Grouping:
         self.fits = [self._fits(statement) for statement in self.statements]
         self._depends()
         for index, statement in enumerate(self.statements):
-            if self.fits[index] and statement.call is not None and statement.call.op in EMPTY:
+            if self.fits[index] and statement.call is not None and statement.call.op in ALLOCATE:
                 self.fits[index] = self._is_filled(index)
         unread = self._leave_out_unread()
         for index in reversed(range(len(self.statements))):
@@ -74,12 +76,21 @@ class Grouping:
         """The statements whose values nobody reads, as what a dropout gives where backward needs its mask alone."""
         unread: set[int] = set()
         for index in reversed(range(len(self.statements))):
-            if self.fits[index] and index not in self.at_end and unread.issuperset(self.readers[index]):
+            is_unread = index not in self.at_end and unread.issuperset(self.readers[index])
+            if is_unread and (self.fits[index] or self._only_gives(self.statements[index])):
                 unread.add(index)
                 self.fits[index] = False
         for readers in self.readers:
             readers[:] = [reader for reader in readers if reader not in unread]
         return unread
+
+    def _only_gives(self, statement: Statement) -> bool:
+        """Whether all that a statement does is to give, or to change, tensors that statements have made."""
+        call = statement.call
+        if call is None or not self.own.issuperset((*statement.writes, *statement.makes)):
+            return False
+        known = facts_of_call(call.op, call.args, call.kwargs) if call.op in COPIES else facts(call.op)
+        return not known.is_foreign and (known.kind in (Kind.PURE, Kind.IN_PLACE) or known.reason == FACTORY)
 
     def _is_filled(self, index: int) -> bool:
         """Whether generated kernels fill what a statement gives, part by part, before anybody reads it."""

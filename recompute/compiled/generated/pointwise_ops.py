@@ -16,6 +16,7 @@ from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as Promotion
 from torch._prims_common import elementwise_dtypes
 
 from recompute.compiled.recording import Call, Use
+from recompute.engine.cut.filled_memory import ALLOCATE
 
 _ATEN = torch.ops.aten
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -156,14 +157,6 @@ def _compare(operator: str) -> Row:
     return Row(("self", "other"), f"{{self}} {operator} {{other}}", Promotion.ALWAYS_BOOL, takes_all=True)
 
 
-EMPTY = (
-    _ATEN.empty.memory_format,
-    _ATEN.empty_like.default,
-    _ATEN.empty_strided.default,
-    _ATEN.new_empty.default,
-    _ATEN.new_empty_strided.default,
-)
-"""What gives memory with anything in it."""
 _BINARY = ("self", "other")
 ROWS: dict[Any, Row] = {
     _ATEN.add.Tensor: Row(_BINARY, _add),
@@ -210,7 +203,7 @@ ROWS: dict[Any, Row] = {
     _ATEN.zeros.default: _constant(0),
     _ATEN.new_zeros.default: _constant(0),
     _ATEN.zeros_like.default: _constant(0),
-    **dict.fromkeys(EMPTY, _constant(0)),
+    **dict.fromkeys(ALLOCATE, _constant(0)),
     _ATEN.ones.default: _constant(1),
     _ATEN.ones_like.default: _constant(1),
     _ATEN.logical_and.default: Row(_BINARY, "({self} != 0) & ({other} != 0)", Promotion.ALWAYS_BOOL, takes_all=True),

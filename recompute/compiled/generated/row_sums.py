@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from recompute.compiled.generated.pointwise_ops import FLOATS, arguments_of
+from recompute.compiled.generated.safe_softmax import is_safe_softmax, safe_softmax
+from recompute.compiled.generated.switch import Generates
 from recompute.compiled.recording import Call, Recording, Use
 from recompute.engine.bit_comparison import count_different
 from recompute.engine.thread_state import is_in_cuda_graph
@@ -63,6 +65,24 @@ def _sums(
 def _inverses(permutation, inverse, count, BLOCK: tl.constexpr):
     position = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(inverse + tl.load(permutation + position, position < count), position, position < count)
+
+
+def by_kernel(call: Call, recording: Recording, has: Callable[[int], bool]) -> tuple[Call, Callable[..., Any] | None]:
+    """A call, and what runs it in the place of ATen's op, by arguments of its own; None if nothing does.
+
+    has: whether it may read a buffer.
+    """
+    if is_safe_softmax(call, recording):
+        return call, safe_softmax
+    if (order := inverted(call, recording)) is not None:
+        call = call._replace(args=(order,), results=(call.written[0][1],), written=())
+        return call, PlannedCall(inverse_permutation)
+    added = rows_added(call, recording, has)
+    rounds = recording.generates is Generates.ROUNDED
+    if added is None or not (rounds or keeps_bits(added) or is_in_turn(added)):
+        return call, None
+    in_turn = not (rounds or keeps_bits(added))
+    return added._replace(args=(*added.args, in_turn)), InTurn() if in_turn else PlannedCall(index_put_rows)
 
 
 def rows_added(call: Call, recording: Recording, has: Callable[[int], bool]) -> Call | None:
@@ -147,15 +167,21 @@ def _permutes(index: Use, maker: Call | None, recording: Recording) -> bool:
     )
 
 
+def inverted(call: Call, recording: Recording) -> Use | None:
+    """The permutation whose inverse a call writes; None if it does anything else."""
+    if call.op is not _ATEN.index_put_.default or len(call.written) != 1:
+        return None
+    ((before, number),) = call.written
+    made = Use(number, recording.buffers[number].layout)
+    is_whole = call.args[0] == Use(before, recording.buffers[before].layout)
+    order: Use = call.args[1][0]
+    return order if is_whole and _permutes(made, call, recording) else None
+
+
 def _inverse_of(permutation: Use, recording: Recording, has: Callable[[int], bool]) -> Use | None:
     """What is known as the inverse of a permutation, if it can be read."""
-    pairs = []
-    for call in recording.calls:
-        if call.op is _ATEN.index_put_.default and call.written:
-            ((_, number),) = call.written
-            made = Use(number, recording.buffers[number].layout)
-            if _permutes(made, call, recording):
-                pairs.append((call.args[1][0], made))
+    made = [(order, call.written[0][1]) for call in recording.calls if (order := inverted(call, recording))]
+    pairs = [(order, Use(number, recording.buffers[number].layout)) for order, number in made]
     both = [pair for one, other in pairs for pair in ((one, other), (other, one))]
     return next((each for own, each in both if own == permutation and has(each.buffer)), None)
 
@@ -164,6 +190,13 @@ def _maker(use: Use, recording: Recording) -> Call | None:
     """The call that made, or wrote, all of a tensor."""
     buffer = recording.buffers[use.buffer]
     return None if buffer.call is None else recording.calls[buffer.call]
+
+
+def inverse_permutation(permutation: Tensor) -> Tensor:
+    """Where each number below its length stands in ``permutation``: int64, (rows,), contiguous."""
+    inverse, count = torch.empty_like(permutation), len(permutation)
+    run(_inverses, -(-count // BLOCK), permutation, inverse, count, BLOCK=BLOCK, num_warps=4)
+    return inverse
 
 
 def index_put_rows(
@@ -185,8 +218,7 @@ def index_put_rows(
     if order is None:
         assert index is not None
         if times:
-            order = starts = torch.empty_like(index)
-            run(_inverses, -(-len(order) // BLOCK), index, order, len(order), BLOCK=BLOCK, num_warps=4)
+            order = starts = inverse_permutation(index)
         else:
             places, order = index.remainder(count).sort(stable=True)
             starts = torch.searchsorted(places, torch.arange(count + 1, device=places.device))
