@@ -13,6 +13,8 @@ from engine_testing import function_of, loss_of, no_garbage_collection, weak
 from torch import nn
 from torch.autograd import Function, grad
 
+from recompute.engine.cut.reviewed_ops import is_effect_registered
+
 
 def block(kind):
     """A body of the table."""
@@ -294,3 +296,4 @@ def test_a_function_is_given_a_process_group(x):
         return x + self.lin(SumOverRanks.apply(self.lin(x).tanh(), GROUPS[0]).sigmoid())
 
     Twins(Around(body(forward, lin=linear()))).settle(train(x))
+    assert not is_effect_registered(), "torch takes a collective for an op with an effect, and every frame would look"

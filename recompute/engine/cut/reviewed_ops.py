@@ -131,7 +131,8 @@ def is_effect_registered() -> bool:
     """Whether some op has been registered as having an effect, other than those of torch's own. It takes 2 us."""
     entries = simple_registry.singleton._data
     if len(entries) != len(_effects):  # an entry stays, and what it holds of an effect is what changes
-        _effects[:] = [None if name in _EFFECTS_OF_TORCH else entry.effect for name, entry in entries.items()]
+        known = [name in _EFFECTS_OF_TORCH or name.partition("::")[0] in COLLECTIVE_SPACES for name in entries]
+        _effects[:] = [None if own else entry.effect for own, entry in zip(known, entries.values(), strict=True)]
     return [holder for holder in _effects if holder is not None and holder._effect is not None] != []
 
 
