@@ -2,12 +2,14 @@
 
 torch's frontend guards functions that it finds in globals, closures and instances, but no method that it finds on a
 class. Libraries replace such methods in the middle of a run, and IPython's autoreload replaces their code. Nor does it
-guard what ``os.getenv`` returns, nor, in torch 2.11, numbers that it finds on a class.
+guard what ``os.getenv`` returns, attributes of a dict, nor, in torch 2.11, those of a tuple, a number or a string, and
+numbers that it finds on a class.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from enum import Enum
 from itertools import repeat
 from operator import attrgetter
 from types import FunctionType
@@ -17,12 +19,15 @@ from torch import nn
 
 from recompute.engine.checkpoint.reached_state import class_attributes_read, environment, reads_environment
 from recompute.engine.reachable_objects import Walk
+from recompute.engine.tape.op_arguments import is_constant
 
 _code_of = attrgetter("__code__")
 _PLAIN = (int, float, complex, str, bytes, type(None))
 
-_Noted = tuple[tuple[type, ...], tuple[str, ...], tuple[Any, ...], tuple[FunctionType, ...], tuple[Any, ...]]
-"""Classes, names, and what each class gave by the name; functions, and the code that each had."""
+_UNGUARDED = (dict, tuple, int, float, str)
+
+_Noted = tuple[tuple[Any, ...], tuple[str, ...], tuple[Any, ...], tuple[FunctionType, ...], tuple[Any, ...]]
+"""Classes and objects, names, and what each gave by the name; functions, and the code that each had."""
 
 
 class CalledMethods:
@@ -60,11 +65,19 @@ class CalledMethods:
         walk = Walk(roots, enters_functions=False)
         if reads_environment(walk):
             self._environment = environment()
+        places: list[tuple[Any, str, Any]] = [(*place, getattr(*place, None)) for place in class_attributes_read(walk)]
+        places = [place for place in places if isinstance(place[-1], _PLAIN)]
+        for owner in walk.values:
+            if isinstance(owner, _UNGUARDED) and not isinstance(owner, Enum):
+                own = getattr(owner, "__dict__", {})
+                # What is no constant may change and stay the same object: then no code is ever what it was made for.
+                places += [
+                    (owner, name, v if is_constant(v := own[name]) else object()) for name in walk.names & own.keys()
+                ]
         classes, names, found, functions, codes = self._noted
-        for place in class_attributes_read(walk):
-            value = getattr(*place, None)
-            if isinstance(value, _PLAIN) and place not in zip(classes, names, strict=True):
-                classes, names, found = (*classes, place[0]), (*names, place[1]), (*found, value)
+        for owner, name, value in places:
+            if not any(each is owner and known == name for each, known in zip(classes, names, strict=True)):
+                classes, names, found = (*classes, owner), (*names, name), (*found, value)
         self._noted = classes, names, found, functions, codes
 
     def are_as_before(self) -> bool:

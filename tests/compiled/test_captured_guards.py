@@ -166,6 +166,39 @@ def test_code_does_not_run_where_a_method_has_been_replaced(monkeypatch, step, r
     assert twins.runs_code(step) == 0
 
 
+Table, Row = type("Table", (dict,), {}), type("Row", (tuple,), {})
+
+
+class Configured(nn.Module):
+    def __init__(self, kind, grows):
+        super().__init__()
+        self.linear, self.config, self.grows = linear(), kind(), grows
+        self.config.scale = 0.5
+        if grows:
+            self.config.rows = []
+
+    def forward(self, x):
+        if self.grows:
+            self.config.rows.append(0)
+        return self.linear(x).sin() * (len(self.config.rows) if self.grows else self.config.scale)
+
+
+@pytest.mark.parametrize("kind", [Table, Row])
+def test_code_does_not_run_where_an_attribute_of_a_dict_or_a_tuple_has_changed(step, kind):
+    """No guard of torch's tells."""
+    twins = Twins(Around(Configured(kind, grows=False))).settle(step)
+    assert twins.runs_code(step) == 1
+    twins.both(lambda model: setattr(model.inside.config, "scale", 2.0))
+    assert twins.runs_code(step) == 0
+
+
+@pytest.mark.parametrize("kind", [Table, Row])
+def test_what_forward_puts_into_an_attribute_of_a_dict_or_a_tuple_is_there_at_each_step(step, kind):
+    twins = Twins(Around(Configured(kind, grows=True)))
+    twins.steps(step, 9)
+    assert len(twins.under.inside.config.rows) == len(twins.plain.inside.config.rows) == 9
+
+
 def test_code_does_not_run_where_the_call_of_every_module_has_been_replaced(monkeypatch, twins, step):
     def called_twice(self, *args, **kwargs):
         return self._call_impl(*args, **kwargs) + self._call_impl(*args, **kwargs)
