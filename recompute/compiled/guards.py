@@ -7,6 +7,7 @@ the caller is told instead, and runs the call in another way.
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import os
 import re
@@ -94,6 +95,17 @@ def _may_ask(frame: Any) -> bool:
     parent = getattr(frame, "parent", None)
     asking = [frame] if parent is None else [frame, parent]
     return all(lies_in(each.f_code.co_filename, *folders) for each in asking)
+
+
+@functools.cache
+def _load_frontend() -> None:
+    """Load it, which takes a second, on another thread: torch.fx leaves cycles that hold the frames around it.
+
+    Those of a forward hold its tensors, and only the garbage collector would free them.
+    """
+    thread = threading.Thread(target=importlib.import_module, args=("torch._dynamo",))
+    thread.start()
+    thread.join()
 
 
 @functools.cache
@@ -277,7 +289,8 @@ class GuardedCalls:
     """
 
     def __init__(self, backend: Callable[..., Callable[..., Any]]):
-        import torch._dynamo.eval_frame as frames  # it takes a second to load
+        _load_frontend()
+        import torch._dynamo.eval_frame as frames
         from torch._dynamo.types import ConvertFrameReturn
 
         _prepare_frontend()

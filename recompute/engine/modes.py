@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -33,6 +34,23 @@ class SeesAllOps(TorchDispatchMode):
     """A mode of ours that sees each op of a region, also of what is compiled inside of it."""
 
     supports_higher_order_operators = True
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Have ``torch.compile`` not take the code for the user's, where it runs what it has not compiled.
+
+        ``torch._dynamo.eval_frame.skip_code`` does so, too, but would load the compiler.
+        """
+        super().__init_subclass__(**kwargs)
+        strategy = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT)
+        set_code_exec_strategy(cls.__torch_dispatch__.__code__, strategy)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: torch would wrap ``__torch_dispatch__``, which costs a third of what showing an op to Python does.
+
+        It would load the compiler in a forward, too.
+        """
+        return False
 
     @classmethod
     def is_infra_mode(cls) -> bool:

@@ -5,7 +5,6 @@ It shows both to a ``TapeFrame``, which writes them down and decides what to dro
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -138,25 +137,13 @@ class _NestedRegion:
         self._tape.op_policy = self._outer
 
 
-@functools.cache
-def _skip_in_compiled_code() -> None:
-    """Have ``torch.compile`` not take a tape's code for the user's, where it runs what it has not compiled."""
-    torch._dynamo.eval_frame.skip_code(Tape.__torch_dispatch__.__code__)  # torch loads it when it is asked for
-
-
 class Tape(Scope, SeesAllOps):
     """Shows a frame each op that runs in a region, and each tensor that autograd saves there."""
 
     is_frame = True
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """False: torch would wrap ``__torch_dispatch__``, which costs a third of what showing an op to Python does."""
-        return False
-
     def __init__(self, region: TapeRegion, variant: Hashable):
         TorchDispatchMode.__init__(self)
-        _skip_in_compiled_code()
         self.op_policy = region.op_policy
         """The one in force: that of the innermost region that runs."""
         self.statistics = region.statistics
