@@ -327,6 +327,7 @@ def test_10_a_module_inside_of_a_checkpoint_costs_a_bounded_number_of_calls():
         model(x).sum().backward()
         return calls(lambda: model(x).sum().backward()) - plain
 
+    of_a_step(10)  # some calls are made once in a process
     a_module = (of_a_step(60) - of_a_step(10)) / 50
     assert a_module <= 24
 
