@@ -70,7 +70,10 @@ def small(source):
     assert isinstance(source, HuggingFaceFields)
     fields = source.model_dump()
     fields = dict.fromkeys(LARGE_BY_DEFAULT.get(fields["model_type"], ())) | fields
-    return HuggingFaceFields(**{key: SMALL.get(key, value) for key, value in fields.items()})
+    sizes = dict(SMALL)
+    if fields.get("num_key_value_heads") == fields.get("num_attention_heads"):  # some models want as many
+        sizes["num_key_value_heads"] = sizes["num_attention_heads"]
+    return HuggingFaceFields(**{key: sizes.get(key, value) for key, value in fields.items()})
 
 
 @pytest.mark.slow
