@@ -31,7 +31,10 @@ _Noted = tuple[tuple[Any, ...], tuple[str, ...], tuple[Any, ...], tuple[Function
 
 
 class CalledMethods:
-    """Methods of classes. A method is what a class gives by a name; its code is minded, too. So are settings there."""
+    """Methods of classes. A method is what a class gives by a name; its code is minded, too.
+
+    So are settings of classes, and attributes of users' dicts, tuples, numbers and strings.
+    """
 
     def __init__(self) -> None:
         # Parallel tuples, because looking at all of them must take no more than a microsecond or two. They are replaced

@@ -288,6 +288,15 @@ def test_distributed_by_nccl(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_every_way_to_share_the_words_of_a_head_gives_the_same(tmp_path: Path) -> None:
+    done = run_distributed("../losses/shared_words", "--out", str(tmp_path / "record.json"))
+    assert done.returncode == 0, done.stderr
+    ways = json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))["ways"]
+    assert len(ways) == 7
+    assert all(0 <= error < 5e-3 for way in ways.values() for error in way["errors"].values())
+
+
+@pytest.mark.slow
 def test_distributed_layers_can_be_compiled(tmp_path: Path) -> None:
     done = run_distributed("fsdp2", "--compile", "aot_eager_decomp_partition", "--out", str(tmp_path / "record.json"))
     assert done.returncode == 0, done.stderr
