@@ -7,6 +7,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from types import MethodType
 from typing import Any
 
@@ -26,6 +27,7 @@ from recompute.engine.scopes import KeepScope, RecipeScope, is_recording
 from recompute.engine.tape.recorder import TapeRegion
 from recompute.errors import warn
 from recompute.policy.meaning import Kernels, Meaning, Mechanism
+from recompute.substitution.adapted_mlp import is_adapted_mlp
 from recompute.substitution.codec import Blockwise8Bit
 from recompute.substitution.formulas import is_decorated
 from recompute.substitution.head import KernelHeadRunner, is_head
@@ -179,11 +181,21 @@ class TapeRunner(OuterRunner):
         self.note = meaning.note if inner is None else f"{inner.note}; {meaning.note}"
         self.compiled_region = compiled_region(op_policy(meaning), compresses=meaning.compresses)
         self.region = _region(statistics, meaning, cache)
+        self._tile = meaning.tile
 
     def run_training(self, module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        run = self.region.run_by_tape if self._has_several_tiles(args, kwargs) else self.region.run
         if self.inner is None:
-            return self.region.run(forward, args, kwargs)
-        return self.region.run(self.inner.run, (module, forward, args, kwargs), {})
+            return run(forward, args, kwargs)
+        return run(self.inner.run, (module, forward, args, kwargs), {})
+
+    def _has_several_tiles(self, args: tuple, kwargs: dict) -> bool:
+        """Whether MLPs run in several tiles, for a long sequence. There a tape holds less than captured code, in which
+        the gradient of the region's output lives until the region's backward ends."""
+        if self._tile is None:
+            return False
+        given = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), None)
+        return given is not None and given.numel() > self._tile * given.shape[-1]
 
 
 class OffloadRunner(OuterRunner):
@@ -256,6 +268,8 @@ def choose_runners(
     cache: what the modules under one policy share.
     """
     statistics = RegionStatistics(f"{path} ({type(module).__name__})" if path else type(module).__name__)
+    if meaning.tile is not None and any(map(is_adapted_mlp, module.modules())):
+        meaning = replace(meaning, capture=False)  # no graph has the call that runs such an MLP's own code in tiles
     if meaning.mechanism is not Mechanism.TAPE or meaning.kernels is Kernels.NEVER:
         yield path, module, runner_without_kernels(statistics, module, meaning, cache)
         return

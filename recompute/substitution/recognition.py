@@ -25,10 +25,10 @@ def find_kernel(
 
     fallback: as ``KernelRunner`` has it. meaning: of the rule, which may have MLPs run over some tokens at a time, if
     need be by their own code. written_out: whether it may be what a module writes out in several ops, such as an MLP,
-    and not only a norm that is one op of torch's.
+    and not only a norm that is one op of torch's. An MLP that runs over some tokens at a time always may.
     """
     found: KernelRunner | None = None
-    if written_out and (mlp := find_kernel_mlp(module)) is not None:
+    if (written_out or meaning.tile is not None) and (mlp := find_kernel_mlp(module)) is not None:
         found = KernelMLPRunner(statistics, fallback, mlp)
     elif meaning.tile is not None and is_adapted_mlp(module):
         found = AdaptedMLPRunner(statistics, fallback)
