@@ -318,20 +318,3 @@ def test_a_tape_runs_no_python_again(preset, monkeypatch):
     train(plain, steps=1)
     assert under_a_policy == runs
     assert runs["TinyRMSNorm"] == 5
-
-
-class Core(nn.Module):
-    """Attention's core: no parameters, and still two matrix products."""
-
-    def forward(self, q, k, v):
-        return (q @ k.transpose(-1, -2)).softmax(-1) @ v
-
-
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.qkv = nn.Linear(HIDDEN, 3 * HIDDEN)
-        self.core = Core()
-
-    def forward(self, x):
-        return self.core(*self.qkv(x).chunk(3, -1))
