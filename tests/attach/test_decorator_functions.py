@@ -152,14 +152,6 @@ class TestAFunction:
             with pytest.raises(RuntimeError, match="modified in place"):
                 output.sum().backward()
 
-    @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-    def test_is_called_plainly_where_nothing_is_recorded(self, mode):
-        STORAGES.clear()
-        with mode():
-            recompute.recompute(function)(inputs())
-        assert len(STORAGES) == 1
-        assert STORAGES[0].expired()
-
     def test_is_left_as_it_is_by_a_policy_that_keeps_it(self):
         assert recompute.recompute(function, policy=rules(rule("function", "keep"))) is function
 
