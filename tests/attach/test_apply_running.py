@@ -155,41 +155,6 @@ def test_global_hooks_see_every_projection(via):
     assert sorted(seen) == ["Linear", "Linear", "Linear", "SiLU", "TinyMLP"]
 
 
-def hooked():
-    activation = nn.SiLU()
-    activation.register_forward_hook(lambda _, __, output: F.dropout(output, 0.5))
-    return activation
-
-
-ACTIVATIONS = {
-    "GELU": nn.GELU,
-    "SiLU in place": lambda: nn.SiLU(inplace=True),
-    "SiLU and Dropout": lambda: nn.Sequential(nn.SiLU(), nn.Dropout(0.5)),
-    "SiLU with a hook": hooked,
-}
-
-
-@pytest.mark.parametrize("via", ["hook", "kernel"])
-@pytest.mark.parametrize("name", ACTIVATIONS)
-@pytest.mark.parametrize("when", [*slow("before"), "after"])
-def test_another_activation_is_respected(when, name, via):
-    mlp, plain = TinyMLP(), TinyMLP()
-    plain.load_state_dict(mlp.state_dict())
-    plain.act_fn = ACTIVATIONS[name]()
-    if when == "before":
-        mlp.act_fn = ACTIVATIONS[name]()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PolicyWarning)  # that no kernel computes it
-        recompute.apply(mlp, mlp_policy(via))
-        if when == "after":
-            mlp.act_fn = ACTIVATIONS[name]()
-        x = torch.randn(TOKENS, HIDDEN)
-        found, expected = gradients(mlp, x), gradients(plain, x)
-    if via == "hook" or name != "SiLU in place":  # which a kernel may stand in for, within rounding
-        assert_same(found, expected)
-    torch.testing.assert_close(found, expected)
-
-
 @pytest.mark.parametrize("projection", ["gate_proj", *slow("up_proj"), "down_proj"])
 def test_a_bias_that_comes_later_is_respected(projection):
     mlp = TinyMLP()
