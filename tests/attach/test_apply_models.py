@@ -1,13 +1,10 @@
 """The presets on tiny Hugging Face decoders: bitwise where they promise it, and what each drops to the byte."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import statistics
 import warnings
 from contextlib import nullcontext
-from typing import Any
 
 import models
 import pytest
@@ -311,7 +308,7 @@ def test_saves_and_loads_as_without(preset, tmp_path):
 MAMBA = {"state_size": 4, "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "num_hidden_layers": LAYERS}
 BART = {f"{part}_{what}": 2 for part in ("encoder", "decoder") for what in ("layers", "ffn_dim", "attention_heads")}
 SWIN = {"image_size": 24, "patch_size": 3, "embed_dim": 8, "depths": [1, 2], "num_heads": [2, 2], "window_size": 4}
-OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+OTHERS = {
     "opt": ("OPTForCausalLM", "OPTConfig", SHAPE | {"ffn_dim": INTERMEDIATE, "word_embed_proj_dim": HIDDEN}),
     "albert": ("AlbertForMaskedLM", "AlbertConfig", SHAPE | {"embedding_size": 8}),
     "mamba": ("MambaForCausalLM", "MambaConfig", MAMBA),

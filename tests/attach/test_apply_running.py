@@ -1,7 +1,5 @@
 """Models run under a policy as they run without: hooks, modes, adapters, swapped parts, shared parts, odd forwards."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections import Counter

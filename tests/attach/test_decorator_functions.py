@@ -1,17 +1,14 @@
 """``@recompute.recompute`` on functions of every kind, and on what is none."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import itertools
-from collections.abc import Callable
 from contextlib import nullcontext
 
 import pytest
 import torch
 from tiny import TinyRMSNorm, assert_same, counted_ops, gradients, rule, rules
-from torch import Tensor, nn
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
@@ -27,7 +24,7 @@ def inputs():
 
 LINEAR = nn.Linear(HIDDEN, HIDDEN)
 SCALE = torch.full((HIDDEN,), 0.7)
-STORAGES: list[StorageWeakRef] = []
+STORAGES = []
 NOTE_STORAGE = STORAGES.append
 """By this a checkpoint does not see the list: it would have it appended to but once."""
 
@@ -72,7 +69,7 @@ def closing_over_a_tensor():
 
 
 METHODS = Methods()
-FUNCTIONS: dict[str, Callable[[], tuple[Callable[..., Tensor], list[torch.Generator]]]] = {
+FUNCTIONS = {
     "function": lambda: (function, []),
     "lambda": lambda: (lambda x: noted(x.tanh().exp()).square(), []),
     "partial": lambda: (functools.partial(function, scale=0.5), []),
@@ -225,7 +222,7 @@ def test_a_wrong_target_is_refused(target):
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")
 @pytest.mark.parametrize("setting", [{"action": "checkpoint"}, {"action": "recompute", "via": "hook"}], ids=str)
 @pytest.mark.parametrize("what", ["linear", "batch norm", "function"])
-def test_torchscript_that_a_function_uses_is_run_as_it_is_without(what: str, setting: dict[str, str]) -> None:
+def test_torchscript_that_a_function_uses_is_run_as_it_is_without(what, setting):
     """A ScriptModule's state is not Python's; and errors that pass through TorchScript become others."""
     script = torch.jit.script
     parts = {

@@ -1,9 +1,5 @@
 """Mixtures of experts, whose routing must not change."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -47,7 +43,7 @@ def mixture(self, x):
     return result
 
 
-ROUTES: list[Any] = []
+ROUTES = []
 """Where tokens went, run by run."""
 NOTE_ROUTE = ROUTES.append
 """By this a checkpoint does not see the list: it would have it appended to but once."""

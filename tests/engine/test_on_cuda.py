@@ -1,10 +1,6 @@
 """The behaviours that need a CUDA device to show: its allocator, its generators, its streams, its atomics."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +16,7 @@ from engine_testing import (
     holding,
     no_garbage_collection,
 )
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.graph import save_on_cpu
 
 import recompute
@@ -93,7 +89,7 @@ def test_the_graph_dies_on_cuda_without_garbage_collection(rules):
         assert torch.cuda.memory_allocated() == before
 
 
-DRAWS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+DRAWS = {
     "dropout": lambda self, x: F.dropout(x, 0.5),
     "rand_like": lambda self, x: x * torch.rand_like(x),
     "generator": lambda self, x: x * torch.rand(x.shape, device="cuda", generator=self.generator),

@@ -1,16 +1,13 @@
 """However many read a value, it is regenerated once: in a backward, and in a frame that leaves its plan."""
 
-from __future__ import annotations
-
 import functools
-from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 import pytest
 import torch
 from engine_testing import HIDDEN, Census, bits, holding, policy, tokens, twins_of
 from tiers import by_default, one_in
-from torch import Tensor, nn
+from torch import nn
 
 import recompute
 from recompute.engine.bit_comparison import verifying
@@ -52,7 +49,7 @@ SHAPES = {
     "views": repeated(lambda x: x.t().sin().t() * x[:].tanh()),
     "in place": repeated(lambda x: (x.sin() * 2).add_(x.cos()).tanh()),
 }
-ENDINGS: dict[str, Sequence[Callable[[Tensor], Tensor]]] = {
+ENDINGS = {
     "another op": (lambda y: y.sigmoid() * y, lambda y: y.exp() * y),
     "more ops": (lambda y: y.sin(), lambda y: y.sin().exp() * y),
     "fewer ops": (lambda y: y.sin().exp() * y, lambda y: y.sin()),

@@ -1,9 +1,6 @@
 """An op runs again if the bytes that it brings back cost few seconds each, whatever kind of op it is."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -56,7 +53,7 @@ def then_sin(columns, rows):
 
 
 # What runs, a tensor that it is given, an op, and how often that runs again.
-CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str, int]] = {
+CASES = {
     "attention's scores, and not what is summed over tokens": (attention_by_hand, (TOKENS, HIDDEN), "aten.bmm", 1),
     "scores and a bias in one": (
         lambda: module_of(biased, positions=torch.rand(HEADS, 1, TOKENS)), (TOKENS, HIDDEN), "aten.baddbmm", 1,
