@@ -1,7 +1,6 @@
 """The sweep over architectures: its rows say what happened, to the bit, and it goes on where it stopped."""
 
 import functools
-import importlib
 import json
 import os
 import subprocess
@@ -10,19 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from sweep_testing import Drifting, raising
 from torch import nn
 
 from recompute.errors import MutationError, NoEffectError
 
 FOLDER = Path(__file__).parents[2] / "examples" / "architectures"
+FOLDERS = ("architectures",)
 THREE = ("llama", "vit", "t5")
-
-
-@pytest.fixture
-def part(monkeypatch):
-    """Imports a module of the sweep, as the script does: its folder is on the path."""
-    monkeypatch.syspath_prepend(FOLDER)
-    return importlib.import_module
 
 
 def sweep(folder, *arguments, status=0):
@@ -137,42 +131,17 @@ class Stub:
         return self._layer()
 
 
-class Drifting(nn.Linear):
-    """Computes something else each time that the program calls it."""
-
-    calls = 0
-
-    def forward(self, input):
-        Drifting.calls += 1
-        return super().forward(input) * Drifting.calls
-
-
-class Refusing(nn.Linear):
-    def forward(self, input):
-        raise MutationError("changed in place")
-
-
-class Idle(nn.Linear):
-    def forward(self, input):
-        raise NoEffectError("governs no module")
-
-
-class Failing(nn.Linear):
-    def forward(self, input):
-        raise ValueError("no such thing")
-
-
 @pytest.mark.parametrize(
-    ("layer", "verdict", "detail"),
+    ("layer", "verdict", "detail", "told"),
     [
-        (nn.Linear, "idle", "nothing governed"),
-        (Drifting, "wrong", "first step 1: loss"),
-        (Idle, "idle", "nothing governed"),
-        (Refusing, "refused", "MutationError: changed in place"),
-        (Failing, "wrong", "raises ValueError: no such thing in forward"),
+        (nn.Linear, "idle", "nothing governed", 0),
+        (Drifting, "wrong", "first step 1: loss", 0),
+        (raising(NoEffectError("governs no module")), "idle", "nothing governed", 0),
+        (raising(MutationError("changed in place")), "refused", "MutationError: changed in place", 1),
+        (raising(ValueError("no such thing")), "wrong", "raises ValueError: no such thing in forward", 1),
     ],
 )
-def test_verdicts(layer, verdict, detail, part):
+def test_verdicts(layer, verdict, detail, told, part):
     trials = part("trials")
     plain, _ = trials.train(Stub(lambda: nn.Linear(4, 4)), None)
     errors = []
@@ -181,4 +150,4 @@ def test_verdicts(layer, verdict, detail, part):
     outcome = part("comparison").outcome_of(under_policy, plain, errors.append)
     assert outcome.verdict == verdict
     assert detail in outcome.detail
-    assert len(errors) == (layer in (Refusing, Failing))
+    assert len(errors) == told

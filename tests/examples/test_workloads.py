@@ -1,7 +1,6 @@
 """The sweep over workloads: what is recorded of each step, whoever runs it, and what a row says."""
 
 import configparser
-import importlib
 import json
 import os
 import subprocess
@@ -10,18 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from sweep_testing import Drifting, raising
 from torch import nn
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+FOLDERS = ("architectures", "workloads")
 FILES = ("plain", "loops", "adapters", "quantization", "diffusion", "vision", "trainers", "alignment")
-
-
-@pytest.fixture
-def part(monkeypatch):
-    """Imports a module of the sweep, as the script does: both folders are on the path."""
-    monkeypatch.syspath_prepend(EXAMPLES / "architectures")
-    monkeypatch.syspath_prepend(EXAMPLES / "workloads")
-    return importlib.import_module
 
 
 def row_of(part, train, *presets):
@@ -49,24 +42,12 @@ def test_int8_layers_of_bitsandbytes_which_move_their_codes_in_the_first_step_ar
     assert row["outcomes"]["full"]["verdict"] == "bitwise", row
 
 
-class Drifting(nn.Linear):
-    """Computes something else each time that the program calls it."""
-
-    calls = 0
-
-    def forward(self, input):
-        Drifting.calls += 1
-        return super().forward(input) * Drifting.calls
-
-
-class Failing(nn.Linear):
-    def forward(self, input):
-        raise ValueError("no such thing")
-
-
 @pytest.mark.parametrize(
     ("layer", "key", "said"),
-    [(Drifting, "differs without a policy", "step 1: loss"), (Failing, "not built", "ValueError: no such thing")],
+    [
+        (Drifting, "differs without a policy", "step 1: loss"),
+        (raising(ValueError("no such thing")), "not built", "ValueError: no such thing"),
+    ],
 )
 def test_what_cannot_be_compared_says_why(layer, key, said, part):
     def train(run):
