@@ -1,11 +1,9 @@
 """What the tests of the sweeps over architectures and workloads import their modules by."""
 
 import importlib
-from pathlib import Path
 
 import pytest
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
+from sweep_testing import EXAMPLES
 
 
 @pytest.fixture

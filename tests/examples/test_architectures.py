@@ -1,31 +1,18 @@
 """The sweep over architectures: its rows say what happened, to the bit, and it goes on where it stopped."""
 
 import functools
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from sweep_testing import Drifting, raising
+from sweep_testing import EXAMPLES, Drifting, raising, swept
 from torch import nn
 
 from recompute.errors import MutationError, NoEffectError
 
-FOLDER = Path(__file__).parents[2] / "examples" / "architectures"
 FOLDERS = ("architectures",)
 THREE = ("llama", "vit", "t5")
 
-
-def sweep(folder, *arguments, status=0):
-    """In an interpreter of its own, as it forks; returns what results.json then holds, and what was printed."""
-    command = [sys.executable, "-W", "ignore", str(FOLDER / "sweep.py"), "--out", str(folder), *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(FOLDER.parents[1])}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == status, done.stdout + done.stderr
-    return json.loads((folder / "results.json").read_text(encoding="utf-8")), done.stdout
+sweep = functools.partial(swept, "architectures/sweep.py")
 
 
 @pytest.mark.slow
@@ -51,7 +38,14 @@ def test_three_architectures_are_bitwise_and_a_second_run_goes_on(tmp_path):
 @pytest.mark.slow
 def test_where_kernels_stand_in_gradients_are_close(tmp_path):
     record, _ = sweep(
-        tmp_path, "--only", "llama", "bert", "--presets", str(FOLDER / "kernels.yaml"), "--dtype", "float64"
+        tmp_path,
+        "--only",
+        "llama",
+        "bert",
+        "--presets",
+        str(EXAMPLES / "architectures" / "kernels.yaml"),
+        "--dtype",
+        "float64",
     )
     for row in record["rows"].values():
         (outcome,) = row["outcomes"].values()

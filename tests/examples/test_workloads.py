@@ -2,17 +2,12 @@
 
 import configparser
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from sweep_testing import Drifting, raising
+from sweep_testing import EXAMPLES, Drifting, raising, swept
 from torch import nn
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 FOLDERS = ("architectures", "workloads")
 FILES = ("plain", "loops", "adapters", "quantization", "diffusion", "vision", "trainers", "alignment")
 
@@ -101,18 +96,8 @@ def test_the_guide_has_the_counts_of_the_record(part):
 @pytest.mark.slow
 def test_the_script_makes_the_table(tmp_path):
     names = ["torch: LSTM", "torch: several backwards through one graph"]
-    script = str(EXAMPLES / "workloads" / "workloads.py")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", script, "--out", str(tmp_path), "--only", *names],
-        env={**os.environ, "PYTHONPATH": str(EXAMPLES.parent)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))["rows"]
-    assert sorted(rows) == names
+    record, _ = swept("workloads/workloads.py", tmp_path, "--only", *names)
+    assert sorted(record["rows"]) == names
     table = (tmp_path / "results.md").read_text(encoding="utf-8")
     assert "| torch     |           2 |" in table
     for name in names:
