@@ -11,6 +11,7 @@ from tiers import by_default, slow
 from tiny import (
     HIDDEN,
     TOKENS,
+    Adapter,
     TinyMLP,
     assert_as_under,
     assert_same,
@@ -87,19 +88,6 @@ def test_hooks_of_the_user_run_once_a_forward_and_not_again(preset, attached):
     assert set(calls.seen.values()) == {3}
     if preset != "kernel":
         assert_same(found, without)
-
-
-class Adapter(nn.Module):
-    """A low-rank adapter around a Linear."""
-
-    def __init__(self, base):
-        super().__init__()
-        self.base = base
-        self.down = nn.Linear(base.in_features, 2, bias=False)
-        self.up = nn.Linear(2, base.out_features, bias=False)
-
-    def forward(self, x):
-        return self.base(x) + self.up(self.down(x))
 
 
 def adapted(projection):

@@ -33,7 +33,7 @@ import recompute
 from recompute.attach.runners import region_in
 from recompute.compiled import captured_function, captured_graph
 from recompute.compiled.codegen import Code
-from recompute.counters import memory_trace
+from recompute.counters import step_memory
 from recompute.engine import region_statistics
 from recompute.engine.cut.save_plan import LARGEST_COPY
 
@@ -263,11 +263,8 @@ def test_a_graph_that_is_given_up_before_it_ends_counts_nowhere(monkeypatch):
 
 def memory_of(model, x):
     """Bytes held after forward, which backward then frees."""
-    with no_garbage_collection(), memory_trace(torch.device("cpu")) as trace:
-        loss = loss_of(model(x))
-        trace.mark("forward")
-        loss.backward()
-    return trace.held_nbytes["forward"]
+    with no_garbage_collection():
+        return step_memory(lambda: loss_of(model(x)), torch.device("cpu")).activation_bytes_held
 
 
 def test_a_checkpoint_counts_a_call_that_goes_on_otherwise_than_the_recorded_one():

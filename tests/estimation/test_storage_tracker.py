@@ -139,12 +139,9 @@ def real_step(model, batch, policy):
         run(model, batch)[0].backward()
         model.zero_grad()
         gc.collect()
-        with counters.memory_trace(CPU) as trace:
-            loss = run(model, batch)[0]
-            trace.mark("forward")
-            loss.backward()
+        memory = counters.step_memory(lambda: run(model, batch)[0], CPU)
         model.zero_grad()
-    return trace.held_nbytes["forward"], trace.peak_nbytes
+    return memory.activation_bytes_held, memory.peak_bytes
 
 
 @pytest.mark.filterwarnings("ignore::recompute.errors.PolicyWarning")
