@@ -139,9 +139,7 @@ def test_what_depends_on_values_is_refused(tiny):
         ("hook", "bad.json", "bad.json: expected a configuration that transformers"),
     ],
 )
-def test_a_mistake_is_one_message_and_exit_code_2(
-    command: str, policy: str, source: str, message: str, tmp_path: Path
-) -> None:
+def test_a_mistake_is_one_message_and_exit_code_2(command, policy, source, message, tmp_path):
     (tmp_path / "bad.yaml").write_text("model: {layer: 2}\n", encoding="utf-8")
     (tmp_path / "bad.json").write_text('{"model_type": "nothing"}', encoding="utf-8")
     code, output = recompute(command, policy, "--model", tmp_path / source)

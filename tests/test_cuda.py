@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -23,6 +22,8 @@ EXACT = {
     "with attention": whole_layers(action="recompute", via="hook", rerun=["gemm", "attention"]),
     "all but attention": whole_layers(action="checkpoint", keep=["attention"]),
 }
+
+LEAN = {name: policy for name, policy in EXACT.items() if name != "alternate"} | {"kernel": "kernel", "auto": "auto"}
 
 
 def llama(dtype, dropout):
@@ -84,7 +85,7 @@ def test_flash_and_cudnn_attention_come_back_bitwise(backend, policy):
     assert all(map(torch.equal, found, expected))
 
 
-@pytest.mark.parametrize("policy", ["full", "hook", "kernel", "elementwise", "auto"])
+@pytest.mark.parametrize("policy", LEAN.values(), ids=LEAN)
 def test_a_policy_holds_less_and_peaks_lower(policy):
     model = llama(torch.bfloat16, 0.0)
     ids = torch.randint(0, 256, (4, 1024), device="cuda")
@@ -120,33 +121,3 @@ def test_kernels_change_gradients_no_more_than_bf16_itself_does(policy):
         return sum((a.float() - b).square().sum().item() for a, b in zip(found[1:], exact[1:], strict=True)) ** 0.5
 
     assert error(kernel) <= 1.05 * error(eager)
-
-
-def test_a_generator_of_the_device_draws_the_same_again():
-    generator = torch.Generator("cuda")
-
-    class Noise(nn.Module):
-        def forward(self, x):
-            return x.exp() * torch.rand(x.shape, generator=generator, device=x.device)
-
-    x = torch.randn(64, device="cuda", requires_grad=True)
-    gradients = []
-    for policy in (
-        {"rules": "none"},
-        {"rules": [{"type": "Noise", "action": "checkpoint"}]},
-        {"rules": [{"type": "Noise", "action": "recompute"}]},
-    ):
-        model = nn.Sequential(Noise())
-        generator.manual_seed(3)
-        with recompute.apply(model, policy):
-            gradients += torch.autograd.grad(model(x).sum(), x)
-    assert all(torch.equal(gradients[0], found) for found in gradients[1:])
-
-
-def test_a_region_refuses_to_run_while_a_cuda_graph_is_captured():
-    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout()).cuda()
-    x = torch.randn(4, 8, device="cuda", requires_grad=True)
-    with recompute.apply(model, {"rules": [{"type": "Linear", "action": "checkpoint"}]}):
-        graph = torch.cuda.CUDAGraph()
-        with pytest.raises(recompute.errors.RngError, match="captured"), torch.cuda.graph(graph):
-            model(x)

@@ -103,7 +103,7 @@ def test_only_files_that_are_there_are_in_the_way(tmp_path):
         (["estimate", "--model", "gone", "--sweep", "--out", "{}"], "estimate.png"),
     ],
 )
-def test_no_command_replaces_a_file_unasked(command: list[str], name: str, tmp_path: Path) -> None:
+def test_no_command_replaces_a_file_unasked(command, name, tmp_path):
     (tmp_path / name).write_text("precious", encoding="utf-8")
     code, output = recompute(*(word.format(tmp_path) for word in command))
     assert code == 2
@@ -135,7 +135,7 @@ def test_a_broken_profile_is_told_as_json(text, found, tmp_path):
         (["plan", "--budget", "1GiB", "--profile", "{}"], "profile"),
     ],
 )
-def test_a_file_of_another_kind_is_told_in_a_line(command: list[str], kind: str, tmp_path: Path) -> None:
+def test_a_file_of_another_kind_is_told_in_a_line(command, kind, tmp_path):
     path = tmp_path / "other.yaml"
     path.write_text("version: 1\nalpha: {}\nomega: {}\n", encoding="utf-8")
     code, output = recompute(*(word.format(path) for word in command))

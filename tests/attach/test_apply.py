@@ -1,7 +1,5 @@
 """Attaching a policy and taking it off: what it may be, what stays as it was, what is refused."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import inspect
@@ -217,7 +215,7 @@ def test_half_applied_never(culprit, error, place):
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize("action", ["checkpoint", "recompute", "keep"])
-def test_a_scripted_module_is_refused_by_name(action: str) -> None:
+def test_a_scripted_module_is_refused_by_name(action):
     model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Tanh()))
     before = {key: type(module) for key, module in model.named_modules()}
     with pytest.raises(UnsupportedError, match="'1'"):

@@ -1,7 +1,5 @@
 """Models run under a policy as they run without: hooks, modes, adapters, swapped parts, shared parts, odd forwards."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections import Counter
@@ -13,6 +11,7 @@ from tiers import by_default, slow
 from tiny import (
     HIDDEN,
     TOKENS,
+    Adapter,
     TinyMLP,
     assert_as_under,
     assert_same,
@@ -91,19 +90,6 @@ def test_hooks_of_the_user_run_once_a_forward_and_not_again(preset, attached):
         assert_same(found, without)
 
 
-class Adapter(nn.Module):
-    """A low-rank adapter around a Linear."""
-
-    def __init__(self, base):
-        super().__init__()
-        self.base = base
-        self.down = nn.Linear(base.in_features, 2, bias=False)
-        self.up = nn.Linear(2, base.out_features, bias=False)
-
-    def forward(self, x):
-        return self.base(x) + self.up(self.down(x))
-
-
 def adapted(projection):
     def change(model):
         torch.manual_seed(3)
@@ -153,41 +139,6 @@ def test_global_hooks_see_every_projection(via):
     with nn.modules.module.register_module_forward_hook(lambda m, *_: seen.append(type(m).__name__)):
         mlp(torch.randn(2, HIDDEN))
     assert sorted(seen) == ["Linear", "Linear", "Linear", "SiLU", "TinyMLP"]
-
-
-def hooked():
-    activation = nn.SiLU()
-    activation.register_forward_hook(lambda _, __, output: F.dropout(output, 0.5))
-    return activation
-
-
-ACTIVATIONS = {
-    "GELU": nn.GELU,
-    "SiLU in place": lambda: nn.SiLU(inplace=True),
-    "SiLU and Dropout": lambda: nn.Sequential(nn.SiLU(), nn.Dropout(0.5)),
-    "SiLU with a hook": hooked,
-}
-
-
-@pytest.mark.parametrize("via", ["hook", "kernel"])
-@pytest.mark.parametrize("name", ACTIVATIONS)
-@pytest.mark.parametrize("when", [*slow("before"), "after"])
-def test_another_activation_is_respected(when, name, via):
-    mlp, plain = TinyMLP(), TinyMLP()
-    plain.load_state_dict(mlp.state_dict())
-    plain.act_fn = ACTIVATIONS[name]()
-    if when == "before":
-        mlp.act_fn = ACTIVATIONS[name]()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PolicyWarning)  # that no kernel computes it
-        recompute.apply(mlp, mlp_policy(via))
-        if when == "after":
-            mlp.act_fn = ACTIVATIONS[name]()
-        x = torch.randn(TOKENS, HIDDEN)
-        found, expected = gradients(mlp, x), gradients(plain, x)
-    if via == "hook" or name != "SiLU in place":  # which a kernel may stand in for, within rounding
-        assert_same(found, expected)
-    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("projection", ["gate_proj", *slow("up_proj"), "down_proj"])
@@ -318,20 +269,3 @@ def test_a_tape_runs_no_python_again(preset, monkeypatch):
     train(plain, steps=1)
     assert under_a_policy == runs
     assert runs["TinyRMSNorm"] == 5
-
-
-class Core(nn.Module):
-    """Attention's core: no parameters, and still two matrix products."""
-
-    def forward(self, q, k, v):
-        return (q @ k.transpose(-1, -2)).softmax(-1) @ v
-
-
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.qkv = nn.Linear(HIDDEN, 3 * HIDDEN)
-        self.core = Core()
-
-    def forward(self, x):
-        return self.core(*self.qkv(x).chunk(3, -1))

@@ -1,10 +1,7 @@
 """A policy that does nothing to a model says so: by an error if that is all of it, else by one warning a cause."""
 
-from __future__ import annotations
-
 import re
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -66,7 +63,7 @@ BEYOND = {
     (1, "every 2 from 4"): "every 2 from 4",
 }
 KERNEL = {"action": "recompute", "via": "kernel"}
-WARNED: list[tuple[dict[str, Any], list[str]]] = [
+WARNED = [
     (rules(rule("TinyMLP"), rule("Gone")), [r"rules\[1\]"]),
     (rules(rule("TinyMLP", "keep"), rule("Gone")), [r"rules\[1\]"]),
     (rules(rule("Tiny*"), {"match": "layers.0", "action": "keep"}), [r"rules\[1\].*already governed by rules\[0\]"]),
@@ -180,7 +177,7 @@ def test_a_family_that_there_is_none_of_is_refused_with_the_nearest():
 
 
 @pytest.mark.parametrize("make", [lambda given: load_policy({"rules": given}), lambda given: Policy(rules=given)])
-def test_no_rules_have_to_be_meant(make: Any) -> None:
+def test_no_rules_have_to_be_meant(make):
     with pytest.raises(PolicyError, match=r"rules: expected at least one rule, or the word none.*found "):
         make([])
     assert make("none").rules == ()

@@ -1,13 +1,9 @@
 """``@recompute.recompute`` on classes and their instances."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect
 import pickle
-from collections.abc import Callable
-from typing import Any
 
 import models
 import numpy as np
@@ -77,7 +73,7 @@ def is_dropped(module):
 
 CHECKPOINT = rules(rule("Plain"))
 ALL_CHECKPOINTED = rules({"match": "**", "action": "checkpoint"})
-DECORATORS: dict[str, tuple[Callable[..., Any], int]] = {
+DECORATORS = {
     "bare": (recompute.recompute, 1),
     "called": (recompute.recompute(), 1),
     "recompute": (recompute.recompute(policy=rules(rule("Plain", "recompute"))), 1),

@@ -1,17 +1,14 @@
 """``explain`` after a forward: every tensor that autograd saved, what becomes of it, why, and the totals."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
 from engine_testing import module_of
 from tiers import slow
 from tiny import BATCH, HIDDEN, INTERMEDIATE, LENGTH, TOKENS, decoder, next_token_loss, rule, rules, token_ids
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -46,9 +43,6 @@ def tables(text):
         cells = [[line[edge].strip() for edge in edges] for line in lines]
         found[title] = [Line(*cell[:4], int(cell[4].replace(",", "")), *cell[5:]) for cell in cells]
     return found
-
-
-Forward = Callable[[nn.Module, Tensor], Tensor]
 
 
 def explained(forward, action="recompute", **options):
@@ -124,7 +118,7 @@ def overwritten(linear, x):
 
 
 ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu"
-REASONS: dict[str, tuple[Forward, dict[str, Any], str, str]] = {
+REASONS = {
     "a GEMM": (chain, {}, "aten.mm", "gemm, which the rule does not run again"),
     "a GEMM that the rule keeps": (chain, {"keep": "gemm"}, "aten.mm", "the rule keeps gemm"),
     "an op that the rule keeps": (chain, {"keep": "aten.sin"}, "aten.sin", "the rule keeps aten.sin"),

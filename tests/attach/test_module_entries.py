@@ -1,9 +1,6 @@
 """Which modules are a model's repeated blocks, and which its head, wherever they are and whatever they are called."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
-from typing import Any
 
 import pytest
 import torch
@@ -250,7 +247,7 @@ BART = {f"{part}_{what}": 2 for part in ("encoder", "decoder") for what in ("lay
 JAMBA = {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "use_mamba_kernels": False}
 SEGFORMER = {"num_encoder_blocks": 2, "sr_ratios": [2, 1], "num_attention_heads": [1, 2]}
 STAGES = {"hidden_sizes": [8, 16], "depths": [1, 2]}
-MODELS: list[tuple[str, dict[str, Any], dict[str, int]]] = [
+MODELS = [
     ("GPT2Config", {"n_embd": 16, "n_head": 2, "n_layer": 2, "vocab_size": 32}, {"GPT2Block": 2}),
     ("BertConfig", TEXT, {"BertLayer": 2}),
     ("AlbertConfig", TEXT | {"embedding_size": 8}, {"AlbertLayer": 1}),  # that runs for each of its layers

@@ -1,11 +1,11 @@
 """Runs of a stack of layers: all the ways in which autograd is asked for gradients, and what others do around it."""
 
-import threading
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from engine_testing import HIDDEN, TOKENS, Stack, loss_of, replica_of, tokens
+from engine_testing import HIDDEN, TOKENS, Stack, in_threads, loss_of, replica_of, tokens
 from torch import Tensor, nn
 from torch.autograd import forward_ad, grad
 from torch.utils.checkpoint import checkpoint
@@ -235,9 +235,7 @@ def jacobians(model, x):
 
 def in_another_thread(model, x):
     loss, found = loss_of(model(x)), []
-    thread = threading.Thread(target=lambda: found.extend(grad(loss, all_of(model, x))))
-    thread.start()
-    thread.join()
+    in_threads(lambda: found.extend(grad(loss, all_of(model, x))))
     return found
 
 
@@ -249,11 +247,7 @@ def by_replicas(model, x):
     def forward(index):
         results[index] = loss_of(replicas[index](inputs[index]))
 
-    threads = [threading.Thread(target=forward, args=(index,)) for index in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*(functools.partial(forward, index) for index in range(2)))
     return grad(sum(results), list(model.parameters()))
 
 

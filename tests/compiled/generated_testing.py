@@ -1,5 +1,8 @@
 """Generated kernels of plain functions, without a model around them."""
 
+from contextlib import contextmanager
+
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -9,6 +12,22 @@ from recompute.compiled.generated.groupable import can_be_generated
 from recompute.compiled.generated.kernel_source import KernelSource
 from recompute.compiled.generated.switch import Generates, generating_on
 from recompute.compiled.recording import Recording
+
+
+@contextmanager
+def kernels_made():
+    """Gets the kernels that captured code generates meanwhile."""
+    made, own = [], GeneratedKernel.__init__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GeneratedKernel, "__init__", lambda self, *args: (own(self, *args), made.append(self))[0])
+        yield made
+
+
+def wait_for(kernels):
+    """Until those that are being compiled are."""
+    for kernel in kernels:
+        if kernel._compiled is not None:
+            kernel._compiled.result()
 
 
 class _Records(TorchDispatchMode):

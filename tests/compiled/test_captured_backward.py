@@ -53,7 +53,7 @@ def running(run, x):
     "run",
     by_default(
         CAPTURED, "several_times", "of_parts", "batched", "transposed", "read_outside_too", "with_hooks",
-        "update_in_a_hook",
+        "update_in_a_hook", "functional", "vmapped", "in torch's checkpoint",
     ),
 )  # fmt: skip
 def test_a_run_of_captured_layers_is_that_of_plain_pytorch(run):

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from bodies.autograd import FUNCTIONS, IS_TOLD_LATE, RAN, Scale, composite
 from capture_testing import ROWS, SIZE, Around, Twins, body, captured_twins, fresh, linear, rule, train
 from engine_testing import function_of, loss_of, no_garbage_collection, weak
+from tiny import of_one_more
 from torch import nn
 from torch.autograd import Function, grad
 
@@ -59,9 +60,7 @@ def test_a_function_runs_once_a_step(twins, x):
 def test_the_reports_say_so(twins, x):
     """The Function's input, which it only reads, is held once for all; and what comes after it is brought back."""
     assert "inside: 1 of 1 run as captured code" in str(twins.handle.explain())
-    before = twins.handle.stats()
-    train(x)(twins.under)
-    step = twins.handle.stats() - before
+    step = of_one_more(lambda: train(x)(twins.under), twins.handle)
     made = ROWS * SIZE * 4
     assert step.dropped_nbytes == 3 * made
     assert step.kept_nbytes == 4 * made
@@ -167,16 +166,9 @@ class Numbered(Function):
         return gradient
 
 
-def test_a_function_gives_another_number_at_any_step(x):
-    def forward(self, x):
-        y, number = Numbered.apply(self.lin(x))
-        return y.sin() * number
-
-    for steps in range(7, 1, -1):
-        twins = Twins(Around(body(forward, lin=linear())))
-        for number, count in ((1.0, steps), (2.0, 2)):
-            FACTOR[:] = [number]
-            twins.steps(train(x), count)
+def gives_a_number(self, x):
+    y, number = Numbered.apply(self.lin(x))
+    return y.sin() * number
 
 
 def set_number(x, store):
@@ -194,16 +186,22 @@ def set_tensor(x, store):
     return x * 2
 
 
-@pytest.mark.parametrize(
-    ("setting", "read"),
-    [(set_number, lambda s: s.scale), (set_item, lambda s: s.scales["last"]), (set_tensor, lambda s: s.scale)],
-)
-def test_code_reads_what_a_function_has_set(x, setting, read):
-    sets = function_of(setting, lambda gradient: (gradient * 2, None), saves=lambda *_: ())
+def setting(sets, read):
+    function = function_of(sets, lambda gradient: (gradient * 2, None), saves=lambda *_: ())
+    return lambda self, x: function.apply(self.lin(x), self.store).sin() * read(self.store)
 
-    def forward(self, x):
-        return sets.apply(self.lin(x), self.store).sin() * read(self.store)
 
+TOLD = {
+    "gives a number": gives_a_number,
+    "sets a number": setting(set_number, lambda store: store.scale),
+    "sets an item": setting(set_item, lambda store: store.scales["last"]),
+    "sets a tensor": setting(set_tensor, lambda store: store.scale),
+}
+"""What code around a Function reads of it, which is another number at any step."""
+
+
+@pytest.mark.parametrize("forward", TOLD.values(), ids=TOLD)
+def test_code_reads_what_a_function_gives_or_has_set(x, forward):
     for steps in range(7, 1, -1):
         store = SimpleNamespace(scale=1.0, scales={"last": 1.0})
         twins = Twins(Around(body(forward, lin=linear(), store=store)))

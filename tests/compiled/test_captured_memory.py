@@ -24,6 +24,7 @@ from capture_testing import (
     train,
 )
 from engine_testing import GatedMLP, RMSNorm, assert_same, loss_of, no_garbage_collection, set_by
+from tiny import of_one_more
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -32,7 +33,7 @@ import recompute
 from recompute.attach.runners import region_in
 from recompute.compiled import captured_function, captured_graph
 from recompute.compiled.codegen import Code
-from recompute.counters import memory_trace
+from recompute.counters import step_memory
 from recompute.engine import region_statistics
 from recompute.engine.cut.save_plan import LARGEST_COPY
 
@@ -221,11 +222,7 @@ def test_what_the_code_of_a_checkpoint_keeps_is_counted_as_kept():
     model = Around(body(lambda self, x: F.dropout(self.a(x).exp(), 0.5).sin(), a=linear()))
     handle = recompute.apply(model, {"rules": [{"match": "inside", "action": "checkpoint"}]})
     x = tokens()
-    seen = []
-    for _ in range(STEPS_TO_SETTLE):
-        before = handle.stats()
-        train(x)(model)
-        seen.append(handle.stats() - before)
+    seen = [of_one_more(lambda: train(x)(model), handle) for _ in range(STEPS_TO_SETTLE)]
     mask = x.nbytes
     assert (seen[0].kept_nbytes, seen[-1].kept_nbytes) == (0, mask)
     assert {step.eager_nbytes for step in seen} == {seen[0].eager_nbytes}
@@ -256,11 +253,8 @@ def test_a_graph_that_is_given_up_before_it_ends_counts_nowhere(monkeypatch):
     monkeypatch.setattr(captured_graph, "asks_about_tracing", lambda: False)
     model = Around(body(by_other_ops_if_compiled, a=linear(), b=linear()))
     handle = recompute.apply(model, rule())
-    counted, held = [], []
-    for _ in range(8):
-        before = handle.stats()
-        held.append(memory_of(model, tokens()))
-        counted.append(handle.stats() - before)
+    held = []
+    counted = [of_one_more(lambda: held.append(memory_of(model, tokens())), handle) for _ in range(8)]
     assert "takes other steps" in handle.explain(wide=True)
     assert counted == [counted[0]] * 8
     by_tape = held[1]
@@ -269,11 +263,8 @@ def test_a_graph_that_is_given_up_before_it_ends_counts_nowhere(monkeypatch):
 
 def memory_of(model, x):
     """Bytes held after forward, which backward then frees."""
-    with no_garbage_collection(), memory_trace(torch.device("cpu")) as trace:
-        loss = loss_of(model(x))
-        trace.mark("forward")
-        loss.backward()
-    return trace.held_nbytes["forward"]
+    with no_garbage_collection():
+        return step_memory(lambda: loss_of(model(x)), torch.device("cpu")).activation_bytes_held
 
 
 def test_a_checkpoint_counts_a_call_that_goes_on_otherwise_than_the_recorded_one():
@@ -295,28 +286,26 @@ def test_a_region_that_goes_on_otherwise_while_an_equal_one_is_captured_counts_e
     handle, step = recompute.apply(model, rule(["1", "2"])), train(tokens())
     for number in range(6):
         model[2].goes_on_otherwise = number == 3
-        before = handle.stats()
-        step(model)
-        assert (handle.stats() - before).frames == 2
+        assert of_one_more(lambda: step(model), handle).frames == 2
     assert "2 of 2 run as captured code" in handle.explain(wide=True)
 
 
 @pytest.mark.parametrize(
     "inside",
-    [{"action": "recompute", "via": "hook", "rerun": ["gemm"]}, {"action": "checkpoint"}, {"action": "keep"}],
+    [
+        {"action": "recompute", "via": "hook", "rerun": ["gemm"]},
+        {"action": "checkpoint"},
+        {"action": "keep"},
+    ],
     ids=["gemms again", "checkpoint", "keep"],
 )
 def test_a_rule_inside_of_a_region_is_followed_in_each_step(inside):
-    model = Layers()
-    around = {"match": "layers.*", "action": "recompute", "via": "hook"}
-    handle, step = recompute.apply(model, {"rules": [{"match": "**.mlp", **inside}, around]}), train(tokens())
-    counted = []
-    for _ in range(9):
-        before = handle.stats()
-        step(model)
-        counted.append(handle.stats() - before)
+    twins = Twins(Layers(), {"rules": [{"match": "**.mlp", **inside}, *rule("layers.*")["rules"]]})
+    step = train(tokens())
+    counted = [of_one_more(lambda: twins.step(step), twins.handle) for _ in range(9)]
     assert counted[1:] == [counted[1]] * 8
-    assert "stay on the tape: modules inside of it have rules of their own" in handle.explain(wide=True)
+    assert counted[1].dropped_nbytes > 0
+    assert "stay on the tape: modules inside of it have rules of their own" in twins.handle.explain(wide=True)
 
 
 def test_a_rule_inside_of_a_region_that_says_the_same_is_no_reason_to_stay_on_the_tape():
@@ -376,9 +365,8 @@ def test_what_captured_code_runs_again_is_timed_and_nothing_else(ticks, make, po
             loss.backward()
         return loss
 
-    began, before = ticks[0], twins.handle.stats()
-    twins.step(step)
-    of_step = twins.handle.stats() - before
+    began = ticks[0]
+    of_step = of_one_more(lambda: twins.step(step), twins.handle)
     assert of_step.regenerations > 0
     assert of_step.regenerating_seconds == of_step.regenerations < ticks[0] - began
 
@@ -403,10 +391,6 @@ def test_every_step_counts_and_times_what_runs_again_also_those_that_capture(opt
     rules = {"rules": [{"match": "layers.*", "action": "recompute", **options}]}
     handle = recompute.apply(model, rules)
     handle.time_regeneration()
-    seen = []
-    for _ in range(STEPS_TO_SETTLE + 1):
-        before = handle.stats()
-        train(x)(model)
-        seen.append(handle.stats() - before)
+    seen = [of_one_more(lambda: train(x)(model), handle) for _ in range(STEPS_TO_SETTLE + 1)]
     assert all(step.regenerations > 0 and step.regenerating_seconds > 0 for step in seen), seen
     assert min(step.regenerated_nbytes for step in seen) >= seen[0].dropped_nbytes

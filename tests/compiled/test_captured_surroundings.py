@@ -1,7 +1,6 @@
 """Captured regions inside of what others do around them, and with it inside of them."""
 
 import copy
-import functools
 import pickle
 
 import pytest
@@ -26,7 +25,6 @@ from torch import nn
 from torch.autograd import forward_ad, grad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from recompute.engine.bit_comparison import verifying
 
@@ -65,41 +63,11 @@ def test_code_does_not_run_where_others_change_what_forward_does_and_runs_under_
     assert twins.runs_code(stepping(x, backward=around)) == 1
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_a_checkpoint_around_it(twins, x, use_reentrant):
-    once = functools.partial(checkpoint, use_reentrant=use_reentrant)
-    twins.step(stepping(x, lambda module, x: once(module.inside, once(module, x))))
-
-
-def by_functional_call(m, x):
-    weights = {name: weight.detach().clone().requires_grad_() for name, weight in m.named_parameters()}
-    y = torch.func.functional_call(m, weights, (x,))
-    return [y, *grad(loss_of(y), list(weights.values()))]
-
-
-def by_functional_grad(m, x):
-    weights = {name: weight.detach() for name, weight in m.named_parameters()}
-
-    def loss(weights):
-        return loss_of(torch.func.functional_call(m, weights, (x.detach(),)))
-
-    return list(torch.func.grad(loss)(weights).values())
-
-
-def by_vmap(m, x):
-    return [torch.vmap(m, randomness="different")(x.detach()[None])]
-
-
-def forward_mode(m, x):
-    with forward_ad.dual_level():
-        return list(forward_ad.unpack_dual(m(forward_ad.make_dual(x.detach(), torch.ones_like(x)))))
-
-
-@pytest.mark.parametrize("transform", [by_functional_call, by_functional_grad, by_vmap, forward_mode])
-def test_functional_transforms(twins, x, transform):
+def test_forward_mode(twins, x):
     def step(module):
         torch.manual_seed(0)
-        return transform(module, fresh(x))
+        with forward_ad.dual_level():
+            return list(forward_ad.unpack_dual(module(forward_ad.make_dual(x.detach(), torch.ones_like(x)))))
 
     assert twins.runs_code(step) == 0
 
@@ -149,16 +117,9 @@ def test_the_policy_is_removed_while_graphs_are_alive(x):
     twins.step(train(x))
 
 
-NESTED = {
-    "keep": {"action": "keep"},
-    "another price": {"action": "recompute", "via": "hook", "price": 1e3},
-    "checkpoint": {"action": "checkpoint"},
-}
-
-
-@pytest.mark.parametrize("inner", NESTED.values(), ids=NESTED)
-def test_rules_inside_of_it(x, inner):
-    rules = {"rules": [{"match": "inside.up", **inner}, *rule()["rules"]]}
+def test_a_rule_of_another_price_inside_of_it(x):
+    """Its times are measured, so what it runs again differs from step to step, but no bit of a result does."""
+    rules = {"rules": [{"match": "inside.up", "action": "recompute", "via": "hook", "price": 1e3}, *rule()["rules"]]}
     twins = Twins(Around(DroppingBlock()), rules)
     twins.steps(train(x), 10)
     assert twins.handle.stats().dropped_nbytes > 0

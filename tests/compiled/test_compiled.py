@@ -4,7 +4,6 @@ import functools
 import re
 import shutil
 import warnings
-from collections import Counter
 
 import models
 import pytest
@@ -15,9 +14,7 @@ from tiers import by_default, slow
 from tiny import counted_ops, decoder, next_token_loss, rule, rules, token_ids, train
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch._ops import HigherOrderOperator
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import recompute
 from recompute.engine.cut.frontier import finer_frontier, frontier
@@ -578,22 +575,6 @@ TABLE = [
 ]
 
 
-class CountOps(TorchDispatchMode):
-    """Counts ops, also one that a compiler has wrapped so that it runs again with the random state of its forward."""
-
-    __module__ = "recompute.testing"  # the engine trusts it then, as it does torch's own modes, and shows it all
-    supports_higher_order_operators = True
-
-    def __init__(self):
-        super().__init__()
-        self.counts = Counter()
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        inner = args[1] if isinstance(op, HigherOrderOperator) else op  # of run_with_rng_state(state, op, *args)
-        self.counts[str(inner.overloadpacket)] += 1
-        return op(*args, **(kwargs or {}))
-
-
 def backward_ops(fields, *, compiled=False):
     """How often each op runs in a backward of ``Ops`` under a rule."""
     torch.manual_seed(0)
@@ -603,9 +584,9 @@ def backward_ops(fields, *, compiled=False):
         model.compile(fullgraph=True, backend="aot_eager")
     for _ in range(2):
         loss = model(torch.rand(16, 16)).sum()
-    with CountOps() as mode:
+    with counted_ops() as counts:
         loss.backward()
-    return mode.counts
+    return counts
 
 
 @functools.cache

@@ -7,7 +7,7 @@ import pytest
 import torch
 from capture_testing import Around, Twins
 from engine_testing import module_of, twins_of
-from generated_testing import as_one_kernel, generated, written
+from generated_testing import as_one_kernel, generated, kernels_made, wait_for, written
 from torch import nn
 from torch.nn import functional as F
 
@@ -25,6 +25,9 @@ from recompute.diagnostics.comparing_runs import same_bits
 from recompute.kernels.launch_plan import PlannedCall
 
 interpreted = pytest.mark.skipif(not device_functions.is_interpreted, reason="Triton's interpreter is off")
+each_device = pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
 
 
 def rotated(q, cos, sin):
@@ -241,9 +244,7 @@ class TestRows:
         atens = [each.text.partition("aten_")[2].partition("(")[0] for each in statements if "aten_" in each.text]
         assert atens == (["mul_Tensor", "_softmax_default", "mean_dim"] if runs_again else [])
 
-    @pytest.mark.parametrize(
-        "device", [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
-    )
+    @each_device
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
     def test_masked_rows_have_the_bits_of_aten_without_a_look_at_the_others(self, device, dtype):
         scores = masked_scores(131, 67).reshape(1, 131, 67).to(device, dtype)
@@ -315,9 +316,7 @@ class TestRowSums:
                 code, _ = written(gradient, *given, generates=generates)
             assert ("PlannedCall" in [type(each).__name__ for each in code.names.values()]) is by_kernel
 
-    @pytest.mark.parametrize(
-        "device", [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
-    )
+    @each_device
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
     @pytest.mark.parametrize("times", [0, 1, 3, 4])
     def test_an_exact_policy_adds_rows_in_turn(self, times, dtype, device):
@@ -339,9 +338,7 @@ class TestRowSums:
         )  # the interpreter rounds to bfloat16 in another way
         assert times == 1 or isinstance(in_turn._run, PlannedCall) is is_trusted
 
-    @pytest.mark.parametrize(
-        "device", [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
-    )
+    @each_device
     @pytest.mark.parametrize(
         ("generates", "counts"), [(Generates.EXACT, [0, 1, 1]), (Generates.ROUNDED, [2, 1, 1])], ids=str
     )
@@ -515,9 +512,7 @@ def normed(x, weight):
     return scale, weight * (wide * scale).to(x.dtype)
 
 
-@pytest.mark.parametrize(
-    "device", [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
-)
+@each_device
 def test_a_sum_in_another_order_may_round_what_is_computed_of_it_differently(device):
     """However exact the sum itself is, which is a result, too."""
     torch.manual_seed(0)
@@ -544,10 +539,7 @@ def test_a_captured_region_in_generated_kernels_is_exact(action):
     torch.manual_seed(0)
     block = module_of(forward, up=nn.Linear(8, 16), down=nn.Linear(16, 8))
     lean, plain = twins_of(nn.Sequential(block, copy.deepcopy(block)))
-    made = []
-    with generating_on("cpu"), pytest.MonkeyPatch.context() as patch:
-        own = GeneratedKernel.__init__
-        patch.setattr(GeneratedKernel, "__init__", lambda self, *args: (own(self, *args), made.append(self))[0])
+    with generating_on("cpu"), kernels_made() as made:
         recompute.apply(lean, {"version": 1, "rules": [{"match": "*", **action}]})
         for step in range(10):
             x = draw(4, 8) + step
@@ -555,9 +547,7 @@ def test_a_captured_region_in_generated_kernels_is_exact(action):
                 net.zero_grad()
                 net(x).pow(2).sum().backward()
             assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), lean.parameters(), strict=True))
-            for kernel in made:
-                if kernel._compiled is not None:
-                    kernel._compiled.result()
+            wait_for(made)
     assert any(kernel.is_exact for kernel in made)
     assert [kernel.reason for kernel in made if kernel.reason] == []
 

@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from generated_testing import written
+from generated_testing import kernels_made, wait_for, written
 from torch import nn
 
 import recompute
 from recompute.compiled.generated import device_functions
-from recompute.compiled.generated.generated_kernel import GeneratedKernel
 from recompute.kernels.launch import jit, tl
 
 interpreted = pytest.mark.skipif(not device_functions.is_interpreted, reason="needs TRITON_INTERPRET=1")
@@ -121,17 +120,13 @@ class TestRegions:
         """A model, the same under a policy, the kernels of the latter, and what gives these their first calls."""
         torch.manual_seed(0)
         plain = nn.Sequential(*[Adapted(256) for _ in range(3)]).to("cuda", dtype)
-        lean, made, own = copy.deepcopy(plain), [], GeneratedKernel.__init__
-        patch = pytest.MonkeyPatch()
-        patch.setattr(GeneratedKernel, "__init__", lambda self, *args: (own(self, *args), made.append(self))[0])
+        lean = copy.deepcopy(plain)
         recompute.apply(lean, {"rules": [{"type": "Adapted", "action": "recompute", "via": "hook"}]})
         x = torch.randn(64, 256, device="cuda", dtype=dtype)
-        for _ in range(10):
-            lean(x).sum().backward()
-            for kernel in made:
-                if kernel._compiled is not None:
-                    kernel._compiled.result()
-        patch.undo()
+        with kernels_made() as made:
+            for _ in range(10):
+                lean(x).sum().backward()
+                wait_for(made)
         return plain, lean, made, x
 
     @pytest.mark.gpu

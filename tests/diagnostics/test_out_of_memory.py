@@ -1,19 +1,15 @@
 """When memory runs out: the error stays what it was, and says who holds what and which rule would free how much."""
 
-from __future__ import annotations
-
 import logging
 import re
 import sys
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 from tiers import slow
 from tiny import HIDDEN, INTERMEDIATE, TOKENS, decoder, next_token_loss, token_ids, train
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -26,26 +22,26 @@ MLPS = {"rules": [{"match": "layers.*.mlp", "action": "recompute"}]}
 MESSAGE = "CUDA out of memory. Tried to allocate 2.00 GiB."
 
 
-def run_out(*_: Any) -> None:
+def run_out(*_):
     raise torch.OutOfMemoryError(MESSAGE)
 
 
-def run_out_of_real_memory(module: nn.Module, args: Any, output: Tensor) -> None:
+def run_out_of_real_memory(module, args, output):
     if not isinstance(output, FakeTensor):
         run_out()
 
 
 class RunsOutInBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx, x):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> None:  # type: ignore[override]
+    def backward(ctx, gradient):  # type: ignore[override]
         run_out()
 
 
-def report_of(model: nn.Module, step: Callable[[], Any], caplog: pytest.LogCaptureFixture) -> str:
+def report_of(model, step, caplog):
     caplog.clear()
     with (
         caplog.at_level(logging.ERROR, "recompute.diagnostics.out_of_memory"),
@@ -60,11 +56,11 @@ def report_of(model: nn.Module, step: Callable[[], Any], caplog: pytest.LogCaptu
     return report
 
 
-def forward_of(model: nn.Module) -> Callable[[], Tensor]:
+def forward_of(model):
     return partial(next_token_loss, model, token_ids())
 
 
-def peak_of(model: nn.Module, policy: Any) -> int:
+def peak_of(model, policy):
     """Of a step, by what really lives."""
     with recompute.apply(model, policy):
         train(model, steps=2)
@@ -76,9 +72,7 @@ def peak_of(model: nn.Module, policy: Any) -> int:
 
 
 @pytest.mark.parametrize(("policy", "helps"), slow((None, {"layers.*", "layers.*.mlp"}), (MLPS, {"layers.*"})))
-def test_it_says_who_holds_what_and_what_each_rule_frees(
-    policy: dict[str, Any] | None, helps: set[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_it_says_who_holds_what_and_what_each_rule_frees(policy, helps, caplog):
     model = decoder()
     if policy is not None:
         recompute.apply(model, policy)
@@ -104,7 +98,7 @@ def test_it_says_who_holds_what_and_what_each_rule_frees(
 
 
 @pytest.mark.slow
-def test_it_names_offloading_where_nothing_else_frees_as_much(caplog: pytest.LogCaptureFixture) -> None:
+def test_it_names_offloading_where_nothing_else_frees_as_much(caplog):
     """Of these layers there is nothing to run again: each holds its output alone, which the next one is given."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(16)))
     x = torch.ones(2048, 256)
@@ -116,7 +110,7 @@ def test_it_names_offloading_where_nothing_else_frees_as_much(caplog: pytest.Log
     assert float(freed) > 10 * x.nbytes / (1 << 20)
 
 
-def test_it_names_compression_where_that_frees_more_than_exact_regeneration(caplog: pytest.LogCaptureFixture) -> None:
+def test_it_names_compression_where_that_frees_more_than_exact_regeneration(caplog):
     layers = (nn.Sequential(nn.Linear(104, 416), nn.SiLU(), nn.Linear(416, 104)) for _ in range(4))  # no thin GEMM
     model = nn.Sequential(*layers)
     x = torch.ones(1024, 104)
@@ -128,7 +122,7 @@ def test_it_names_compression_where_that_frees_more_than_exact_regeneration(capl
     assert (compressed, note.strip(), exact) == (", compress: true", "not exact", "")
     assert float(saved) > 1.4 * float(less)
 
-    def peak(**options: Any) -> int:
+    def peak(**options):
         rules = [{"match": "*", "action": "recompute", **options}]
         with recompute.apply(model, {"rules": rules} if options else "none", strict=False):
             for _ in range(2):
@@ -143,18 +137,18 @@ def test_it_names_compression_where_that_frees_more_than_exact_regeneration(capl
 
 
 @pytest.mark.slow
-def test_it_says_when_it_was_in_backward_or_in_the_optimizers_step(caplog: pytest.LogCaptureFixture) -> None:
+def test_it_says_when_it_was_in_backward_or_in_the_optimizers_step(caplog):
     model = decoder()
 
-    def backward() -> None:
-        loss: Any = RunsOutInBackward.apply(forward_of(model)())
+    def backward():
+        loss = RunsOutInBackward.apply(forward_of(model)())
         loss.backward()
 
     assert "out of memory in the backward" in report_of(model, backward, caplog)
     optimizer = torch.optim.SGD(model.parameters())
     optimizer.register_step_pre_hook(run_out)
 
-    def step() -> None:
+    def step():
         forward_of(model)().backward()
         optimizer.step()
 
@@ -163,10 +157,10 @@ def test_it_says_when_it_was_in_backward_or_in_the_optimizers_step(caplog: pytes
     assert "gradients" in report
 
 
-def test_the_batch_is_the_last_one_in_training(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_batch_is_the_last_one_in_training(caplog):
     model = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Tanh())
 
-    def run() -> None:
+    def run():
         model(torch.ones(64, HIDDEN)).sum().backward()
         model(torch.ones(128, HIDDEN)).sum().backward()
         with torch.no_grad():
@@ -180,7 +174,7 @@ def test_the_batch_is_the_last_one_in_training(caplog: pytest.LogCaptureFixture)
 
 
 @pytest.mark.slow
-def test_what_is_around_the_model_is_seen_through(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_around_the_model_is_seen_through(caplog):
     model = decoder()
     hook = model.layers[0].register_forward_hook(run_out_of_real_memory)
     wrapped = nn.DataParallel(torch.compile(model, backend="eager", disable=True))
@@ -191,13 +185,13 @@ def test_what_is_around_the_model_is_seen_through(caplog: pytest.LogCaptureFixtu
 
 
 @pytest.mark.parametrize("rules", ["none", [{"type": "Scaled", "action": "checkpoint"}]])
-def test_keywords_and_positions_are_both_understood(rules: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_keywords_and_positions_are_both_understood(rules, caplog):
     class Scaled(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.linear = nn.Linear(HIDDEN, HIDDEN)
 
-        def forward(self, x: Tensor, by: float, *, cache: Any = None, **others: Any) -> Tensor:
+        def forward(self, x, by, *, cache=None, **others):
             assert cache is None
             assert others.keys() <= {"other"}
             return torch.tanh(self.linear(x) * by)
@@ -205,24 +199,24 @@ def test_keywords_and_positions_are_both_understood(rules: Any, caplog: pytest.L
     model = Scaled()
     recompute.apply(model, {"name": "one", "rules": rules})
 
-    def run() -> None:
+    def run():
         model(torch.ones(8, HIDDEN), by=2.0, cache=None, other=1)
         run_out()
 
     assert "A step on this batch takes" in report_of(model, run, caplog)
 
 
-def test_what_cannot_be_estimated_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_cannot_be_estimated_is_said(caplog):
     model = nn.Linear(2, 2)
     assert "the model has not run in training yet" in report_of(model, run_out, caplog)
 
     class Asks(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return super().forward(x) * (2 if x.sum() > 0 else 1)
 
     asking = Asks(2, 2)
 
-    def run() -> None:
+    def run():
         asking(torch.ones(3, 2))
         run_out()
 
@@ -230,13 +224,13 @@ def test_what_cannot_be_estimated_is_said(caplog: pytest.LogCaptureFixture) -> N
 
 
 @pytest.mark.gpu
-def test_the_rule_that_frees_most_lets_a_device_that_ran_out_go_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_rule_that_frees_most_lets_a_device_that_ran_out_go_on(caplog):
     shape = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 16}
     with torch.device("cuda"):
         model = LlamaForCausalLM(LlamaConfig(vocab_size=256, use_cache=False, **shape)).bfloat16()
         ids = torch.randint(256, (1, 8192))
 
-    def step() -> None:
+    def step():
         model(input_ids=ids, labels=ids).loss.backward()
 
     step()
@@ -269,7 +263,7 @@ def test_the_rule_that_frees_most_lets_a_device_that_ran_out_go_on(caplog: pytes
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def test_other_errors_pass_and_the_hook_goes(caplog: pytest.LogCaptureFixture) -> None:
+def test_other_errors_pass_and_the_hook_goes(caplog):
     model = decoder()
     with pytest.raises(ValueError, match="not memory"), explain_out_of_memory(model):
         raise ValueError("not memory")

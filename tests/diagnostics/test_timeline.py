@@ -1,17 +1,13 @@
 """A timeline holds what lives, when, and of which module; what it writes says the same."""
 
-from __future__ import annotations
-
 import gc
 import json
 from collections import defaultdict
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from tiny import INTERMEDIATE, TOKENS, decoder, next_token_loss, token_ids, train
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -24,14 +20,14 @@ from recompute.estimation.fake_tensors import fake_copy
 CPU = torch.device("cpu")
 
 
-def timeline_of(model: nn.Module, ids: Tensor | None = None) -> Timeline:
+def timeline_of(model, ids=None):
     ids = token_ids() if ids is None else ids
     with Timeline(model) as timeline:
         torch.autograd.backward(next_token_loss(model, ids))
     return timeline
 
 
-def alive_at(timeline: Timeline, seconds: float, phase: str) -> int:
+def alive_at(timeline, seconds, phase):
     return sum(
         held.nbytes
         for held in timeline.tensors
@@ -40,7 +36,7 @@ def alive_at(timeline: Timeline, seconds: float, phase: str) -> int:
 
 
 @pytest.mark.parametrize("policy", ["none", "elementwise", "full"])
-def test_the_peak_is_what_the_allocator_counts_but_for_what_ops_take_inside(policy: str) -> None:
+def test_the_peak_is_what_the_allocator_counts_but_for_what_ops_take_inside(policy):
     model = decoder()
     with recompute.apply(model, policy):
         train(model, steps=2)
@@ -55,7 +51,7 @@ def test_the_peak_is_what_the_allocator_counts_but_for_what_ops_take_inside(poli
     assert alive_at(timeline, timeline.backward, "forward") <= measured.activation_bytes_held
 
 
-def test_what_a_policy_drops_is_gone_when_backward_begins_and_comes_back_in_it() -> None:
+def test_what_a_policy_drops_is_gone_when_backward_begins_and_comes_back_in_it():
     model = decoder()
     train(model, steps=1)
     plain = timeline_of(model)
@@ -74,7 +70,7 @@ def test_what_a_policy_drops_is_gone_when_backward_begins_and_comes_back_in_it()
 
 
 @pytest.mark.parametrize("whose", ["ours", "torch's"])
-def test_modules_that_run_again_are_regeneration(whose: str) -> None:
+def test_modules_that_run_again_are_regeneration(whose):
     model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 5), nn.Tanh()))
     if whose == "ours":
         recompute.apply(model, {"name": "one", "rules": [{"match": "1", "action": "checkpoint"}]})
@@ -86,7 +82,7 @@ def test_modules_that_run_again_are_regeneration(whose: str) -> None:
     assert [(held.path, held.shape) for held in again if held.shape == (2, 5)] == [("1.0", (2, 5)), ("1.1", (2, 5))]
 
 
-def test_each_tensor_is_of_the_module_that_made_it_also_in_backward() -> None:
+def test_each_tensor_is_of_the_module_that_made_it_also_in_backward():
     model = decoder()
     train(model, steps=1)
     timeline = timeline_of(model)
@@ -100,7 +96,7 @@ def test_each_tensor_is_of_the_module_that_made_it_also_in_backward() -> None:
     assert all(held.freed is not None for held in wide)  # nothing of it outlives the step
 
 
-def test_on_tensors_without_values_it_is_the_same() -> None:
+def test_on_tensors_without_values_it_is_the_same():
     model = decoder()
     real = timeline_of(model)
     with FakeMode():
@@ -112,7 +108,7 @@ def test_on_tensors_without_values_it_is_the_same() -> None:
     ]
 
 
-def saved(timeline: Timeline, path: Path) -> dict[str, list[dict[str, Any]]]:
+def saved(timeline, path):
     timeline.save(path)
     kinds = defaultdict(list)
     for event in json.loads(path.read_text(encoding="utf-8"))["traceEvents"]:
@@ -121,7 +117,7 @@ def saved(timeline: Timeline, path: Path) -> dict[str, list[dict[str, Any]]]:
     return kinds
 
 
-def test_a_saved_trace_says_what_was_recorded(tmp_path: Path) -> None:
+def test_a_saved_trace_says_what_was_recorded(tmp_path):
     model = decoder()
     recompute.apply(model)
     train(model, steps=1)
@@ -150,7 +146,7 @@ def test_a_saved_trace_says_what_was_recorded(tmp_path: Path) -> None:
     assert counts[-1] == sum(held.nbytes for held in timeline.tensors if held.freed is None)
 
 
-def test_a_plot_shows_modules_what_came_back_and_when_backward_began() -> None:
+def test_a_plot_shows_modules_what_came_back_and_when_backward_began():
     model = decoder()
     recompute.apply(model)
     train(model, steps=1)
@@ -162,7 +158,7 @@ def test_a_plot_shows_modules_what_came_back_and_when_backward_began() -> None:
     assert "at the peak" in axes.get_title()
 
 
-def test_a_block_that_fails_leaves_modules_as_they_were() -> None:
+def test_a_block_that_fails_leaves_modules_as_they_were():
     call = nn.Module.__call__
     model = decoder()
     with pytest.raises(RuntimeError), Timeline(model):
@@ -173,7 +169,7 @@ def test_a_block_that_fails_leaves_modules_as_they_were() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("policy", ["none", "elementwise", "auto", "full"])
-def test_on_cuda_it_counts_nearly_all_that_the_allocator_does_and_stats_time_the_device(policy: str) -> None:
+def test_on_cuda_it_counts_nearly_all_that_the_allocator_does_and_stats_time_the_device(policy):
     device = torch.device("cuda")
     config = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4, "num_attention_heads": 8}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=512, use_cache=False, **config)).to(device, torch.bfloat16)
@@ -197,7 +193,7 @@ def test_on_cuda_it_counts_nearly_all_that_the_allocator_does_and_stats_time_the
     assert step.regenerating_seconds < timeline.seconds
 
 
-def test_what_was_offloaded_is_seen_to_come_back() -> None:
+def test_what_was_offloaded_is_seen_to_come_back():
     model = decoder()
     handle = recompute.apply(model, {"rules": [{"match": "layers.*", "action": "offload", "min_bytes": 0}]})
     train(model, steps=2)
@@ -209,7 +205,7 @@ def test_what_was_offloaded_is_seen_to_come_back() -> None:
     assert not any(held.phase == "regeneration" for held in timeline.tensors)
 
 
-def test_what_compressing_takes_is_no_regeneration() -> None:
+def test_what_compressing_takes_is_no_regeneration():
     model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
     x = torch.randn(128, 64, requires_grad=True)
     handle = recompute.apply(model, {"rules": [{"type": "Sequential", "action": "compress"}]})

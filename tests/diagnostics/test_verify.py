@@ -1,17 +1,13 @@
 """`recompute.verify` and the debug switch: what is right passes, what is wrong is named, nothing is left behind."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import models
 import numpy as np
@@ -57,15 +53,15 @@ liar.register_autograd(lambda ctx, gradient: gradient)
 
 
 class Lying(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(4))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return liar(x * self.weight).square().sum(-1, keepdim=True) * x
 
 
-def liars() -> nn.Module:
+def liars():
     return nn.Sequential(Lying(), Lying())
 
 
@@ -73,24 +69,24 @@ class Wrong(torch.autograd.Function):
     """Its forward is right and its gradient is not."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx, x):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+    def backward(ctx, gradient):
         return gradient * 1.01
 
 
-def norms(seed: int = 0) -> nn.Module:
+def norms(seed=0):
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(HIDDEN, HIDDEN), TinyRMSNorm(), nn.Linear(HIDDEN, HIDDEN))
 
 
-def numbers(*shape: int) -> Tensor:
+def numbers(*shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
 
 
-def stand_in(monkeypatch: pytest.MonkeyPatch, kernel: Callable[..., Tensor]) -> None:
+def stand_in(monkeypatch, kernel):
     """Have ``kernel`` take the place of the norm's kernel; it is given that one's output as well."""
     assert find_norm(TinyRMSNorm()) is not None  # what the kernel computes is found out once, of the right one
     right = kernel_module.rms_norm
@@ -99,7 +95,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, kernel: Callable[..., Tensor]) -> 
 
 @pytest.mark.parametrize("policy", ["none", "full", *slow("alternate"), "hook", *slow("elementwise", "auto")])
 @pytest.mark.parametrize("dtype", [*slow(torch.float32), torch.bfloat16])
-def test_what_hooks_regenerate_with_dropout_has_the_same_bits(policy: str, dtype: torch.dtype) -> None:
+def test_what_hooks_regenerate_with_dropout_has_the_same_bits(policy, dtype):
     found = recompute.verify(decoder(dropout=0.2).to(dtype), token_ids(), policy=policy)
     assert found.policy == policy
     assert found.bitwise
@@ -112,7 +108,7 @@ def test_what_hooks_regenerate_with_dropout_has_the_same_bits(policy: str, dtype
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_kernels_are_right_within_the_rounding_that_the_model_has_without_them(dtype: torch.dtype) -> None:
+def test_kernels_are_right_within_the_rounding_that_the_model_has_without_them(dtype):
     found = recompute.verify(decoder().to(dtype), token_ids(), policy="kernel")
     assert not found.bitwise
     assert 0 < found.relative_error <= found.tolerance < 64 * torch.finfo(dtype).eps
@@ -120,18 +116,18 @@ def test_kernels_are_right_within_the_rounding_that_the_model_has_without_them(d
     assert f"{found.relative_error:.1e} of their norm" in str(found)
 
 
-def test_verify_takes_the_default_policy_that_apply_takes() -> None:
+def test_verify_takes_the_default_policy_that_apply_takes():
     assert recompute.verify(decoder(), token_ids()).policy == "elementwise"
 
 
 class Dropless(nn.Module):
     """Of a class that rules find, with nothing to drop: what autograd saves is its input."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layer, self.unused = nn.Linear(4, 4), TinyRMSNorm(4)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.layer(x)
 
 
@@ -147,7 +143,7 @@ class Dropless(nn.Module):
         (rules(rule("TinyRMSNorm", "recompute", via="kernel")), r"governs unused, none of them ran with gradients"),
     ],
 )
-def test_a_policy_that_dropped_nothing_is_not_said_to_be_right(policy: Any, complaint: str) -> None:
+def test_a_policy_that_dropped_nothing_is_not_said_to_be_right(policy, complaint):
     model, x = Dropless(), numbers(3, 4)
     before = snapshot(model)
     with pytest.raises(NoEffectError, match=f"(?s){complaint}"):
@@ -156,18 +152,18 @@ def test_a_policy_that_dropped_nothing_is_not_said_to_be_right(policy: Any, comp
 
 
 @pytest.mark.parametrize("policy", ["none", rules(rule("Linear", "keep"))], ids=["none", "keep"])
-def test_a_policy_that_is_to_drop_nothing_verifies(policy: Any) -> None:
+def test_a_policy_that_is_to_drop_nothing_verifies(policy):
     found = recompute.verify(Dropless(), (numbers(3, 4),), policy=policy)
     assert found.bitwise
     assert str(found).endswith("; nothing was dropped")
 
 
-def test_a_kernel_that_drops_nothing_but_saves_less_verifies() -> None:
+def test_a_kernel_that_drops_nothing_but_saves_less_verifies():
     policy = rules(rule("TinyMLP", "recompute", via="kernel"))
     assert recompute.verify(TinyMLP(), (numbers(3, HIDDEN),), policy=policy).dropped_tensors == 0
 
 
-def test_compiled_layers_of_which_nothing_is_counted_verify() -> None:
+def test_compiled_layers_of_which_nothing_is_counted_verify():
     model = decoder()
     for layer in model.layers:
         layer.compile(backend="aot_eager")
@@ -175,7 +171,7 @@ def test_compiled_layers_of_which_nothing_is_counted_verify() -> None:
 
 
 @pytest.mark.parametrize("name", ["convnet", "mixtral", "t5"])
-def test_models_verify_and_are_left_as_they_were(name: str) -> None:
+def test_models_verify_and_are_left_as_they_were(name):
     """Batch norm's statistics, the hooks that Hugging Face puts on routers, shared embeddings."""
     model = models.make(name)
     before, buffers = snapshot(model), [buffer.clone() for buffer in model.buffers()]
@@ -187,15 +183,15 @@ def test_models_verify_and_are_left_as_they_were(name: str) -> None:
 class Stateful(nn.Module):
     """Has everything that a run may leave changed."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layer = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
         self.count = torch.zeros(())
         self.steps = 0
-        self.log: list[int] = []
+        self.log = []
         self.generator = torch.Generator().manual_seed(7)
 
-    def forward(self, x: Tensor, fails: bool = False) -> Tensor:
+    def forward(self, x, fails=False):
         self.count += 1
         self.steps += 1
         self.log.append(self.steps)
@@ -208,7 +204,7 @@ class Stateful(nn.Module):
         return y.exp()
 
 
-def random_states(model: Stateful) -> list[Any]:
+def random_states(model):
     kind, keys, *rest = np.random.get_state()
     generators = torch.default_generator, model.generator
     return [random.getstate(), (kind, keys.tolist(), *rest), *(g.get_state().tolist() for g in generators)]
@@ -216,9 +212,7 @@ def random_states(model: Stateful) -> list[Any]:
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("error", [None, ZeroDivisionError, AttributeError, GradientMismatch])
-def test_everything_is_left_as_it_was(
-    training: bool, error: type[Exception] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_everything_is_left_as_it_was(training, error, monkeypatch):
     torch.manual_seed(0)
     model = Stateful().train(training)
     model.layer[0].eval()
@@ -228,7 +222,7 @@ def test_everything_is_left_as_it_was(
     versions, values = [tensor._version for tensor in tensors], [tensor.clone() for tensor in tensors]
     before, states, environment = snapshot(model), random_states(model), dict(os.environ)
 
-    def verified() -> verify.Verification:
+    def verified():
         loss = None if error is not AttributeError else lambda output: output.missing
         return recompute.verify(model, batch, policy=rules({"match": "layer", "action": "checkpoint"}), loss=loss)
 
@@ -253,16 +247,16 @@ def test_everything_is_left_as_it_was(
 
 
 @pytest.mark.parametrize(("policy", "op"), [(TAPED, "recompute_tests.liar"), (CHECKPOINTED, "torch.Tensor.square")])
-def test_an_op_that_lies_is_named_with_its_module(policy: dict[str, Any], op: str) -> None:
+def test_an_op_that_lies_is_named_with_its_module(policy, op):
     with pytest.raises(RegenerationError, match=r"\b[01] \(Lying\)") as caught:
         recompute.verify(liars(), numbers(3, 4), policy=policy)
     assert op in str(caught.value)
     assert "12 of 12 elements differ" in str(caught.value)
 
 
-def test_an_op_that_lies_about_what_another_module_saves_is_named() -> None:
+def test_an_op_that_lies_about_what_another_module_saves_is_named():
     class Last(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return liar(x * x)
 
     model = nn.Sequential(nn.Linear(4, 4), Last(), nn.Linear(4, 4))
@@ -285,7 +279,7 @@ for policy in (TAPED, CHECKPOINTED):
 
 
 @pytest.mark.slow
-def test_the_debug_switch_watches_a_whole_process() -> None:
+def test_the_debug_switch_watches_a_whole_process():
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)])
     environment = {**os.environ, "RECOMPUTE_VERIFY": "1", "PYTHONPATH": path}
     command = [sys.executable, "-W", "ignore", "-c", LIAR]
@@ -294,7 +288,7 @@ def test_the_debug_switch_watches_a_whole_process() -> None:
     assert done.stdout.split() == ["True", "True"]
 
 
-def test_watching_ends_with_verify() -> None:
+def test_watching_ends_with_verify():
     with pytest.raises(RegenerationError):
         recompute.verify(liars(), numbers(3, 4), policy=TAPED)
     model = liars()
@@ -302,7 +296,7 @@ def test_watching_ends_with_verify() -> None:
     model(numbers(3, 4)).sum().backward()  # wrong, and not looked at
 
 
-def test_a_wrong_gradient_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_gradient_is_named(monkeypatch):
     stand_in(monkeypatch, lambda y, x, weight: Wrong.apply(y))
     with pytest.raises(GradientMismatch) as caught:
         recompute.verify(norms(), numbers(2, 3, HIDDEN), policy=KERNELS)
@@ -315,7 +309,7 @@ def test_a_wrong_gradient_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "expected at most twice the rounding error of each" in said
 
 
-def test_a_wrong_output_is_named_and_so_is_a_missing_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_output_is_named_and_so_is_a_missing_gradient(monkeypatch):
     stand_in(monkeypatch, lambda y, x, weight: y.detach() * 2)
     with pytest.raises(GradientMismatch) as caught:
         recompute.verify(norms(), numbers(3, HIDDEN), policy=KERNELS)
@@ -323,14 +317,14 @@ def test_a_wrong_output_is_named_and_so_is_a_missing_gradient(monkeypatch: pytes
     assert "  1.weight: there is none under it\n" in str(caught.value)
 
 
-def test_only_the_first_that_differ_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_first_that_differ_are_listed(monkeypatch):
     stand_in(monkeypatch, lambda y, x, weight: Wrong.apply(y))
     with pytest.raises(GradientMismatch, match="and 15 more") as caught:
         recompute.verify(decoder(), token_ids(), policy="kernel")
     assert len(str(caught.value).splitlines()) == 1 + 1 + 5 + 1 + 1
 
 
-def test_the_gradient_of_an_input_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gradient_of_an_input_counts(monkeypatch):
     model = norms().requires_grad_(False)
     inputs = numbers(3, HIDDEN).requires_grad_()
     assert recompute.verify(model, inputs, policy=KERNELS).gradients == 1
@@ -340,14 +334,14 @@ def test_the_gradient_of_an_input_counts(monkeypatch: pytest.MonkeyPatch) -> Non
     assert inputs.grad is None
 
 
-def test_buffers_and_random_states_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buffers_and_random_states_count(monkeypatch):
     model = nn.Sequential(nn.BatchNorm1d(HIDDEN), TinyRMSNorm())
 
-    def counts_twice(y: Tensor, *_: Any) -> Tensor:
+    def counts_twice(y, *_):
         model[0].num_batches_tracked.add_(1)
         return y
 
-    def draws(y: Tensor, *_: Any) -> Tensor:
+    def draws(y, *_):
         torch.rand(1)
         return y
 
@@ -362,11 +356,11 @@ def test_buffers_and_random_states_count(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 class Keyworded(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layer = nn.Linear(4, 4)
 
-    def forward(self, x: Tensor, y: Tensor | None = None, *, parts: Any = None) -> Any:
+    def forward(self, x, y=None, *, parts=None):
         z = self.layer(x if y is None else x * y).tanh()
         return SimpleNamespace(loss=z.sum(), logits=z) if parts is None else {"z": z, "parts": [z * parts["p"], 3]}
 
@@ -382,23 +376,23 @@ class Keyworded(nn.Module):
         ),
     ],
 )
-def test_batches_are_mappings_tuples_or_an_argument(batch: Any, gradients: list[str]) -> None:
+def test_batches_are_mappings_tuples_or_an_argument(batch, gradients):
     trial = verify._Trial(Keyworded(), batch, None, [])
     assert list(trial.run().tensors["gradients"]) == gradients
     found = recompute.verify(Keyworded(), batch, policy=rules(rule("Keyworded")))
     assert (found.bitwise, found.gradients) == (True, len(gradients))
 
 
-def test_a_tensor_given_twice_is_one_tensor() -> None:
+def test_a_tensor_given_twice_is_one_tensor():
     inputs = numbers(2, 4).requires_grad_()
     found = verify._Trial(Keyworded(), (inputs, inputs), None, []).run().tensors["gradients"]
     assert same_bits(found["input 0"], found["input 1"])
 
 
-def test_backward_starts_from_the_loss_or_from_every_output() -> None:
+def test_backward_starts_from_the_loss_or_from_every_output():
     model, ids = decoder(), token_ids()
 
-    def gradients(**options: Any) -> dict[str, Tensor]:
+    def gradients(**options):
         batch = options.pop("batch", ids)
         return verify._Trial(model, batch, options.pop("loss", None), []).run().tensors["gradients"]
 
@@ -417,12 +411,12 @@ def test_backward_starts_from_the_loss_or_from_every_output() -> None:
     assert same_bits(own.tensors["gradients"]["layer.weight"], layer.layer.weight.grad)
 
 
-def test_a_model_without_a_gradient_is_refused() -> None:
+def test_a_model_without_a_gradient_is_refused():
     with pytest.raises(ModelError, match="nothing in the model's output requires a gradient"):
         recompute.verify(norms().requires_grad_(False), numbers(2, HIDDEN), policy="none")
 
 
-def test_a_run_that_changes_parameters_is_refused() -> None:
+def test_a_run_that_changes_parameters_is_refused():
     model = norms()
     model[2].bias.register_post_accumulate_grad_hook(_step)
     with pytest.raises(MutationError, match=r"^2\.bias, a tensor .* is changed by the forward or the backward"):
@@ -430,11 +424,11 @@ def test_a_run_that_changes_parameters_is_refused() -> None:
 
 
 @torch.no_grad()
-def _step(parameter: Tensor) -> None:
+def _step(parameter):
     parameter -= 0.1 * parameter.grad
 
 
-def test_what_apply_refuses_verify_refuses_before_anything_runs() -> None:
+def test_what_apply_refuses_verify_refuses_before_anything_runs():
     model = nn.Sequential(nn.Linear(4, 4))
     model[0].forward = None  # never called
     with pytest.raises(PolicyError, match="did you mean 'hook'"):
@@ -446,9 +440,9 @@ def test_what_apply_refuses_verify_refuses_before_anything_runs() -> None:
         recompute.verify(governed.layers[0], token_ids(), policy="none")
 
 
-def test_rounding_that_cannot_be_measured_is_said_so() -> None:
+def test_rounding_that_cannot_be_measured_is_said_so():
     class OnlyFloat32(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             if x.dtype is torch.float64:
                 raise RuntimeError("no kernel for Double")
             return x
@@ -458,7 +452,7 @@ def test_rounding_that_cannot_be_measured_is_said_so() -> None:
         recompute.verify(model, numbers(8, HIDDEN), policy=KERNELS)
 
 
-def test_the_wider_dtype_is_that_in_which_rounding_shows() -> None:
+def test_the_wider_dtype_is_that_in_which_rounding_shows():
     assert wider_dtype(norms()) is torch.float64
     assert wider_dtype(norms().bfloat16()) is torch.float32
     with torch.autocast("cpu"):
@@ -466,16 +460,16 @@ def test_the_wider_dtype_is_that_in_which_rounding_shows() -> None:
         assert not recompute.verify(norms(), numbers(64, HIDDEN), policy=KERNELS).bitwise
 
 
-def test_sparse_shared_and_unused_parameters_compare() -> None:
+def test_sparse_shared_and_unused_parameters_compare():
     class Model(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.embedding = nn.Embedding(8, 4, sparse=True)
             self.unused = nn.Linear(4, 4)
             self.one = nn.Linear(4, 4)
             self.other = self.one
 
-        def forward(self, ids: Tensor) -> Tensor:
+        def forward(self, ids):
             return self.other(self.one(self.embedding(ids)).relu())
 
     found = recompute.verify(Model(), torch.tensor([[1, 2, 2]]), policy=rules(rule("Model")))
@@ -495,23 +489,23 @@ def test_sparse_shared_and_unused_parameters_compare() -> None:
         (None, None, True),
     ],
 )
-def test_same_bits(one: Tensor | None, other: Tensor | None, same: bool) -> None:
+def test_same_bits(one, other, same):
     assert same_bits(one, other) is same
 
 
-def test_relative_error_is_of_all_tensors_together() -> None:
+def test_relative_error_is_of_all_tensors_together():
     assert relative_error([torch.tensor([3.0]), torch.tensor([0.0])], [torch.tensor([3.0]), torch.tensor([4.0])]) == 0.8
     assert relative_error([torch.zeros(2)], [torch.zeros(2)]) == 0
     assert relative_error([torch.ones(2)], [torch.zeros(2)]) == math.inf
 
 
-def test_verify_is_a_function_and_its_module_another() -> None:
+def test_verify_is_a_function_and_its_module_another():
     assert callable(recompute.verify)
     assert verify.verify is recompute.verify
     assert verify.__name__ == "recompute.diagnostics.verify"
 
 
-def test_runs_are_comparable_where_a_library_has_frozen_the_flags_of_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_are_comparable_where_a_library_has_frozen_the_flags_of_cudnn(monkeypatch):
     monkeypatch.setattr(torch.backends, "__allow_nonbracketed_mutation_flag", False)  # as torch.testing does
     torch._C._set_cudnn_benchmark(True)
     try:
@@ -527,7 +521,7 @@ def test_runs_are_comparable_where_a_library_has_frozen_the_flags_of_cudnn(monke
 @pytest.mark.gpu
 @pytest.mark.parametrize("policy", ["full", "hook", "elementwise", "kernel", "auto"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_presets_verify_on_cuda(policy: str, dtype: torch.dtype) -> None:
+def test_presets_verify_on_cuda(policy, dtype):
     model = models.make("llama", dtype, attention_dropout=0.1).cuda()
     batch = {name: tensor.cuda() for name, tensor in models.batch("llama").items()}
     found = recompute.verify(model, batch, policy=policy)

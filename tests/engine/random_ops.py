@@ -1,9 +1,6 @@
 """What a step of a random module may do: ops that accept tensors of any shape and dtype."""
 
-from __future__ import annotations
-
 import ctypes
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy
@@ -24,9 +21,6 @@ class Call(NamedTuple):
     y: Tensor
     part: Any
     program: Any
-
-
-Op = Callable[[Call], Any]
 
 
 def floating(x):
@@ -205,7 +199,7 @@ def linear():
     return nn.Linear(WIDTH, WIDTH)
 
 
-VIEWS: dict[str, Op] = {
+VIEWS = {
     "view": lambda c: c.x.view(-1) if c.x.is_contiguous() else c.x.reshape(-1),
     "transpose": lambda c: at_least(2, c.x).transpose(0, -1),
     "slice": lambda c: at_least(1, c.x)[1:] if at_least(1, c.x).shape[0] > 1 else c.x,
@@ -219,7 +213,7 @@ VIEWS: dict[str, Op] = {
     "detach": lambda c: c.x.detach(),
     "alias": lambda c: c.x.view_as(c.x),
 }
-IN_PLACE: dict[str, Op] = {
+IN_PLACE = {
     "mul_": in_place(lambda x, y: x.mul_(0.5)),
     "mul_ by y": in_place(lambda x, y: x.mul_(y)),
     "add_": in_place(lambda x, y: x.add_(y)),
@@ -238,7 +232,7 @@ IN_PLACE: dict[str, Op] = {
     "change a copy": lambda c: rows(c.x).clone().mul_(2.0).add_(like(rows(c.y), rows(c.x))).sigmoid_(),
     "dropout_": in_place(lambda x, y: F.dropout(x, 0.4, training=True, inplace=True)),
 }
-VALUES: dict[str, Op] = {
+VALUES = {
     "add": lambda c: c.x + like(c.y, c.x),
     "mul": lambda c: c.x * like(c.y, c.x),
     "div": lambda c: floating(c.x) / (1 + like(floating(c.y), c.x).abs()),
@@ -265,7 +259,7 @@ VALUES: dict[str, Op] = {
     "keep": lambda c: keep(c),
     "keep by name": lambda c: keep(c, "named"),
 }
-DTYPES: dict[str, Op] = {
+DTYPES = {
     "bfloat16 and back": lambda c: floating(c.x).bfloat16().to(floating(c.x).dtype),
     "bfloat16": lambda c: floating(c.x).bfloat16(),
     "half": lambda c: floating(c.x).half(),
@@ -277,7 +271,7 @@ DTYPES: dict[str, Op] = {
     "half of the bits": lambda c: rows(c.x).contiguous().view(torch.bfloat16),
     "greater": lambda c: c.x > 0.1,
 }
-RANDOM: dict[str, Op] = {
+RANDOM = {
     "dropout": lambda c: F.dropout(floating(c.x), 0.4, training=True),
     "dropout of rows": lambda c: F.dropout1d(rows(c.x), 0.4, training=True),
     "rand_like": lambda c: floating(c.x) * torch.rand_like(floating(c.x)),
@@ -291,7 +285,7 @@ RANDOM: dict[str, Op] = {
     "python's": lambda c: floating(c.x) * c.program.python.random(),
     "numpy's": lambda c: floating(c.x) * c.program.numpy.random(),
 }
-INDEXING: dict[str, Op] = {
+INDEXING = {
     "index_select": lambda c: rows(c.x).index_select(0, numbers(c.y, 2, 3)),
     "gather": lambda c: rows(c.x).gather(0, numbers(c.y, 2).view(-1, WIDTH)),
     "mask": lambda c: floating(c.x)[c.x > 0],
@@ -307,7 +301,7 @@ INDEXING: dict[str, Op] = {
     "pad": lambda c: F.pad(rows(c.x), (0, 0, 1, 0)),
     "nonzero": lambda c: rows(c.x)[: len((rows(c.y) > 0).nonzero()) % 2 + 1],
 }
-COSTLY: dict[str, Op] = {
+COSTLY = {
     "linear": lambda c: c.part(rows(c.x)),
     "shared linear": lambda c: c.program.shared(rows(c.x)),
     "linear in bfloat16": lambda c: F.linear(rows(c.x).bfloat16(), c.part.weight.bfloat16()),
@@ -320,7 +314,7 @@ COSTLY: dict[str, Op] = {
     "convolution": lambda c: c.part(rows(c.x).unsqueeze(1)),
     "batch norm": lambda c: c.part(rows(c.x)),
 }
-FUNCTIONS: dict[str, Op] = {
+FUNCTIONS = {
     "function": lambda c: Cube.apply(rows(c.x)),
     "function by numpy": lambda c: Numpy.apply(rows(c.x)),
     "function by address": lambda c: ByAddress.apply(rows(c.x)),
@@ -340,8 +334,8 @@ MENUS = {
     "costly": COSTLY,
     "functions": FUNCTIONS,
 }
-OPS: dict[str, Op] = {name: op for menu in MENUS.values() for name, op in menu.items()}
-PARTS: dict[str, Callable[[], nn.Module]] = {
+OPS = {name: op for menu in MENUS.values() for name, op in menu.items()}
+PARTS = {
     "linear": linear,
     "linear in bfloat16": linear,
     "layer norm": lambda: nn.LayerNorm(WIDTH),

@@ -1,10 +1,5 @@
 """What goes into a region and what comes out of it: any object, and objects with a state of their own."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from bodies.arguments import KINDS_OF_CACHES, Cache, Node, attend
@@ -21,11 +16,11 @@ from engine_testing import (
     tokens,
     weak,
 )
-from torch import Tensor, nn
+from torch import nn
 
 from recompute.errors import MutationError, PolicyWarning
 
-ONCE: dict[str, Callable[[Tensor], Any]] = {
+ONCE = {
     "generator": lambda x: (scale for scale in (2.0, 3.0)),
     "zip": lambda x: zip([2.0], strict=True),
     "iterator": lambda x: iter([2.0, 3.0]),

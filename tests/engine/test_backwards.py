@@ -140,17 +140,12 @@ def test_a_region_of_integers_or_of_no_arguments(rules):
     assert_step_as_without(learned, rules)
 
 
-class Shared(nn.Module):
+def shared():
     """A parameter, a norm's weight, that is used before, in and after a region, which uses it twice."""
-
-    def __init__(self):
-        super().__init__()
-        norm = RMSNorm()
-        self.inside = module_of(lambda self, x: self.norm(self.norm(x).exp()).sin() * self.norm.weight, norm=norm)
-        self.norm = norm
-
-    def forward(self, x):
-        return self.norm(self.inside(self.norm(x))) * self.norm.weight
+    norm = RMSNorm()
+    inside = module_of(lambda self, x: self.norm(self.norm(x).exp()).sin() * self.norm.weight, norm=norm)
+    around = lambda self, x: self.norm(self.inside(self.norm(x))) * self.norm.weight  # noqa: E731
+    return module_of(around, inside=inside, norm=norm)
 
 
 @every_rule
@@ -173,7 +168,7 @@ def test_hooks_of_a_parameter_used_inside_and_outside_fire_once_a_backward(rules
         assert [kind for kind, _ in fired] == ["gradient", "accumulated"] * backwards
         return fired, weight.grad
 
-    assert_as_without(Shared(), rules, run)
+    assert_as_without(shared(), rules, run)
 
 
 @every_rule

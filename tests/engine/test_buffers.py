@@ -1,25 +1,19 @@
 """Buffers that change between a region's forward and its backward, as averages and counters do."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from engine_testing import HIDDEN, SETTINGS, TAPES, Census, bits, governing, holding, module_of, tokens
 from tiers import by_default
-from torch import Tensor, nn
+from torch import nn
 
 import recompute
 from recompute.engine.bit_comparison import verifying
 from recompute.engine.cut.save_plan import LARGEST_COPY
 from recompute.errors import MutationError
-
-Update = Callable[[Any, Tensor], Any]
 
 
 def _average(self, y):
@@ -43,7 +37,7 @@ def _lazily(self, y):
     self.average = self.lazy
 
 
-UPDATES: dict[str, Update] = {
+UPDATES = {
     "mul_ and add_": _average,
     "a counter": _count,
     "copy_": lambda self, y: self.average.copy_(y.detach().mean(0)),
@@ -103,9 +97,6 @@ def _model(forward, dtype=torch.float32, size=1):
     return model
 
 
-Step = Callable[[nn.Module, list[Tensor]], list[Any]]
-
-
 def _gradients(model, result, **options):
     return [bits(grad) for grad in torch.autograd.grad(result.sum(), list(model.parameters()), **options)]
 
@@ -150,7 +141,7 @@ def _evaluated_between(model, inputs):
     return [_gradients(model, result) for result in results]
 
 
-STEPS: dict[str, Step] = {
+STEPS = {
     "one by one": _one_by_one,
     "all at once": _all_at_once,
     "the last first": _last_first,

@@ -1,11 +1,7 @@
 """``compress``: what tolerates rounding is held in 8 bits; everything else as it is, and outputs are not touched."""
 
-from __future__ import annotations
-
 import copy
 import gc
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +9,7 @@ from engine_testing import Boom, bits, function_of, holding, loss_of, module_of,
 from models import batch as batch_of
 from models import make
 from tiers import by_default, one_in
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 import recompute
@@ -27,7 +23,7 @@ from recompute.substitution.codec import Blockwise8Bit
 SIZE = 64
 NBYTES = 4 * SIZE * SIZE
 CODES_NBYTES = SIZE * SIZE * (1 + 4 / 128)
-WAYS: dict[str, dict[str, Any]] = {
+WAYS = {
     "compress": {"action": "compress"},
     "recompute": {"action": "recompute", "via": "hook", "compress": True},
     "compress and offload": {"action": "compress", "offload": True, "min_bytes": 0},
@@ -106,7 +102,7 @@ def attention(self, x):
     return F.scaled_dot_product_attention(q, k, v).view(SIZE, SIZE) @ self.weight
 
 
-NEVER: dict[str, Callable[[Any, Tensor], Tensor]] = {
+NEVER = {
     "attention": attention,
     "what a layer norm reads": lambda self, x: F.layer_norm(x @ x, (SIZE,)),
     "what a norm squares": lambda self, x: (h := x @ x) * h.pow(2).mean(-1, keepdim=True),

@@ -1,7 +1,5 @@
 """What is kept and what is run again: tables that can be read, and random ones against trying everything."""
 
-from __future__ import annotations
-
 import re
 from fractions import Fraction
 from itertools import compress, product
@@ -166,8 +164,6 @@ def test_one_byte_of_many_decides():
         assert table.cut()[0] == {kept}
 
 
-Tables = tuple[list[Value], list[Op]]
-
 NBYTES = st.sampled_from([0, 1, 2, 3, 4, 5, 6, 7, 8, None, 2**60, 2**60 + 1])  # the last two are one float
 EXACT_PRICES = st.sampled_from([0.0, 2.0**-18, 0.25, 0.5, 1.0, 2.0, 3.0, 1000.0, 2.0**62, 2.0**80])
 
@@ -205,7 +201,7 @@ def cost(values, ops, price, rerun, kept):
 
 
 @given(tables(), EXACT_PRICES)
-def test_no_choice_is_cheaper_nor_as_cheap_with_other_ops(table: Tables, price: float) -> None:
+def test_no_choice_is_cheaper_nor_as_cheap_with_other_ops(table, price):
     values, ops = table
     costs = {rerun: (cost(values, ops, price, rerun, kept), kept) for rerun, kept in choices(values, ops)}
     if not costs:
@@ -225,7 +221,7 @@ def test_no_choice_is_cheaper_nor_as_cheap_with_other_ops(table: Tables, price: 
 
 
 @given(tables(), st.floats(0, 1e12))
-def test_any_price_is_right_to_a_millionth_of_a_byte_an_op(table: Tables, price: float) -> None:
+def test_any_price_is_right_to_a_millionth_of_a_byte_an_op(table, price):
     values, ops = table
     costs = {rerun: cost(values, ops, price, rerun, kept) for rerun, kept in choices(values, ops)}
     if costs:
@@ -233,7 +229,7 @@ def test_any_price_is_right_to_a_millionth_of_a_byte_an_op(table: Tables, price:
 
 
 @given(tables())
-def test_the_error_names_just_the_values_that_cannot_be_had(table: Tables) -> None:
+def test_the_error_names_just_the_values_that_cannot_be_had(table):
     values, ops = table
     alone = [
         [value._replace(demanded=index == one) for index, value in enumerate(values)] for one in range(len(values))
@@ -247,7 +243,7 @@ def test_the_error_names_just_the_values_that_cannot_be_had(table: Tables) -> No
 
 
 @given(tables(), st.lists(st.floats(0, 1e20) | EXACT_PRICES, min_size=2, max_size=2))
-def test_a_higher_price_runs_no_other_op_again(table: Tables, prices: list[float]) -> None:
+def test_a_higher_price_runs_no_other_op_again(table, prices):
     values, ops = table
     if any(choices(values, ops)):
         low, high = (minimum_cut(values, ops, price) for price in sorted(prices))

@@ -1,14 +1,12 @@
 """Cuts within a limit of bytes, also those that no price gives: tables that can be read, and random ones."""
 
-from __future__ import annotations
-
 import warnings
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_cut import INTER, ROWS, H, K, Table, Tables, choices, decoder_layer, tables
+from test_cut import INTER, ROWS, H, K, Table, choices, decoder_layer, tables
 
 from recompute.engine.cut.best_cuts import best_cut, costs_of, cuts_by_nbytes, sweep
 from recompute.engine.cut.minimum_cut import minimum_cut
@@ -82,7 +80,7 @@ def test_a_decoder_layer_may_hold_gate_or_up_alone():
 
 
 @given(tables())
-def test_each_is_a_cut_and_what_holds_less_takes_longer(table: Tables) -> None:
+def test_each_is_a_cut_and_what_holds_less_takes_longer(table):
     values, ops = table
     possible = {rerun: kept for rerun, kept in choices(values, ops)}
     if not possible:
@@ -100,7 +98,7 @@ def test_each_is_a_cut_and_what_holds_less_takes_longer(table: Tables) -> None:
 
 
 @given(tables(), st.integers(0, 30))
-def test_a_limit_is_kept_where_it_can_be_and_no_price_does_better_within_it(table: Tables, most: int) -> None:
+def test_a_limit_is_kept_where_it_can_be_and_no_price_does_better_within_it(table, most):
     values, ops = table
     possible = list(choices(values, ops))
     if not possible:

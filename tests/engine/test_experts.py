@@ -1,9 +1,5 @@
 """Mixtures of experts, whose routing must not change."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -17,12 +13,9 @@ from engine_testing import (
     every_rule,
     every_tape,
     governing,
-    holding,
     loss_of,
     module_of,
-    no_garbage_collection,
     tokens,
-    weak,
 )
 from tiny import counted_ops
 from torch import nn
@@ -50,7 +43,7 @@ def mixture(self, x):
     return result
 
 
-ROUTES: list[Any] = []
+ROUTES = []
 """Where tokens went, run by run."""
 NOTE_ROUTE = ROUTES.append
 """By this a checkpoint does not see the list: it would have it appended to but once."""
@@ -131,23 +124,3 @@ def test_recompute_runs_neither_router_nor_experts_again():
     with recompute.apply(model, governing(SETTINGS["recompute"])) as handle:
         assert products() == expected
         assert handle.stats().dropped_nbytes > 0
-
-
-@every_rule
-def test_what_the_user_keeps_stays_alive_until_the_graph_is_gone(rules):
-    kept = []
-
-    def forward(self, x):
-        logits = recompute.keep(self.norm(x).cos())
-        kept.append(weak(logits))
-        return (logits.sin() * x).sin()
-
-    model = holding(forward, norm=RMSNorm())
-    recompute.apply(model, rules)
-    kept.clear()
-    with no_garbage_collection():
-        result = model(tokens())
-        assert not kept[0].expired()
-        result.sum().backward()
-        del result
-        assert all(reference.expired() for reference in kept)

@@ -1,7 +1,5 @@
 """Memory that is written to by no op: through arrays, capsules and addresses that the region's code was given."""
 
-from __future__ import annotations
-
 import copy
 import ctypes
 import operator

@@ -1,10 +1,6 @@
 """Tensors without values reach no launcher: whatever estimates or reports refuses by name, and launches nothing."""
 
-from __future__ import annotations
-
 import ctypes
-from collections.abc import Callable
-from typing import Any
 
 import numpy
 import pytest
@@ -63,7 +59,7 @@ _double.register_autograd(lambda ctx, gradient: 2 * gradient)
 
 KERNEL = "launches the kernel _double_kernel"
 MEMORY = "asks for the memory of a tensor"
-READERS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+READERS = {
     "Triton": (_launch, KERNEL),
     "Triton with heuristics": (_launch_tuned, KERNEL),
     "a Function": (Double.apply, KERNEL),
@@ -93,7 +89,7 @@ def model_of(reader):
 
 
 BATCH = (torch.ones(4, 8),)
-RUNS: dict[str, Callable[[nn.Module], Any]] = {
+RUNS = {
     "an estimate": lambda model: recompute.estimate(model, batch=BATCH),
     "an estimate of a policy": lambda model: recompute.estimate(model, batch=BATCH, policy=rules(rule("Reader"))),
     "a plan without a device": lambda model: roofline(model, BATCH, "H100", match="1.*"),

@@ -6,7 +6,7 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
-from engine_testing import Boom, assert_same, tokens
+from engine_testing import Boom, assert_same, bits, no_garbage_collection, tokens
 from tiers import by_default
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
@@ -125,32 +125,32 @@ class Trial:
         self._start = copy.deepcopy(self.model.state_dict())
 
     def step(self, around=None):
-        self.model.load_state_dict(self._start)
+        self.model.train().load_state_dict(self._start)
         torch.manual_seed(3)
         with around or nullcontext():
             return self._step()
 
     def _step(self):
         result = self.model(self.x)
-        stream, calls = torch.get_rng_state(), [layer.calls for layer in self.model]
+        self.model.eval()  # what runs again runs as in training, and leaves it so
+        before = self._state()
         wanted = [self.x, *self.model.parameters()]
-        buffers = [buffer.clone() for buffer in self.model.buffers()]
         loss, self.retried = result.sum(), None
         try:
             gradients = torch.autograd.grad(loss, wanted, retain_graph=True)
         except (Boom, KeyboardInterrupt):
-            self._assert_as_before(stream, calls, buffers)
+            assert self._state() == before
             gradients = torch.autograd.grad(loss, wanted)
             self.retried = self._values(result, gradients)
             raise
         finally:
-            self._assert_as_before(stream, calls, buffers)
+            assert self._state() == before
         return self._values(result, gradients)
 
-    def _assert_as_before(self, stream, calls, buffers):
-        assert torch.equal(torch.get_rng_state(), stream)
-        assert [layer.calls for layer in self.model] == calls
-        assert all(map(torch.equal, self.model.buffers(), buffers))
+    def _state(self):
+        tensors = [torch.get_rng_state(), *self.model.buffers()]
+        flags = [module.training for module in self.model.modules()]
+        return [*map(bits, tensors), [layer.calls for layer in self.model], flags]
 
     def _values(self, result, gradients):
         values = [result, *gradients, *self.model.buffers()]
@@ -169,19 +169,21 @@ def test_an_exception_at_any_point_of_a_step_leaves_nothing_behind_and_a_retry_a
     trial = Trial()
     expected = trial.step()
 
-    count = Faults()
-    with recompute.apply(trial.model, {"rules": [{"match": "*", **rule}]}):
-        for _ in range(frames):
-            trial.step()
-        trial.step(points(count))
-    assert count.passed > 0
-    for at in {*range(1, count.passed + 1, 1 if at_all_points else max(count.passed // 8, 1)), count.passed}:
+    for count in (Faults(), Faults()):  # the first time, frames learn what later ones go by
         with recompute.apply(trial.model, {"rules": [{"match": "*", **rule}]}):
             for _ in range(frames):
                 trial.step()
-            faults = Faults(at)
+            trial.step(points(count))
+    assert count.passed > 0
+    for at in {*range(1, count.passed + 1, 1 if at_all_points else max(count.passed // 8, 1)), count.passed}:
+        under = recompute.apply(trial.model, {"rules": [{"match": "*", **rule}]})
+        with under, no_garbage_collection() as engine_objects:
+            for _ in range(frames):
+                trial.step()
             with pytest.raises((Boom, KeyboardInterrupt)):
-                trial.step(points(faults))
+                trial.step(points(Faults(at)))
+            if frames or points is not in_hooks_around:  # what the first frame was about to hold through them lives on
+                assert engine_objects() == {}
             assert saved_tensors.top_hooks() is None
             assert (local.books, local.active_frames, local.regenerating) == ([], [], 0)
             assert _get_current_dispatch_mode_stack() == []

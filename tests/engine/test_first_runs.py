@@ -1,10 +1,5 @@
 """A first run that leaves things elsewhere than it found them: where it runs again, they are where it found them."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from engine_testing import HIDDEN, bits, holding, policed, tokens
@@ -58,15 +53,15 @@ def quantized(tensor):
 
 class Counts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, store: Any) -> Tensor:
+    def forward(ctx, x, store):
         return x * count(store)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
+    def backward(ctx, gradient):
         return gradient, None
 
 
-FIRST_RUNS: dict[str, Callable[[Any, Tensor], Any]] = {
+FIRST_RUNS = {
     "moved from a parameter to an object": lambda self, x: move(self.weight, self.store),
     "moved from a parameter to the module": lambda self, x: move(self.weight, self),
     "moved from a buffer": lambda self, x: move(self.buffer, self.store),

@@ -1,13 +1,11 @@
 """All cuts that are best at some price: tables that can be read, and random ones against trying everything."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_cut import ATTENTION, INTER, ROWS, H, K, Table, Tables, choices, cost, decoder_layer, tables
+from test_cut import ATTENTION, INTER, ROWS, H, K, Table, choices, cost, decoder_layer, tables
 
 from recompute.engine.cut.best_cuts import sweep
 from recompute.engine.cut.minimum_cut import minimum_cut
@@ -114,7 +112,7 @@ def slope(left, right):
 
 
 @given(tables())
-def test_the_corners_are_those_of_all_choices(table: Tables) -> None:
+def test_the_corners_are_those_of_all_choices(table):
     values, ops = table
     if not any(choices(values, ops)) or any((value.nbytes or 0) > 2**50 for value in values):
         return  # the largest differ by less than a float can tell
@@ -123,7 +121,7 @@ def test_the_corners_are_those_of_all_choices(table: Tables) -> None:
 
 
 @given(tables(), st.floats(1e-3, 1e6))
-def test_every_price_has_one_of_the_points_for_its_best(table: Tables, price: float) -> None:
+def test_every_price_has_one_of_the_points_for_its_best(table, price):
     values, ops = table
     if not any(choices(values, ops)):
         return
@@ -134,7 +132,7 @@ def test_every_price_has_one_of_the_points_for_its_best(table: Tables, price: fl
 
 
 @given(tables())
-def test_a_point_comes_back_at_its_price_and_lower_prices_hold_less(table: Tables) -> None:
+def test_a_point_comes_back_at_its_price_and_lower_prices_hold_less(table):
     values, ops = table
     if not any(choices(values, ops)):
         return

@@ -1,16 +1,13 @@
 """What custom Functions write to: what one only reads comes back by ops that run again, whatever others do."""
 
-from __future__ import annotations
-
 import copy
 import ctypes
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from engine_testing import assert_same, holding, outcome, tokens, weak
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd import Function
 
 import recompute
@@ -53,9 +50,7 @@ def read_what_was_saved(ctx):
     assert all(tensor.isfinite().all() for tensor in ctx.saved_tensors)
 
 
-Act = Callable[[Any, Tensor], Any]
-
-ACTS: dict[str, tuple[Act, Callable[[Any], Any], bool]] = {
+ACTS = {
     "reads": (nothing, read_what_was_saved, True),
     "hands an address to a kernel": (lambda ctx, x: x.data_ptr(), read_what_was_saved, True),
     "hands memory out": (lambda ctx, x: x.numpy().sum(), read_what_was_saved, False),
@@ -97,9 +92,7 @@ def function_that(act, act_in_backward=read_what_was_saved):
 @pytest.mark.filterwarnings("ignore:The given NumPy array")
 @pytest.mark.parametrize("capture", [False, True], ids=["by the tape", "captured"])
 @pytest.mark.parametrize(("act", "act_in_backward", "comes_back"), ACTS.values(), ids=ACTS)
-def test_what_a_function_leaves_as_it_is_comes_back(
-    act: Act, act_in_backward: Callable[[Any], Any], comes_back: bool, capture: bool
-) -> None:
+def test_what_a_function_leaves_as_it_is_comes_back(act, act_in_backward, comes_back, capture):
     """What comes before the Function and what comes after it read the same tensor."""
     function = function_that(act, act_in_backward)
 

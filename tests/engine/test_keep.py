@@ -2,7 +2,7 @@
 
 import pytest
 from engine_testing import (
-    INSIDE,
+    RULES_OF_SETTINGS,
     SETTINGS,
     RMSNorm,
     assert_as_plain,
@@ -10,29 +10,37 @@ from engine_testing import (
     governing,
     holding,
     module_of,
+    no_garbage_collection,
     policy,
     tokens,
     weak,
 )
+from tiers import by_default
 
 import recompute
 
 
-def test_a_kept_tensor_stays_alive_in_checkpoint_and_among_dropped_outputs():
-    references = []
+@pytest.mark.parametrize(
+    "rules",
+    by_default({**RULES_OF_SETTINGS, "its norm": policy(("inside.norm", "recompute"))}, "checkpoint", "its norm"),
+)
+def test_what_the_user_keeps_stays_alive_until_the_graph_is_gone(rules):
+    kept = []
 
     def forward(self, x):
-        y = recompute.keep(self.norm(x))
-        references.append(weak(y))
-        return y.sin()
+        logits = recompute.keep(self.norm(x))
+        kept.append(weak(logits))
+        return (logits.sin() * x).sin()
 
-    for rules in (INSIDE, policy(("inside.norm", "recompute"))):
-        model = holding(forward, norm=RMSNorm())
-        recompute.apply(model, rules)
-        references.clear()
+    model = holding(forward, norm=RMSNorm())
+    recompute.apply(model, rules)
+    kept.clear()
+    with no_garbage_collection():
         result = model(tokens())
-        assert not references[0].expired()
+        assert not kept[0].expired()
         result.sum().backward()
+        del result
+        assert all(reference.expired() for reference in kept)
 
 
 def test_a_kept_module_inside_a_checkpointed_one_keeps_what_it_saves():

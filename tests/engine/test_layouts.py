@@ -1,21 +1,16 @@
 """What an op on fake tensors returned once, it returns again: of the same layout, in a storage of its own or a view."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from recompute.engine.cut.layout import Layout, are_apart
 from recompute.engine.fake_mode import FakeMode
 
-OPS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+OPS = {
     "an add": lambda x, y: x + y,
     "an add of another number": lambda x, y: x + 1,
     "a product": lambda x, y: x @ y.mT,

@@ -1,11 +1,7 @@
 """Ops of other libraries: what they draw is drawn again, whether they say so or not, and their effects happen once."""
 
-from __future__ import annotations
-
 import copy
 import random
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +17,7 @@ STEPS = 9  # the first ones by the tape or as a checkpoint, the later ones as ca
 LATE = 7
 """The step from which on an op that draws late does draw."""
 OWN_TORCH, OWN_PYTHON = torch.Generator(), random.Random(1)
-RUNS: list[str] = []
+RUNS = []
 now = 0
 """The step that runs."""
 
@@ -30,7 +26,7 @@ def fresh():
     return torch.Generator().manual_seed(int(torch.randint(1000, ())))
 
 
-DRAWS: dict[str, Callable[[Tensor], Any]] = {
+DRAWS = {
     "torch": torch.rand_like,
     "python": lambda x: random.random(),
     "numpy": lambda x: np.random.randn(),

@@ -209,7 +209,8 @@ def test_without_training_no_op_is_added_and_few_calls(rules, way):
 
 
 @every_setting
-def test_a_decorated_function_without_gradients_holds_nothing(setting):
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_decorated_function_without_gradients_holds_nothing(setting, mode):
     references = []
 
     def function(x):
@@ -218,9 +219,9 @@ def test_a_decorated_function_without_gradients_holds_nothing(setting):
         return hidden.sin()
 
     decorated = recompute.recompute(function, policy={"rules": [{"type": "function", **setting}]})
-    with torch.no_grad(), no_garbage_collection():
+    with mode(), no_garbage_collection():
         result = decorated(tokens())
-        assert references[0].expired()
+        assert [reference.expired() for reference in references] == [True]
         assert not result.requires_grad
         assert gc.collect() == 0
 

@@ -1,12 +1,8 @@
 """Dispatch modes, function modes and torch's settings that are not the same in forward and in backward."""
 
-from __future__ import annotations
-
 import warnings
-from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -27,7 +23,7 @@ from recompute.engine.numerics import default_dtype
 
 SIZE = 8
 CHECKPOINT = {"rules": [{"match": "**", "action": "checkpoint"}]}
-REGIONS: dict[str, Callable[[Any], Any]] = {
+REGIONS = {
     "recompute": recompute.recompute,
     "checkpoint": recompute.recompute(policy=CHECKPOINT),
 }

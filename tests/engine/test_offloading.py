@@ -1,7 +1,5 @@
 """Offloading by others around a policy, and gradients that share memory with what was saved."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import pytest
@@ -23,7 +21,6 @@ from engine_testing import (
     tokens,
     weak,
 )
-from torch import Tensor
 from torch.autograd.graph import save_on_cpu
 
 import recompute
@@ -83,7 +80,7 @@ def _chain(self, x):
     return x
 
 
-GRADIENTS: list[Tensor] = []
+GRADIENTS = []
 
 
 @every_rule
@@ -171,4 +168,4 @@ def test_expanded_tensors_are_unpacked_as_they_were_packed(rules):
     assert_as_without(model, rules, run)
 
 
-SEEN: list[Tensor] = []
+SEEN = []

@@ -13,7 +13,6 @@ from recompute.engine.cut.op_costs import seconds
 from recompute.engine.cut.ops import Kind, draws, facts, facts_of_call
 
 aten = torch.ops.aten
-GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,7 @@
 """The review of what is claimed of each op: torch's own samples of their arguments are run, and each claim held to."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -188,7 +184,7 @@ def _batch_norm_arguments(device):
 
 
 # Ops that torch has no samples of, or none that reach them.
-BY_HAND: dict[str, Callable[[str], Any]] = {
+BY_HAND = {
     "_addmm_activation": lambda at: aten._addmm_activation(_ramp(at, 5), _ramp(at, 4, 3), _ramp(at, 3, 5)),
     "_grouped_mm": lambda at: aten._grouped_mm(
         _ramp(at, 32, 16, dtype=torch.bfloat16),
@@ -230,7 +226,7 @@ def _halves(device):
     return q, k, v
 
 
-BY_HAND_ON_CUDA: dict[str, Callable[[str], Any]] = {
+BY_HAND_ON_CUDA = {
     "_scaled_dot_product_flash_attention": lambda at: [
         aten._scaled_dot_product_flash_attention(*_halves(at), dropout, True) for dropout in (0.0, 0.1)
     ],
@@ -257,7 +253,7 @@ BY_HAND_ON_CUDA: dict[str, Callable[[str], Any]] = {
 }
 
 # Enough work for many blocks: an order that is left to chance shows itself.
-LARGE_ON_CUDA: list[Callable[[str], Any]] = [
+LARGE_ON_CUDA = [
     lambda at: [_noise(at, 1 << 24).sum(), _noise(at, 1 << 24).var(), torch.linalg.vector_norm(_noise(at, 1 << 24))],
     lambda at: [_noise(at, 4096, 4096).mean(dim) for dim in (0, 1)],
     lambda at: [_noise(at, 64, 1 << 16).logsumexp(1), torch.var_mean(_noise(at, 1 << 16, 64), 0)],

@@ -1,12 +1,8 @@
 """Random modules under random policies: everything is bit for bit what it is without, refusals included."""
 
-from __future__ import annotations
-
 import functools
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -23,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import recompute
 from recompute.errors import MutationError, PolicyWarning
 
-RULES: dict[str, dict[str, Any]] = {
+RULES = {
     "checkpoint": {"action": "checkpoint"},
     "checkpoint but": {"action": "checkpoint", "keep": ["attention", "aten.tanh", "named"]},
     "recompute": {"action": "recompute", "via": "hook"},
@@ -58,7 +54,7 @@ def copying_hooks():
     return saved_tensors_hooks(lambda tensor: (tensor.detach(), tensor.detach().clone(), tensor._version), unpack)
 
 
-AROUND: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+AROUND = {
     "nothing": nullcontext,
     "autocast": functools.partial(torch.autocast, "cpu", dtype=torch.bfloat16),
     "hooks": watched,
@@ -204,7 +200,7 @@ def compare(steps, rule, *, before="free", after="", leaf=True, around="nothing"
 
 
 SAVES_NOTHING = ("add", "clone", "cat", "stack", "sum", "mean", "outside")
-THEMES: dict[str, list[str]] = {
+THEMES = {
     **{theme: [*MENUS[theme], *MENUS["values"], "module", "module"] for theme in MENUS},
     "in place": [*MENUS["in place"], *MENUS["views"], *SAVES_NOTHING * 3, "module", "module"],  # else few can run
     "blocks": [*MENUS["values"], *MENUS["costly"], "dropout", "mul_", "view", *BLOCKS, *BLOCKS],

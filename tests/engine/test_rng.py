@@ -1,12 +1,8 @@
 """Random numbers: a region draws the same ones again, whatever from, and backward leaves no trace in any stream."""
 
-from __future__ import annotations
-
 import gc
 import random
-from collections.abc import Callable
 from random import gauss
-from typing import Any
 
 import numpy as np
 import pytest
@@ -49,7 +45,7 @@ def states():
     return [torch.get_rng_state().tolist(), random.getstate(), [str(part) for part in np.random.get_state()[1:]]]
 
 
-MOVES: dict[str, Callable[[], Any]] = {
+MOVES = {
     "rand": lambda: torch.rand(1),
     "one normal number": lambda: torch.randn(1),
     "two of float64": lambda: torch.randn(2, dtype=torch.float64),

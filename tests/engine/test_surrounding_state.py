@@ -1,14 +1,10 @@
 """What forward reads besides its arguments and its modules: backward finds it as forward did (invariant 11)."""
 
-from __future__ import annotations
-
 import contextvars
 import os
 import threading
-from collections.abc import Callable
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -42,7 +38,7 @@ LOCAL, SETTINGS = threading.local(), Settings()
 NUMBER, ENTRIES, ITEMS, NESTED = 1.0, {"scale": 1.0}, [1.0], {"inside": [1.0]}
 CELL, PUT_IN_CELL = _variable_of_a_closure()
 
-READS: dict[str, Callable[[], float]] = {
+READS = {
     "context variable": VARIABLE.get,
     "thread local": lambda: LOCAL.scale,
     "global": lambda: NUMBER,
@@ -264,7 +260,7 @@ ByWrapper = function_of(
 )
 
 
-WHERE: dict[str, Callable[[nn.Module, Quantized], Any]] = {
+WHERE = {
     "parameter": lambda module, weight: setattr(module, "weight", nn.Parameter(weight, requires_grad=False)),
     "buffer": lambda module, weight: module.register_buffer("weight", weight),
     "attribute": lambda module, weight: setattr(module, "weight", weight),

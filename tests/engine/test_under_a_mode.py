@@ -1,12 +1,8 @@
 """Under a tape, which is a dispatch mode, forward is bit for bit what it is without, whatever else is in force."""
 
-from __future__ import annotations
-
 import itertools
 import random
-from collections.abc import Callable
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -21,8 +17,6 @@ from recompute.engine.tape.recorder import TapeRegion
 from recompute.errors import UnsupportedError
 from recompute.policy.meaning import meaning_of
 
-Around = Callable[[], AbstractContextManager[Any]]
-
 
 def _autocast():
     return torch.autocast("cpu", torch.bfloat16)
@@ -34,7 +28,7 @@ def _autocast_and(other):
         yield
 
 
-AROUND: dict[str, Around] = {
+AROUND = {
     "nothing": nullcontext,
     "autocast": _autocast,
     "inference mode": torch.inference_mode,

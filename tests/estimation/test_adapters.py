@@ -1,11 +1,7 @@
 """Estimates of models that PEFT adapts, whose base is frozen and may be quantized, as PEFT and bitsandbytes have it."""
 
-from __future__ import annotations
-
 import json
 import sys
-from pathlib import Path
-from typing import Any
 
 import models
 import peft
@@ -21,21 +17,20 @@ import recompute
 from recompute import counters
 from recompute.errors import EstimateError, ModelError
 from recompute.estimation.estimate_options import EstimateOptions
-from recompute.estimation.estimate_result import Estimate
 from recompute.estimation.model_and_batch import fake_model_and_batch
 from recompute.estimation.model_estimator import ModelEstimator
 from recompute.estimation.quantized_linear import QuantizedLinear
 
 CONFIG = transformers.LlamaConfig(**{**models.SHAPE, "hidden_size": 128, "intermediate_size": 320, "head_dim": 32})
 LENGTH = 32
-SAME: dict[str, Any] = {"advise": False, "seq_len": LENGTH, "lora": 4, "base": "nf4"}
+SAME = {"advise": False, "seq_len": LENGTH, "lora": 4, "base": "nf4"}
 
 
-def estimate(**options: Any) -> Estimate:
+def estimate(**options):
     return recompute.estimate(CONFIG, **{"advise": False, "seq_len": LENGTH, "lora": 4, **options})
 
 
-def test_a_frozen_base_has_neither_gradients_nor_states() -> None:
+def test_a_frozen_base_has_neither_gradients_nor_states():
     model = peft.get_peft_model(models.make("llama"), peft.LoraConfig(r=4, target_modules="all-linear"))
     trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
     found = recompute.estimate(models.make("llama").config, lora=4, advise=False, seq_len=LENGTH)
@@ -59,7 +54,7 @@ NUMBERS = IN * OUT
         ("float8", NUMBERS + OUT * 4),
     ],
 )
-def test_a_quantized_linear_has_its_codes_and_scales(base: str, nbytes: int) -> None:
+def test_a_quantized_linear_has_its_codes_and_scales(base, nbytes):
     linear = QuantizedLinear((IN, OUT), None, base, torch.float32, "cpu")
     assert bytes_of_model(linear) == nbytes
     x = torch.randn(2, 3, IN, requires_grad=True)
@@ -68,7 +63,7 @@ def test_a_quantized_linear_has_its_codes_and_scales(base: str, nbytes: int) -> 
     assert x.grad.shape == x.shape
 
 
-def test_embeddings_norms_and_head_are_not_quantized() -> None:
+def test_embeddings_norms_and_head_are_not_quantized():
     plain, packed = estimate(base="bf16").static_bytes, estimate(base="int8").static_bytes
     layer = sum(each.numel() for each in transformers.LlamaForCausalLM(CONFIG).model.layers.parameters())
     norms = 2 * CONFIG.num_hidden_layers * CONFIG.hidden_size
@@ -76,7 +71,7 @@ def test_embeddings_norms_and_head_are_not_quantized() -> None:
 
 
 @pytest.mark.parametrize(("base", "held_in_blocks"), [("bf16", 0), ("nf4", 0), ("float8", 1)])
-def test_a_weight_that_is_made_is_held_where_its_library_holds_it(base: str, held_in_blocks: int) -> None:
+def test_a_weight_that_is_made_is_held_where_its_library_holds_it(base, held_in_blocks):
     """torchao leaves a float8 weight's product to autograd, which holds the weight that was made for it."""
     of_mlp = 3 * CONFIG.hidden_size * CONFIG.intermediate_size * 2
     plain, found = estimate(), estimate(base=base)
@@ -86,14 +81,14 @@ def test_a_weight_that_is_made_is_held_where_its_library_holds_it(base: str, hel
     assert under.activation_bytes_per_layer < plain.activation_bytes_per_layer
 
 
-def test_trained_in_float32_beside_a_base_of_bfloat16_as_peft_makes_them_by_default() -> None:
+def test_trained_in_float32_beside_a_base_of_bfloat16_as_peft_makes_them_by_default():
     found = estimate(dtype="bfloat16-autocast", base="bf16").static_bytes
     all_bf16 = estimate().static_bytes
     assert found.gradients == 2 * all_bf16.gradients
     assert found.parameters == all_bf16.parameters + all_bf16.gradients
 
 
-def test_any_adapter_of_peft_is_estimated() -> None:
+def test_any_adapter_of_peft_is_estimated():
     config = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"], use_dora=True)
     found = estimate(lora=config)
     head = CONFIG.hidden_size * CONFIG.vocab_size
@@ -101,7 +96,7 @@ def test_any_adapter_of_peft_is_estimated() -> None:
     assert found.settings.adapters == "Lora adapters"
 
 
-def test_layers_gather_and_reduce_what_they_have() -> None:
+def test_layers_gather_and_reduce_what_they_have():
     """Of a frozen base that FSDP2 shards, codes are gathered, and adapters' gradients alone are reduced."""
     buffers = estimate(base="nf4", sharding="fsdp2", devices=2).static_bytes.buffers
     plain = estimate(sharding="fsdp2", devices=2).static_bytes.buffers
@@ -111,7 +106,7 @@ def test_layers_gather_and_reduce_what_they_have() -> None:
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Path:
+def config(tmp_path):
     CONFIG.save_pretrained(tmp_path)
     return tmp_path / "config.json"
 
@@ -119,7 +114,7 @@ def config(tmp_path: Path) -> Path:
 LORA = ("--lora", 4, "--seq-len", LENGTH)
 
 
-def test_the_command_says_what_it_adapted(config: Path) -> None:
+def test_the_command_says_what_it_adapted(config):
     code, output = printed("--model", config, *LORA, "--lora-targets", "q_proj,v_proj", "--base", "nf4", "--json")
     assert code == 0, output
     found = json.loads(output)
@@ -134,7 +129,7 @@ def test_the_command_says_what_it_adapted(config: Path) -> None:
         *slow((("plan", "--gpu", "rtx4090", "--budget", "50%"), "base_model.model.model.layers.")),
     ],
 )
-def test_plans_and_explain_know_adapters(arguments: tuple[str, ...], told: str, config: Path) -> None:
+def test_plans_and_explain_know_adapters(arguments, told, config):
     code, output = command(*arguments, "--model", config, *LORA, "--base", "nf4")
     assert code == 0, output
     assert told in output
@@ -151,24 +146,24 @@ def test_plans_and_explain_know_adapters(arguments: tuple[str, ...], told: str, 
         (("explain", "full", "--base", "int8"), "recompute: expected lora beside base 'int8'"),
     ],
 )
-def test_mistakes_of_adapters_are_told(arguments: tuple[Any, ...], message: str, config: Path) -> None:
+def test_mistakes_of_adapters_are_told(arguments, message, config):
     code, output = command(*arguments, "--model", config)
     assert (code, message in output) == (2, True), output
 
 
 @pytest.mark.parametrize("lora", [0, True, 2.5, "q_proj"])
-def test_what_is_no_rank_is_told(lora: Any) -> None:
+def test_what_is_no_rank_is_told(lora):
     with pytest.raises(EstimateError, match="lora: expected a rank, as 16, or a configuration of PEFT's; found"):
         estimate(lora=lora)
 
 
-def test_without_peft_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_peft_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ModelError, match=r"pip install 'torch-recompute\[peft\]'"):
         estimate()
 
 
-def quantized_by_bitsandbytes(model: nn.Module, base: str) -> nn.Module:
+def quantized_by_bitsandbytes(model, base):
     """The model with the Linears that ``BitsAndBytesConfig`` has, whose weights it would read from a file."""
     bnb = pytest.importorskip("bitsandbytes")
     from transformers.integrations import bitsandbytes as of_transformers
@@ -197,11 +192,11 @@ def quantized_by_bitsandbytes(model: nn.Module, base: str) -> nn.Module:
     return model
 
 
-def bytes_of_model(model: nn.Module) -> int:
+def bytes_of_model(model):
     """Of all storages that it has: parameters, and the scales that hang on those of bitsandbytes."""
-    found: dict[int, int] = {}
+    found = {}
 
-    def count(value: Any) -> None:
+    def count(value):
         if isinstance(value, Tensor):
             found[value.untyped_storage()._cdata] = value.untyped_storage().nbytes()
             for name in ("quant_state", "SCB"):
@@ -215,7 +210,7 @@ def bytes_of_model(model: nn.Module) -> int:
     return sum(found.values())
 
 
-def adapted_for_real(base: str) -> nn.Module:
+def adapted_for_real(base):
     model = transformers.LlamaForCausalLM._from_config(CONFIG, dtype=torch.bfloat16)
     config = peft.LoraConfig(r=4, target_modules="all-linear")
     real = peft.get_peft_model(quantized_by_bitsandbytes(model, base), config, autocast_adapter_dtype=False)
@@ -225,12 +220,12 @@ def adapted_for_real(base: str) -> nn.Module:
 
 
 @pytest.mark.parametrize("base", ["nf4", "nf4-double", "int8"])
-def test_static_bytes_are_what_peft_and_bitsandbytes_allocate(base: str) -> None:
+def test_static_bytes_are_what_peft_and_bitsandbytes_allocate(base):
     static = estimate(base=base).static_bytes
     assert static.parameters + static.buffers["the model's buffers"].nbytes == bytes_of_model(adapted_for_real(base))
 
 
-def test_activations_are_those_of_a_step_of_peft_and_bitsandbytes() -> None:
+def test_activations_are_those_of_a_step_of_peft_and_bitsandbytes():
     """On the CPU, where both are measured; its nf4 kernel makes no whole weight, as forward on CUDA does."""
     real, ids = adapted_for_real("nf4"), torch.zeros(2, LENGTH, dtype=torch.long)
     batch = {"input_ids": ids, "labels": ids}

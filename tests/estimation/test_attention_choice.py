@@ -1,13 +1,9 @@
 """The kernel of attention that is assumed is the one that torch chooses, and takes what was measured."""
 
-from __future__ import annotations
-
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -22,25 +18,25 @@ HALF, FULL = torch.bfloat16, torch.float32
 
 
 @pytest.fixture
-def nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def nowhere(monkeypatch):
     """No device is here, so that conditions are calculated."""
     monkeypatch.setattr(Platform, "is_here", False)
 
 
 def call(
-    dtype: torch.dtype = HALF,
-    sizes: tuple[int, int] = (64, 64),
-    heads: tuple[int, int] = (8, 8),
+    dtype=HALF,
+    sizes=(64, 64),
+    heads=(8, 8),
     *,
-    mask: tuple[int, ...] | None = None,
-    bools: bool = False,
-    causal: bool = False,
-    dropout: float = 0.0,
-    gqa: bool = False,
-    length: int = 256,
-    device: str = "meta",
-) -> Attention:
-    def rows(*shape: int) -> Tensor:
+    mask=None,
+    bools=False,
+    causal=False,
+    dropout=0.0,
+    gqa=False,
+    length=256,
+    device="meta",
+):
+    def rows(*shape):
         return torch.empty(shape[-1], dtype=dtype, device=device).requires_grad_().expand(shape)
 
     (size, value_size), (count, key_count) = sizes, heads
@@ -77,13 +73,13 @@ def call(
         (H100._replace(capability=(8, 9)), {"sizes": (256, 256)}, "flash"),
     ],
 )
-def test_the_choice_is_torchs(platform: Platform, given: dict[str, Any], expected: str) -> None:
+def test_the_choice_is_torchs(platform, given, expected):
     """The rows for an H100 with torch 2.11 and cuDNN 9.19 are what torch answered there, the others its conditions."""
     assert NAMES[choose(call(**given), platform)] == expected
 
 
 @pytest.mark.usefixtures("nowhere")
-def test_what_is_switched_off_is_not_chosen() -> None:
+def test_what_is_switched_off_is_not_chosen():
     with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
         assert choose(call(), H100) == SDPBackend.EFFICIENT_ATTENTION
         with pytest.raises(RuntimeError, match="No available kernel"):
@@ -91,9 +87,9 @@ def test_what_is_switched_off_is_not_chosen() -> None:
 
 
 @pytest.mark.gpu
-def test_the_device_here_answers_as_calculated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_device_here_answers_as_calculated(monkeypatch):
     platform, wrong = Platform.of(None), []
-    masks: list[dict[str, Any]] = [
+    masks = [
         {},
         {"mask": (256, 256)},
         {"mask": (2, 1, 256, 256), "bools": True},
@@ -126,9 +122,7 @@ def test_the_device_here_answers_as_calculated(monkeypatch: pytest.MonkeyPatch) 
         (SDPBackend.CUDNN_ATTENTION, (8, 8), 256, 256, False, 132096, 84017664),
     ],
 )
-def test_kernels_take_what_was_measured(
-    backend: SDPBackend, heads: tuple[int, int], size: int, value_size: int, has_mask: bool, held: int, backward: int
-) -> None:
+def test_kernels_take_what_was_measured(backend, heads, size, value_size, has_mask, held, backward):
     """Bytes on an H100 with torch 2.11, for two sequences of 2048: held beside the output; and the peak of backward."""
     with FakeMode(), as_on_cuda(H100), sdpa_kernel(backend):
         shapes = ((heads[0], size), (heads[1], size), (heads[1], value_size))
@@ -146,6 +140,6 @@ def test_kernels_take_what_was_measured(
         assert trace.peak_nbytes == pytest.approx(backward, abs=2 * BLOCK_NBYTES)
 
 
-def test_every_gpu_has_a_capability() -> None:
+def test_every_gpu_has_a_capability():
     assert find_gpu("A100").capability == (8, 0)
     assert Platform.of(find_gpu("MI300X")).cudnn is None

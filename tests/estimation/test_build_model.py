@@ -1,23 +1,18 @@
 """Whole models of many families, trained under policies over their layers: bit for bit as without, in less memory."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import operator
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
 from models import FAMILIES, batch, make
 from tiers import by_default, slow
-from torch import Tensor
 
 import recompute
 from recompute.counters import memory_trace
 
-POLICIES: dict[str, dict[str, Any]] = {  # over whole layers
+POLICIES = {  # over whole layers
     "checkpoint": {"action": "checkpoint"},
     "rerun": {"action": "recompute", "via": "hook", "rerun": ["gemm", "convolution"]},
     "recompute": {"action": "recompute", "via": "hook"},
@@ -29,7 +24,7 @@ PRECISIONS = {
     "bfloat16": (torch.bfloat16, False),
     "autocast": (torch.float32, True),
 }
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+OPTIMIZERS = {
     "convnet": functools.partial(torch.optim.SGD, lr=1e-1, momentum=0.9),
     "others": functools.partial(torch.optim.AdamW, lr=1e-2),
 }
@@ -37,14 +32,14 @@ SHAPES = [(4, 32), (5, 24), (4, 32)]  # batch and length of each step: what is k
 
 
 @pytest.fixture(autouse=True)
-def no_garbage_collection() -> Iterator[None]:
+def no_garbage_collection():
     """So that memory which only the collector frees counts as held."""
     gc.disable()
     yield
     gc.enable()
 
 
-def and_held_nbytes(forward: Callable[[], Tensor]) -> tuple[Tensor, int]:
+def and_held_nbytes(forward):
     """The loss, and how many bytes it holds: by the allocator's own events, of all tensors."""
     with memory_trace(torch.device("cpu")) as trace:
         loss = forward()
@@ -52,10 +47,7 @@ def and_held_nbytes(forward: Callable[[], Tensor]) -> tuple[Tensor, int]:
     return loss, trace.held_nbytes["forward"]
 
 
-Trained = tuple[dict[str, Tensor | None], list[int]]
-
-
-def training(name: str, precision: str, policy: str | None, **options: Any) -> Trained:
+def training(name, precision, policy, **options):
     """What three steps lead to, by name, and the bytes held after forward in each."""
     dtype, autocast = PRECISIONS[precision]
     family = FAMILIES[name]
@@ -63,7 +55,7 @@ def training(name: str, precision: str, policy: str | None, **options: Any) -> T
     if policy is not None:
         recompute.apply(model, {"rules": [{"type": list(family.layers), **POLICIES[policy]}]})
     optimizer = OPTIMIZERS.get(name, OPTIMIZERS["others"])(model.parameters())
-    found: dict[str, Tensor | None] = {}
+    found = {}
     held = []
     torch.manual_seed(1)
     before = torch.get_rng_state()
@@ -73,7 +65,7 @@ def training(name: str, precision: str, policy: str | None, **options: Any) -> T
             for key, tensor in batch(name, step, size, length).items()
         }
 
-        def forward(inputs: dict[str, Tensor] = inputs) -> Tensor:
+        def forward(inputs=inputs):
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                 return model(**inputs).loss
 
@@ -92,18 +84,18 @@ def training(name: str, precision: str, policy: str | None, **options: Any) -> T
 
 
 @pytest.fixture(scope="module")
-def trained() -> Callable[..., Trained]:
+def trained():
     """``training``, once for each set of arguments."""
     return functools.cache(training)
 
 
-def is_same(one: Tensor | None, other: Tensor | None) -> bool:
+def is_same(one, other):
     if one is None or other is None:
         return one is other
     return one.dtype is other.dtype and torch.equal(one, other)
 
 
-def assert_same_in_less_memory(found: Trained, expected: Trained) -> None:
+def assert_same_in_less_memory(found, expected):
     (values, held), (plain_values, plain_held) = found, expected
     assert values.keys() == plain_values.keys()
     different = [key for key in values if not is_same(values[key], plain_values[key])]
@@ -114,21 +106,19 @@ def assert_same_in_less_memory(found: Trained, expected: Trained) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("precision", by_default(list(PRECISIONS), "float32"))
 @pytest.mark.parametrize("name", MODELS)
-def test_three_steps_are_bitwise_those_without_and_hold_less(
-    name: str, precision: str, policy: str, trained: Callable[..., Trained]
-) -> None:
+def test_three_steps_are_bitwise_those_without_and_hold_less(name, precision, policy, trained):
     assert_same_in_less_memory(trained(name, precision, policy), trained(name, precision, None))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", ["llama", "t5"])
-def test_attention_written_in_python(name: str, policy: str, trained: Callable[..., Trained]) -> None:
+def test_attention_written_in_python(name, policy, trained):
     eager = functools.partial(trained, name, "float32", attn_implementation="eager")
     assert_same_in_less_memory(eager(policy), eager(None))
 
 
 @pytest.mark.parametrize("policy", ["checkpoint", "rerun"])
 @pytest.mark.parametrize("name", MODELS)
-def test_what_may_run_gemms_again_holds_less(name: str, policy: str, trained: Callable[..., Trained]) -> None:
+def test_what_may_run_gemms_again_holds_less(name, policy, trained):
     (_, less), (_, more) = trained(name, "float32", policy), trained(name, "float32", "recompute")
     assert all(map(operator.lt, less, more)), (less, more)

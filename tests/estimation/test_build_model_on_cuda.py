@@ -1,16 +1,12 @@
 """Models on fake tensors are those that would be built on real ones."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
-from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
+from transformers import LlamaConfig, Qwen3Config
 
 from recompute.estimation.build_model import build, build_fake
 
-SMALL: dict[str, Any] = {
+SMALL = {
     "vocab_size": 100,
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -25,8 +21,8 @@ SMALL: dict[str, Any] = {
     [LlamaConfig(**SMALL), Qwen3Config(**SMALL, head_dim=16, tie_word_embeddings=True)],
     ids=lambda config: config.model_type,
 )
-def test_weights_are_shared_on_fake_tensors_where_they_are_on_real_ones(config: PretrainedConfig) -> None:
-    options: dict[str, Any] = {"sequence_length": 8, "batch_size": 1, "dtype": torch.float32}
+def test_weights_are_shared_on_fake_tensors_where_they_are_on_real_ones(config):
+    options = {"sequence_length": 8, "batch_size": 1, "dtype": torch.float32}
     real, _ = build(config, device=torch.device("cpu"), **options)
     with build_fake(config, device=torch.device("cpu"), **options) as (fake, _):
         shapes = {name: parameter.shape for name, parameter in fake.named_parameters()}

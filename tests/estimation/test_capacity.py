@@ -1,11 +1,7 @@
 """What fits a device is found exactly, in few estimates."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import models
 import pytest
@@ -18,9 +14,8 @@ from recompute.estimation.estimate_options import EstimateOptions
 from recompute.estimation.fitting_changes import Sizes, fewest_changes
 from recompute.estimation.model_and_batch import fake_model_and_batch
 from recompute.estimation.model_estimator import ModelEstimator
-from recompute.policy.rules import Policy
 
-PEAKS: dict[str, Callable[[int, int], int]] = {
+PEAKS = {
     "a line": lambda batch, length: 1000 + 3 * batch * length,
     "with an elbow": lambda batch, length: max(5000, 2 * batch * length),
     "a parabola": lambda batch, length: 1000 + batch * length**2 // 64,
@@ -29,10 +24,10 @@ PEAKS: dict[str, Callable[[int, int], int]] = {
 
 @pytest.mark.parametrize("shape", PEAKS)
 @pytest.mark.parametrize("capacity", [500, 4000, 123_457, 10_000_019])
-def test_what_is_found_is_the_largest(shape: str, capacity: int) -> None:
+def test_what_is_found_is_the_largest(shape, capacity):
     tried = []
 
-    def peak(batch: int, length: int) -> int:
+    def peak(batch, length):
         tried.append((batch, length))
         return PEAKS[shape](batch, length)
 
@@ -47,7 +42,7 @@ def test_what_is_found_is_the_largest(shape: str, capacity: int) -> None:
     assert len(tried) == len(set(tried)) <= (12 if shape == "a line" else 40)
 
 
-def test_it_says_so_in_words() -> None:
+def test_it_says_so_in_words():
     found = Fit("H100", 80 << 30, 1, 4096, 40 << 30, 2, 8192)
     assert str(found) == (
         "Fits H100: 40.00 GiB is 50% of 80.00 GiB. At sequence 4,096, the largest batch is 2; at batch 1, the longest "
@@ -59,8 +54,8 @@ def test_it_says_so_in_words() -> None:
 
 
 @pytest.mark.parametrize("capacity", [500, 5000])
-def test_what_a_size_does_not_change_has_no_largest(capacity: int) -> None:
-    def fitted(peak: Callable[[int, int], int]) -> Fit:
+def test_what_a_size_does_not_change_has_no_largest(capacity):
+    def fitted(peak):
         return fit(peak, ("a device", capacity), 1, 512, lambda what, done, total: None)
 
     own = fitted(lambda batch, length: 1000)
@@ -71,12 +66,12 @@ def test_what_a_size_does_not_change_has_no_largest(capacity: int) -> None:
     assert str(images).endswith("The largest batch is 5." if images.fits else "No batch fits.")
 
 
-def test_a_search_that_ends_at_its_bound_says_that_there_may_be_more() -> None:
+def test_a_search_that_ends_at_its_bound_says_that_there_may_be_more():
     found = fit(lambda batch, length: batch + length, ("a device", 1 << 30), 1, 512, lambda what, done, total: None)
     assert "the largest batch is 65,536 or more; at batch 1, the longest sequence is 4,194,304 or more." in str(found)
 
 
-def test_a_device_is_a_name_or_its_bytes() -> None:
+def test_a_device_is_a_name_or_its_bytes():
     assert read_capacity(None, None) is None
     assert read_capacity("h200", None) == ("H200", 139 << 30)
     assert read_capacity("h200", "100GiB") == ("H200", 100 << 30)
@@ -85,7 +80,7 @@ def test_a_device_is_a_name_or_its_bytes() -> None:
         read_capacity(None, "much")
 
 
-def test_the_fewest_changes_that_fit_are_offered() -> None:
+def test_the_fewest_changes_that_fit_are_offered():
     """A model of 1.3 GiB of weights in bfloat16, whose AdamW takes three times as much beside."""
     config = transformers.LlamaConfig(
         **{**models.SHAPE, "hidden_size": 4096, "intermediate_size": 8192, "num_hidden_layers": 4, "head_dim": 128}
@@ -111,19 +106,19 @@ def test_the_fewest_changes_that_fit_are_offered() -> None:
 class Tokens:
     """Stands for an estimator: ``static`` bytes a device, and for each token 16 bytes, or fewer by a policy."""
 
-    def __init__(self, static: int, sizes: Sizes) -> None:
+    def __init__(self, static, sizes):
         self.static, self.sizes = static, sizes
 
-    def of_sizes(self, batch_size: int, seq_len: int) -> Tokens:
+    def of_sizes(self, batch_size, seq_len):
         return Tokens(self.static, Sizes(batch_size, seq_len))
 
-    def head(self) -> None:
+    def head(self):
         return None
 
-    def static_nbytes(self, options: EstimateOptions) -> int:
+    def static_nbytes(self, options):
         return self.static // options.devices
 
-    def estimate(self, options: EstimateOptions, policy: Policy | None) -> SimpleNamespace:
+    def estimate(self, options, policy):
         per_token = {None: 16, "elementwise": 12, "auto": 8, "full": 4}[policy and policy.name]
         return SimpleNamespace(peak_bytes=self.static_nbytes(options) + per_token * math.prod(self.sizes))
 
@@ -143,10 +138,8 @@ class Tokens:
         (64 * 8192, None, 8 * 8192, ("policy full", "fsdp2 over 16 devices")),
     ],
 )
-def test_smaller_batches_and_shorter_sequences_are_among_the_changes(
-    static: int, given: Sizes | None, capacity: int, changes: tuple[str, ...]
-) -> None:
-    estimator: Any = Tokens(static, given or Sizes(8, 1024))
+def test_smaller_batches_and_shorter_sequences_are_among_the_changes(static, given, capacity, changes):
+    estimator = Tokens(static, given or Sizes(8, 1024))
     options = EstimateOptions("bfloat16", "sgd", "none", 1, "full")
     found = fewest_changes(estimator, options, None, capacity, given=given)
     assert found is not None

@@ -1,11 +1,7 @@
 """A path at which there is no configuration of a model is told in a line, and before torch is imported."""
 
-from __future__ import annotations
-
 import json
 import re
-from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import models
@@ -17,13 +13,13 @@ from recompute.errors import ModelError
 from recompute.estimation.check_paths import check_source
 
 
-def written(folder: Path, text: str | bytes, name: str = "config.json") -> Path:
+def written(folder, text, name="config.json"):
     path = folder / name
     path.write_bytes(text.encode() if isinstance(text, str) else text)
     return path
 
 
-def config(**changes: Any) -> str:
+def config(**changes):
     return json.dumps({**transformers.LlamaConfig(**models.SHAPE).to_dict(), **changes})
 
 
@@ -39,7 +35,7 @@ def config(**changes: Any) -> str:
         ('{"model_type": 3}', "expected a model_type"),
     ],
 )
-def test_what_is_no_configuration_is_told(text: str | bytes, message: str, tmp_path: Path) -> None:
+def test_what_is_no_configuration_is_told(text, message, tmp_path):
     path = written(tmp_path, text)
     for source in (str(path), str(tmp_path)):
         with pytest.raises(ModelError) as caught:
@@ -50,7 +46,7 @@ def test_what_is_no_configuration_is_told(text: str | bytes, message: str, tmp_p
         assert "\n" not in str(caught.value)
 
 
-def test_what_is_not_there_is_told_and_a_name_is_left_to_hugging_face(tmp_path: Path) -> None:
+def test_what_is_not_there_is_told_and_a_name_is_left_to_hugging_face(tmp_path):
     for source in ("gone.json", "gone.yaml", f"{tmp_path}/gone", "./gone", "a/b/c", "gone/"):
         with pytest.raises(ModelError, match="there is no such file or folder"):
             check_source(source)
@@ -72,7 +68,7 @@ def test_what_is_not_there_is_told_and_a_name_is_left_to_hugging_face(tmp_path: 
     ],
 )
 @pytest.mark.parametrize("command", ["estimate", "explain", "plan"])
-def test_what_transformers_refuses_is_told_in_a_line(command: str, changes: dict, message: str, tmp_path: Path) -> None:
+def test_what_transformers_refuses_is_told_in_a_line(command, changes, message, tmp_path):
     path = written(tmp_path, config(**changes))
     asked = {
         "estimate": ["estimate"],
@@ -87,7 +83,7 @@ def test_what_transformers_refuses_is_told_in_a_line(command: str, changes: dict
     assert "Traceback" not in output
 
 
-def test_a_name_that_transformers_cannot_fetch_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_transformers_cannot_fetch_is_told_in_a_line(monkeypatch):
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", Mock(side_effect=OSError("No connection")))
     code, output = recompute("explain", "hook", "--model", "Llama-3.1-8B")
     assert code == 2

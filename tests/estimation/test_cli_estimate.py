@@ -1,10 +1,7 @@
 """`recompute estimate`: of a configuration, without its weights."""
 
-from __future__ import annotations
-
 import json
 import re
-from pathlib import Path
 
 import models
 import pytest
@@ -17,18 +14,18 @@ from recompute.cli import app
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Path:
+def config(tmp_path):
     transformers.LlamaConfig(**models.SHAPE).save_pretrained(tmp_path)
     return tmp_path / "config.json"
 
 
-def printed(*arguments: object) -> tuple[int, str]:
+def printed(*arguments):
     """The exit code of `recompute estimate`, and what it printed to stdout alone."""
     result = CliRunner().invoke(app, ["estimate", *map(str, arguments)])
     return result.exit_code, result.stdout
 
 
-def test_prints_tables(config: Path) -> None:
+def test_prints_tables(config):
     code, output = printed("--config", config, "--seq-len", 32, "--policy", "full", "--dtype", "float32")
     assert code == 0, output
     assert "input_ids 1x32, labels 1x32\nfloat32, adamw, one device, policy full, full loss" in output
@@ -37,7 +34,7 @@ def test_prints_tables(config: Path) -> None:
 
 
 @pytest.mark.slow
-def test_microbatches_in_flight_are_counted(config: Path) -> None:
+def test_microbatches_in_flight_are_counted(config):
     flags = ("--config", config, "--seq-len", 32, "--json")
     held = []
     for several in ((), ("--microbatches", 8, "--microbatches-in-flight", 4)):
@@ -49,7 +46,7 @@ def test_microbatches_in_flight_are_counted(config: Path) -> None:
 
 
 @pytest.mark.slow
-def test_json_is_one_object_of_what_was_asked_for(config: Path) -> None:
+def test_json_is_one_object_of_what_was_asked_for(config):
     flags = ("--seq-len", 32, "--batch-size", 2, "--optimizer", "sgd", "--sharding", "zero1", "--devices", 2, "--json")
     code, output = printed("--model", config, *flags)
     assert code == 0, output
@@ -60,7 +57,7 @@ def test_json_is_one_object_of_what_was_asked_for(config: Path) -> None:
 
 
 @pytest.mark.slow
-def test_sweep_prints_a_table_and_writes_a_plot(config: Path, tmp_path: Path) -> None:
+def test_sweep_prints_a_table_and_writes_a_plot(config, tmp_path):
     flags = ("--config", config, "--seq-len", 16, "--sweep")
     code, output = printed(*flags, "--out", tmp_path / "out")
     assert code == 0, output
@@ -72,7 +69,7 @@ def test_sweep_prints_a_table_and_writes_a_plot(config: Path, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_the_exit_code_says_whether_it_fits(config: Path) -> None:
+def test_the_exit_code_says_whether_it_fits(config):
     code, output = printed("--model", config, "--seq-len", 32, "--gpu", "h100", "--gpu-memory", "80MiB")
     assert code == 0, output
     assert re.search(r"Fits H100: .* of 80\.0 MiB\. At sequence 32, the largest batch is \d\d+; at batch 1, ", output)
@@ -88,7 +85,7 @@ def test_the_exit_code_says_whether_it_fits(config: Path) -> None:
 @pytest.mark.parametrize(
     ("dtype", "optimizer", "sharding"), [("bf16", "adam", "FSDP"), *slow(("FP32", "AdamW_fused", "zero-3"))]
 )
-def test_what_people_type_is_understood(config: Path, dtype: str, optimizer: str, sharding: str) -> None:
+def test_what_people_type_is_understood(config, dtype, optimizer, sharding):
     flags = ("--dtype", dtype, "--optimizer", optimizer, "--sharding", sharding, "--devices", 2, "--seq-len", 16)
     code, output = printed("--model", config, *flags, "--json")
     found = json.loads(output)
@@ -111,7 +108,7 @@ def test_what_people_type_is_understood(config: Path, dtype: str, optimizer: str
         (("--config", "gone.json"), "gone.json: cannot be read as the configuration of a model: there is no such file"),
     ],
 )
-def test_a_mistake_is_one_message_and_exit_code_2(flags: tuple[str, ...], message: str, config: Path) -> None:
+def test_a_mistake_is_one_message_and_exit_code_2(flags, message, config):
     code, output = recompute("estimate", "--config", config, *flags)
     assert code == 2
     assert message in output

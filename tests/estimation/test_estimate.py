@@ -1,26 +1,21 @@
 """Estimates of models whose steps were measured, and of what can be counted by hand."""
 
-from __future__ import annotations
-
 import functools
 import json
 from itertools import product
-from pathlib import Path
-from typing import Any
 
 import models
 import pytest
 import torch
 import transformers
 from tiers import slow
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 import recompute
 from recompute.engine.fake_mode import FakeMode
 from recompute.errors import EstimateError, ModelError, PolicyError
 from recompute.estimation import cuda_semantics, model_estimator
-from recompute.estimation.estimate_result import Estimate
 
 GIB = 2**30
 HIDDEN, INTERMEDIATE, LAYERS, VOCABULARY, HEADS, KV_WIDTH, LENGTH = 4096, 14336, 32, 128256, 32, 1024, 4096
@@ -34,7 +29,7 @@ FLASH = 2 * 512
 """Two blocks of the allocator's, for the random state of flash attention."""
 
 
-def llama_8b(**changes: Any) -> transformers.LlamaConfig:
+def llama_8b(**changes):
     shape = {
         "vocab_size": VOCABULARY,
         "hidden_size": HIDDEN,
@@ -46,20 +41,20 @@ def llama_8b(**changes: Any) -> transformers.LlamaConfig:
     return transformers.LlamaConfig(**{**shape, **changes})
 
 
-def estimate(model: Any = None, **options: Any) -> Estimate:
+def estimate(model=None, **options):
     return recompute.estimate(llama_8b() if model is None else model, **{"advise": False, **options})
 
 
-def tiny(**changes: Any) -> transformers.LlamaConfig:
+def tiny(**changes):
     return transformers.LlamaConfig(**{**models.SHAPE, **changes})
 
 
 @pytest.fixture(scope="module")
-def plain() -> Estimate:
+def plain():
     return estimate()
 
 
-def test_llama_8b_is_what_was_measured_without_a_policy(plain: Estimate) -> None:
+def test_llama_8b_is_what_was_measured_without_a_policy(plain):
     """On an H200, pure bfloat16: 71.5 GiB after forward, 75.45 at the peak, in backward."""
     assert plain.peak_bytes / GIB == pytest.approx(75.45, rel=0.002)
     assert plain.peak_moment == "backward of the loss"
@@ -79,7 +74,7 @@ def test_llama_8b_is_what_was_measured_without_a_policy(plain: Estimate) -> None
         *slow(("adamw-loop", 61.85, "optimizer step"), ("adamw-fused", 60.0, "backward of model.embed_tokens")),
     ],
 )
-def test_llama_8b_is_what_was_measured_with_every_layer_checkpointed(optimizer: str, peak: float, moment: str) -> None:
+def test_llama_8b_is_what_was_measured_with_every_layer_checkpointed(optimizer, peak, moment):
     found = estimate(policy="full", optimizer=optimizer)
     assert found.peak_bytes / GIB == pytest.approx(peak, rel=0.002)
     assert found.peak_moment == moment
@@ -88,7 +83,7 @@ def test_llama_8b_is_what_was_measured_with_every_layer_checkpointed(optimizer: 
 
 
 @pytest.mark.slow
-def test_a_layer_holds_the_closed_form_and_linearly_so(plain: Estimate) -> None:
+def test_a_layer_holds_the_closed_form_and_linearly_so(plain):
     assert CLOSED_FORM * LENGTH == 784.5 * 2**20
     assert plain.activation_bytes_per_layer == (CLOSED_FORM + ROOTS) * LENGTH + FLASH
     for batch_size, length in ((1, 2048), (1, 8192), (2, 4096)):
@@ -97,7 +92,7 @@ def test_a_layer_holds_the_closed_form_and_linearly_so(plain: Estimate) -> None:
         assert found.settings.batch.startswith(f"input_ids {batch_size}x{length}")
 
 
-def test_logits_take_fourteen_bytes_a_token_and_class(plain: Estimate) -> None:
+def test_logits_take_fourteen_bytes_a_token_and_class(plain):
     assert plain.logits_peak_bytes == 14 * LENGTH * VOCABULARY
     chunked = estimate(loss="chunked")
     assert chunked.logits_peak_bytes < 0.02 * plain.logits_peak_bytes
@@ -107,7 +102,7 @@ def test_logits_take_fourteen_bytes_a_token_and_class(plain: Estimate) -> None:
 
 
 @pytest.mark.parametrize(("policy", "held"), [("auto", 90_244), *slow(("elementwise", 94_344), ("kernel", 94_344))])
-def test_policies_hold_what_they_say(policy: str, held: int) -> None:
+def test_policies_hold_what_they_say(policy, held):
     """Of a layer: GEMMs' outputs, attention's, and the stream; kernels as on CUDA, and not by their references."""
     found = estimate(llama_8b(num_hidden_layers=3), policy=policy)
     assert found.settings.policy == policy
@@ -115,7 +110,7 @@ def test_policies_hold_what_they_say(policy: str, held: int) -> None:
 
 
 @pytest.mark.slow
-def test_advice_is_what_an_estimate_with_it_says() -> None:
+def test_advice_is_what_an_estimate_with_it_says():
     plain = recompute.estimate(llama_8b())
     assert "policy full and a fused optimizer" in str(plain)
     saves = {each.what: each.saves_nbytes for each in plain.advice}
@@ -134,7 +129,7 @@ def test_advice_is_what_an_estimate_with_it_says() -> None:
 
 
 @pytest.mark.slow
-def test_small_models_at_long_sequence_and_large_ones_get_different_advice() -> None:
+def test_small_models_at_long_sequence_and_large_ones_get_different_advice():
     small = recompute.estimate(llama_8b(num_hidden_layers=4, hidden_size=2048, vocab_size=32000), seq_len=65536)
     large = recompute.estimate(llama_8b(num_hidden_layers=40, hidden_size=5120), seq_len=512)
     assert small.dominates == "activations"
@@ -167,7 +162,7 @@ DEEP = {
         *slow(*product(DEEP, (None, "full", "elementwise", "auto", "kernel", "hook"))),
     ],
 )
-def test_many_layers_from_few_are_all_of_them(name: str, policy: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_layers_from_few_are_all_of_them(name, policy, monkeypatch):
     config = DEEP[name]
     whole, found, steps = by_all_layers_and_by_few(monkeypatch, config, policy=policy)
     assert dict(found.moments) == dict(whole.moments)
@@ -176,9 +171,7 @@ def test_many_layers_from_few_are_all_of_them(name: str, policy: str | None, mon
     assert steps == 2
 
 
-def by_all_layers_and_by_few(
-    monkeypatch: pytest.MonkeyPatch, config: Any, **options: Any
-) -> tuple[Estimate, Estimate, int]:
+def by_all_layers_and_by_few(monkeypatch, config, **options):
     """Both estimates, and how many steps the second one ran."""
     with monkeypatch.context() as patched:
         patched.setattr(model_estimator, "find_stacks", lambda *given, **how: [])
@@ -191,13 +184,13 @@ def by_all_layers_and_by_few(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DEEP)
-def test_one_step_is_enough_under_a_further_policy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_step_is_enough_under_a_further_policy(name, monkeypatch):
     whole, found, steps = by_all_layers_and_by_few(monkeypatch, DEEP[name], advise=True)
     assert found.advice == whole.advice
     assert steps < 2 * 5, "with no policy, elementwise, auto, full, and without logits"
 
 
-def test_layers_of_which_few_do_not_show_all_are_all_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_of_which_few_do_not_show_all_are_all_run(monkeypatch):
     runs = []
     simulate = model_estimator.simulate
     monkeypatch.setattr(
@@ -210,23 +203,23 @@ def test_layers_of_which_few_do_not_show_all_are_all_run(monkeypatch: pytest.Mon
 class Growing(nn.Module):
     """A layer that holds as many times its input as its index says, which its parts do not show."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index):
         super().__init__()
         self.linear, self.index = nn.Linear(64, 64), index
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for _ in range(self.index):
             x = torch.tanh(x)
         return self.linear(x)
 
 
-def test_layers_that_look_alike_and_hold_something_else_are_all_run() -> None:
+def test_layers_that_look_alike_and_hold_something_else_are_all_run():
     class Model(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.layers = nn.ModuleList(map(Growing, range(14)))
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             for layer in self.layers:
                 x = layer(x)
             return x.mean()
@@ -238,7 +231,7 @@ def test_layers_that_look_alike_and_hold_something_else_are_all_run() -> None:
 
 
 @pytest.mark.slow
-def test_seventy_billion_parameters() -> None:
+def test_seventy_billion_parameters():
     config = llama_8b(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64)
     found = estimate(config, sharding="fsdp2", devices=16)
     count = 70_553_706_496
@@ -250,7 +243,7 @@ def test_seventy_billion_parameters() -> None:
 @pytest.mark.parametrize(
     ("sharding", "divided"), [("zero2", 6), ("fsdp2", 8), *slow(("ddp", 0), ("zero1", 4), ("zero3", 8))]
 )
-def test_shards_at_the_optimizers_step(sharding: str, divided: int) -> None:
+def test_shards_at_the_optimizers_step(sharding, divided):
     """Of 8 bytes a parameter, so many are divided among 8 devices; foreach's roots are of a device's share."""
     found = estimate(llama_8b(num_hidden_layers=2), sharding=sharding, devices=8, seq_len=64)
     count = found.static_bytes.parameters // 2 * (8 if divided == 8 else 1)
@@ -261,15 +254,15 @@ def test_shards_at_the_optimizers_step(sharding: str, divided: int) -> None:
 
 
 @pytest.mark.slow
-def test_gradients_are_divided_as_they_come_under_zero_2() -> None:
-    options: dict[str, Any] = {"devices": 8, "policy": "full", "optimizer": "adamw-fused"}
+def test_gradients_are_divided_as_they_come_under_zero_2():
+    options = {"devices": 8, "policy": "full", "optimizer": "adamw-fused"}
     one, two = estimate(sharding="zero1", **options), estimate(sharding="zero2", **options)
     last = "backward of model.embed_tokens"
     assert one.moments[last] - two.moments[last] == pytest.approx(2 * COUNT * 7 / 8, rel=0.08)
 
 
 @pytest.mark.slow
-def test_autocast_holds_weights_in_both_dtypes_and_mixed_does_not() -> None:
+def test_autocast_holds_weights_in_both_dtypes_and_mixed_does_not():
     config = llama_8b(num_hidden_layers=2)
     pure, autocast, mixed, wide = (
         estimate(config, dtype=dtype, seq_len=1024)
@@ -285,18 +278,18 @@ def test_autocast_holds_weights_in_both_dtypes_and_mixed_does_not() -> None:
 
 
 class Block(nn.Module):
-    def __init__(self, heads: int = 4) -> None:
+    def __init__(self, heads=4):
         super().__init__()
         self.norm = nn.LayerNorm(64)
         self.qkv = nn.Linear(64, 192)
         self.heads = heads
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x, mask=None):
         q, k, v = (each.unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in self.qkv(self.norm(x)).chunk(3, -1))
         return x + F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
 
 
-def test_attention_takes_the_form_that_cuda_takes() -> None:
+def test_attention_takes_the_form_that_cuda_takes():
     """Without a mask flash, whose rows' logsumexp is (heads, tokens); never the scores (heads, tokens, tokens)."""
     x = torch.empty(1, 1000, 64)
     scores = 4 * 1000 * 1000 * 2
@@ -308,7 +301,7 @@ def test_attention_takes_the_form_that_cuda_takes() -> None:
     assert with_math.activation_bytes < 2 * scores  # efficient, in float32 too
 
 
-def test_encoders_of_torch_call_attention_past_modes() -> None:
+def test_encoders_of_torch_call_attention_past_modes():
     """F.multi_head_attention_forward calls it itself."""
     layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
     found = estimate(layer, batch=torch.empty(1, 1000, 64, dtype=torch.bfloat16))
@@ -317,7 +310,7 @@ def test_encoders_of_torch_call_attention_past_modes() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("p", [0.0, 0.1])
-def test_dropout_saves_a_mask_of_bools_as_on_cuda(p: float) -> None:
+def test_dropout_saves_a_mask_of_bools_as_on_cuda(p):
     """One byte an element, also where a function of torch's calls dropout; the CPU saves factors in the input's dtype.
 
     A dropout of nothing saves nothing.
@@ -333,7 +326,7 @@ def test_dropout_saves_a_mask_of_bools_as_on_cuda(p: float) -> None:
     assert F.dropout is cuda_semantics._torchs_dropout
 
 
-def test_modules_are_left_as_they_are_and_may_be_on_meta() -> None:
+def test_modules_are_left_as_they_are_and_may_be_on_meta():
     model = models.make("llama").eval()
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with recompute.apply(model, "full"):
@@ -345,7 +338,7 @@ def test_modules_are_left_as_they_are_and_may_be_on_meta() -> None:
     assert F.scaled_dot_product_attention is model_estimator.torch.nn.functional.scaled_dot_product_attention
 
 
-def test_what_a_model_is_described_by(tmp_path: Path) -> None:
+def test_what_a_model_is_described_by(tmp_path):
     config = tiny()
     config.save_pretrained(tmp_path)
     found = [estimate(source, seq_len=128).as_dict() for source in (config, str(tmp_path), tmp_path / "config.json")]
@@ -354,7 +347,7 @@ def test_what_a_model_is_described_by(tmp_path: Path) -> None:
     assert found[0]["batch"] == "input_ids 1x128, labels 1x128"
 
 
-def test_json_has_what_was_promised(plain: Estimate) -> None:
+def test_json_has_what_was_promised(plain):
     found = json.loads(plain.to_json())
     promised = {"static_bytes", "activation_bytes", "activation_bytes_per_layer", "logits_peak_bytes", "peak_bytes"}
     assert promised | {"peak_moment", "moments", "advice", "dominates", "activations", "parts"} <= found.keys()
@@ -363,23 +356,23 @@ def test_json_has_what_was_promised(plain: Estimate) -> None:
     assert sum(each["nbytes"] for each in found["activations"]) == found["activation_bytes"]
 
 
-def test_tables_say_it_all(plain: Estimate) -> None:
+def test_tables_say_it_all(plain):
     text = str(plain)
     assert text.startswith("LlamaForCausalLM, 8,030,261,248 parameters, bfloat16; input_ids 1x4096, labels 1x4096\n")
     for part in ("75.45 GiB, at: backward of the loss", "model.layers.*.mlp.gate_proj", "One layer holds 784.5 MiB"):
         assert part in text
 
 
-def test_a_batch_that_forward_does_not_take_is_told_as_that() -> None:
+def test_a_batch_that_forward_does_not_take_is_told_as_that():
     expected = "a batch that the forward of Block takes, which is forward.x.* found the keywords y"
     with pytest.raises(ModelError, match=expected):
         estimate(Block(), batch={"y": torch.empty(1, 8, 64)})
 
 
-def test_a_wrapped_forward_takes_what_its_wrapper_takes() -> None:
+def test_a_wrapped_forward_takes_what_its_wrapper_takes():
     class Wrapped(Block):
         @functools.wraps(Block.forward)
-        def forward(self, *args: Any, scale: float = 1.0, **others: Any) -> Tensor:
+        def forward(self, *args, scale=1.0, **others):
             return super().forward(*args, **others) * scale
 
     assert estimate(Wrapped(), batch={"x": torch.empty(1, 8, 64), "scale": 2.0}).activation_bytes > 0
@@ -388,18 +381,18 @@ def test_a_wrapped_forward_takes_what_its_wrapper_takes() -> None:
 class OwnLanguageModel(nn.Module):
     """Written by hand, with a loss of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.words = nn.Embedding(1000, 64)
         self.blocks = nn.Sequential(Block(), Block())
         self.readout = nn.Linear(64, 1000, bias=False)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         logits = self.readout(self.blocks(self.words(ids)))
         return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
 
 
-def test_a_model_without_a_configuration_has_logits_too() -> None:
+def test_a_model_without_a_configuration_has_logits_too():
     ids = torch.zeros(2, 256, dtype=torch.int64)
     found = estimate(OwnLanguageModel(), batch={"ids": ids}, dtype="float32", advise=True)
     assert found.logits_peak_bytes == 3 * 512 * 1000 * 4  # logits, log-probabilities and a gradient
@@ -409,7 +402,7 @@ def test_a_model_without_a_configuration_has_logits_too() -> None:
     assert chunked.peak_bytes < found.peak_bytes
 
 
-def experts_of_groups(tokens: Tensor, weight: Tensor) -> list[Tensor]:
+def experts_of_groups(tokens, weight):
     """A product for each of two groups of tokens, and its gradients."""
     tokens, weight = (each.detach().requires_grad_() for each in (tokens, weight))
     product = F.grouped_mm(tokens, weight, offs=torch.tensor([3, 8], dtype=torch.int32))
@@ -417,7 +410,7 @@ def experts_of_groups(tokens: Tensor, weight: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fake_tensors_are_multiplied_in_groups_as_real_ones_are(dtype: torch.dtype) -> None:
+def test_fake_tensors_are_multiplied_in_groups_as_real_ones_are(dtype):
     tokens, weight = torch.randn(8, 16, dtype=dtype), torch.randn(2, 16, 32, dtype=dtype)
     real = experts_of_groups(tokens, weight)
     with FakeMode():
@@ -428,7 +421,7 @@ def test_fake_tensors_are_multiplied_in_groups_as_real_ones_are(dtype: torch.dty
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16-autocast"])
-def test_experts_are_estimated_in_float32_too(dtype: str) -> None:
+def test_experts_are_estimated_in_float32_too(dtype):
     config = models.make("mixtral").config
     config._experts_implementation = "grouped_mm"
     found = estimate(config, seq_len=64, dtype=dtype, advise=False)
@@ -436,7 +429,7 @@ def test_experts_are_estimated_in_float32_too(dtype: str) -> None:
 
 
 class Asks(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x if bool(x.max() > 0) else -x
 
 
@@ -464,12 +457,12 @@ class Asks(nn.Module):
         ),
     ],
 )
-def test_mistakes(model: Any, options: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_mistakes(model, options, error, message):
     with pytest.raises(error, match=message):
         estimate(tiny() if model is None else model, **options)
 
 
-def test_microbatches_in_flight_hold_as_much_each() -> None:
+def test_microbatches_in_flight_hold_as_much_each():
     """Gradients of those before are there in forward, too; what runs at the moment counts once."""
     one = estimate(tiny(), batch_size=2, seq_len=32)
     accumulated = estimate(tiny(), batch_size=2, seq_len=32, microbatches=8)
@@ -492,6 +485,6 @@ def test_microbatches_in_flight_hold_as_much_each() -> None:
 
 
 @pytest.mark.parametrize("numbers", [(1, 2), (4, 5), (0, 1), (4, 0)])
-def test_no_more_microbatches_are_in_flight_than_there_are(numbers: tuple[int, int]) -> None:
+def test_no_more_microbatches_are_in_flight_than_there_are(numbers):
     with pytest.raises(EstimateError, match="microbatches"):
         estimate(tiny(), microbatches=numbers[0], microbatches_in_flight=numbers[1])

@@ -1,7 +1,5 @@
 """GPUs go by the names that people and CUDA give them, or by the figures of a data sheet."""
 
-from __future__ import annotations
-
 import pytest
 
 from recompute.errors import ModelError
@@ -24,27 +22,27 @@ SPELLED = {
 }
 
 
-def test_each_gpu_has_the_names_that_it_goes_by() -> None:
+def test_each_gpu_has_the_names_that_it_goes_by():
     assert SPELLED.keys() == GPUS.keys()
     for name, spellings in SPELLED.items():
         assert {find_gpu(spelling) for spelling in (name, *spellings)} == {GPUS[name]}, name
 
 
-def test_the_figures_are_possible() -> None:
+def test_the_figures_are_possible():
     for gpu in GPUS.values():
         assert gpu.float_flops < gpu.half_flops
         assert 50 < gpu.half_flops / gpu.bandwidth < 500, "operations a byte"
         assert gpu.capacity_nbytes % 2**30 == 0
 
 
-def test_a_name_that_is_none_is_told_with_the_nearest() -> None:
+def test_a_name_that_is_none_is_told_with_the_nearest():
     with pytest.raises(
         ModelError, match=r"found '4080' \(did you mean 'RTX 4090'\?\)\. Any other by its data sheet: --"
     ):
         find_gpu("4080")
 
 
-def test_figures_describe_a_gpu_or_replace_those_of_one() -> None:
+def test_figures_describe_a_gpu_or_replace_those_of_one():
     found = read_gpu(None, memory="24GiB", tflops=165, bandwidth="1008GB/s")
     assert found is not None
     assert (found.capacity_nbytes, found.half_flops, found.bandwidth) == (24 << 30, 165e12, 1008e9)
@@ -62,6 +60,6 @@ def test_figures_describe_a_gpu_or_replace_those_of_one() -> None:
         ({"memory": "1GiB", "tflops": -1.0, "bandwidth": "1GB/s"}, "--gpu-tflops: expected a positive number"),
     ],
 )
-def test_figures_that_are_none_are_told(figures: dict, message: str) -> None:
+def test_figures_that_are_none_are_told(figures, message):
     with pytest.raises(ModelError, match=message):
         read_gpu(None, **figures)

@@ -1,16 +1,11 @@
 """Shapes that depend on values: experts written by hand, inputs of floats, images among tokens, adapters."""
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 
 import recompute
 from recompute.engine.fake_mode import FakeMode
@@ -22,18 +17,18 @@ TOKENS, WIDTH, EXPERTS = 64, 16, 4
 class Experts(nn.Module):
     """A layer of experts that hands out tokens in one of the ways that people write."""
 
-    def __init__(self, route: Callable[[Any, Tensor, Tensor, Tensor], Tensor]) -> None:
+    def __init__(self, route):
         super().__init__()
         self.route = route
         self.gate = nn.Linear(WIDTH, EXPERTS)
         self.experts = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)) for _ in range(EXPERTS))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         weights, chosen = self.gate(x).softmax(-1).topk(2, -1)
         return self.route(self.experts, x, weights, chosen).pow(2).mean()
 
 
-def by_where(experts: Any, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+def by_where(experts, x, weights, chosen):
     out = torch.zeros_like(x)
     for number, expert in enumerate(experts):
         rows, places = torch.where(chosen == number)
@@ -41,7 +36,7 @@ def by_where(experts: Any, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor
     return out
 
 
-def by_masks(experts: Any, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+def by_masks(experts, x, weights, chosen):
     out = torch.zeros_like(x)
     for number, expert in enumerate(experts):
         mask = (chosen == number).any(-1)
@@ -50,7 +45,7 @@ def by_masks(experts: Any, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor
     return out
 
 
-def by_one_hot(experts: Any, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+def by_one_hot(experts, x, weights, chosen):
     out = torch.zeros_like(x)
     masks = nn.functional.one_hot(chosen, EXPERTS).permute(2, 1, 0)
     for number in masks.sum((-1, -2)).nonzero()[:, 0].tolist():
@@ -59,7 +54,7 @@ def by_one_hot(experts: Any, x: Tensor, weights: Tensor, chosen: Tensor) -> Tens
     return out
 
 
-def by_counts(experts: Any, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+def by_counts(experts, x, weights, chosen):
     order = chosen.flatten().argsort()
     parts = x[order // 2].split(torch.bincount(chosen.flatten(), minlength=EXPERTS).tolist())
     return torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True)])
@@ -67,9 +62,9 @@ def by_counts(experts: Any, x: Tensor, weights: Tensor, chosen: Tensor) -> Tenso
 
 @pytest.mark.parametrize("route", [by_where, by_masks, by_one_hot, by_counts])
 @pytest.mark.parametrize("policy", [None, "full"])
-def test_experts_get_tokens_evenly(route: Any, policy: str | None) -> None:
+def test_experts_get_tokens_evenly(route, policy):
     model = Experts(route)
-    seen: list[int] = []
+    seen = []
     for expert in model.experts:
         expert[0].register_forward_hook(lambda module, args, output: seen.append(len(args[0])))
     found = recompute.estimate(model, batch=torch.randn(TOKENS, WIDTH), policy=policy, advise=False)
@@ -79,7 +74,7 @@ def test_experts_get_tokens_evenly(route: Any, policy: str | None) -> None:
     assert "divided evenly" in str(found)
 
 
-def test_values_follow_writes_and_views() -> None:
+def test_values_follow_writes_and_views():
     with FakeMode():
         numbers = torch.arange(6)
         before = numbers + 1
@@ -102,7 +97,7 @@ def test_values_follow_writes_and_views() -> None:
     ],
     ids=["convolutions", "linear"],
 )
-def test_float_inputs_are_cast_as_a_training_loop_casts_them(model: nn.Module) -> None:
+def test_float_inputs_are_cast_as_a_training_loop_casts_them(model):
     x = torch.randn(2, 3, 8, 8)
     cast, given = (recompute.estimate(model, batch=each, advise=False) for each in (x, x.bfloat16()))
     assert cast.peak_bytes == given.peak_bytes
@@ -151,9 +146,7 @@ LLAVA = transformers.LlavaConfig(
         (LLAVA, 8, "input_ids 1x8, labels 1x8", "tokens without images"),
     ],
 )
-def test_the_batch_has_what_the_model_takes_and_says_what_not(
-    config: Any, length: int, batch: str, assumed: str
-) -> None:
+def test_the_batch_has_what_the_model_takes_and_says_what_not(config, length, batch, assumed):
     found = recompute.estimate(config, seq_len=length, advise=False)
     assert found.settings.batch == batch
     assert assumed in "; ".join(found.settings.assumed)
@@ -178,7 +171,7 @@ def make():
 """
 
 
-def test_adapters_move_where_a_factory_makes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapters_move_where_a_factory_makes_them(tmp_path, monkeypatch):
     (tmp_path / "adapted.py").write_text(ADAPTED)
     monkeypatch.syspath_prepend(tmp_path)
     whole = nn.Module._apply

@@ -1,7 +1,5 @@
 """Static bytes by hand: recipes, optimizers, and what each sharding divides and adds."""
 
-from __future__ import annotations
-
 import pytest
 
 from recompute.errors import EstimateError
@@ -9,7 +7,6 @@ from recompute.estimation.static_memory import (
     DTYPE_RECIPES,
     OPTIMIZERS,
     ParameterShape,
-    StaticBytes,
     check_sharding,
     read_option,
     shard_shapes,
@@ -23,7 +20,7 @@ MODEL = [HEAD, *LAYERS]
 COUNT = 2048 * 512 + 4 * 1024 * 512
 
 
-def static(dtype: str = "bfloat16", optimizer: str = "adamw", sharding: str = "none", devices: int = 1) -> StaticBytes:
+def static(dtype="bfloat16", optimizer="adamw", sharding="none", devices=1):
     return static_nbytes(
         MODEL, recipe=DTYPE_RECIPES[dtype], optimizer=OPTIMIZERS[optimizer], sharding=sharding, devices=devices
     )
@@ -33,7 +30,7 @@ def static(dtype: str = "bfloat16", optimizer: str = "adamw", sharding: str = "n
     ("dtype", "parameter", "gradient", "optimizer"),
     [("bfloat16", 2, 2, 4), ("bfloat16-autocast", 4, 4, 8), ("bfloat16-mixed", 2, 2, 12), ("float32", 4, 4, 8)],
 )
-def test_bytes_of_a_parameter_under_adamw(dtype: str, parameter: int, gradient: int, optimizer: int) -> None:
+def test_bytes_of_a_parameter_under_adamw(dtype, parameter, gradient, optimizer):
     found = static(dtype)
     assert (found.parameters, found.gradients, found.optimizer) == (
         parameter * COUNT,
@@ -43,7 +40,7 @@ def test_bytes_of_a_parameter_under_adamw(dtype: str, parameter: int, gradient: 
     assert found.buffers == {}
 
 
-def test_mixed_precision_takes_sixteen_bytes_a_parameter_and_zero_3_divides_all_of_them() -> None:
+def test_mixed_precision_takes_sixteen_bytes_a_parameter_and_zero_3_divides_all_of_them():
     assert static("bfloat16-mixed").total == 16 * COUNT
     for devices in (2, 8, 64):
         found = static("bfloat16-mixed", sharding="zero3", devices=devices)
@@ -54,7 +51,7 @@ def test_mixed_precision_takes_sixteen_bytes_a_parameter_and_zero_3_divides_all_
     ("sharding", "parameters", "gradients", "optimizer"),
     [("ddp", 2, 2, 12), ("zero1", 2, 2, 3), ("zero2", 2, 0.5, 3), ("zero3", 0.5, 0.5, 3), ("fsdp2", 0.5, 0.5, 3)],
 )
-def test_what_each_sharding_divides(sharding: str, parameters: float, gradients: float, optimizer: float) -> None:
+def test_what_each_sharding_divides(sharding, parameters, gradients, optimizer):
     """The table of ZeRO's paper, figure 1, for 4 devices."""
     found = static("bfloat16-mixed", sharding=sharding, devices=4)
     assert (found.parameters, found.gradients, found.optimizer) == (
@@ -65,14 +62,14 @@ def test_what_each_sharding_divides(sharding: str, parameters: float, gradients:
 
 
 @pytest.mark.parametrize("sharding", ["none", "ddp", "zero1", "zero2", "zero3", "fsdp2"])
-def test_one_device_shares_nothing_and_needs_no_buffers(sharding: str) -> None:
+def test_one_device_shares_nothing_and_needs_no_buffers(sharding):
     assert static(sharding=sharding) == static()
 
 
-def test_the_buffers_that_shardings_add() -> None:
+def test_the_buffers_that_shardings_add():
     layer, head = 1024 * 512, 2048 * 512
 
-    def added(sharding: str, dtype: str = "bfloat16") -> dict[str, int]:
+    def added(sharding, dtype="bfloat16"):
         return {name: each.nbytes for name, each in static(dtype, sharding=sharding, devices=4).buffers.items()}
 
     assert added("ddp") == {"DDP's buckets": 2 * COUNT}
@@ -92,7 +89,7 @@ def test_the_buffers_that_shardings_add() -> None:
     }
 
 
-def test_buffers_live_in_their_phases_alone() -> None:
+def test_buffers_live_in_their_phases_alone():
     found = static(sharding="fsdp2", devices=4)
     own = found.parameters + found.optimizer
     gathered, reduced = (found.buffers[name].nbytes for name in ("gathered parameters", "gradients to reduce"))
@@ -102,24 +99,24 @@ def test_buffers_live_in_their_phases_alone() -> None:
 
 
 @pytest.mark.parametrize(("name", "states"), [("sgd", 0), ("sgd-momentum", 1), ("adamw-fused", 2), ("adamw-loop", 2)])
-def test_states_of_optimizers(name: str, states: int) -> None:
+def test_states_of_optimizers(name, states):
     assert static(optimizer=name).optimizer == 2 * states * COUNT
     assert static("float32", optimizer=name).optimizer == 4 * states * COUNT
 
 
-def test_states_of_eight_bits_have_a_scale_a_block_and_small_ones_stay_wide() -> None:
+def test_states_of_eight_bits_have_a_scale_a_block_and_small_ones_stay_wide():
     parameters = [ParameterShape((300, 300)), ParameterShape((4095,))]
     found = static_nbytes(parameters, recipe=DTYPE_RECIPES["bfloat16"], optimizer=OPTIMIZERS["adamw-8bit"])
     assert found.optimizer == 2 * (90_000 + 352 * 4) + 2 * 4 * 4095
 
 
-def test_frozen_parameters_have_neither_gradients_nor_states() -> None:
+def test_frozen_parameters_have_neither_gradients_nor_states():
     parameters = [ParameterShape((100,), trains=False), ParameterShape((10,))]
     found = static_nbytes(parameters, recipe=DTYPE_RECIPES["float32"], optimizer=OPTIMIZERS["adamw"])
     assert (found.parameters, found.gradients, found.optimizer) == (440, 40, 80)
 
 
-def test_rows_are_divided_up() -> None:
+def test_rows_are_divided_up():
     parameters = [ParameterShape((3, 10), unit="layers.0"), ParameterShape(())]
     assert shard_shapes(parameters, "fsdp2", 2) == [(2, 10), ()]
     assert shard_shapes(parameters, "zero1", 2) == [(16,)]
@@ -137,17 +134,17 @@ def test_rows_are_divided_up() -> None:
         ("fdsp2", 4, r"sharding: expected one of none, ddp, .*; found 'fdsp2' \(did you mean 'fsdp2'\?\)"),
     ],
 )
-def test_shardings_that_there_are_not(sharding: str, devices: int, message: str) -> None:
+def test_shardings_that_there_are_not(sharding, devices, message):
     with pytest.raises(EstimateError, match=message):
         check_sharding(sharding, devices)
 
 
-def test_names_are_suggested() -> None:
+def test_names_are_suggested():
     with pytest.raises(EstimateError, match=r"optimizer: .* found 'adamv' \(did you mean 'adamw'\?\)"):
         read_option("optimizer", "adamv", OPTIMIZERS)
 
 
-def test_what_people_call_an_option_is_that_option() -> None:
+def test_what_people_call_an_option_is_that_option():
     assert [read_option("dtype", name, DTYPE_RECIPES) for name in ("bf16", "FP32", "bf16_mixed", "amp")] == [
         "bfloat16",
         "float32",

@@ -1,19 +1,15 @@
 """What lives is counted to the byte, and lives on fake tensors as on real ones."""
 
-from __future__ import annotations
-
 import gc
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
-from typing import Any
 
 import models
 import pytest
 import torch
 from tiers import slow
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
@@ -27,22 +23,21 @@ from recompute.estimation.build_model import without_values
 from recompute.estimation.fake_tensors import fake_batch, fake_copy
 from recompute.estimation.module_tracker import unit_of
 from recompute.estimation.optimizer_step import simulate_by_shape, simulate_optimizer
-from recompute.estimation.simulation import SimulatedStep, Surroundings, run_forward, simulate
+from recompute.estimation.simulation import Surroundings, run_forward, simulate
 from recompute.estimation.storage_tracker import StorageTrace
 from recompute.estimation.workspaces import workspace_nbytes
 
 CPU = torch.device("cpu")
-Mode = Callable[[], AbstractContextManager[Any]]
 FAKE_OR_REAL = pytest.mark.parametrize("mode", [FakeTensorMode, nullcontext])
 KIB = 1024
 
 
-def kibibytes(count: int) -> Tensor:
+def kibibytes(count):
     return torch.empty(count * KIB, dtype=torch.uint8)
 
 
 @FAKE_OR_REAL
-def test_counts_what_is_alive_at_each_mark_and_in_each_span(mode: Mode) -> None:
+def test_counts_what_is_alive_at_each_mark_and_in_each_span(mode):
     with mode(), StorageTrace() as trace:
         first = kibibytes(3)
         trace.mark("one")
@@ -58,7 +53,7 @@ def test_counts_what_is_alive_at_each_mark_and_in_each_span(mode: Mode) -> None:
 
 
 @FAKE_OR_REAL
-def test_views_and_what_was_there_before_count_nothing(mode: Mode) -> None:
+def test_views_and_what_was_there_before_count_nothing(mode):
     with mode():
         before = kibibytes(64)
         with StorageTrace() as trace:
@@ -74,14 +69,14 @@ def test_views_and_what_was_there_before_count_nothing(mode: Mode) -> None:
 
 
 @FAKE_OR_REAL
-def test_blocks_are_rounded_up(mode: Mode) -> None:
+def test_blocks_are_rounded_up(mode):
     with mode(), StorageTrace(512) as trace:
         _ = torch.empty(1), torch.empty(512, dtype=torch.uint8)
     assert trace.peak_nbytes == 1024
 
 
 @FAKE_OR_REAL
-def test_what_autograd_saves_lives_until_backward(mode: Mode) -> None:
+def test_what_autograd_saves_lives_until_backward(mode):
     with mode(), StorageTrace() as trace:
         x = torch.empty(1000, requires_grad=True)
         y = x.exp().exp()
@@ -94,10 +89,10 @@ def test_what_autograd_saves_lives_until_backward(mode: Mode) -> None:
 
 
 @FAKE_OR_REAL
-def test_a_failed_block_reports_nothing(mode: Mode) -> None:
+def test_a_failed_block_reports_nothing(mode):
     failed = StorageTrace()
 
-    def fail() -> None:
+    def fail():
         with failed:
             torch.empty(3)
             failed.mark("before")
@@ -108,7 +103,7 @@ def test_a_failed_block_reports_nothing(mode: Mode) -> None:
     assert (failed.held_nbytes, failed.span_peak_nbytes, failed.peak_nbytes) == ({}, {}, 0)
 
 
-def test_what_another_thread_frees_is_seen() -> None:
+def test_what_another_thread_frees_is_seen():
     with StorageTrace() as trace, ThreadPoolExecutor() as pool:
         held = [kibibytes(3), kibibytes(5)]
         pool.submit(held.pop).result()
@@ -116,7 +111,7 @@ def test_what_another_thread_frees_is_seen() -> None:
     assert trace.held_nbytes == {"popped": 3 * KIB}
 
 
-def test_of_tensors_made_of_tensors_those_inside_count() -> None:
+def test_of_tensors_made_of_tensors_those_inside_count():
     made = TwoTensor(torch.ones(1000), torch.ones(1000))
     with StorageTrace() as trace:
         twice = made * 2
@@ -125,12 +120,12 @@ def test_of_tensors_made_of_tensors_those_inside_count() -> None:
     assert trace.held_nbytes == {"both": 2 * 4000}
 
 
-def run(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Any]:
+def run(model, batch):
     output = model(**batch)
     return output.loss, output
 
 
-def fake_step(model: nn.Module, batch: dict[str, Tensor], policy: str) -> SimulatedStep:
+def fake_step(model, batch, policy):
     with without_values("model"):
         fake, given = fake_copy(model, torch.float32), fake_batch(batch)
         recompute.apply(fake, policy)
@@ -138,24 +133,21 @@ def fake_step(model: nn.Module, batch: dict[str, Tensor], policy: str) -> Simula
         return simulate(fake, lambda: run(fake, given))
 
 
-def real_step(model: nn.Module, batch: dict[str, Tensor], policy: str) -> tuple[int, int]:
+def real_step(model, batch, policy):
     """Held and peak of the second step, with no gradients before it."""
     with recompute.apply(model, policy):
         run(model, batch)[0].backward()
         model.zero_grad()
         gc.collect()
-        with counters.memory_trace(CPU) as trace:
-            loss = run(model, batch)[0]
-            trace.mark("forward")
-            loss.backward()
+        memory = counters.step_memory(lambda: run(model, batch)[0], CPU)
         model.zero_grad()
-    return trace.held_nbytes["forward"], trace.peak_nbytes
+    return memory.activation_bytes_held, memory.peak_bytes
 
 
 @pytest.mark.filterwarnings("ignore::recompute.errors.PolicyWarning")
 @pytest.mark.parametrize("policy", ["elementwise", *slow("none", "kernel", "full", "hook")])
 @pytest.mark.parametrize("name", ["llama", *slow("gpt2", "qwen3", "bert", "gemma2")])
-def test_a_step_on_fakes_holds_and_peaks_as_a_real_one(name: str, policy: str) -> None:
+def test_a_step_on_fakes_holds_and_peaks_as_a_real_one(name, policy):
     model = models.make(name).train()
     ids = torch.zeros(2, 24, dtype=torch.long)
     batch = {"input_ids": ids, "labels": ids}
@@ -168,7 +160,7 @@ def test_a_step_on_fakes_holds_and_peaks_as_a_real_one(name: str, policy: str) -
     assert -64 <= peak - said <= present + 64
 
 
-def test_copies_leave_the_model_as_it_is_and_share_what_it_shares() -> None:
+def test_copies_leave_the_model_as_it_is_and_share_what_it_shares():
     model = models.make("llama").train().eval()
     model.lm_head.weight = model.model.embed_tokens.weight
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -181,7 +173,7 @@ def test_copies_leave_the_model_as_it_is_and_share_what_it_shares() -> None:
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
 
 
-def test_gradients_are_told_apart_by_when_they_come() -> None:
+def test_gradients_are_told_apart_by_when_they_come():
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     with FakeMode():
         fake = fake_copy(model, torch.float32)
@@ -197,17 +189,17 @@ def test_gradients_are_told_apart_by_when_they_come() -> None:
 
 
 @pytest.mark.parametrize(("path", "unit"), [("model.layers.3.mlp", "model.layers.3"), ("lm_head", "lm_head")])
-def test_units(path: str, unit: str) -> None:
+def test_units(path, unit):
     assert unit_of(path) == unit
     assert unit_of("") == "the loss"
 
 
 class Asks(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x if x.max() > 0 else -x
 
 
-def test_a_model_that_asks_for_values_is_told_by_its_module() -> None:
+def test_a_model_that_asks_for_values_is_told_by_its_module():
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(Asks()))
     with FakeMode():
         fake = fake_copy(model, torch.float32)
@@ -227,7 +219,7 @@ SHAPES = [(1000, 100), (1000, 100), (128,)]
         ({"foreach": False}, 3 * 2 * 100_096),  # a root, that divided, and what Python has of the one before
     ],
 )
-def test_an_optimizers_step(options: dict[str, bool], nbytes: int) -> None:
+def test_an_optimizers_step(options, nbytes):
     shapes = [(shape, torch.bfloat16) for shape in SHAPES]
     make = partial(torch.optim.AdamW, **options)
     step = simulate_optimizer(make, shapes)
@@ -235,7 +227,7 @@ def test_an_optimizers_step(options: dict[str, bool], nbytes: int) -> None:
     assert abs(step.peak_nbytes - nbytes) <= 1024  # numbers of 4 bytes
 
 
-def test_cuda_backward_of_attention_sums_in_float32() -> None:
+def test_cuda_backward_of_attention_sums_in_float32():
     """8B's: 64 MiB for the query's gradient, 0.5 for the rows, and the keys' and values' gradients for 32 heads."""
     q, k = torch.empty(1, 32, 4096, 128, dtype=torch.bfloat16), torch.empty(1, 8, 4096, 128, dtype=torch.bfloat16)
     backward = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
@@ -244,19 +236,19 @@ def test_cuda_backward_of_attention_sums_in_float32() -> None:
     assert workspace_nbytes(torch.ops.aten.mm.default, (q, k), None) == 0
 
 
-def test_autograd_sums_gradients_in_place() -> None:
+def test_autograd_sums_gradients_in_place():
     """A weight that is read twice has two gradients at once, and never a third one for their sum."""
 
     class Sum(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, weight: Tensor) -> Tensor:
+        def forward(ctx, weight):
             return weight.sum()
 
         @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        def backward(ctx, gradient):
             return gradient.expand(1000, 1000) * 2 + torch.ones(1000, 1000)
 
-    def peak(run: Callable[[Tensor], Tensor]) -> int:
+    def peak(run):
         step = simulate(nn.Module(), lambda: (loss := run(weight), loss), Surroundings(Platform.of(None)))
         return max(nbytes for moment in step.moments for nbytes in moment.alive.values())
 
@@ -271,7 +263,7 @@ def test_autograd_sums_gradients_in_place() -> None:
     assert 3 * weight_nbytes <= user  # what a user adds makes a third one
 
 
-def test_embeddings_sum_in_float32_where_there_are_many_tokens() -> None:
+def test_embeddings_sum_in_float32_where_there_are_many_tokens():
     backward = torch.ops.aten.embedding_dense_backward.default
     gradient = torch.empty(4096, 256, dtype=torch.bfloat16)
     few = workspace_nbytes(backward, (gradient[:3072], torch.empty(3072), 10_000), None)
@@ -280,7 +272,7 @@ def test_embeddings_sum_in_float32_where_there_are_many_tokens() -> None:
 
 
 @FAKE_OR_REAL
-def test_plain_checkpoints_of_torch_are_seen(mode: Mode) -> None:
+def test_plain_checkpoints_of_torch_are_seen(mode):
     with mode(), StorageTrace() as trace:
         x = torch.empty(1000, requires_grad=True)
         y = checkpoint(lambda x: x.exp().sin().exp(), x, use_reentrant=False, preserve_rng_state=False)

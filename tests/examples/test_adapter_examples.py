@@ -1,7 +1,5 @@
 """The guide to adapters: its scripts train, and its tables are what ``recompute.estimate`` calculates."""
 
-from __future__ import annotations
-
 import re
 import runpy
 import sys
@@ -16,9 +14,7 @@ ADAPTERS = Path(__file__).parents[2] / "examples" / "adapters"
 @pytest.mark.parametrize(
     ("name", "package"), [("lora", "peft"), *slow(("qlora", "bitsandbytes"), ("float8", "torchao"))]
 )
-def test_it_learns_under_a_policy_in_under_50_lines(
-    name: str, package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_learns_under_a_policy_in_under_50_lines(name, package, monkeypatch, capsys):
     pytest.importorskip(package)
     monkeypatch.syspath_prepend(ADAPTERS)
     monkeypatch.setattr(sys, "argv", [name, "--steps", "3"])
@@ -34,7 +30,7 @@ def test_it_learns_under_a_policy_in_under_50_lines(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("task", "policy"), [("LoRA", "auto"), ("QLoRA", "full"), ("all weights, 8 GPUs", "full")])
-def test_a_row_of_peaks_is_what_is_calculated(task: str, policy: str) -> None:
+def test_a_row_of_peaks_is_what_is_calculated(task, policy):
     pages = [(ADAPTERS / name).read_text(encoding="utf-8") for name in ("README.md", "../README.md")]
     (row,) = re.findall(rf"^\| {task} \| `{policy}` \| (.*) \|$", "\n".join(pages), re.MULTILINE)
     script = runpy.run_path(str(ADAPTERS / "peaks.py"))

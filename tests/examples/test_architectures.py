@@ -1,46 +1,22 @@
 """The sweep over architectures: its rows say what happened, to the bit, and it goes on where it stopped."""
 
-from __future__ import annotations
-
 import functools
-import importlib
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
+from sweep_testing import EXAMPLES, Drifting, raising, swept
 from torch import nn
 
 from recompute.errors import MutationError, NoEffectError
 
-FOLDER = Path(__file__).parents[2] / "examples" / "architectures"
+FOLDERS = ("architectures",)
 THREE = ("llama", "vit", "t5")
 
-
-@pytest.fixture
-def part(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    """Imports a module of the sweep, as the script does: its folder is on the path."""
-    monkeypatch.syspath_prepend(FOLDER)
-    return importlib.import_module
-
-
-def sweep(folder: Path, *arguments: str, status: int = 0) -> tuple[dict[str, Any], str]:
-    """In an interpreter of its own, as it forks; returns what results.json then holds, and what was printed."""
-    command = [sys.executable, "-W", "ignore", str(FOLDER / "sweep.py"), "--out", str(folder), *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(FOLDER.parents[1])}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == status, done.stdout + done.stderr
-    return json.loads((folder / "results.json").read_text(encoding="utf-8")), done.stdout
+sweep = functools.partial(swept, "architectures/sweep.py")
 
 
 @pytest.mark.slow
-def test_three_architectures_are_bitwise_and_a_second_run_goes_on(tmp_path: Path) -> None:
+def test_three_architectures_are_bitwise_and_a_second_run_goes_on(tmp_path):
     record, output = sweep(tmp_path, "--only", *THREE, "--presets", "elementwise", "auto", "--workers", "2")
     assert record["rows"].keys() == set(THREE)
     for row in record["rows"].values():
@@ -60,9 +36,16 @@ def test_three_architectures_are_bitwise_and_a_second_run_goes_on(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_where_kernels_stand_in_gradients_are_close(tmp_path: Path) -> None:
+def test_where_kernels_stand_in_gradients_are_close(tmp_path):
     record, _ = sweep(
-        tmp_path, "--only", "llama", "bert", "--presets", str(FOLDER / "kernels.yaml"), "--dtype", "float64"
+        tmp_path,
+        "--only",
+        "llama",
+        "bert",
+        "--presets",
+        str(EXAMPLES / "architectures" / "kernels.yaml"),
+        "--dtype",
+        "float64",
     )
     for row in record["rows"].values():
         (outcome,) = row["outcomes"].values()
@@ -70,14 +53,14 @@ def test_where_kernels_stand_in_gradients_are_close(tmp_path: Path) -> None:
         assert outcome["dropped_nbytes"] > 0
 
 
-def test_only_where_kernels_compute_may_gradients_be_close(part: Callable[[str], ModuleType]) -> None:
+def test_only_where_kernels_compute_may_gradients_be_close(part):
     stands_in = part("trials").stands_in
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert [stands_in(preset, cpu) for preset in ("elementwise", "auto", "kernel")] == [False, False, True]
     assert [stands_in(preset, cuda) for preset in ("elementwise", "auto", "kernel")] == [False, True, True]
 
 
-def test_two_values_that_are_not_numbers_are_the_same(part: Callable[[str], ModuleType]) -> None:
+def test_two_values_that_are_not_numbers_are_the_same(part):
     relative = part("comparison").relative
     one = [torch.tensor([float("nan"), float("inf"), 3.0]), torch.tensor([4.0])]
     assert relative(one, one) == 0.0
@@ -86,13 +69,13 @@ def test_two_values_that_are_not_numbers_are_the_same(part: Callable[[str], Modu
 
 
 @pytest.mark.slow
-def test_what_does_not_end_is_a_row(tmp_path: Path) -> None:
+def test_what_does_not_end_is_a_row(tmp_path):
     record, output = sweep(tmp_path, "--only", "llama", "--seconds", "0")
     assert record["rows"]["llama"]["not built"] == "no end within 0 s"
     assert "no end within 0 s" in output
 
 
-def test_a_process_that_dies_under_a_preset_is_wrong(part: Callable[[str], ModuleType]) -> None:
+def test_a_process_that_dies_under_a_preset_is_wrong(part):
     series, is_wrong = part("series"), part("comparison").is_wrong
     presets = ("elementwise", "full")
     item = series.Item("llama", {"class": "LlamaForCausalLM"}, None)
@@ -118,7 +101,7 @@ def test_a_process_that_dies_under_a_preset_is_wrong(part: Callable[[str], Modul
         (torch.tensor([[0.0, 1.0, float("nan")]]), False),
     ],
 )
-def test_bits_are_compared(other: torch.Tensor, same: bool, part: Callable[[str], ModuleType]) -> None:
+def test_bits_are_compared(other, same, part):
     comparison = part("comparison")
     one = torch.tensor([0.0, 1.0, float("nan")])
     assert comparison.same_bits(one, other) is same
@@ -133,57 +116,32 @@ class Stub:
     device = torch.device("cpu")
     dtype = torch.float32
 
-    def __init__(self, layer: Callable[[], nn.Module]):
+    def __init__(self, layer):
         self._layer = layer
         self.batch = {"input": torch.ones(2, 4)}
 
-    def model(self) -> nn.Module:
+    def model(self):
         torch.manual_seed(0)
         return self._layer()
 
 
-class Drifting(nn.Linear):
-    """Computes something else each time that the program calls it."""
-
-    calls = 0
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        Drifting.calls += 1
-        return super().forward(input) * Drifting.calls
-
-
-class Refusing(nn.Linear):
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        raise MutationError("changed in place")
-
-
-class Idle(nn.Linear):
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        raise NoEffectError("governs no module")
-
-
-class Failing(nn.Linear):
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        raise ValueError("no such thing")
-
-
 @pytest.mark.parametrize(
-    ("layer", "verdict", "detail"),
+    ("layer", "verdict", "detail", "told"),
     [
-        (nn.Linear, "idle", "nothing governed"),
-        (Drifting, "wrong", "first step 1: loss"),
-        (Idle, "idle", "nothing governed"),
-        (Refusing, "refused", "MutationError: changed in place"),
-        (Failing, "wrong", "raises ValueError: no such thing in forward"),
+        (nn.Linear, "idle", "nothing governed", 0),
+        (Drifting, "wrong", "first step 1: loss", 0),
+        (raising(NoEffectError("governs no module")), "idle", "nothing governed", 0),
+        (raising(MutationError("changed in place")), "refused", "MutationError: changed in place", 1),
+        (raising(ValueError("no such thing")), "wrong", "raises ValueError: no such thing in forward", 1),
     ],
 )
-def test_verdicts(layer: type[nn.Linear], verdict: str, detail: str, part: Callable[[str], ModuleType]) -> None:
+def test_verdicts(layer, verdict, detail, told, part):
     trials = part("trials")
     plain, _ = trials.train(Stub(lambda: nn.Linear(4, 4)), None)
-    errors: list[Exception] = []
+    errors = []
     Drifting.calls = 1
     under_policy = functools.partial(trials.train, Stub(lambda: layer(4, 4)), "none")
     outcome = part("comparison").outcome_of(under_policy, plain, errors.append)
     assert outcome.verdict == verdict
     assert detail in outcome.detail
-    assert len(errors) == (layer in (Refusing, Failing))
+    assert len(errors) == told

@@ -1,7 +1,5 @@
 """Each example runs, and shows what it is there to show."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -24,16 +22,14 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 LOSSES = ("dpo", "kto", "orpo", "simpo", "grpo", "distillation")
 
 
-def output_of(name: str, *arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+def output_of(name, *arguments, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [name, *arguments])
     runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     return capsys.readouterr().out
 
 
 @pytest.mark.parametrize("policy", ["kernel", *slow("elementwise", "none", "full", "hook", "auto")])
-def test_train_llama(
-    policy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_train_llama(policy, monkeypatch, capsys, tmp_path):
     arguments = ("--policy", policy, "--steps", "2", "--timeline", str(tmp_path / "step.json"))
     output = output_of("train_llama.py", *arguments, monkeypatch=monkeypatch, capsys=capsys)
     losses = [float(loss) for loss in re.findall(r"^step \d: loss (\S+)$", output, re.MULTILINE)]
@@ -49,9 +45,7 @@ def test_train_llama(
     assert '"what the policy adds"' in (tmp_path / "step.json").read_text(encoding="utf-8")
 
 
-def test_losses_are_the_same_of_logits_and_without(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_losses_are_the_same_of_logits_and_without(monkeypatch, capsys, tmp_path):
     monkeypatch.syspath_prepend(EXAMPLES / "losses")
     out, ways = tmp_path / "losses.json", ("plain", "on lazy logits", "ours")
     shape = ("--shape", "4", "16", "32", "64", "--steps", "1")
@@ -64,9 +58,7 @@ def test_losses_are_the_same_of_logits_and_without(
 
 
 @pytest.mark.parametrize("arguments", [["distillation", "--top-k"], *([each] for each in LOSSES)], ids=" ".join)
-def test_a_loss_falls_and_no_logits_are_made(
-    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_loss_falls_and_no_logits_are_made(arguments, monkeypatch, capsys):
     monkeypatch.syspath_prepend(EXAMPLES / "losses")
     name, *options = arguments
     if not options:  # where a teacher sends a few words, it has made logits
@@ -81,9 +73,7 @@ def test_a_loss_falls_and_no_logits_are_made(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ORPO", "CPO", "SFT", "DPO", "KTO"])
-def test_trls_trainers_learn_without_logits(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_trls_trainers_learn_without_logits(name, monkeypatch, capsys):
     pytest.importorskip("trl")
     monkeypatch.syspath_prepend(EXAMPLES / "losses")
     output = output_of("losses/with_trl.py", name, monkeypatch=monkeypatch, capsys=capsys)
@@ -93,7 +83,7 @@ def test_trls_trainers_learn_without_logits(
     assert (EXAMPLES / "losses" / "with_trl.py").read_text(encoding="utf-8").count("\n") < 60
 
 
-def test_decorate_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_decorate_module(monkeypatch, capsys):
     output = output_of("decorate_module.py", monkeypatch=monkeypatch, capsys=capsys)
     held = re.findall(r"^(a \w+): ([\d,]+) bytes held without, ([\d,]+) with$", output, re.MULTILINE)
     assert [what for what, *_ in held] == ["a class", "a module", "a function"]
@@ -102,9 +92,7 @@ def test_decorate_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 
 
 @pytest.mark.slow
-def test_estimate_against_measured(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_estimate_against_measured(monkeypatch, capsys, tmp_path):
     arguments = ("--tiny", "--out", str(tmp_path))
     output = output_of("estimate_against_measured.py", *arguments, monkeypatch=monkeypatch, capsys=capsys)
     results = json.loads((tmp_path / "estimates.json").read_text(encoding="utf-8"))
@@ -115,9 +103,7 @@ def test_estimate_against_measured(
     assert "| tiny" in output
 
 
-def test_train_with_trainer(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_train_with_trainer(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(EXAMPLES.parent)
     short = (
         "--output_dir",
@@ -146,7 +132,7 @@ def test_train_with_trainer(
     assert dropped > kept
 
 
-def test_train_with_lightning(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_with_lightning(monkeypatch, capsys):
     found = []
     for policy in ("none", "elementwise"):
         arguments = ("--policy", policy, "--steps", "2", "--accelerator", "cpu")
@@ -159,7 +145,7 @@ def test_train_with_lightning(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert dropped > 0.5 * kept
 
 
-def test_loss_curves(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_loss_curves(monkeypatch, capsys, tmp_path):
     """On the CPU two exact runs are the same, and one that compresses is not."""
     config = tmp_path / "small.yaml"
     config.write_text(
@@ -177,7 +163,7 @@ def test_loss_curves(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert "| compress" in (tmp_path / "results.md").read_text()
 
 
-def test_scale(tmp_path: Path) -> None:
+def test_scale(tmp_path):
     script = runpy.run_path(str(EXAMPLES / "ablation" / "scale.py"))
     rows = [
         asdict(script["estimated"](script["Case"]("Llama 3.2 1B", "fsdp2", 8, loss=loss))) for loss in script["LOSSES"]
@@ -193,9 +179,7 @@ def test_scale(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_hook_against_kernel(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_hook_against_kernel(monkeypatch, capsys, tmp_path):
     arguments = ("--ops", "RMSNorm", "cross-entropy", "--tokens", "64", "--widths", "128", "--steps", "1")
     output_of(
         "ablation/hook_against_kernel.py", *arguments, "--out", str(tmp_path), monkeypatch=monkeypatch, capsys=capsys
@@ -209,7 +193,7 @@ def test_hook_against_kernel(
     assert (tmp_path / "results.png").stat().st_size > 0
 
 
-def test_each_way_to_add_up_a_weight_gradient_gives_it(device: str) -> None:
+def test_each_way_to_add_up_a_weight_gradient_gives_it(device):
     script = runpy.run_path(str(EXAMPLES / "ablation" / "weight_gradient.py"), run_name="weight_gradient")
     dy, x, _, rstd = given = script["inputs"](150, 40, torch.float32, torch.device(device), 0)
     expected = (dy.double() * x.double() * rstd.double()[:, None]).sum(0)
@@ -218,7 +202,7 @@ def test_each_way_to_add_up_a_weight_gradient_gives_it(device: str) -> None:
             assert relative_error([way(*given)], [expected]) < 1e-5, name
 
 
-def test_weight_gradient(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_weight_gradient(monkeypatch, capsys, tmp_path):
     arguments = ("--tokens", "64", "--widths", "128", "--out", str(tmp_path))
     output_of("ablation/weight_gradient.py", *arguments, monkeypatch=monkeypatch, capsys=capsys)
     rows = {row["way"]: row for row in json.loads((tmp_path / "results.json").read_text())["rows"]}
@@ -229,7 +213,7 @@ def test_weight_gradient(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 
 
 @pytest.mark.slow
-def test_long_context(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_long_context(monkeypatch, capsys, tmp_path):
     policies = [str(EXAMPLES / "policies" / "long-on-device.yaml"), "long"]
     arguments = (*policies, "--sequence", "64", "128", "--steps", "1", "--lora", "4", "--out", str(tmp_path))
     output_of("ablation/long_context.py", *arguments, monkeypatch=monkeypatch, capsys=capsys)
@@ -240,7 +224,7 @@ def test_long_context(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     assert all(losses[policies[0], length] == losses[policies[1], length] for length in (64, 128))
 
 
-def test_the_policies_of_examples_are_sound() -> None:
+def test_the_policies_of_examples_are_sound():
     for path in (EXAMPLES / "policies").glob("*.yaml"):
         assert load_policy(path).name == path.stem
 
@@ -248,9 +232,7 @@ def test_the_policies_of_examples_are_sound() -> None:
 DISTRIBUTED = ["ddp", "fsdp2", "shared_sequence", "tensor_parallel"]
 
 
-def run_distributed(
-    name: str, *arguments: str, ranks: int = 2, on_gpus: bool = False
-) -> subprocess.CompletedProcess[str]:
+def run_distributed(name, *arguments, ranks=2, on_gpus=False):
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     script = str(EXAMPLES / "distributed" / f"{name}.py")
     hidden = {} if on_gpus else {"CUDA_VISIBLE_DEVICES": ""}  # gloo, wherever this runs
@@ -263,7 +245,7 @@ def run_distributed(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DISTRIBUTED)
-def test_distributed(name: str, tmp_path: Path) -> None:
+def test_distributed(name, tmp_path):
     done = run_distributed(name, "--out", str(tmp_path / "record.json"))
     assert done.returncode == 0, done.stderr
     assert "losses, gradients, weights and collectives are equal on all ranks" in done.stdout
@@ -278,7 +260,7 @@ def test_distributed(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", DISTRIBUTED)
-def test_distributed_by_nccl(name: str, tmp_path: Path) -> None:
+def test_distributed_by_nccl(name, tmp_path):
     out = tmp_path / "record.json"
     done = run_distributed(name, "--out", str(out), ranks=min(2, torch.cuda.device_count()), on_gpus=True)
     assert done.returncode == 0, done.stderr
@@ -288,7 +270,7 @@ def test_distributed_by_nccl(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_every_way_to_share_the_words_of_a_head_gives_the_same(tmp_path: Path) -> None:
+def test_every_way_to_share_the_words_of_a_head_gives_the_same(tmp_path):
     done = run_distributed("../losses/shared_words", "--out", str(tmp_path / "record.json"))
     assert done.returncode == 0, done.stderr
     ways = json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))["ways"]
@@ -297,7 +279,7 @@ def test_every_way_to_share_the_words_of_a_head_gives_the_same(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_distributed_layers_can_be_compiled(tmp_path: Path) -> None:
+def test_distributed_layers_can_be_compiled(tmp_path):
     done = run_distributed("fsdp2", "--compile", "aot_eager_decomp_partition", "--out", str(tmp_path / "record.json"))
     assert done.returncode == 0, done.stderr
     assert "losses (to 0.0001) and collectives are equal on all ranks" in done.stdout
@@ -307,7 +289,7 @@ def test_distributed_layers_can_be_compiled(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ddp", "fsdp2"])
-def test_distributed_on_one_rank(name: str, tmp_path: Path) -> None:
+def test_distributed_on_one_rank(name, tmp_path):
     """What weak scaling is measured against."""
     done = run_distributed(name, "--out", str(tmp_path / "records" / "1.json"), ranks=1)
     assert done.returncode == 0, done.stderr
@@ -317,7 +299,7 @@ def test_distributed_on_one_rank(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_shared_sequence_has_the_loss_of_the_whole_one(tmp_path: Path) -> None:
+def test_a_shared_sequence_has_the_loss_of_the_whole_one(tmp_path):
     records = []
     for ranks in (1, 2):
         done = run_distributed("shared_sequence", "--out", str(tmp_path / f"{ranks}.json"), ranks=ranks)
@@ -330,14 +312,14 @@ def test_a_shared_sequence_has_the_loss_of_the_whole_one(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_distributed_takes_a_presets_name(tmp_path: Path) -> None:
+def test_distributed_takes_a_presets_name(tmp_path):
     done = run_distributed("ddp", "--policy", "full", "--out", str(tmp_path / "record.json"), ranks=1)
     assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))
     assert record["policy"] == preset_path("full").read_text(encoding="utf-8")
 
 
-def check_pipeline(done: subprocess.CompletedProcess[str], record: Path, in_flight: list[int]) -> None:
+def check_pipeline(done, record, in_flight):
     """Gradients are the same bits, and each stage's peak is within its budget and what was predicted, to 6%."""
     assert done.returncode == 0, done.stderr
     assert "losses, gradients and weights are equal on all stages" in done.stdout
@@ -354,19 +336,19 @@ def check_pipeline(done: subprocess.CompletedProcess[str], record: Path, in_flig
 
 
 @pytest.mark.slow
-def test_pipeline(tmp_path: Path) -> None:
+def test_pipeline(tmp_path):
     record = tmp_path / "record.json"
     check_pipeline(run_distributed("pipeline", "--steps", "2", "--out", str(record)), record, [2, 1])
 
 
 @pytest.mark.gpu
-def test_pipeline_by_nccl(tmp_path: Path) -> None:
+def test_pipeline_by_nccl(tmp_path):
     record, ranks = tmp_path / "record.json", min(2, torch.cuda.device_count())
     done = run_distributed("pipeline", "--out", str(record), ranks=ranks, on_gpus=True)
     check_pipeline(done, record, [2, 1][-ranks:])
 
 
-def test_compare_policies(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_compare_policies(monkeypatch, capsys, tmp_path):
     output = output_of("compare_policies.py", "--out", str(tmp_path), monkeypatch=monkeypatch, capsys=capsys)
     for policy in ("none", "elementwise", "blocks again", "torch-checkpoint"):
         assert re.search(f"^{policy} .*✓ bitwise +✓ bitwise$", output, re.MULTILINE)
@@ -376,7 +358,7 @@ def test_compare_policies(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DISTRIBUTED)
-def test_what_a_rank_has_may_be_held_in_8_bits(name: str, tmp_path: Path) -> None:
+def test_what_a_rank_has_may_be_held_in_8_bits(name, tmp_path):
     policy = tmp_path / "codes.yaml"
     policy.write_text('rules: [{match: "**.layers.*", action: recompute, via: hook, compress: true}]\n')
     result = run_distributed(name, "--policy", str(policy), "--tolerance", "5e-2")
@@ -385,7 +367,7 @@ def test_what_a_rank_has_may_be_held_in_8_bits(name: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_distributed_examples_measure_what_others_offer_beside_a_policy(tmp_path: Path) -> None:
+def test_distributed_examples_measure_what_others_offer_beside_a_policy(tmp_path):
     done = run_distributed("fsdp2", "--also", "torch-checkpoint", "elementwise", "--out", str(tmp_path / "record.json"))
     assert done.returncode == 0, done.stderr
     (first, _) = json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))["ranks"]
@@ -395,10 +377,10 @@ def test_distributed_examples_measure_what_others_offer_beside_a_policy(tmp_path
     assert "expected a peer, as torch-checkpoint, or a policy" in run_distributed("fsdp2", "--also", "torch").stderr
 
 
-def test_weak_scaling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_weak_scaling(tmp_path, monkeypatch, capsys):
     """Of four ranks, the slowest counts."""
 
-    def write(ranks: int, plain_ms: float, policed_ms: float, **fields: str) -> str:
+    def write(ranks, plain_ms, policed_ms, **fields):
         plain, policed = ({"step_ms": ms, "peak_bytes": 2**30} for ms in (plain_ms, policed_ms))
         found = [{"without": plain, "with": policed}] * ranks
         found[0] = {"without": {**plain, "step_ms": 1.0}, "with": policed} if ranks > 1 else found[0]
@@ -407,7 +389,7 @@ def test_weak_scaling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
         path.write_text(json.dumps({"world_size": ranks, "ranks": found, **shared}), encoding="utf-8")
         return str(path)
 
-    def table(*records: str) -> str:
+    def table(*records):
         return output_of("distributed/comparing.py", *records, monkeypatch=monkeypatch, capsys=capsys)
 
     last = table(write(4, 100.0, 125.0), write(1, 80.0, 90.0)).splitlines()[-1]
@@ -418,7 +400,7 @@ def test_weak_scaling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
 
 
 @pytest.mark.slow
-def test_distributed_examples_fail_where_a_policy_does_nothing(tmp_path: Path) -> None:
+def test_distributed_examples_fail_where_a_policy_does_nothing(tmp_path):
     (tmp_path / "none.yaml").write_text("version: 1\nname: none\nrules: none\n", encoding="utf-8")
     done = run_distributed("ddp", "--policy", str(tmp_path / "none.yaml"))
     assert done.returncode == 1
@@ -427,7 +409,7 @@ def test_distributed_examples_fail_where_a_policy_does_nothing(tmp_path: Path) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["elementwise", *slow("full", "kernel")])
-def test_compile_llama(policy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compile_llama(policy, monkeypatch, capsys):
     arguments = ("--policy", policy, "--backend", "aot_eager_decomp_partition")
     output = output_of("compile_llama.py", *arguments, monkeypatch=monkeypatch, capsys=capsys)
     held = re.findall(r"^(\w+): ([\d.]+) MiB .* ([\d.]+) MiB", output, re.MULTILINE)
@@ -436,7 +418,7 @@ def test_compile_llama(policy: str, monkeypatch: pytest.MonkeyPatch, capsys: pyt
         assert float(after) < 0.75 * float(before)
 
 
-def test_every_example_is_run_here() -> None:
+def test_every_example_is_run_here():
     run_here = {"train_llama.py", "compile_llama.py", "decorate_module.py", "estimate_against_measured.py"}
     run_here |= {"train_with_trainer.py", "train_with_lightning.py", "compare_policies.py"}
     assert {path.name for path in EXAMPLES.glob("*.py")} == run_here
@@ -445,7 +427,7 @@ def test_every_example_is_run_here() -> None:
     assert {path.name for path in EXAMPLES.glob("distributed/*.py")} == distributed
 
 
-def test_the_figure_of_whole_peaks_says_what_the_results_add_up_to(tmp_path: Path) -> None:
+def test_the_figure_of_whole_peaks_says_what_the_results_add_up_to(tmp_path):
     script = runpy.run_path(str(EXAMPLES / "ablation" / "whole_peaks.py"), run_name="whole_peaks")
     parts = {"parameter_bytes": 2**30, "gradient_bytes": 2**30, "optimizer_bytes": 2**31, "peak_bytes": 2**31}
     figure = script["plot"]([{"policy": "none", "step_seconds": 0.25, **parts}])

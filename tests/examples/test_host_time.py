@@ -1,16 +1,12 @@
 """The benchmark of whole steps: its rows hold what each way measured or why it failed, and ways leave others alone."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy
 import sys
 import types
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,11 +19,11 @@ LAYERS = 2  # of the tiny models
 
 
 @pytest.fixture(scope="module")
-def script() -> dict[str, Any]:
+def script():
     return runpy.run_path(str(SCRIPT))
 
 
-def trial(script: dict[str, Any], *ways: str, kind: str = "Trial", device: str = "cpu") -> Any:
+def trial(script, *ways, kind="Trial", device="cpu"):
     """Of a tiny Llama's layers: two steps, and one to warm up."""
     case = script["CASES"]["llama-1b-layers"]
     case = replace(case, sizes=case.sizes | script["TINY"], sequence_length=8, ways=ways)
@@ -36,9 +32,7 @@ def trial(script: dict[str, Any], *ways: str, kind: str = "Trial", device: str =
 
 @pytest.mark.slow
 @pytest.mark.parametrize("in_turn", [False, True])
-def test_each_model_has_a_row_for_each_way(
-    in_turn: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_model_has_a_row_for_each_way(in_turn, tmp_path, monkeypatch, capsys):
     chosen = ["liger", "elementwise", "gradient-checkpointing"]
     arguments = ["--tiny", "--models", "gpt2-xl", "mixtral-small", "--ways", *chosen, "--steps", "2", "--warmup", "1"]
     file = tmp_path / "results" / "figures.json"
@@ -68,7 +62,7 @@ def test_each_model_has_a_row_for_each_way(
     assert all(printed.count(f"| {way} ") == 2 for way in ("none", *chosen))
 
 
-def test_layers_alone_train_the_same_under_each_exact_way(script: dict[str, Any]) -> None:
+def test_layers_alone_train_the_same_under_each_exact_way(script):
     found = trial(script, "none", "gradient-checkpointing", "elementwise", "torch-selective")
     rows = {row["way"]: row for row in found.rows(in_turn=True)}
     assert all(row["same loss"] and row["same gradients"] for row in rows.values())
@@ -81,7 +75,7 @@ def test_layers_alone_train_the_same_under_each_exact_way(script: dict[str, Any]
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("in_turn", [False, True])
-def test_a_step_in_a_cuda_graph_trains_the_same(in_turn: bool, script: dict[str, Any]) -> None:
+def test_a_step_in_a_cuda_graph_trains_the_same(in_turn, script):
     found = trial(script, "none", "none+graph", "elementwise+graph", "auto+graph", device="cuda")
     _, plain, exact, auto = found.rows(in_turn=in_turn)
     assert not any("error" in row for row in (plain, exact, auto))
@@ -93,7 +87,7 @@ def test_a_step_in_a_cuda_graph_trains_the_same(in_turn: bool, script: dict[str,
     assert exact["CPU ms a forward"] is exact["held GiB"] is None
 
 
-def test_without_cuda_a_graph_says_what_it_needs(script: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_cuda_a_graph_says_what_it_needs(script, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     _, graphed = trial(script, "none", "none+graph").rows(in_turn=False)
     assert graphed["error"] == "RuntimeError: +graph: expected a CUDA device; there is none"
@@ -101,13 +95,11 @@ def test_without_cuda_a_graph_says_what_it_needs(script: dict[str, Any], monkeyp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("in_turn", [False, True])
-def test_what_liger_puts_into_transformers_acts_on_its_own_model_alone(
-    in_turn: bool, script: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_liger_puts_into_transformers_acts_on_its_own_model_alone(in_turn, script, monkeypatch):
     plain = modeling_llama.apply_rotary_pos_emb
     calls = 0
 
-    def doubled(q: Any, k: Any, *rest: Any) -> Any:
+    def doubled(q, k, *rest):
         nonlocal calls
         calls += 1
         q, k = plain(q, k, *rest)
@@ -115,7 +107,7 @@ def test_what_liger_puts_into_transformers_acts_on_its_own_model_alone(
 
     class Liger(types.ModuleType):
         @staticmethod
-        def apply_liger_kernel_to_llama(**_: Any) -> None:
+        def apply_liger_kernel_to_llama(**_):
             modeling_llama.apply_rotary_pos_emb = doubled
 
     monkeypatch.setitem(sys.modules, "liger_kernel", types.ModuleType("liger_kernel"))
@@ -131,11 +123,11 @@ def test_what_liger_puts_into_transformers_acts_on_its_own_model_alone(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("in_turn", [False, True])
-def test_where_none_fails_others_are_measured_and_compared_with_nothing(in_turn: bool, script: dict[str, Any]) -> None:
-    base: Any = script["Trial"]
+def test_where_none_fails_others_are_measured_and_compared_with_nothing(in_turn, script):
+    base = script["Trial"]
 
     class Broken(base):
-        def _train(self, row: dict[str, Any]) -> Iterator[None]:
+        def _train(self, row):
             training = super()._train(row)
             if row["way"] == "none":
                 raise torch.OutOfMemoryError("no memory")
@@ -159,13 +151,7 @@ def test_where_none_fails_others_are_measured_and_compared_with_nothing(in_turn:
         (["--steps", "0"], "expected --steps of at least 1"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_trained(
-    arguments: list[str],
-    complaint: str,
-    script: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_what_cannot_be_is_refused_before_anything_is_trained(arguments, complaint, script, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["host_time.py", *arguments])
     with pytest.raises(SystemExit) as stopped:
         script["main"]()

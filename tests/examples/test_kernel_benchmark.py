@@ -1,7 +1,5 @@
 """The benchmark of the kernels: its ways compute the same, and its files hold every row, a missing peer's too."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import importlib
@@ -9,10 +7,8 @@ import io
 import json
 import runpy
 import sys
-from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
@@ -23,13 +19,13 @@ RUN_ANYWHERE = ("recompute", "recompute, 1 GiB of logits", "recompute, all logit
 
 
 @pytest.fixture
-def benchmark_module(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+def benchmark_module(monkeypatch):
     """Imports a module of the benchmark by name, as the script does: its folder is on the path."""
     monkeypatch.syspath_prepend(FOLDER)
     return lambda name: importlib.import_module(f"kernel_benchmark.{name}")
 
 
-def benchmark(out: Path, *arguments: str) -> tuple[dict[str, Any], str]:
+def benchmark(out, *arguments):
     """Runs the benchmark quickly with these arguments; returns what results.json then holds, and what was printed."""
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as printed:
         patch.syspath_prepend(FOLDER)
@@ -39,7 +35,7 @@ def benchmark(out: Path, *arguments: str) -> tuple[dict[str, Any], str]:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Callable[..., tuple[dict[str, Any], str]]:
+def run(tmp_path):
     return functools.partial(benchmark, tmp_path)
 
 
@@ -59,12 +55,12 @@ class Whole(NamedTuple):
         pytest.param((), marks=pytest.mark.slow, id="all"),
     ],
 )
-def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+def whole(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("benchmark")
     return Whole(request.param, folder, *benchmark(folder, *(["--ops", *request.param] if request.param else [])))
 
 
-def test_every_op_is_measured_told_and_written(whole: Whole, benchmark_module: Callable[[str], ModuleType]) -> None:
+def test_every_op_is_measured_told_and_written(whole, benchmark_module):
     ops, folder, results, printed = whole
     ways, timing = benchmark_module("ways"), benchmark_module("timing")
     assert list(results["ops"]) == [*(ops or (*ways.WAYS, timing.HOST))]
@@ -89,7 +85,7 @@ def test_every_op_is_measured_told_and_written(whole: Whole, benchmark_module: C
     }
 
 
-def test_the_ways_compute_the_same(whole: Whole, benchmark_module: Callable[[str], ModuleType]) -> None:
+def test_the_ways_compute_the_same(whole, benchmark_module):
     benchmarks = benchmark_module("cases").BENCHMARKS
     for op in whole.ops or benchmarks:
         for measure in benchmarks[op].measures:
@@ -104,7 +100,7 @@ def test_the_ways_compute_the_same(whole: Whole, benchmark_module: Callable[[str
             assert all(error < most for error in found["eager"].values()), (op, measure.name)
 
 
-def test_bytes_held_are_those_of_the_formula(whole: Whole) -> None:
+def test_bytes_held_are_those_of_the_formula(whole):
     intermediate = 256
     held = {row["way"]: row["held_bytes_per_token"] for row in whole.results["ops"]["gated_mlp"]["rows"]}
     assert held["recompute"] == 4 * intermediate
@@ -115,9 +111,7 @@ def test_bytes_held_are_those_of_the_formula(whole: Whole) -> None:
     assert held["recompute, up in 8 bits"] == pytest.approx(intermediate + intermediate / 128 * 4, abs=0.1)
 
 
-def test_a_peer_that_is_missing_is_a_row_that_says_so(
-    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_peer_that_is_missing_is_a_row_that_says_so(run, monkeypatch, tmp_path):
     for name in [name for name in sys.modules if name.startswith("liger_kernel.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "liger_kernel", None)
@@ -130,7 +124,7 @@ def test_a_peer_that_is_missing_is_a_row_that_says_so(
         assert row["failure"] in (tmp_path / "results.md").read_text()
 
 
-def test_measuring_one_op_again_keeps_the_others(run: Callable[..., Any]) -> None:
+def test_measuring_one_op_again_keeps_the_others(run):
     before, _ = run("--ops", "geglu", "swiglu")
     assert list(before["ops"]) == ["swiglu", "geglu"]
     after, printed = run("--ops", "swiglu")
@@ -140,7 +134,7 @@ def test_measuring_one_op_again_keeps_the_others(run: Callable[..., Any]) -> Non
     assert "geglu" not in printed
 
 
-def test_sizes_alone_are_measured_of_the_ops_that_have_them(benchmark_module: Callable[[str], ModuleType]) -> None:
+def test_sizes_alone_are_measured_of_the_ops_that_have_them(benchmark_module):
     timing, benchmarks = benchmark_module("timing"), benchmark_module("cases").BENCHMARKS
     clock = timing.Clock(torch.device("cuda"), quick=False, sizes_alone=["8192x4096x151936"])
     measured = {op: timing.sizes_of(benchmark, clock) for op, benchmark in benchmarks.items()}
@@ -149,9 +143,9 @@ def test_sizes_alone_are_measured_of_the_ops_that_have_them(benchmark_module: Ca
     assert all((8192, 4096, 151936) in benchmarks[op].compiled for op in heads)
 
 
-def test_a_cell_tells_what_is_known(benchmark_module: Callable[[str], ModuleType]) -> None:
+def test_a_cell_tells_what_is_known(benchmark_module):
     tables = benchmark_module("tables")
-    blank: dict[str, Any] = dict.fromkeys([key for key, _ in tables.COLUMNS.values()] + ["failure", "in_graph"])
+    blank = dict.fromkeys([key for key, _ in tables.COLUMNS.values()] + ["failure", "in_graph"])
     rows = [
         {**blank, "measure": "forward", "seconds": 2e-5, "of_copy": 0.9712, "errors": {"y": 1e-3, "dx": None}},
         {**blank, "measure": "forward", "seconds": 2e-2, "errors": {}, "in_graph": False},
@@ -165,7 +159,7 @@ def test_a_cell_tells_what_is_known(benchmark_module: Callable[[str], ModuleType
     ]
 
 
-def test_the_script_does_nothing_as_a_module() -> None:
+def test_the_script_does_nothing_as_a_module():
     """Its name is that of a package which transformers imports where it finds one."""
     tree = ast.parse((FOLDER / "kernels.py").read_text())
     imported = [alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names]
@@ -175,7 +169,7 @@ def test_the_script_does_nothing_as_a_module() -> None:
 
 
 @pytest.mark.gpu
-def test_what_waits_for_the_gpu_is_not_put_in_a_graph(benchmark_module: Callable[[str], ModuleType]) -> None:
+def test_what_waits_for_the_gpu_is_not_put_in_a_graph(benchmark_module):
     clock = benchmark_module("timing").Clock(torch.device("cuda"), quick=True)
     with torch.cuda.stream(torch.cuda.Stream()):
         x = torch.rand(1 << 20, device="cuda")

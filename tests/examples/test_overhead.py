@@ -1,12 +1,9 @@
 """The benchmark of overheads: its ways compute the same and run again what they should; its tables hold all of them."""
 
-from __future__ import annotations
-
 import json
 import runpy
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,11 +14,11 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def script() -> dict[str, Any]:
+def script():
     return runpy.run_path(str(SCRIPT))
 
 
-def test_each_way_computes_the_same_and_runs_again_what_it_should(script: dict[str, Any]) -> None:
+def test_each_way_computes_the_same_and_runs_again_what_it_should(script):
     torch.manual_seed(0)
     ways = script["decoder_layer"](CPU)
     assert list(ways) == list(script["WAYS"])
@@ -52,9 +49,7 @@ def test_each_way_computes_the_same_and_runs_again_what_it_should(script: dict[s
 
 
 @pytest.mark.slow
-def test_the_tables_hold_every_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_tables_hold_every_way(tmp_path, monkeypatch, capsys):
     arguments = ["--repeats", "2", "--steps", "20", "--json", str(tmp_path / "figures.json")]
     monkeypatch.setattr(sys, "argv", ["overhead.py", *arguments])
     script = runpy.run_path(str(SCRIPT), run_name="__main__")

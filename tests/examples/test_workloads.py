@@ -1,35 +1,18 @@
 """The sweep over workloads: what is recorded of each step, whoever runs it, and what a row says."""
 
-from __future__ import annotations
-
 import configparser
-import importlib
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
+from sweep_testing import EXAMPLES, Drifting, raising, swept
 from torch import nn
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+FOLDERS = ("architectures", "workloads")
 FILES = ("plain", "loops", "adapters", "quantization", "diffusion", "vision", "trainers", "alignment")
 
 
-@pytest.fixture
-def part(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    """Imports a module of the sweep, as the script does: both folders are on the path."""
-    monkeypatch.syspath_prepend(EXAMPLES / "architectures")
-    monkeypatch.syspath_prepend(EXAMPLES / "workloads")
-    return importlib.import_module
-
-
-def row_of(part: Callable[[str], ModuleType], train: Callable[[Any], None], *presets: str) -> dict[str, Any]:
+def row_of(part, train, *presets):
     """What the sweep says of training that needs no package but torch."""
     module = part("workload")
     *_, row = module.examine(module.Workload("torch", ("torch",), train), presets, torch.device("cpu"), torch.float32)
@@ -37,7 +20,7 @@ def row_of(part: Callable[[str], ModuleType], train: Callable[[Any], None], *pre
 
 
 @pytest.mark.parametrize("name", ["pre-norm blocks", "weights that blocks share", "convolutions with batch norm"])
-def test_a_workload_of_torch_is_bitwise_and_holds_less(name: str, part: Callable[[str], ModuleType]) -> None:
+def test_a_workload_of_torch_is_bitwise_and_holds_less(name, part):
     part("plain")
     row = row_of(part, part("workload").WORKLOADS[f"torch: {name}"].train, "elementwise", "full")
     assert row["finite"]
@@ -47,38 +30,22 @@ def test_a_workload_of_torch_is_bitwise_and_holds_less(name: str, part: Callable
         assert outcome["time"] > 0
 
 
-def test_int8_layers_of_bitsandbytes_which_move_their_codes_in_the_first_step_are_bitwise(
-    part: Callable[[str], ModuleType],
-) -> None:
+def test_int8_layers_of_bitsandbytes_which_move_their_codes_in_the_first_step_are_bitwise(part):
     pytest.importorskip("bitsandbytes")
     part("quantization")
     row = row_of(part, part("workload").WORKLOADS["bitsandbytes: int8 weights beside LoRA"].train, "full")
     assert row["outcomes"]["full"]["verdict"] == "bitwise", row
 
 
-class Drifting(nn.Linear):
-    """Computes something else each time that the program calls it."""
-
-    calls = 0
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        Drifting.calls += 1
-        return super().forward(input) * Drifting.calls
-
-
-class Failing(nn.Linear):
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        raise ValueError("no such thing")
-
-
 @pytest.mark.parametrize(
     ("layer", "key", "said"),
-    [(Drifting, "differs without a policy", "step 1: loss"), (Failing, "not built", "ValueError: no such thing")],
+    [
+        (Drifting, "differs without a policy", "step 1: loss"),
+        (raising(ValueError("no such thing")), "not built", "ValueError: no such thing"),
+    ],
 )
-def test_what_cannot_be_compared_says_why(
-    layer: type[nn.Linear], key: str, said: str, part: Callable[[str], ModuleType]
-) -> None:
-    def train(run: Any) -> None:
+def test_what_cannot_be_compared_says_why(layer, key, said, part):
+    def train(run):
         model = run.govern(layer(4, 4))
         run.train(model, lambda: model(torch.ones(2, 4)).sum())
 
@@ -87,11 +54,11 @@ def test_what_cannot_be_compared_says_why(
     assert "outcomes" not in row
 
 
-def test_each_backward_and_each_step_of_any_loop_is_recorded(part: Callable[[str], ModuleType]) -> None:
+def test_each_backward_and_each_step_of_any_loop_is_recorded(part):
     model = nn.Linear(4, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 
-    def closure() -> torch.Tensor:
+    def closure():
         optimizer.zero_grad()
         for scale in (1.0, 2.0):
             loss = model(torch.full((3, 4), scale)).sum()
@@ -109,7 +76,7 @@ def test_each_backward_and_each_step_of_any_loop_is_recorded(part: Callable[[str
     assert recording.held_nbytes >= 48  # the input that the weight's gradient needs
 
 
-def test_the_extra_brings_the_package_of_each_workload(part: Callable[[str], ModuleType]) -> None:
+def test_the_extra_brings_the_package_of_each_workload(part):
     for file in FILES:
         part(file)
     workloads = part("workload").WORKLOADS
@@ -121,26 +88,16 @@ def test_the_extra_brings_the_package_of_each_workload(part: Callable[[str], Mod
     assert {name for each in workloads.values() for name in each.needs} <= brought
 
 
-def test_the_guide_has_the_counts_of_the_record(part: Callable[[str], ModuleType]) -> None:
+def test_the_guide_has_the_counts_of_the_record(part):
     record = json.loads((EXAMPLES / "workloads" / "results" / "cpu" / "results.json").read_text(encoding="utf-8"))
     assert part("sweep_report").groups(record) in (EXAMPLES / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
-def test_the_script_makes_the_table(tmp_path: Path) -> None:
+def test_the_script_makes_the_table(tmp_path):
     names = ["torch: LSTM", "torch: several backwards through one graph"]
-    script = str(EXAMPLES / "workloads" / "workloads.py")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", script, "--out", str(tmp_path), "--only", *names],
-        env={**os.environ, "PYTHONPATH": str(EXAMPLES.parent)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))["rows"]
-    assert sorted(rows) == names
+    record, _ = swept("workloads/workloads.py", tmp_path, "--only", *names)
+    assert sorted(record["rows"]) == names
     table = (tmp_path / "results.md").read_text(encoding="utf-8")
     assert "| torch     |           2 |" in table
     for name in names:

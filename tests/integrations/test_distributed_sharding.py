@@ -11,7 +11,7 @@ from engine_testing import (
     governing,
 )
 from tiers import by_default, slow
-from two_parts import disagreements, kept_nbytes, plans_of_this_rank, refusals, train, verified
+from two_parts import disagreements, kept_nbytes, losses_under_deepspeed, plans_of_this_rank, refusals, train, verified
 
 WAYS = ["ddp", "fsdp", "fsdp of parts", "tensor parallel", "sequence parallel", "tensor parallel, then fsdp"]
 OF_WEIGHTS = [way for way in WAYS if "parallel" in way]
@@ -149,10 +149,8 @@ def test_ranks_with_other_models_or_plans_are_told_so(two_processes):
 @pytest.mark.parametrize("stage", [3, 1, 2])
 def test_losses_under_deepspeed_are_as_without(two_processes, stage, name):
     pytest.importorskip("deepspeed")
-    from two_deepspeed import losses
-
-    expected = two_processes.run(losses, stage, None)
-    found = two_processes.run(losses, stage, governing(SETTINGS[name], "model.layers.*"))
+    expected = two_processes.run(losses_under_deepspeed, stage, None)
+    found = two_processes.run(losses_under_deepspeed, stage, governing(SETTINGS[name], "model.layers.*"))
     for (values, dropped_nbytes), (plain, _) in zip(found, expected, strict=True):
         assert values == plain
         assert dropped_nbytes > 0

@@ -2,20 +2,220 @@
 
 import functools
 from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from engine_testing import (
+    HIDDEN,
     SETTINGS,
+    Layer,
+    RMSNorm,
     bits,
     clean_thread,  # noqa: F401  # around every test here
     governing,
 )
 from tiers import slow
-from two_stages import MICROBATCHES, ONE_STAGE, SCHEDULES, planned, train
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+)
 
+import recompute
 from recompute.errors import PlanError
+from recompute.estimation.storage_tracker import StorageTrace
 from recompute.integrations.distributed import microbatches_in_flight
+from recompute.planning import solver
+from recompute.planning.prediction import choices_of
+from recompute.profiling.dry_run import static_nbytes
+
+VOCABULARY, LENGTH = 16, 6
+MICROBATCHES, STEPS = 6, 3
+SCHEDULES = {
+    "GPipe": ScheduleGPipe,
+    "1F1B": Schedule1F1B,
+    "interleaved 1F1B": ScheduleInterleaved1F1B,
+    "interleaved zero bubble": ScheduleInterleavedZeroBubble,
+    "looped BFS": ScheduleLoopedBFS,
+    "ZBV zero bubble": ScheduleZBVZeroBubble,
+    "DualPipeV": ScheduleDualPipeV,
+}
+ONE_STAGE = ("GPipe", "1F1B")
+"""Schedules in which each process has one stage; in the others it has two."""
+FOLDED = ("ZBV zero bubble", "DualPipeV")
+"""Schedules in which one process has both the first stage and the last one."""
+
+
+class Stage(nn.Module):
+    """A part of a decoder: the first has the embedding, the last one the norm and the head."""
+
+    def __init__(self, index, count, layers=2):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, HIDDEN) if index == 0 else nn.Identity()
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+        for layer in self.layers:
+            layer.norm1 = nn.RMSNorm(HIDDEN)  # the other one counts its runs, which torch 2.11 does not capture
+        is_last = index == count - 1
+        self.norm = RMSNorm() if is_last else nn.Identity()
+        self.head = nn.Linear(HIDDEN, VOCABULARY) if is_last else nn.Identity()
+
+    def forward(self, x):
+        x = self.embedding(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+def loss_of_microbatch(logits, labels):
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def stages_of_this_rank(schedule):
+    """By number. Where the pipeline is folded into a V, the first process has the first stage and the last one."""
+    rank = dist.get_rank()
+    count = 2 if schedule in ONE_STAGE else 4
+    numbers = [rank] if count == 2 else [rank, 3 - rank] if schedule in FOLDED else [rank, rank + 2]
+    torch.manual_seed(0)
+    stages = [Stage(index, count) for index in range(count)]
+    return {index: stages[index] for index in numbers}
+
+
+def scheduled(name, modules, microbatches=MICROBATCHES):
+    count = 2 if name in ONE_STAGE else 4
+    stages = [PipelineStage(module, index, count, torch.device("cpu")) for index, module in modules.items()]
+    given = stages[0] if name in ONE_STAGE else stages
+    return SCHEDULES[name](given, n_microbatches=microbatches, loss_fn=loss_of_microbatch)
+
+
+class StepsOfStages(NamedTuple):
+    """What one process saw."""
+
+    values: list[Tensor]
+    """Losses, gradients of each step, and weights at the end."""
+    random: Any
+    dropped_nbytes: int
+    captured: list[str]
+
+
+def train(name, rules):
+    modules = stages_of_this_rank(name)
+    handles = [recompute.apply(module, rules) for module in modules.values()] if rules is not None else []
+    schedule = scheduled(name, modules)
+    torch.manual_seed(10 + dist.get_rank())
+    parameters = [parameter for module in modules.values() for parameter in module.parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=0.1, foreach=False)
+    generator = torch.Generator().manual_seed(1)
+    values = []
+    for _ in range(STEPS):
+        ids = torch.randint(0, VOCABULARY, (2 * MICROBATCHES, LENGTH), generator=generator)
+        losses = []
+        given = (ids,) if 0 in modules else ()
+        is_last = max(modules) == (1 if name in ONE_STAGE else 3)
+        options = {"target": ids, "losses": losses} if is_last else {}
+        schedule.step(*given, **options)
+        values += [*losses, *(parameter.grad.clone() for parameter in parameters)]
+        optimizer.step()
+        optimizer.zero_grad()
+    values = [value.detach() for value in (*values, *parameters)]
+    dropped = sum(handle.stats().dropped_nbytes for handle in handles)
+    lines = [line for handle in handles for line in str(handle.explain(wide=True)).splitlines() if "captured" in line]
+    return StepsOfStages(values, bits(torch.get_rng_state()), dropped, lines)
+
+
+class PlannedStage(NamedTuple):
+    """A stage's plan, and what its process measured of it in the pipeline."""
+
+    in_flight: int
+    budget_nbytes: int
+    predicted_nbytes: int
+    measured_nbytes: int
+    gradient_nbytes: int
+    """Of all parameters."""
+    choices: list[str]
+
+
+def planned(name, share, microbatches=MICROBATCHES):
+    """Plan this rank's stage for a budget, and measure the peak of steps of the pipeline under the plan.
+
+    share: of what lies between the smallest budget that can be met and the least that needs no recomputation.
+    """
+    rank = dist.get_rank()
+    (module,) = stages_of_this_rank(name).values()
+    schedule = scheduled(name, {rank: module}, microbatches)
+    in_flight = microbatches_in_flight(schedule)[rank]
+    ids = torch.randint(0, VOCABULARY, (4, 24), generator=torch.Generator().manual_seed(1))
+    batch = (ids,) if rank == 0 else (torch.randn(*ids.shape, HIDDEN, requires_grad=True),)
+    loss = (lambda logits: loss_of_microbatch(logits, ids)) if rank else None
+    profile = untimed(recompute.profile(module, batch, loss=loss, optimizer=adamw, steps=1))
+    several = {"microbatches": microbatches, "microbatches_in_flight": in_flight}
+    most = recompute.plan(profile, budget="1GiB", **several)
+    least = solver.floor(most.profile).prediction.peak_nbytes
+    budget = round(least + share * (most.predicted_peak_bytes - least))
+    plan = recompute.plan(profile, budget=budget, **several)
+    with recompute.apply(module, plan.policy):
+        measured = peak_of_step(schedule, module, ids.repeat(microbatches, 1))
+    choices = [choice.name for choice in choices_of(plan.profile, plan.assignment)]
+    gradients = sum(parameter.nbytes for parameter in module.parameters())
+    return PlannedStage(in_flight, budget, plan.predicted_peak_bytes, measured, gradients, choices)
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, foreach=False)
+
+
+def untimed(profile):
+    """The profile with times that no clock has measured: what holds less takes longer."""
+
+    def of(choice, most):
+        seconds = 1.0 + (most - choice.held_nbytes) / max(most, 1)
+        return choice.model_copy(update={"forward_seconds": 1.0, "backward_seconds": seconds})
+
+    regions = []
+    for region in profile.regions:
+        most = max(choice.held_nbytes for choice in region.choices)
+        choices = tuple([of(choice, most) for choice in region.choices])
+        regions.append(region.model_copy(update={"choices": choices}))
+    return profile.model_copy(update={"regions": tuple(regions), "optimizer_seconds": 1.0})
+
+
+def peak_of_step(schedule, module, ids):
+    """The most bytes that are alive in a step: of three, the least, as gloo's threads let go late."""
+    optimizer = adamw(list(module.parameters()))
+
+    def step():
+        if dist.get_rank() == 0:
+            schedule.step(ids)
+        else:
+            schedule.step(target=ids, return_outputs=False)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(3):  # makes what lives between steps: the states, and the buffers for what travels
+        step()
+    found = []
+    for _ in range(3):
+        with StorageTrace() as trace:
+            step()
+        found.append(trace.peak_nbytes)
+    stage = schedule._stage
+    travelling = [
+        getattr(info, "buffer", None)  # the first stage is given its input
+        for table in (stage.args_recv_info, stage.grad_recv_info)
+        for infos in table.values()
+        for info in infos
+    ]
+    given = ids if dist.get_rank() == 0 else None
+    return min(found) + static_nbytes(module, optimizer, [travelling, given])
+
 
 ZERO_BUBBLE = ["interleaved zero bubble", "ZBV zero bubble"]
 RULES = {

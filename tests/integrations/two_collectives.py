@@ -3,18 +3,15 @@
 Tokens are exchanged for heads before attention and back after it, and gathered before an MLP of which each has a part.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections import Counter
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from engine_testing import HIDDEN, RMSNorm, bits
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import _functional_collectives as collectives
 from two_parts import Collectives
 
@@ -24,18 +21,18 @@ TOKENS, STEPS = 4, 6
 
 
 class ExchangingLayer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm1, self.norm2 = RMSNorm(), nn.LayerNorm(HIDDEN)
         self.q, self.k, self.v, self.o = (nn.Linear(HIDDEN, HIDDEN) for _ in range(4))
         self.up, self.down = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN, bias=False)
 
-    def exchange(self, x: Tensor) -> Tensor:
+    def exchange(self, x):
         """(batch, heads, tokens, head size): all tokens of some heads, or some tokens of all heads."""
         parts = x.unflatten(1, (2, -1)).movedim(1, 0).contiguous()
         return collectives.all_to_all_single_autograd(parts, None, None, dist.group.WORLD).movedim(0, 2).flatten(2, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         y = self.norm1(x)
         q, k, v = (self.exchange(each(y).unflatten(-1, (2, -1)).transpose(1, 2)) for each in (self.q, self.k, self.v))
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -45,13 +42,13 @@ class ExchangingLayer(nn.Module):
         return x.sin() + part  # the sine runs before anything waits for the part
 
 
-def _run(rules: Any) -> tuple[list[Any], list[Counter[str]], Any]:
+def _run(rules):
     """The output and the gradients of each step, the collectives of its forward and of all of it, and the handle."""
     torch.manual_seed(0)
-    model: Any = nn.Module()
+    model = nn.Module()
     model.layers = nn.Sequential(ExchangingLayer(), ExchangingLayer())
     handle = None if rules is None else recompute.apply(model, rules)
-    values: list[Any] = []
+    values = []
     for step in range(STEPS):
         x = torch.randn(2, TOKENS, HIDDEN, generator=torch.Generator().manual_seed(step + 10 * dist.get_rank()))
         with Collectives() if step == STEPS - 1 else nullcontext() as seen:
@@ -63,7 +60,7 @@ def _run(rules: Any) -> tuple[list[Any], list[Counter[str]], Any]:
     return values, [forward, seen.counts], handle
 
 
-def exchanges_as_without(rules: Any) -> tuple[bool, list[Counter[str]], list[Counter[str]], str]:
+def exchanges_as_without(rules):
     """Whether all bits are those without a policy, the collectives without one and under it, and ``explain``."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch 2.14 has other names for two of them

@@ -1,5 +1,6 @@
 """A Hugging Face decoder trained by two processes that share its weights out: what each does, holds and exchanges."""
 
+import os
 from collections import Counter
 from typing import Any, NamedTuple
 from unittest import mock
@@ -216,6 +217,34 @@ def _gathered_nbytes(model):
 
 def _local(tensor):
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def losses_under_deepspeed(stage, rules):
+    """Of some steps under ZeRO, bit by bit; and the bytes that a policy dropped."""
+    os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(dist.get_rank())}
+    import deepspeed
+
+    deepspeed.init_distributed(dist_backend="gloo")
+    model = decoder()
+    handle = recompute.apply(model, rules) if rules else None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    torch.manual_seed(10 + dist.get_rank())
+    found = []
+    for _ in range(3):
+        ids = torch.randint(0, VOCABULARY, (2, 12))
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
+        found.append(bits(loss))
+    return found, handle.stats().dropped_nbytes if handle else 0
 
 
 class Waves(nn.Module):

@@ -7,8 +7,8 @@ from multiprocessing import get_context
 
 import torch
 import torch.distributed as dist
-from engine_testing import HIDDEN, Stack, bits, loss_of, tokens
-from torch import nn
+from engine_testing import Stack, bits, loss_of, tokens
+from tiny import Adapter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -51,18 +51,6 @@ def _together(function, *arguments):
     return dist.get_rank(), function(*arguments)
 
 
-class Adapted(nn.Module):
-    """A frozen linear layer with a low-rank update that is trained."""
-
-    def __init__(self, base, rank=2):
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.down, self.up = nn.Linear(HIDDEN, rank, bias=False), nn.Linear(rank, HIDDEN, bias=False)
-
-    def forward(self, x):
-        return self.base(x) + self.up(self.down(x))
-
-
 def full():
     torch.manual_seed(0)
     return Stack(count=2)
@@ -72,7 +60,7 @@ def adapted():
     """Nothing is trained but adapters of queries and values, and one norm in the middle."""
     model = full().requires_grad_(False)
     for layer in model.layers:
-        layer.attention.q, layer.attention.v = Adapted(layer.attention.q), Adapted(layer.attention.v)
+        layer.attention.q, layer.attention.v = Adapter(layer.attention.q), Adapter(layer.attention.v)
     model.layers[1].norm1.requires_grad_(True)
     return model
 

@@ -109,7 +109,7 @@ def test_a_gpu_of_another_kind_is_told_about(monkeypatch, caplog):
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is published for Linux only")
 @pytest.mark.parametrize("name", GPUS)
-def test_settings_fit_the_gpu_on_which_they_were_measured_and_others(name: str):
+def test_settings_fit_the_gpu_on_which_they_were_measured_and_others(name):
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", COMPILE, *map(str, GPUS[name])]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)

@@ -1,10 +1,5 @@
 """Profiles made by hand, with the fewest numbers that a test has to give."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 from recompute.profiling.cost_table import Choice, HostLink, Place, Profile, RegionCosts
 from recompute.profiling.step_trace import StepPart
 
@@ -13,17 +8,7 @@ HOOK = {"action": "recompute", "via": "hook"}
 KERNEL = {"action": "recompute", "via": "kernel"}
 
 
-def choice(
-    name: str,
-    rule: Mapping[str, Any] | None,
-    seconds: float,
-    held: int,
-    forward_peak: int,
-    backward_peak: int,
-    *,
-    moved: int = 0,
-    storages: Sequence[int] = (),
-) -> Choice:
+def choice(name, rule, seconds, held, forward_peak, backward_peak, *, moved=0, storages=()):
     """A third of its seconds are forward's."""
     return Choice(
         name=name,
@@ -38,29 +23,20 @@ def choice(
     )
 
 
-def part(held: int, forward_peak: int, backward_peak: int) -> StepPart:
+def part(held, forward_peak, backward_peak):
     """The bytes that a step took at one place."""
     return StepPart("", held_nbytes=held, forward_peak_nbytes=forward_peak, backward_peak_nbytes=backward_peak)
 
 
-def link(bandwidth: float = 100.0, host: int = 10**9) -> HostLink:
+def link(bandwidth=100.0, host=10**9):
     return HostLink(out_bandwidth=bandwidth, back_bandwidth=bandwidth, host_nbytes=host)
 
 
-def region(name: str, *choices: Choice, gradient: int = 0) -> RegionCosts:
+def region(name, *choices, gradient=0):
     return RegionCosts(name=name, choices=choices, gradient_nbytes=gradient)
 
 
-def profile(
-    regions: Sequence[RegionCosts],
-    places: Sequence[Place],
-    *,
-    static: int = 0,
-    optimizer_peak: int = 0,
-    optimizer_seconds: float = 0.0,
-    capacity: int | None = None,
-    link: HostLink | None = None,
-) -> Profile:
+def profile(regions, places, *, static=0, optimizer_peak=0, optimizer_seconds=0.0, capacity=None, link=None):
     return Profile(
         model="made by hand",
         machine={"gpu": None},
@@ -92,7 +68,7 @@ HEAD = region(
 )
 
 
-def transformer(layers: int = 4, *, static: int = 1000, optimizer_peak: int = 40, **options: Any) -> Profile:
+def transformer(layers=4, *, static=1000, optimizer_peak=40, **options):
     """An embedding, equal layers in a ModuleList, a head."""
     places = [
         Place(path="", region=0),

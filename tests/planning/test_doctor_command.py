@@ -1,11 +1,8 @@
 """`recompute doctor`: what is in the way of a run, and what to type against it, as estimates have it."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import models
 import pytest
@@ -38,24 +35,24 @@ LENGTH = 512
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def config(tmp_path_factory):
     return saved(tmp_path_factory.mktemp("model"), SHAPE)
 
 
-def saved(folder: Path, shape: dict[str, Any]) -> Path:
+def saved(folder, shape):
     transformers.LlamaConfig(**shape).save_pretrained(folder)
     return folder / "config.json"
 
 
-def diagnose(config: Path, memory: str = "23GiB", **options: Any) -> Diagnosis:
+def diagnose(config, memory="23GiB", **options):
     asked = EstimateOptions("bfloat16", options.pop("optimizer", "adamw"), "none", 1, "full", **options)
-    given: dict[str, Any] = {"gpu": "rtx4090", "gpu_memory": memory, "batch_size": 1, "seq_len": LENGTH}
+    given = {"gpu": "rtx4090", "gpu_memory": memory, "batch_size": 1, "seq_len": LENGTH}
     return DoctorRequest.checked(model=str(config), options=asked, **given).run(lambda what, done, total: None)
 
 
-def estimated(config: Path, remedy: Remedy) -> int:
+def estimated(config, remedy):
     """The peak that ``recompute.estimate`` has for the changes of a remedy."""
-    options: dict[str, Any] = {}
+    options = {}
     for change in remedy.changes:
         if change == "a chunked cross-entropy":
             options["loss"] = "chunked"
@@ -79,15 +76,7 @@ def estimated(config: Path, remedy: Remedy) -> int:
         ),
     ],
 )
-def test_what_to_type_fits_and_is_what_estimates_say(
-    shape: dict[str, Any],
-    share: float,
-    way: str,
-    devices: int,
-    presets: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_to_type_fits_and_is_what_estimates_say(shape, share, way, devices, presets, tmp_path, monkeypatch):
     """0 devices: no number of them does."""
     monkeypatch.setattr(doctor_command, "PRESETS", presets)
     config = saved(tmp_path, shape)
@@ -106,13 +95,11 @@ def test_what_to_type_fits_and_is_what_estimates_say(
 
 
 @pytest.mark.parametrize("policy", [None, *slow("full")])
-def test_the_seconds_of_many_layers_are_those_of_a_few(
-    policy: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_seconds_of_many_layers_are_those_of_a_few(policy, tmp_path, monkeypatch):
     config = saved(tmp_path, DEEP)
     options = EstimateOptions("bfloat16", "adamw", "none", 1, "full")
 
-    def seconds() -> float:
+    def seconds():
         sizes = (1, LENGTH, None, GPU.name, lambda *ran: op_seconds(*ran, GPU))
         with estimator_of(str(config), options, *sizes) as estimator:
             return estimator.seconds(options, policy and load_policy(policy))
@@ -123,7 +110,7 @@ def test_the_seconds_of_many_layers_are_those_of_a_few(
 
 
 @pytest.mark.slow
-def test_a_step_takes_the_seconds_that_a_plan_of_it_takes(config: Path) -> None:
+def test_a_step_takes_the_seconds_that_a_plan_of_it_takes(config):
     found = diagnose(config)
     with build_fake(str(config), sequence_length=LENGTH, batch_size=1, dtype=torch.bfloat16, device=CPU) as given:
         table = recompute.profile(*given, device=GPU)
@@ -132,15 +119,13 @@ def test_a_step_takes_the_seconds_that_a_plan_of_it_takes(config: Path) -> None:
 
 
 @pytest.mark.parametrize("host", ["1GiB", *slow("64MiB")])
-def test_the_longest_sequence_takes_what_estimates_of_it_say(
-    host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_longest_sequence_takes_what_estimates_of_it_say(host, tmp_path, monkeypatch):
     """On a host of 64 MiB what travels is what binds."""
     monkeypatch.setattr(longest_sequences, "LENGTHS", (4096, 8192))
     config, room = saved(tmp_path, {**SHAPE, "num_hidden_layers": 8}), 1 << 30
     asked = {"gpu": "rtx4090", "gpu_memory": f"{room}B", "batch_size": 1, "seq_len": 512, "longest": True, "host": host}
     options = EstimateOptions("bfloat16", "adamw", "none", 1, "full")
-    found: Any = DoctorRequest.checked(model=str(config), options=options, **asked).run(lambda *told: None)
+    found = DoctorRequest.checked(model=str(config), options=options, **asked).run(lambda *told: None)
     assert [row.seq_len for row in found.rows] == sorted((row.seq_len for row in found.rows), reverse=True)
     assert {row.policy for row in found.rows} == {"auto", "full", "long", "long, attention again"}
     limit = {"1GiB": 512, "64MiB": 32}[host] << 20
@@ -157,7 +142,7 @@ def test_the_longest_sequence_takes_what_estimates_of_it_say(
 
 
 @pytest.mark.slow
-def test_half_a_million_tokens_are_as_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_a_million_tokens_are_as_measured(monkeypatch):
     examples = Path(__file__).parents[2] / "examples"
     results = examples / "ablation" / "results" / "half-million-tokens-h200" / "results.json"
     measured = json.loads(results.read_text(encoding="utf-8"))
@@ -167,7 +152,7 @@ def test_half_a_million_tokens_are_as_measured(monkeypatch: pytest.MonkeyPatch) 
     options = EstimateOptions("bfloat16", "adamw", "none", 1, "full", lora=measured["lora"]).read()
     config, room = transformers.LlamaConfig(**measured["model"]), row["peak_bytes"]
 
-    def estimator(length: int) -> Any:
+    def estimator(length):
         return estimator_of(config, options, 1, length, None, "H200", lambda *ran: op_seconds(*ran, GPU))
 
     gpu = find_gpu("H200")._replace(capacity_nbytes=room)
@@ -176,7 +161,7 @@ def test_half_a_million_tokens_are_as_measured(monkeypatch: pytest.MonkeyPatch) 
     assert found.host_nbytes / found.seq_len == pytest.approx(row["offloaded_bytes"] / row["sequence_length"], rel=0.01)
 
 
-def example(**changes: Any) -> Diagnosis:
+def example(**changes):
     """A step of 30 GiB on a card of 23: 12 of weights, gradients and states, 6 of logits, 14 of activations."""
     static = StaticBytes(4 * GIB, 4 * GIB, 4 * GIB, {})
     settings = EstimateSettings("Llama, 8 parameters", "input_ids 1x8", "bfloat16", "adamw", "none", 1, "none", "full")
@@ -186,7 +171,7 @@ def example(**changes: Any) -> Diagnosis:
     return replace(Diagnosis(GPU, now, 1.0, remedies), **changes)
 
 
-def test_it_reads_aloud() -> None:
+def test_it_reads_aloud():
     assert (
         str(example())
         == """\
@@ -233,14 +218,12 @@ recompute plan --budget 100% with the same options mixes policies by layer."""
         ),
     ],
 )
-def test_each_finding_is_a_sentence(changes: dict[str, Any], told: str) -> None:
+def test_each_finding_is_a_sentence(changes, told):
     assert told in str(example(**changes))
 
 
 @pytest.mark.parametrize(("memory", "code"), [("23GiB", 0), *slow(("40MiB", 1))])
-def test_the_exit_code_says_whether_it_fits(
-    memory: str, code: int, config: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_exit_code_says_whether_it_fits(memory, code, config, monkeypatch):
     monkeypatch.setattr(doctor_command, "PRESETS", ["full"] if code == 0 else doctor_command.PRESETS)
     asked = ("doctor", "--model", config, "--seq-len", LENGTH, "--gpu", "rtx4090", "--gpu-memory", memory, "--json")
     result = CliRunner().invoke(app, [str(each) for each in asked])
@@ -262,6 +245,6 @@ def test_the_exit_code_says_whether_it_fits(
         *([] if torch.cuda.is_available() else [((), "expected --gpu, as in --gpu 'RTX 4090': this machine has no")]),
     ],
 )
-def test_a_mistake_is_one_message_and_exit_code_2(flags: tuple[str, ...], message: str, config: Path) -> None:
+def test_a_mistake_is_one_message_and_exit_code_2(flags, message, config):
     code, output = command("doctor", "--model", config, *flags)
     assert (code, message in output) == (2, True), output

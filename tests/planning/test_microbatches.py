@@ -1,9 +1,5 @@
 """Plans for several microbatches a step: against steps that are acted out, and against every assignment there is."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import tables
 from hypothesis import given
@@ -15,7 +11,7 @@ from recompute.errors import BudgetError, PlanError
 from recompute.planning import solver
 from recompute.planning.make_plan import plan
 from recompute.planning.microbatches import with_microbatches
-from recompute.planning.prediction import Assignment, choices_of, predict
+from recompute.planning.prediction import choices_of, predict
 from recompute.profiling.cost_table import Place, Profile
 
 SEVERAL = st.tuples(st.integers(1, 5), st.integers(1, 5)).map(sorted).map(tuple)
@@ -23,7 +19,7 @@ SEVERAL = st.tuples(st.integers(1, 5), st.integers(1, 5)).map(sorted).map(tuple)
 
 
 @st.composite
-def of_one_microbatch(draw: st.DrawFn) -> Profile:
+def of_one_microbatch(draw):
     """What the solver's tests draw, without ways that offload, and with bytes of a microbatch's own."""
     found, nbytes = draw(profiles(5)), st.integers(0, 12)
     regions = []
@@ -34,7 +30,7 @@ def of_one_microbatch(draw: st.DrawFn) -> Profile:
     return found.model_copy(update={"regions": tuple(regions), **own})
 
 
-def peak_by_running(profile: Profile, assignment: Assignment, in_flight: int, microbatches: int) -> int:
+def peak_by_running(profile, assignment, in_flight, microbatches):
     """The peak of a stage's step that is acted out: so many forwards, then a backward and a forward in turn.
 
     profile: of one microbatch. Of gradients that are there before, a region's own count once more while it runs.
@@ -47,13 +43,13 @@ def peak_by_running(profile: Profile, assignment: Assignment, in_flight: int, mi
     gradients = sum(region.gradient_nbytes for region in places)
     alive += gradients * several  # as if an earlier step had left them
 
-    def forward() -> None:
+    def forward():
         nonlocal alive, peak
         for way in ways:
             peak = max(peak, alive + way.forward_peak_nbytes)
             alive += way.held_nbytes
 
-    def backward() -> None:
+    def backward():
         nonlocal alive, peak
         for region, way in reversed(list(zip(places, ways, strict=True))):
             alive -= way.held_nbytes
@@ -71,9 +67,7 @@ def peak_by_running(profile: Profile, assignment: Assignment, in_flight: int, mi
 
 
 @given(of_one_microbatch(), SEVERAL, st.data())
-def test_the_prediction_is_what_a_step_acted_out_takes(
-    profile: Profile, several: tuple[int, int], data: st.DataObject
-) -> None:
+def test_the_prediction_is_what_a_step_acted_out_takes(profile, several, data):
     in_flight, microbatches = several
     assignment = data.draw(st.sampled_from(every(profile)))
     prediction = predict(with_microbatches(profile, microbatches, in_flight), assignment)
@@ -85,14 +79,14 @@ def test_the_prediction_is_what_a_step_acted_out_takes(
 
 
 @given(of_one_microbatch(), SEVERAL, st.integers(0, 400))
-def test_no_assignment_is_better_than_the_solution(profile: Profile, several: tuple[int, int], budget: int) -> None:
+def test_no_assignment_is_better_than_the_solution(profile, several, budget):
     table = with_microbatches(profile, several[1], several[0])
     all_of_them = [predict(table, assignment) for assignment in every(table)]
     assert solver.floor(table).prediction.peak_nbytes == min(other.peak_nbytes for other in all_of_them)
     assert_none_is_better(table, budget)
 
 
-def test_the_more_are_in_flight_the_less_a_stage_keeps() -> None:
+def test_the_more_are_in_flight_the_less_a_stage_keeps():
     """Within one budget, of a pipeline of four stages that are alike."""
     table = tables.transformer(6, static=1000)
     held = []
@@ -107,7 +101,7 @@ def test_the_more_are_in_flight_the_less_a_stage_keeps() -> None:
     assert of_each[0] > of_each[-1]
 
 
-def test_a_plan_says_how_many_microbatches_it_is_for() -> None:
+def test_a_plan_says_how_many_microbatches_it_is_for():
     found = plan(tables.transformer(), budget=5000, microbatches=8, microbatches_in_flight=4)
     assert "ms a step of 8 microbatches, 4 in flight" in str(found)
     assert "of 8 microbatches, 4 in flight" in found.policy.description
@@ -120,7 +114,7 @@ def test_a_plan_says_how_many_microbatches_it_is_for() -> None:
         plan(tables.transformer(), budget=1300, microbatches=8, microbatches_in_flight=4)
 
 
-def test_nothing_is_offloaded_where_several_are_in_flight() -> None:
+def test_nothing_is_offloaded_where_several_are_in_flight():
     layer = tables.region(
         "Layer", tables.choice("keep", None, 1.0, 100, 110, 120, storages=(50, 50)), tables.LAYER.choices[-1]
     )
@@ -147,12 +141,12 @@ def test_nothing_is_offloaded_where_several_are_in_flight() -> None:
         ({"microbatches": 4, "microbatches_in_flight": 1.5}, "microbatches_in_flight: expected a whole number"),
     ],
 )
-def test_numbers_that_do_not_fit_together_are_refused(options: dict[str, Any], message: str) -> None:
+def test_numbers_that_do_not_fit_together_are_refused(options, message):
     with pytest.raises(PlanError, match=message):
         plan(tables.transformer(), budget=5000, **options)
 
 
-def test_a_profile_is_of_one_microbatch_and_a_plan_has_its_own() -> None:
+def test_a_profile_is_of_one_microbatch_and_a_plan_has_its_own():
     found = plan(tables.transformer(), budget=5000, microbatches=4, microbatches_in_flight=2).profile
     with pytest.raises(PlanError, match="planned for 4 of them"):
         plan(found, budget=5000, microbatches=4, microbatches_in_flight=2)

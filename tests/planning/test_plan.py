@@ -1,10 +1,6 @@
 """Plans are ordinary policies that reach exactly the places they mean, and say what they predict."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import tables
@@ -29,19 +25,19 @@ from recompute.profiling.cost_table import Place, Profile
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.mlp = nn.Linear(1, 1)
         self.extra = nn.ModuleList([nn.Identity()])
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, x):
         return x
 
 
 class Model(nn.Module):
     """Layers in lists, in lists of lists, in a Sequential, and by names."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(Block() for _ in range(12))
         self.stages = nn.ModuleList(nn.ModuleList(Block() for _ in range(3)) for _ in range(2))
@@ -49,7 +45,7 @@ class Model(nn.Module):
         self.mixed = nn.ModuleList(nn.Sequential(Block(), Block(), Block()) for _ in range(3))
         self.first = Block()
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, x):
         return x
 
 
@@ -62,7 +58,7 @@ BLOCKS = [
 ]
 
 
-def governed(policy: Policy) -> dict[str, dict[str, Any]]:
+def governed(policy):
     """For each module that the policy governs, its rule's fields beside what selects it."""
     found = assign(policy, ENTRIES)
     return {
@@ -72,7 +68,7 @@ def governed(policy: Policy) -> dict[str, dict[str, Any]]:
 
 
 @given(st.data(), st.booleans())
-def test_a_policy_reaches_exactly_the_places_it_means(data: st.DataObject, lists_known: bool) -> None:
+def test_a_policy_reaches_exactly_the_places_it_means(data, lists_known):
     chosen = data.draw(st.lists(st.sampled_from(BLOCKS), min_size=1, unique=True))
     places = [Place(path=entry.path, region=0, layer=entry.layer if lists_known else None) for entry in chosen]
     profile = tables.profile([tables.LAYER], places)
@@ -87,7 +83,7 @@ def test_a_policy_reaches_exactly_the_places_it_means(data: st.DataObject, lists
     assert parse_document(Policy, policy.to_yaml()) == policy
 
 
-def test_equal_neighbours_are_one_rule() -> None:
+def test_equal_neighbours_are_one_rule():
     profile = tables.transformer(8)
     policy = policy_of(profile, (0, 1, 1, 1, 3, 3, 0, 3, 3, 1))
     assert policy.rules == (
@@ -98,14 +94,14 @@ def test_equal_neighbours_are_one_rule() -> None:
     assert policy_of(profile, (0,) * 10).rules == ()
 
 
-def test_what_equal_choices_of_two_regions_share_is_one_rule() -> None:
+def test_what_equal_choices_of_two_regions_share_is_one_rule():
     places = [Place(path=f"layers.{i}", region=i % 2, layer=i) for i in range(6)]
     other = tables.LAYER.model_copy(update={"name": "Other"})
     policy = policy_of(tables.profile([tables.LAYER, other], places), (3,) * 6)
     assert policy.rules == (Rule(match="layers.*", layers="0-5", action="checkpoint"),)
 
 
-def test_a_plan_is_a_policy_with_predictions(tmp_path: Path) -> None:
+def test_a_plan_is_a_policy_with_predictions(tmp_path):
     profile = tables.transformer(4)
     found = plan(profile, budget=1500)
     assert found.predicted_peak_bytes <= 1500
@@ -123,7 +119,7 @@ def test_a_plan_is_a_policy_with_predictions(tmp_path: Path) -> None:
     assert "frontier" not in document
 
 
-def test_a_plan_is_never_slower_than_the_best_uniform_policy() -> None:
+def test_a_plan_is_never_slower_than_the_best_uniform_policy():
     profile = tables.transformer(6)
     for point in solver.frontier(profile, 50):
         found = solve_plan(profile, point.prediction.peak_nbytes)
@@ -132,7 +128,7 @@ def test_a_plan_is_never_slower_than_the_best_uniform_policy() -> None:
             assert found.uniform.predicted_peak_bytes <= found.budget_nbytes
 
 
-def test_a_plan_shows_itself() -> None:
+def test_a_plan_shows_itself():
     found = plan(tables.transformer(4), budget=1450, frontier=True)
     text = str(found)
     assert text.startswith("made by hand\nbudget 1.4 KiB; predicted: peak 1.4 KiB in the ")
@@ -148,7 +144,7 @@ def test_a_plan_shows_itself() -> None:
     assert len(json.loads(found.to_json())["frontier"]) == len(found.frontier)
 
 
-def test_more_than_is_needed_is_said() -> None:
+def test_more_than_is_needed_is_said():
     found = plan(tables.transformer(4), budget="1GiB")
     assert found.policy.rules == ()
     assert found.note == (
@@ -159,7 +155,7 @@ def test_more_than_is_needed_is_said() -> None:
     assert plan(roofline, budget=1500).note.startswith("the profile is calculated for a device")
 
 
-def test_no_uniform_policy_may_fit() -> None:
+def test_no_uniform_policy_may_fit():
     tight = solver.floor(tables.transformer(4)).prediction.peak_nbytes
     found = plan(tables.transformer(4), budget=tight)
     if found.uniform is None:
@@ -179,12 +175,12 @@ def test_no_uniform_policy_may_fit() -> None:
         (None, [["keep"], ["keep", "hook", "kernel", "checkpoint"], ["keep", "chunked"]]),
     ],
 )
-def test_only_what_is_allowed_is_chosen_from(allowed: Any, names: list[list[str]]) -> None:
+def test_only_what_is_allowed_is_chosen_from(allowed, names):
     profile = only_allowed(tables.transformer(2), allowed)
     assert [[choice.name for choice in region.choices] for region in profile.regions] == names
 
 
-def test_codes_of_8_bits_are_chosen_only_where_they_are_named() -> None:
+def test_codes_of_8_bits_are_chosen_only_where_they_are_named():
     """Their gradients are not exact."""
     exact, lossy = tables.HOOK, {**tables.HOOK, "compress": True}
     rules = {"hook": exact, "hook, in 8 bits": lossy, "both": {**lossy, "offload": True}}
@@ -198,7 +194,7 @@ def test_codes_of_8_bits_are_chosen_only_where_they_are_named() -> None:
     assert list(names.values()) == [["hook"], ["hook"], ["hook", "hook, in 8 bits"], [*rules]]
 
 
-def test_via_auto_counts_as_a_kernel() -> None:
+def test_via_auto_counts_as_a_kernel():
     rules = [{"action": "recompute"}, {"action": "recompute", "via": "auto"}, {"action": "keep"}]
     region = tables.region("r", *(tables.choice(str(i), rule, 1.0, 1, 1, 1) for i, rule in enumerate(rules)))
     profile = tables.profile([region], [Place(path="r", region=0)])
@@ -217,31 +213,31 @@ def test_via_auto_counts_as_a_kernel() -> None:
         ({"budget": "1GiB", "verify": True}, PlanError, "expected a model and a batch to verify a plan with"),
     ],
 )
-def test_what_is_asked_for_wrongly_is_told(options: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_what_is_asked_for_wrongly_is_told(options, error, message):
     with pytest.raises(error) as caught:
         plan(tables.transformer(), **options)
     assert message in str(caught.value)
 
 
-def test_a_model_is_not_profiled_for_a_budget_that_cannot_be_read() -> None:
+def test_a_model_is_not_profiled_for_a_budget_that_cannot_be_read():
     with pytest.raises(BudgetError, match="cannot be read"):
         plan(nn.Linear(1, 1), None, budget="much")
     with pytest.raises(PlanError, match="an example batch to profile Linear on; found none"):
         plan(nn.Linear(1, 1), budget="80%")
 
 
-def test_a_share_of_no_device_is_told_before_anything_is_measured() -> None:
-    told: list[str] = []
+def test_a_share_of_no_device_is_told_before_anything_is_measured():
+    told = []
     with pytest.raises(BudgetError, match="the capacity of the device is not known"):
         plan(nn.Linear(1, 1), torch.ones(1), budget="80%", progress=lambda what, done, total: told.append(what))
     assert told == []
 
 
-def test_a_share_is_of_the_profiles_device() -> None:
+def test_a_share_is_of_the_profiles_device():
     assert plan(tables.transformer(capacity=3000), budget="50%").budget_nbytes == 1500
 
 
-def test_a_rule_for_what_no_rule_can_match_is_refused(tmp_path: Path) -> None:
+def test_a_rule_for_what_no_rule_can_match_is_refused(tmp_path):
     text = tables.transformer().model_dump_json(indent=1).replace('"path": "lm_head"', '"path": ""')
     (tmp_path / "profile.json").write_text(text, encoding="utf-8")
     with pytest.raises(PolicyError, match="expected no rules for a place without a path"):

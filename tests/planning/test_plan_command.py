@@ -1,10 +1,6 @@
 """`recompute plan`, from a profile made by hand, and on a tiny model from end to end."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import tables
@@ -24,7 +20,7 @@ TINY = "model: {hidden_size: 64, intermediate_size: 172, layers: 4, heads: 4, kv
 SMALL = ("--seq-len", 64, "--dtype", "float32", "--device", "cpu")
 
 
-def run(*arguments: object) -> tuple[int, str, str]:
+def run(*arguments):
     """The exit code, stdout and stderr of `recompute plan`."""
     result = CliRunner().invoke(app, ["plan", *map(str, arguments)])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
@@ -33,20 +29,20 @@ def run(*arguments: object) -> tuple[int, str, str]:
 
 
 @pytest.fixture
-def table(tmp_path: Path) -> Path:
+def table(tmp_path):
     path = tmp_path / "profile.json"
     tables.transformer(8, capacity=4000).save(path)
     return path
 
 
 @pytest.fixture
-def tiny(tmp_path: Path) -> Path:
+def tiny(tmp_path):
     path = tmp_path / "tiny.yaml"
     path.write_text(TINY, encoding="utf-8")
     return path
 
 
-def test_a_plan_of_a_profile_is_printed_and_written(table: Path, tmp_path: Path) -> None:
+def test_a_plan_of_a_profile_is_printed_and_written(table, tmp_path):
     out = tmp_path / "plan.yaml"
     code, printed, told = run("--profile", table, "--budget", "1600B", "--out", out)
     expected = plan(tables.transformer(8, capacity=4000), budget=1600)
@@ -56,7 +52,7 @@ def test_a_plan_of_a_profile_is_printed_and_written(table: Path, tmp_path: Path)
     assert not out.with_suffix(".png").exists()
 
 
-def test_a_stage_of_a_pipeline_is_planned(table: Path) -> None:
+def test_a_stage_of_a_pipeline_is_planned(table):
     several = ("--microbatches", 8, "--microbatches-in-flight", 4)
     code, printed, _ = run("--profile", table, "--budget", "2600B", *several)
     profile = tables.transformer(8, capacity=4000)
@@ -67,7 +63,7 @@ def test_a_stage_of_a_pipeline_is_planned(table: Path) -> None:
     assert "expected at most microbatches, which is 1" in told
 
 
-def test_json_is_one_object_alone(table: Path) -> None:
+def test_json_is_one_object_alone(table):
     code, printed, _ = run("--profile", table, "--budget", "40%", "--json", "--frontier")
     document = json.loads(printed)
     assert (code, document["budget_bytes"]) == (0, 1600)
@@ -76,7 +72,7 @@ def test_json_is_one_object_alone(table: Path) -> None:
     assert len(document["frontier"]) > 3
 
 
-def test_the_frontier_is_a_table_and_a_plot(table: Path, tmp_path: Path) -> None:
+def test_the_frontier_is_a_table_and_a_plot(table, tmp_path):
     code, printed, told = run("--profile", table, "--budget", "1600B", "--frontier", "--out", tmp_path / "p.yaml")
     found = plan(tables.transformer(8, capacity=4000), budget=1600, frontier=True)
     assert (code, printed) == (0, f"{found}\n\n{frontier_report.table(found)}\n")
@@ -89,7 +85,7 @@ def test_the_frontier_is_a_table_and_a_plot(table: Path, tmp_path: Path) -> None
     assert drawn == [(point.peak_nbytes, round(point.step_seconds * 1e3)) for point in points]
 
 
-def test_what_is_not_allowed_is_not_chosen(table: Path) -> None:
+def test_what_is_not_allowed_is_not_chosen(table):
     flags = ("--allow", "keep", "--allow", "hook", "--allow", "checkpoint")
     _, printed, _ = run("--profile", table, "--budget", "1.8KiB", "--json", *flags)
     ways = {(rule["action"], rule.get("via")) for rule in json.loads(printed)["policy"]["rules"]}
@@ -119,7 +115,7 @@ def test_what_is_not_allowed_is_not_chosen(table: Path) -> None:
         (("--budget", "1GiB", "--save-profile", "/dev/null/p.json"), "expected a file that can be written"),
     ],
 )
-def test_a_mistake_is_one_message_and_exit_code_2(table: Path, arguments: tuple, message: str) -> None:
+def test_a_mistake_is_one_message_and_exit_code_2(table, arguments, message):
     code, printed, told = run("--profile", table, *arguments)
     assert (code, printed) == (2, "")
     assert told.startswith("recompute: ")
@@ -127,7 +123,7 @@ def test_a_mistake_is_one_message_and_exit_code_2(table: Path, arguments: tuple,
     assert "Traceback" not in told
 
 
-def test_a_bad_profile_is_told_by_file_and_line(tmp_path: Path) -> None:
+def test_a_bad_profile_is_told_by_file_and_line(tmp_path):
     path = tmp_path / "bad.json"
     path.write_text(tables.transformer().model_dump_json(indent=1).replace('"held_nbytes": 10,', '"held_nbytes": -1,'))
     code, _, told = run("--profile", path, "--budget", "1GiB")
@@ -138,7 +134,7 @@ def test_a_bad_profile_is_told_by_file_and_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_from_a_model_to_a_plan_that_holds(tiny: Path, tmp_path: Path) -> None:
+def test_from_a_model_to_a_plan_that_holds(tiny, tmp_path):
     saved = tmp_path / "profile.json"
     code, printed, told = run("--model", tiny, *SMALL, "--budget", "1GiB", "--json", "--save-profile", saved)
     assert code == 0, told
@@ -153,12 +149,12 @@ def test_from_a_model_to_a_plan_that_holds(tiny: Path, tmp_path: Path) -> None:
     out = tmp_path / "plan.yaml"
     code, printed, told = run(*flags, "--out", out)
     assert code == 0, told
-    document: dict[str, Any] = json.loads(printed)
+    document = json.loads(printed)
     final = document["rounds"][-1]
     assert final["measured_peak_nbytes"] <= budget
     assert final["measured_peak_nbytes"] == pytest.approx(document["predicted_peak_bytes"], rel=0.03)
 
-    options: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
+    options = {"dtype": torch.float32, "device": torch.device("cpu")}
     model, batch = build(str(tiny), sequence_length=64, batch_size=1, **options)
     ruled = {row["path"] for row in document["choices"] if row["choice"] != "keep"}
     assert ruled
@@ -169,8 +165,8 @@ def test_from_a_model_to_a_plan_that_holds(tiny: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_whole_in_python(tiny: Path) -> None:
-    options: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
+def test_the_whole_in_python(tiny):
+    options = {"dtype": torch.float32, "device": torch.device("cpu")}
     model, batch = build(str(tiny), sequence_length=64, batch_size=1, **options)
     fastest = recompute.plan(model, batch, budget="1GiB")
     least = solver.floor(fastest.profile).prediction.peak_nbytes
@@ -180,7 +176,7 @@ def test_the_whole_in_python(tiny: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_plan_for_a_gpu_that_is_not_here(tiny: Path) -> None:
+def test_a_plan_for_a_gpu_that_is_not_here(tiny):
     code, printed, told = run("--model", tiny, "--seq-len", 64, "--budget", "50%", "--gpu", "H200", "--json")
     assert code == 0, told
     document = json.loads(printed)
@@ -189,7 +185,7 @@ def test_a_plan_for_a_gpu_that_is_not_here(tiny: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_plan_says_what_it_was_calculated_for(tiny: Path, tmp_path: Path) -> None:
+def test_a_plan_says_what_it_was_calculated_for(tiny, tmp_path):
     out = tmp_path / "deep" / "plan.yaml"
     shared = ("--gpu", "h200", "--sharding", "fsdp", "--devices", 2, "--dtype", "bf16", "--frontier", "--out", out)
     code, printed, told = run("--model", tiny, "--seq-len", 64, "--budget", "50%", *shared)
@@ -201,7 +197,7 @@ def test_a_plan_says_what_it_was_calculated_for(tiny: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_progress_is_told_on_stderr_in_lines(tiny: Path) -> None:
+def test_progress_is_told_on_stderr_in_lines(tiny):
     code, printed, told = run("--model", tiny, "--seq-len", 64, "--budget", "50%", "--gpu", "rtx4090")
     assert code == 0, told
     lines = told.splitlines()
@@ -212,7 +208,7 @@ def test_progress_is_told_on_stderr_in_lines(tiny: Path) -> None:
     assert "assignments" not in printed
 
 
-def test_the_title_fits_into_the_figure() -> None:
+def test_the_title_fits_into_the_figure():
     model = "LlamaForCausalLM, 8,030,261,248 parameters, bfloat16 calculated for each of 8 H200 under fsdp2; " * 2
     found = plan(tables.transformer(8).model_copy(update={"model": model}), budget=10_000, frontier=True)
     figure = frontier_report.plot(found)

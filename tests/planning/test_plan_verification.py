@@ -1,9 +1,6 @@
 """What a run teaches: a plan that holds stays, one that misses is planned again with what was measured."""
 
-from __future__ import annotations
-
 from itertools import product
-from typing import Any
 
 import pytest
 import tables
@@ -13,21 +10,19 @@ import recompute
 from recompute.errors import BudgetError
 from recompute.planning import solver
 from recompute.planning.make_plan import plan
-from recompute.planning.plan import Plan, policy_of
+from recompute.planning.plan import policy_of
 from recompute.planning.plan_verification import (
     MeasuredStep,
     corrected,
     or_faster_uniform,
     run_and_replan,
 )
-from recompute.planning.prediction import Assignment, choices_of, predict
-from recompute.policy.rules import Policy
-from recompute.profiling.cost_table import Profile
+from recompute.planning.prediction import choices_of, predict
 
 PROFILE = tables.transformer(4, optimizer_seconds=0.5)
 
 
-def scaled(profile: Profile, peaks: float, static: int = 0) -> Profile:
+def scaled(profile, peaks, static=0):
     """A truth that differs from what the profile says: backward's peaks by a factor, static memory by some bytes."""
     regions = []
     for region in profile.regions:
@@ -42,14 +37,14 @@ def scaled(profile: Profile, peaks: float, static: int = 0) -> Profile:
 class Machine:
     """Measures policies by a table of its own."""
 
-    def __init__(self, truth: Profile, *, tells_places_apart: bool = True) -> None:
+    def __init__(self, truth, *, tells_places_apart=True):
         self.truth = truth
         self.tells_places_apart = tells_places_apart
-        self.ran: list[Policy] = []
+        self.ran = []
         numbers = [range(len(truth.regions[place.region].choices)) for place in truth.places]
         self.by_rules = {policy_of(truth, assignment).rules: assignment for assignment in product(*numbers)}
 
-    def __call__(self, policy: Policy) -> MeasuredStep:
+    def __call__(self, policy):
         self.ran.append(policy)
         assignment = self.by_rules[policy.rules]
         prediction = predict(self.truth, assignment)
@@ -60,7 +55,7 @@ class Machine:
         return MeasuredStep(prediction.peak_nbytes, prediction.step_seconds, places if self.tells_places_apart else ())
 
 
-def test_a_plan_that_holds_stays() -> None:
+def test_a_plan_that_holds_stays():
     machine = Machine(PROFILE)
     before = plan(PROFILE, budget=1500)
     after = run_and_replan(before, machine)
@@ -73,11 +68,11 @@ def test_a_plan_that_holds_stays() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("microbatches", "in_flight"), [(1, 1), (4, 1), (4, 3)])
-def test_a_plan_for_several_microbatches_runs_with_as_many(microbatches: int, in_flight: int) -> None:
+def test_a_plan_for_several_microbatches_runs_with_as_many(microbatches, in_flight):
     model, ids = decoder(layers=3), token_ids()
-    training: dict[str, Any] = {"loss": lambda logits: logits.square().mean()}
+    training = {"loss": lambda logits: logits.square().mean()}
     profile = recompute.profile(model, ids, steps=1, **training)
-    several: dict[str, Any] = {"microbatches": microbatches, "microbatches_in_flight": in_flight}
+    several = {"microbatches": microbatches, "microbatches_in_flight": in_flight}
     several["allowed"] = ["checkpoint"]
     most = plan(profile, budget="1GiB", **several)
     least = solver.floor(most.profile).prediction.peak_nbytes
@@ -88,9 +83,7 @@ def test_a_plan_for_several_microbatches_runs_with_as_many(microbatches: int, in
 
 @pytest.mark.parametrize("tells_places_apart", [True, False])
 @pytest.mark.parametrize(("peaks", "static"), [(1.3, 0), (1.0, 60), (1.2, 30)])
-def test_a_plan_over_the_budget_is_made_again_until_it_is_not(
-    peaks: float, static: int, tells_places_apart: bool
-) -> None:
+def test_a_plan_over_the_budget_is_made_again_until_it_is_not(peaks, static, tells_places_apart):
     truth = scaled(PROFILE, peaks, static)
     machine = Machine(truth, tells_places_apart=tells_places_apart)
     after = run_and_replan(plan(PROFILE, budget=1490), machine)
@@ -100,7 +93,7 @@ def test_a_plan_over_the_budget_is_made_again_until_it_is_not(
     assert 2 <= len(after.rounds) <= 3
 
 
-def test_a_plan_that_takes_less_than_predicted_is_made_again_and_faster() -> None:
+def test_a_plan_that_takes_less_than_predicted_is_made_again_and_faster():
     truth = PROFILE.model_copy(update={"static_nbytes": 900})
     before = plan(PROFILE, budget=1450)
     after = run_and_replan(before, Machine(truth))
@@ -108,10 +101,10 @@ def test_a_plan_that_takes_less_than_predicted_is_made_again_and_faster() -> Non
     assert after.predicted_peak_bytes == after.rounds[-1].measured_peak_nbytes <= 1450
 
 
-def test_three_rounds_and_no_more() -> None:
+def test_three_rounds_and_no_more():
     ran = []
 
-    def worse_each_time(policy: Policy) -> MeasuredStep:
+    def worse_each_time(policy):
         ran.append(policy)
         return MeasuredStep(1501 + len(ran), 10.0)
 
@@ -122,13 +115,13 @@ def test_three_rounds_and_no_more() -> None:
     assert after.rounds[-1].measured_peak_nbytes == 1502
 
 
-def test_what_no_plan_can_mend_is_an_error() -> None:
+def test_what_no_plan_can_mend_is_an_error():
     with pytest.raises(BudgetError, match="cannot be met"):
         run_and_replan(plan(PROFILE, budget=1500), Machine(scaled(PROFILE, 1.0, 450)))
 
 
 @pytest.mark.parametrize("assignment", [(0, 0, 0, 0, 0, 0), (0, 3, 3, 1, 0, 1), (0, 2, 1, 3, 2, 0)])
-def test_the_corrected_profile_predicts_what_was_measured(assignment: Assignment) -> None:
+def test_the_corrected_profile_predicts_what_was_measured(assignment):
     before = predict(PROFILE, assignment)
     for nbytes in (-70, 0, 45):
         measured = MeasuredStep(before.peak_nbytes + nbytes, before.step_seconds * 1.5)
@@ -137,7 +130,7 @@ def test_the_corrected_profile_predicts_what_was_measured(assignment: Assignment
         assert after.step_seconds == pytest.approx(measured.step_seconds)
 
 
-def test_the_correction_of_a_choice_is_what_its_places_took() -> None:
+def test_the_correction_of_a_choice_is_what_its_places_took():
     assignment = (0, 3, 3, 0, 0, 1)
     places = (
         tables.part(11, 12, 25),
@@ -160,17 +153,17 @@ def test_the_correction_of_a_choice_is_what_its_places_took() -> None:
 BUDGET = 1490
 
 
-def checkpointed(found: Plan) -> Policy:
+def checkpointed(found):
     """The uniform policy by which each layer is checkpointed."""
     (uniform,) = [one for one in solver.uniforms(found.profile, BUDGET) if one.choice == "checkpoint"]
     return policy_of(found.profile, uniform.solution.assignment)
 
 
-def slowed(policy: Policy, factor: float) -> Machine:
+def slowed(policy, factor):
     """A machine on which all but ``policy`` takes ``factor`` times what was predicted, as where the host is slow."""
 
     class Slowed(Machine):
-        def __call__(self, other: Policy) -> MeasuredStep:
+        def __call__(self, other):
             measured = super().__call__(other)
             if other.rules == policy.rules:
                 return measured
@@ -179,7 +172,7 @@ def slowed(policy: Policy, factor: float) -> Machine:
     return Slowed(PROFILE)
 
 
-def test_a_uniform_policy_that_runs_faster_is_the_plan() -> None:
+def test_a_uniform_policy_that_runs_faster_is_the_plan():
     before = plan(PROFILE, budget=BUDGET)
     uniform = checkpointed(before)
     machine = slowed(uniform, 2.0)
@@ -190,7 +183,7 @@ def test_a_uniform_policy_that_runs_faster_is_the_plan() -> None:
     assert "all regions run alike: checkpoint" in after.note
 
 
-def test_a_plan_that_is_not_outrun_stays_and_little_is_run() -> None:
+def test_a_plan_that_is_not_outrun_stays_and_little_is_run():
     before = plan(PROFILE, budget=BUDGET)
     machine = Machine(PROFILE)
     after = or_faster_uniform(run_and_replan(before, machine), machine)
@@ -198,11 +191,11 @@ def test_a_plan_that_is_not_outrun_stays_and_little_is_run() -> None:
     assert len(machine.ran) <= 5  # itself, and by each way to run a region one uniform policy
 
 
-def test_a_uniform_policy_over_the_budget_is_no_plan() -> None:
+def test_a_uniform_policy_over_the_budget_is_no_plan():
     before = plan(PROFILE, budget=BUDGET)
     uniform = checkpointed(before)
 
-    def measure(policy: Policy) -> MeasuredStep:
+    def measure(policy):
         return MeasuredStep(BUDGET + 1, 0.1) if policy.rules == uniform.rules else MeasuredStep(BUDGET, 99.0)
 
     after = or_faster_uniform(run_and_replan(before, measure, replan=False), measure)
@@ -210,11 +203,11 @@ def test_a_uniform_policy_over_the_budget_is_no_plan() -> None:
     assert after.policy.rules != uniform.rules
 
 
-def test_a_plan_that_was_slow_for_a_moment_stays() -> None:
+def test_a_plan_that_was_slow_for_a_moment_stays():
     before = plan(PROFILE, budget=BUDGET)
     machine = Machine(PROFILE)
 
-    def measure(policy: Policy) -> MeasuredStep:
+    def measure(policy):
         measured = machine(policy)
         return measured._replace(step_seconds=99.0) if len(machine.ran) == 1 else measured
 
@@ -223,7 +216,7 @@ def test_a_plan_that_was_slow_for_a_moment_stays() -> None:
     assert after.rounds[-1].measured_step_seconds == pytest.approx(before.predicted_step_seconds)
 
 
-def test_a_plan_that_misses_is_left_as_it_is_unless_it_is_to_be_made_again() -> None:
+def test_a_plan_that_misses_is_left_as_it_is_unless_it_is_to_be_made_again():
     machine = Machine(scaled(PROFILE, 1.3))
     after = run_and_replan(plan(PROFILE, budget=BUDGET), machine, replan=False)
     assert (len(machine.ran), len(after.rounds)) == (1, 1)

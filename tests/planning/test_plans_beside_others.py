@@ -1,7 +1,5 @@
 """examples/ablation/plans.py: plans hold on a small model, and are set beside uniform policies."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys
@@ -19,9 +17,7 @@ device: cpu
 
 
 @pytest.mark.slow
-def test_plans_hold_and_are_set_beside_uniform_policies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plans_hold_and_are_set_beside_uniform_policies(tmp_path, monkeypatch, capsys):
     spec = importlib.util.spec_from_file_location("plans_example", SCRIPT)
     assert spec is not None
     assert spec.loader is not None

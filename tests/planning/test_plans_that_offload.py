@@ -1,12 +1,10 @@
 """Plans that offload: which choices are derived, what the host has room for, and whether the bytes are as predicted."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import models
 import pytest
@@ -16,7 +14,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from test_solver import every_within_the_host, profiles
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD
 
@@ -32,7 +30,7 @@ from recompute.planning.plan_verification import MeasuredStep, corrected
 from recompute.planning.prediction import choices_of, predict
 from recompute.planning.solver import solve
 from recompute.profiling import profile_model
-from recompute.profiling.cost_table import Choice, HostLink, Place, Profile
+from recompute.profiling.cost_table import HostLink, Place, Profile
 from recompute.profiling.dry_run import dry_run
 from recompute.profiling.offloaded_choices import with_offloading
 from recompute.profiling.regions import policy_from_rules
@@ -41,22 +39,22 @@ ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 
 
-def holding(*storages: int, held: int | None = None, rule: Any = None, seconds: float = 3.0) -> Choice:
+def holding(*storages, held=None, rule=None, seconds=3.0):
     nbytes = sum(storages) if held is None else held
     return tables.choice("keep" if rule is None else "way", rule, seconds, nbytes, nbytes, nbytes, storages=storages)
 
 
-def of_one_region(*choices: Choice, layers: int = 4, **options: Any) -> Profile:
+def of_one_region(*choices, layers=4, **options):
     places = [Place(path=f"layers.{i}", region=0, layer=i) for i in range(layers)]
     return tables.profile([tables.region("Layer", *choices)], places, **options)
 
 
-def derived(*choices: Choice, bandwidth: float = 100.0) -> dict[str, Choice]:
+def derived(*choices, bandwidth=100.0):
     (region,) = with_offloading(of_one_region(*choices, link=tables.link(bandwidth))).regions
     return {choice.name: choice for choice in region.choices if choice not in choices}
 
 
-def test_the_largest_storages_leave_as_far_as_they_fit_into_the_share() -> None:
+def test_the_largest_storages_leave_as_far_as_they_fit_into_the_share():
     found = derived(holding(40, 30, 20, 10))
     assert {name: choice.moved_nbytes for name, choice in found.items()} == {
         "keep, offloaded": 100,
@@ -69,18 +67,18 @@ def test_the_largest_storages_leave_as_far_as_they_fit_into_the_share() -> None:
     assert all(choice.held_nbytes == 100 for choice in found.values())
 
 
-def test_shares_that_move_alike_are_one() -> None:
+def test_shares_that_move_alike_are_one():
     assert [choice.moved_nbytes for choice in derived(holding(60, 40)).values()] == [100, 60, 40]
     assert derived(holding(60, 40), bandwidth=1e9).keys() == derived(holding(60, 40)).keys()
 
 
-def test_what_is_little_beside_what_another_choice_holds_is_not_offloaded() -> None:
+def test_what_is_little_beside_what_another_choice_holds_is_not_offloaded():
     little = holding(2, rule=tables.HOOK)
     assert [name for name in derived(holding(60, 40), little) if name.startswith("way")] == []
     assert [name for name in derived(little)] == ["way, offloaded"]
 
 
-def test_what_others_hold_as_well_frees_nothing() -> None:
+def test_what_others_hold_as_well_frees_nothing():
     """Storages of 100 bytes, of which the region holds 70: the others are not its own, whichever they are."""
     found = derived(holding(40, 30, 20, 10, held=70))
     assert {name: choice.moved_nbytes for name, choice in found.items()} == {
@@ -91,14 +89,14 @@ def test_what_others_hold_as_well_frees_nothing() -> None:
     }
 
 
-def test_a_region_takes_as_long_as_its_ops_or_its_copies() -> None:
+def test_a_region_takes_as_long_as_its_ops_or_its_copies():
     slow = derived(holding(100, seconds=3.0), bandwidth=50.0)["keep, offloaded"]  # 1 s of forward, 2 of backward
     assert (slow.forward_seconds, slow.backward_seconds) == pytest.approx((2.0, 2.1))
     fast = derived(holding(100, seconds=3.0), bandwidth=200.0)["keep, offloaded"]
     assert (fast.forward_seconds, fast.backward_seconds) == pytest.approx((1.025, 2.025))
 
 
-def test_each_rule_offloads_what_it_holds() -> None:
+def test_each_rule_offloads_what_it_holds():
     checkpoint = holding(50, rule=tables.CHECKPOINT)
     found = derived(holding(40, 30, 20, 10), checkpoint)
     assert found["keep, offloaded"].rule == {"action": "offload"}
@@ -106,14 +104,14 @@ def test_each_rule_offloads_what_it_holds() -> None:
     assert found["way, offloaded"].rule == {"action": "checkpoint", "offload": True}
 
 
-def test_nothing_is_derived_without_a_link_or_sizes_and_nothing_twice() -> None:
+def test_nothing_is_derived_without_a_link_or_sizes_and_nothing_twice():
     assert with_offloading(of_one_region(holding(40, 30))).regions[0].choices == (holding(40, 30),)
     assert derived(tables.choice("keep", None, 1.0, 100, 100, 100)) == {}
     once = with_offloading(of_one_region(holding(40, 30), link=tables.link()))
     assert with_offloading(once) == once
 
 
-def layered(**options: Any) -> Profile:
+def layered(**options):
     """Layers whose copies are hidden up to half of what they hold, and an embedding and a head around them."""
     layer = tables.region(
         "Layer",
@@ -131,7 +129,7 @@ def layered(**options: Any) -> Profile:
     return tables.profile(regions, places, static=1000, **{"link": tables.link(50.0), **options})
 
 
-def test_a_plan_offloads_where_that_is_faster_and_says_so(tmp_path: Path) -> None:
+def test_a_plan_offloads_where_that_is_faster_and_says_so(tmp_path):
     found = plan(layered(), budget=1600)
     without = plan(layered(link=None), budget=1600)
     assert found.predicted_step_seconds < without.predicted_step_seconds
@@ -151,7 +149,7 @@ def test_a_plan_offloads_where_that_is_faster_and_says_so(tmp_path: Path) -> Non
     assert any(rule.action == "offload" or rule.offload for rule in policy.rules)
 
 
-def test_nothing_is_offloaded_where_memory_is_to_spare() -> None:
+def test_nothing_is_offloaded_where_memory_is_to_spare():
     found = plan(layered(), budget="1GiB")
     assert (found.offloaded_bytes, found.policy.rules) == (0, ())
 
@@ -165,7 +163,7 @@ def test_nothing_is_offloaded_where_memory_is_to_spare() -> None:
         (["checkpoint", "offload"], {"checkpoint", "checkpoint, offloaded", "keep, offloaded"}),
     ],
 )
-def test_only_what_is_allowed_is_offloaded(allowed: list[str], ways: set[str]) -> None:
+def test_only_what_is_allowed_is_offloaded(allowed, ways):
     left = {choice.name for choice in only_allowed(with_offloading(layered()), allowed).regions[1].choices}
     assert ways <= left
     if "offload" not in allowed:
@@ -177,7 +175,7 @@ def test_only_what_is_allowed_is_offloaded(allowed: list[str], ways: set[str]) -
 
 
 @pytest.mark.parametrize("share", [0.0, 0.4, 0.8])
-def test_no_more_is_offloaded_than_the_host_has_room_for(share: float) -> None:
+def test_no_more_is_offloaded_than_the_host_has_room_for(share):
     free = plan(layered(), budget=1500)
     room = int(share * free.offloaded_bytes)
     bound = plan(layered(link=tables.link(50.0, host=room)), budget=1500)
@@ -187,13 +185,13 @@ def test_no_more_is_offloaded_than_the_host_has_room_for(share: float) -> None:
     assert free.predicted_step_seconds < bound.predicted_step_seconds <= none.predicted_step_seconds
 
 
-def test_it_is_said_that_the_host_has_too_little_room() -> None:
+def test_it_is_said_that_the_host_has_too_little_room():
     with pytest.raises(BudgetError, match=r"whatever is chosen, .* are offloaded, and the host has room for 7 B"):
         plan(layered(link=tables.link(50.0, host=7)), budget=1600, allowed=["offload"])
 
 
 @given(profiles(), st.integers(0, 120))
-def test_a_step_too_large_to_solve_exactly_stays_within_the_host_and_the_budget(profile: Profile, budget: int) -> None:
+def test_a_step_too_large_to_solve_exactly_stays_within_the_host_and_the_budget(profile, budget):
     """Beyond some number of states only the first places offload: not the fastest, but found wherever there is one."""
     possible = [a for a in every_within_the_host(profile) if predict(profile, a).peak_nbytes <= budget]
     assume(possible)
@@ -204,7 +202,7 @@ def test_a_step_too_large_to_solve_exactly_stays_within_the_host_and_the_budget(
     assert found.prediction.step_seconds >= solve(profile, budget).prediction.step_seconds - 1e-10
 
 
-def test_a_correction_counts_what_leaves_when_the_next_place_has_run() -> None:
+def test_a_correction_counts_what_leaves_when_the_next_place_has_run():
     profile = with_offloading(layered())
     names = [choice.name for choice in profile.regions[1].choices]
     index = names.index("keep, half offloaded")
@@ -220,7 +218,7 @@ def test_a_correction_counts_what_leaves_when_the_next_place_has_run() -> None:
     assert predict(corrected(profile, assignment, more), assignment).peak_nbytes == before.peak_nbytes + 7
 
 
-def test_a_profile_is_read_with_and_without_a_link(tmp_path: Path) -> None:
+def test_a_profile_is_read_with_and_without_a_link(tmp_path):
     for link in (None, HostLink(out_bandwidth=5e10, back_bandwidth=4e10, host_nbytes=10**12)):
         layered(link=link).save(tmp_path / "profile.json")
         assert Profile.load(tmp_path / "profile.json") == layered(link=link)
@@ -233,11 +231,11 @@ def test_a_profile_is_read_with_and_without_a_link(tmp_path: Path) -> None:
 RECORDED = ROOT / "examples/ablation/results/plans-8b-h200/profile.json"
 
 
-def offloaded_at_the_least_peak(profile: Profile) -> int:
+def offloaded_at_the_least_peak(profile):
     return plan(profile, budget=solver.floor(profile).prediction.peak_nbytes).offloaded_bytes
 
 
-def test_a_profile_from_before_there_were_links_gives_plans_that_do_not_offload(tmp_path: Path) -> None:
+def test_a_profile_from_before_there_were_links_gives_plans_that_do_not_offload(tmp_path):
     document = json.loads(RECORDED.read_text(encoding="utf-8"))
     del document["link"]
     for region in document["regions"]:
@@ -250,13 +248,13 @@ def test_a_profile_from_before_there_were_links_gives_plans_that_do_not_offload(
     assert offloaded_at_the_least_peak(profile) == 0
 
 
-def test_a_profile_that_knows_its_link_gives_plans_that_offload() -> None:
+def test_a_profile_that_knows_its_link_gives_plans_that_offload():
     profile = Profile.load(RECORDED)
     assert profile.link is not None
     assert offloaded_at_the_least_peak(profile) > 0
 
 
-def test_ranks_agree_on_the_slowest_link_and_on_what_each_may_offload(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_agree_on_the_slowest_link_and_on_what_each_may_offload(monkeypatch):
     one = of_one_region(holding(40, 30), link=tables.link(100.0, host=50))
     other = of_one_region(holding(40, 20, 5, held=80), link=tables.link(80.0, host=60))
     monkeypatch.setattr(distributed, "_gathered", lambda *_: [one.model_dump(), other.model_dump()])
@@ -272,7 +270,7 @@ IDS = torch.randint(0, tiny.VOCABULARY, (512, 32), generator=torch.Generator().m
 """So many that what a layer holds is not too small to be offloaded."""
 
 
-def loss(logits: Tensor) -> Tensor:
+def loss(logits):
     return F.cross_entropy(logits.flatten(0, 1), IDS.flatten())
 
 
@@ -287,7 +285,7 @@ class Linked(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def linked() -> Linked:
+def linked():
     link = HostLink(out_bandwidth=1e30, back_bandwidth=1e30, host_nbytes=default_limit())
     model = tiny.decoder(layers=4)
     with pytest.MonkeyPatch.context() as patch:
@@ -296,10 +294,10 @@ def linked() -> Linked:
 
 
 @pytest.mark.slow
-def test_a_plan_that_offloads_runs_and_its_peak_is_as_predicted(linked: Linked) -> None:
+def test_a_plan_that_offloads_runs_and_its_peak_is_as_predicted(linked):
     """Times are measured, so what is chosen may differ. But it offloads, since nothing else is allowed."""
     most = predict(linked.profile, (0,) * len(linked.profile.places)).peak_nbytes
-    options: dict[str, Any] = {"profile": linked.profile, "loss": loss, "allowed": ["offload"]}
+    options = {"profile": linked.profile, "loss": loss, "allowed": ["offload"]}
     found = recompute.plan(linked.model, IDS, budget=most - 1, **options)
     assert found.offloaded_bytes > 0
     assert {choice.name.partition(",")[0] for choice in choices_of(found.profile, found.assignment)} == {"keep"}
@@ -310,7 +308,7 @@ def test_a_plan_that_offloads_runs_and_its_peak_is_as_predicted(linked: Linked) 
 
 
 @pytest.mark.slow
-def test_the_peaks_of_mixed_plans_that_offload_are_right_to_the_byte(linked: Linked) -> None:
+def test_the_peaks_of_mixed_plans_that_offload_are_right_to_the_byte(linked):
     profile = with_offloading(linked.profile)
     ways = profile.regions[1].choices
     offloading = [i for i, choice in enumerate(ways) if choice.moved_nbytes]
@@ -329,12 +327,12 @@ def test_the_peaks_of_mixed_plans_that_offload_are_right_to_the_byte(linked: Lin
         assert predict(profile, assignment).peak_nbytes == peak, [choice.name for choice in choices]
 
 
-def test_a_cpu_has_no_link() -> None:
+def test_a_cpu_has_no_link():
     assert profile_model.measure_link(CPU) is None
 
 
 @pytest.mark.gpu
-def test_a_link_is_measured() -> None:
+def test_a_link_is_measured():
     link = profile_model.measure_link(torch.device("cuda"))
     assert link is not None
     assert link.out_bandwidth > 0 < link.back_bandwidth
@@ -342,7 +340,7 @@ def test_a_link_is_measured() -> None:
 
 
 @pytest.mark.slow
-def test_a_gpu_that_is_not_here_offloads_where_its_link_is_fast_enough() -> None:
+def test_a_gpu_that_is_not_here_offloads_where_its_link_is_fast_enough():
     shape = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "head_dim": 128}
     with torch.device("meta"):
         model = models.make("llama", torch.bfloat16, num_hidden_layers=8, num_key_value_heads=8, **shape)

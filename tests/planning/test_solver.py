@@ -1,7 +1,5 @@
 """The planner against every assignment there is, against SciPy's milp, and against sums done by hand."""
 
-from __future__ import annotations
-
 import math
 import time
 from itertools import pairwise, product
@@ -16,20 +14,20 @@ from tiers import slow
 
 from recompute.errors import BudgetError
 from recompute.planning import solver
-from recompute.planning.prediction import Assignment, Moment, choices_of, moments, predict
+from recompute.planning.prediction import Moment, choices_of, moments, predict
 from recompute.planning.solver import floor, frontier, solve, uniforms
-from recompute.profiling.cost_table import Choice, Place, Profile
+from recompute.profiling.cost_table import Place
 
 
 @st.composite
-def profiles(draw: st.DrawFn, most_places: int = 6, most: int = 12) -> Profile:
+def profiles(draw, most_places=6, most=12):
     """Small numbers, so that ties and tight budgets are common; peaks and what is held in any order.
 
     Some choices offload, and the host may have too little room for them.
     """
     nbytes = st.integers(0, most)
 
-    def one(name: int) -> Choice:
+    def one(name):
         seconds, held = draw(st.integers(0, 9)) / 8, draw(nbytes)
         moved = draw(st.one_of(st.just(0), st.integers(0, held)))
         return tables.choice(f"c{name}", None, seconds, held, draw(nbytes), draw(nbytes), moved=moved)
@@ -43,21 +41,21 @@ def profiles(draw: st.DrawFn, most_places: int = 6, most: int = 12) -> Profile:
     places = [Place(path=f"p.{i}", region=number) for i, number in enumerate(numbers)]
     link = draw(st.one_of(st.none(), st.builds(tables.link, host=st.integers(0, 2 * most))))
     static, optimizer_peak = draw(nbytes), draw(nbytes)
-    options: dict = {"static": static, "optimizer_peak": optimizer_peak, "optimizer_seconds": 0.5, "link": link}
+    options = {"static": static, "optimizer_peak": optimizer_peak, "optimizer_seconds": 0.5, "link": link}
     return tables.profile(regions, places, **options)
 
 
-def every(profile: Profile) -> list[Assignment]:
+def every(profile):
     """Every assignment, even those that offload more than the host has room for."""
     return list(product(*(range(len(profile.regions[place.region].choices)) for place in profile.places)))
 
 
-def every_within_the_host(profile: Profile) -> list[Assignment]:
+def every_within_the_host(profile):
     room = math.inf if profile.link is None else profile.link.host_nbytes
     return [a for a in every(profile) if sum(way.moved_nbytes for way in choices_of(profile, a)) <= room]
 
 
-def peak_by_running(profile: Profile, assignment: Assignment) -> int:
+def peak_by_running(profile, assignment):
     """The peak of a step that is acted out: forward, backward, optimizer, with one count of what is alive.
 
     Of what offloads, each place knows the one before it, as ``engine.host.offload`` does.
@@ -65,7 +63,7 @@ def peak_by_running(profile: Profile, assignment: Assignment) -> int:
     ways = [profile.regions[place.region].choices[i] for place, i in zip(profile.places, assignment, strict=True)]
     offloading = [i for i, way in enumerate(ways) if way.moved_nbytes]
     before = dict(zip(offloading[1:], offloading, strict=False))
-    away: set[int] = set()
+    away = set()
     alive = peak = profile.static_nbytes
     for i, way in enumerate(ways):
         peak = max(peak, alive + way.forward_peak_nbytes)
@@ -86,7 +84,7 @@ def peak_by_running(profile: Profile, assignment: Assignment) -> int:
 
 
 @given(profiles(), st.data())
-def test_the_prediction_is_what_a_step_acted_out_takes(profile: Profile, data: st.DataObject) -> None:
+def test_the_prediction_is_what_a_step_acted_out_takes(profile, data):
     assignment = data.draw(st.sampled_from(every(profile)))
     prediction = predict(profile, assignment)
     assert prediction.peak_nbytes == peak_by_running(profile, assignment)
@@ -97,7 +95,7 @@ def test_the_prediction_is_what_a_step_acted_out_takes(profile: Profile, data: s
     assert prediction.step_seconds == pytest.approx(0.5 + sum(w.forward_seconds + w.backward_seconds for w in ways))
 
 
-def assert_none_is_better(profile: Profile, budget: int) -> None:
+def assert_none_is_better(profile, budget):
     """Of all assignments within the budget and the host, the solution is the fastest, and of these the leanest."""
     all_of_them = [predict(profile, assignment) for assignment in every_within_the_host(profile)]
     fitting = [other for other in all_of_them if other.peak_nbytes <= budget]
@@ -116,12 +114,12 @@ def assert_none_is_better(profile: Profile, budget: int) -> None:
 
 
 @given(profiles(), st.integers(0, 120))
-def test_no_assignment_is_better_than_the_solution(profile: Profile, budget: int) -> None:
+def test_no_assignment_is_better_than_the_solution(profile, budget):
     assert_none_is_better(profile, budget)
 
 
 @given(profiles(), st.data())
-def test_to_put_equal_choices_together_never_raises_the_peak(profile: Profile, data: st.DataObject) -> None:
+def test_to_put_equal_choices_together_never_raises_the_peak(profile, data):
     assignment = data.draw(st.sampled_from(every(profile)))
     before, (after, prediction) = predict(profile, assignment), solver._tidied(profile, assignment)
     assert prediction == predict(profile, after)
@@ -131,7 +129,7 @@ def test_to_put_equal_choices_together_never_raises_the_peak(profile: Profile, d
 
 
 @given(profiles())
-def test_the_floor_is_the_least_peak_of_all(profile: Profile) -> None:
+def test_the_floor_is_the_least_peak_of_all(profile):
     possible = every_within_the_host(profile)
     if not possible:
         with pytest.raises(BudgetError, match=r"whatever is chosen, .* offloaded, and the host has room for"):
@@ -147,7 +145,7 @@ def test_the_floor_is_the_least_peak_of_all(profile: Profile) -> None:
 
 
 @given(profiles(most_places=5))
-def test_the_frontier_is_all_that_nothing_undercuts(profile: Profile) -> None:
+def test_the_frontier_is_all_that_nothing_undercuts(profile):
     possible = every_within_the_host(profile)
     assume(possible)
     pairs = {(round(p.step_seconds, 9), p.peak_nbytes) for p in (predict(profile, a) for a in possible)}
@@ -162,7 +160,7 @@ def test_the_frontier_is_all_that_nothing_undercuts(profile: Profile) -> None:
 
 
 @given(profiles(), st.integers(0, 120))
-def test_uniform_policies_are_all_that_fit_the_fastest_first(profile: Profile, budget: int) -> None:
+def test_uniform_policies_are_all_that_fit_the_fastest_first(profile, budget):
     """What only the first or the last place may run by is the way of no uniform policy."""
     fitting = {}
     for name in (f"c{i}" for i in range(4)):
@@ -179,7 +177,7 @@ def test_uniform_policies_are_all_that_fit_the_fastest_first(profile: Profile, b
     assert seconds == sorted(seconds)
 
 
-def by_milp(profile: Profile, budget: int) -> float:
+def by_milp(profile, budget):
     """The fewest seconds by a mixed-integer program with a bit for each choice of each place, in MiB."""
     bits = [(i, c) for i, place in enumerate(profile.places) for c in profile.regions[place.region].choices]
     place_of = np.array([i for i, _ in bits])
@@ -202,7 +200,7 @@ def by_milp(profile: Profile, budget: int) -> float:
     return found.fun / 1e6 + profile.optimizer_seconds
 
 
-def random_profile(rng: np.random.Generator, pattern: list[int], choices: int, *, kinds: int) -> Profile:
+def random_profile(rng, pattern, choices, *, kinds):
     """Bytes and seconds as of large layers: what is held less costs more time and a larger transient."""
     mib = 2**20
     regions = []
@@ -218,7 +216,7 @@ def random_profile(rng: np.random.Generator, pattern: list[int], choices: int, *
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("share", [0.1, 0.4, 0.7])
-def test_the_solution_is_that_of_a_mixed_integer_program(seed: int, share: float) -> None:
+def test_the_solution_is_that_of_a_mixed_integer_program(seed, share):
     rng = np.random.default_rng(seed)
     pattern = rng.integers(0, 3, 10).tolist()
     profile = random_profile(rng, pattern, 5, kinds=3)
@@ -227,7 +225,7 @@ def test_the_solution_is_that_of_a_mixed_integer_program(seed: int, share: float
     assert solve(profile, budget).prediction.step_seconds == pytest.approx(by_milp(profile, budget), abs=1e-8)
 
 
-def by_milp_of_counts(profile: Profile, budget: int) -> float:
+def by_milp_of_counts(profile, budget):
     """The fewest seconds of equal layers: how many run in each way, in the order of ways that is best for backward.
 
     Where a way holds at least the layer's gradient, the most is alive at the top of its block; else at the bottom.
@@ -236,7 +234,7 @@ def by_milp_of_counts(profile: Profile, budget: int) -> float:
     count, region, mib = len(profile.places), profile.regions[0], 2**20
     gradient = region.gradient_nbytes
 
-    def order(way: Choice) -> tuple[bool, int]:
+    def order(way):
         grows = way.held_nbytes >= gradient
         return grows, way.held_nbytes - way.backward_peak_nbytes if grows else way.backward_peak_nbytes
 
@@ -267,7 +265,7 @@ def by_milp_of_counts(profile: Profile, budget: int) -> float:
 
 @pytest.mark.parametrize("seed", [0, *slow(1, 2)])
 @pytest.mark.parametrize("share", [0.05, 0.3, 0.6, 0.9])
-def test_the_solution_for_80_equal_layers_is_that_of_a_program_of_counts(seed: int, share: float) -> None:
+def test_the_solution_for_80_equal_layers_is_that_of_a_program_of_counts(seed, share):
     profile = random_profile(np.random.default_rng(seed), [0] * 80, 10, kinds=1)
     least, most = floor(profile).prediction.peak_nbytes, predict(profile, (0,) * 80).peak_nbytes
     budget = int(least + share * (most - least))
@@ -285,7 +283,7 @@ PATTERNS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
-def test_80_layers_by_12_choices_take_no_time(pattern: list[int]) -> None:
+def test_80_layers_by_12_choices_take_no_time(pattern):
     profile = random_profile(np.random.default_rng(0), pattern, 12, kinds=max(pattern) + 1)
     least = floor(profile).prediction.peak_nbytes
     start = time.process_time()
@@ -294,7 +292,7 @@ def test_80_layers_by_12_choices_take_no_time(pattern: list[int]) -> None:
     assert solution.prediction.peak_nbytes <= least + 4 * 2**30
 
 
-def test_moments_are_those_of_a_sum_by_hand() -> None:
+def test_moments_are_those_of_a_sum_by_hand():
     profile = tables.transformer(2)
     found = dict(moments(profile, (0, 0, 3, 1)))  # keep, keep, checkpoint, chunked
     assert found == {
@@ -311,14 +309,14 @@ def test_moments_are_those_of_a_sum_by_hand() -> None:
     assert predict(profile, (0, 0, 3, 1)) == (1270, "backward of model.layers.1", 140, pytest.approx(8.75), 0)
 
 
-def test_the_peak_is_named() -> None:
+def test_the_peak_is_named():
     profile = tables.transformer(1, optimizer_peak=2000)
     assert predict(profile, (0, 0, 0)).peak_moment == "optimizer step"
     alone = tables.profile([tables.EMBEDDING.model_copy(update={"gradient_nbytes": 0})], [Place(path="", region=0)])
     assert predict(alone, (0,)).peak_moment == "backward of embedding"
 
 
-def test_equal_choices_are_neighbours() -> None:
+def test_equal_choices_are_neighbours():
     profile = tables.transformer(12)
     for solution in frontier(profile, 40):
         layers = solution.assignment[1:-1]
@@ -326,7 +324,7 @@ def test_equal_choices_are_neighbours() -> None:
         assert changes == len(set(layers)) - 1, layers
 
 
-def test_all_that_is_fastest_is_chosen_where_everything_fits() -> None:
+def test_all_that_is_fastest_is_chosen_where_everything_fits():
     solution = solve(tables.transformer(3), 10**12)
     assert solution.assignment == (0, 0, 0, 0, 0)
 
@@ -351,7 +349,7 @@ def test_all_that_is_fastest_is_chosen_where_everything_fits() -> None:
         ),
     ],
 )
-def test_an_impossible_budget_names_the_floor_and_what_helps(options: dict, budget: int, texts: list[str]) -> None:
+def test_an_impossible_budget_names_the_floor_and_what_helps(options, budget, texts):
     profile = tables.transformer(**options)
     with pytest.raises(BudgetError) as caught:
         solve(profile, budget)
@@ -359,7 +357,7 @@ def test_an_impossible_budget_names_the_floor_and_what_helps(options: dict, budg
         assert text in str(caught.value)
 
 
-def test_a_head_that_is_the_floor_is_told_of_chunks() -> None:
+def test_a_head_that_is_the_floor_is_told_of_chunks():
     alone = tables.profile(
         [tables.HEAD.model_copy(update={"choices": tables.HEAD.choices[:1]})], [Place(path="h", region=0)]
     )

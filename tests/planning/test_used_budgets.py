@@ -3,10 +3,6 @@
 The profile is calculated for an H200, so what is predicted here is arithmetic and no clock's word.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Sequence
-
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -17,9 +13,8 @@ from recompute.planning import solver
 from recompute.planning.allowed_ways import only_allowed
 from recompute.planning.microbatches import with_microbatches
 from recompute.policy.document import parse_document
-from recompute.policy.rules import Policy, Rule
+from recompute.policy.rules import Policy
 from recompute.profiling import candidates, regions
-from recompute.profiling.cost_table import Choice, Profile
 
 pytestmark = pytest.mark.slow
 
@@ -38,7 +33,7 @@ WITH_KERNELS = ["keep", "hook", "kernel", "checkpoint"]
 EXACT = ["keep", "hook", "checkpoint"]
 
 
-def profiled(config: LlamaConfig = CONFIG, **options: bool) -> Profile:
+def profiled(config=CONFIG, **options):
     with torch.device("meta"):
         model = LlamaForCausalLM(config).to(torch.bfloat16)
     model.config.use_cache = False
@@ -47,14 +42,14 @@ def profiled(config: LlamaConfig = CONFIG, **options: bool) -> Profile:
 
 
 @pytest.fixture(scope="module")
-def profile() -> Profile:
+def profile():
     return profiled()
 
 
-def without(profile: Profile, key: str) -> Profile:
+def without(profile, key):
     """The profile without the choices whose rules have this key."""
 
-    def has_none(choice: Choice) -> bool:
+    def has_none(choice):
         return key not in (choice.rule or {})
 
     regions = [
@@ -63,7 +58,7 @@ def without(profile: Profile, key: str) -> Profile:
     return profile.model_copy(update={"regions": tuple(regions)})
 
 
-def budgets_of(profile: Profile, count: int = 12) -> Iterator[int]:
+def budgets_of(profile, count=12):
     """At equal distances between the least that there is a plan for and the most that makes one faster."""
     low, high = solver.floor(profile), solver.solve(profile, 1 << 50)
     least, most = (found.prediction.peak_nbytes for found in (low, high))
@@ -71,13 +66,13 @@ def budgets_of(profile: Profile, count: int = 12) -> Iterator[int]:
     return (least + (most - least) * number // (count + 1) for number in range(1, count + 1))
 
 
-def unused(profile: Profile, budgets: Sequence[int]) -> list[float]:
+def unused(profile, budgets):
     """The share of each budget that its plan does not use."""
     return [1 - solver.solve(profile, budget).prediction.peak_nbytes / budget for budget in budgets]
 
 
 @pytest.mark.parametrize(("in_flight", "at_most"), [(1, 0.02), (4, 0.05)])
-def test_little_of_a_budget_is_left_also_with_few_layers(profile: Profile, in_flight: int, at_most: float) -> None:
+def test_little_of_a_budget_is_left_also_with_few_layers(profile, in_flight, at_most):
     fine = only_allowed(with_microbatches(profile, 4, in_flight), WITH_KERNELS)
     coarse = without(fine, "hold")
     budgets = list(budgets_of(coarse))
@@ -87,9 +82,7 @@ def test_little_of_a_budget_is_left_also_with_few_layers(profile: Profile, in_fl
 
 
 @pytest.mark.parametrize(("allowed", "some_faster"), [(WITH_KERNELS, 8), (EXACT, 0)])
-def test_plans_are_never_slower_for_it_nor_than_a_uniform_policy(
-    profile: Profile, allowed: list[str], some_faster: int
-) -> None:
+def test_plans_are_never_slower_for_it_nor_than_a_uniform_policy(profile, allowed, some_faster):
     coarse = without(only_allowed(profile, allowed), "hold")
     faster = 0
     for budget in budgets_of(coarse):
@@ -104,7 +97,7 @@ def test_plans_are_never_slower_for_it_nor_than_a_uniform_policy(
 
 
 @pytest.mark.parametrize("kernels", [False, True])
-def test_the_written_policy_holds_what_the_plan_said(kernels: bool) -> None:
+def test_the_written_policy_holds_what_the_plan_said(kernels):
     """An estimate runs a step of it. Where two ways meet, what is at the border may be alive once or twice."""
     profile = profiled(kernels=kernels)
     told = 0
@@ -120,7 +113,7 @@ def test_the_written_policy_holds_what_the_plan_said(kernels: bool) -> None:
     assert told > 1
 
 
-def test_memory_that_layers_have_no_use_for_holds_the_heads_logits() -> None:
+def test_memory_that_layers_have_no_use_for_holds_the_heads_logits():
     """What is held need not be made again. The norm before the head gets no limit, which would be one of a tape."""
     config = LlamaConfig(**{**CONFIG.to_dict(), "num_hidden_layers": 1, "vocab_size": 128 * 1024})
     profile = profiled(config)
@@ -129,7 +122,7 @@ def test_memory_that_layers_have_no_use_for_holds_the_heads_logits() -> None:
     )
     logits_nbytes = LENGTH * config.vocab_size * 2
 
-    def rules(plan: recompute.Plan) -> dict[str, Rule]:
+    def rules(plan):
         return {path: rule for rule in plan.policy.rules for path in rule.match if not path.startswith("model.layers")}
 
     hold = rules(spare)["lm_head"].hold
@@ -142,7 +135,7 @@ def test_memory_that_layers_have_no_use_for_holds_the_heads_logits() -> None:
     assert spare.predicted_peak_bytes == pytest.approx(max(estimate.moments.values()), rel=0.002)
 
 
-def test_mlps_in_tiles_fit_a_budget_that_nothing_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlps_in_tiles_fit_a_budget_that_nothing_else_does(monkeypatch):
     for module in (candidates, regions):
         monkeypatch.setattr(module, "TILE", LENGTH // 8)
     width = 8 * CONFIG.hidden_size

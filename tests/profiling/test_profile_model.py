@@ -1,49 +1,42 @@
 """A profile says what steps cost, for regions that are rightly told apart, and leaves the model as it was."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import random
 import re
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
 
 import models
 import pytest
 import tiny
 import torch
 from tiers import slow
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, AdamW
 
 import recompute
 from recompute.errors import AlreadyAppliedError, ModelError, PolicyWarning
 from recompute.profiling import measure_regions
-from recompute.profiling.cost_table import Choice, Profile
+from recompute.profiling.cost_table import Profile
 from recompute.profiling.dry_run import DryRun, dry_run
 from recompute.profiling.regions import policy_from_rules
 
-CPU = torch.device("cpu")
 
-
-def decoder_and_loss(layers: int = 4, **options: Any) -> tuple[nn.Module, Tensor, Callable[[Tensor], Tensor]]:
+def decoder_and_loss(layers=4, **options):
     ids = tiny.token_ids()
 
-    def loss(logits: Tensor) -> Tensor:
+    def loss(logits):
         return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
 
     return tiny.decoder(layers=layers, **options), ids, loss
 
 
-def profiled(layers: int = 4, **options: Any) -> Profile:
+def profiled(layers=4, **options):
     model, ids, loss = decoder_and_loss(layers)
     return recompute.profile(model, ids, loss=loss, steps=1, **options)
 
 
-def predicted_peak(profile: Profile, choices: Sequence[Choice]) -> int:
+def predicted_peak(profile, choices):
     """By the time line that ``cost_table`` describes."""
     held = [choice.held_nbytes for choice in choices]
     gradients = [profile.regions[place.region].gradient_nbytes for place in profile.places]
@@ -54,7 +47,7 @@ def predicted_peak(profile: Profile, choices: Sequence[Choice]) -> int:
     return max(moments)
 
 
-def measured_peak(profile: Profile, model: nn.Module, batch: Any, choices: Sequence[Choice], loss: Any = None) -> int:
+def measured_peak(profile, model, batch, choices, loss=None):
     rules = {place.path: choice.rule for place, choice in zip(profile.places, choices, strict=True) if place.path}
     with dry_run(model, batch, loss=loss) as run, recompute.apply(model, policy_from_rules(rules)):
         regions = {place.path: model.get_submodule(place.path) for place in profile.places[1:-1]}
@@ -63,11 +56,11 @@ def measured_peak(profile: Profile, model: nn.Module, batch: Any, choices: Seque
         return run.step(regions, counted=True).peak_nbytes
 
 
-def choices_of(profile: Profile) -> list[tuple[Choice, ...]]:
+def choices_of(profile):
     return [profile.regions[place.region].choices for place in profile.places]
 
 
-def named(profile: Profile, *names: str) -> list[Choice]:
+def named(profile, *names):
     return [
         next(choice for choice in choices if choice.name == name)
         for choices, name in zip(choices_of(profile), names, strict=True)
@@ -75,7 +68,7 @@ def named(profile: Profile, *names: str) -> list[Choice]:
 
 
 @pytest.mark.slow
-def test_the_time_line_gives_the_peak_of_every_uniform_policy_to_the_byte() -> None:
+def test_the_time_line_gives_the_peak_of_every_uniform_policy_to_the_byte():
     model, ids, loss = decoder_and_loss(6)
     profile = recompute.profile(model, ids, loss=loss, steps=1)
     layer = choices_of(profile)[1]
@@ -88,10 +81,10 @@ def test_the_time_line_gives_the_peak_of_every_uniform_policy_to_the_byte() -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", [None, "H200"])
-def test_ways_that_hold_8_bits_are_profiled_where_they_are_asked_for(device: str | None) -> None:
+def test_ways_that_hold_8_bits_are_profiled_where_they_are_asked_for(device):
     sizes = {"hidden_size": 128, "intermediate_size": 192}  # of which no GEMM is thin
     model, batch = models.make("llama", use_cache=False, **sizes), models.batch("llama", size=4, length=64)
-    options: dict[str, Any] = {"steps": 1, "device": device, "kernels": False}
+    options = {"steps": 1, "device": device, "kernels": False}
     exact = {choice.name: choice for choice in choices_of(recompute.profile(model, batch, **options))[1]}
     layer = {choice.name: choice for choice in choices_of(recompute.profile(model, batch, compress=True, **options))[1]}
     assert layer.keys() - exact.keys() == {"hook, in 8 bits"}
@@ -104,7 +97,7 @@ def test_ways_that_hold_8_bits_are_profiled_where_they_are_asked_for(device: str
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kernels", [True, False])
-def test_the_time_line_gives_the_peak_of_mixed_policies(kernels: bool) -> None:
+def test_the_time_line_gives_the_peak_of_mixed_policies(kernels):
     model = models.make("llama", num_hidden_layers=5)
     model.config.use_cache = False
     batch = models.batch("llama")
@@ -119,7 +112,7 @@ def test_the_time_line_gives_the_peak_of_mixed_policies(kernels: bool) -> None:
 
 
 @pytest.mark.slow
-def test_tied_embeddings_take_the_room_that_the_way_of_the_head_leaves_them() -> None:
+def test_tied_embeddings_take_the_room_that_the_way_of_the_head_leaves_them():
     """Autograd adds up both gradients of the weight beside them, unless a kernel has made the head's."""
     model = models.make("llama", num_hidden_layers=2, vocab_size=8192, tie_word_embeddings=True, use_cache=False)
     batch = models.batch("llama", size=1, length=8)
@@ -133,11 +126,11 @@ def test_tied_embeddings_take_the_room_that_the_way_of_the_head_leaves_them() ->
 
 
 @functools.cache
-def profiled_mlps() -> Profile:
+def profiled_mlps():
     return profiled(2, match="layers.*.mlp")
 
 
-def test_regions_that_run_alike_are_one() -> None:
+def test_regions_that_run_alike_are_one():
     profile = profiled_mlps()
     assert [place.path for place in profile.places] == ["", "layers.0.mlp", "layers.1.mlp", ""]
     assert [place.region for place in profile.places] == [0, 1, 1, 2]
@@ -150,9 +143,9 @@ def test_regions_that_run_alike_are_one() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["wider", "frozen", "bias"])
-def test_a_region_that_runs_otherwise_is_told_apart(how: str) -> None:
+def test_a_region_that_runs_otherwise_is_told_apart(how):
     model, ids, loss = decoder_and_loss()
-    layer: Any = model.layers[2]
+    layer = model.layers[2]
     if how == "wider":
         layer.mlp.gate_proj, layer.mlp.up_proj = (nn.Linear(tiny.HIDDEN, 32, bias=False) for _ in range(2))
         layer.mlp.down_proj = nn.Linear(32, tiny.HIDDEN, bias=False)
@@ -167,7 +160,7 @@ def test_a_region_that_runs_otherwise_is_told_apart(how: str) -> None:
 
 
 @pytest.mark.slow
-def test_layers_that_alternate_are_told_apart() -> None:
+def test_layers_that_alternate_are_told_apart():
     kinds = ["sliding_attention", "full_attention"] * 2
     model = models.make("gemma3", num_hidden_layers=4, layer_types=kinds, sliding_window=8)
     profile = recompute.profile(model, models.batch("gemma3"), steps=1)
@@ -175,7 +168,7 @@ def test_layers_that_alternate_are_told_apart() -> None:
 
 
 @pytest.mark.slow
-def test_every_choice_is_unique_and_the_rule_of_a_policy() -> None:
+def test_every_choice_is_unique_and_the_rule_of_a_policy():
     profile = profiled(kernels=True)
     for region in profile.regions:
         names = [choice.name for choice in region.choices]
@@ -197,37 +190,37 @@ def test_every_choice_is_unique_and_the_rule_of_a_policy() -> None:
 class LinearWithBias(nn.Linear):
     """Returns its bias beside its output, as Megatron's do."""
 
-    def forward(self, x: Tensor) -> tuple[Tensor, nn.Parameter]:  # type: ignore[override]
+    def forward(self, x):  # type: ignore[override]
         return F.linear(x, self.weight), self.bias
 
 
 class WithSuchAHead(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers, self.head = nn.ModuleList([nn.Tanh(), nn.Tanh()]), LinearWithBias(4, 5)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for layer in self.layers:
             x = layer(x)
         output, bias = self.head(x)
         return output + bias
 
 
-def test_a_linear_that_returns_more_than_a_tensor_is_no_head() -> None:
+def test_a_linear_that_returns_more_than_a_tensor_is_no_head():
     profile = recompute.profile(WithSuchAHead(), torch.ones(1, 4), match="layers.*", steps=1)
     assert [choice.name for choice in profile.regions[-1].choices] == ["keep"]
     assert profile.places[-1].path == ""
 
 
 @pytest.mark.slow
-def test_a_profile_is_what_it_is_after_a_round_trip(tmp_path: Path) -> None:
+def test_a_profile_is_what_it_is_after_a_round_trip(tmp_path):
     profile = profiled(2)
     profile.save(tmp_path / "profile.json")
     assert Profile.load(tmp_path / "profile.json") == profile
 
 
 @pytest.mark.slow
-def test_static_bytes_are_parameters_states_and_batch() -> None:
+def test_static_bytes_are_parameters_states_and_batch():
     model, ids, _ = decoder_and_loss(2)
     weights = sum(parameter.nbytes for parameter in model.parameters())
     steps = 4 * len(list(model.parameters()))  # AdamW counts each parameter's
@@ -235,7 +228,7 @@ def test_static_bytes_are_parameters_states_and_batch() -> None:
     assert profiled(2, optimizer=lambda given: SGD(given, lr=1.0)).static_nbytes == weights + ids.nbytes
 
 
-def test_what_a_microbatch_has_of_its_own_is_its_batch_and_its_outputs_gradients() -> None:
+def test_what_a_microbatch_has_of_its_own_is_its_batch_and_its_outputs_gradients():
     """Of a pipeline's last stage the logits are held by the caller alone; any other's output gets a gradient."""
     model, ids, loss = decoder_and_loss(2)
     logits = model(ids).nbytes
@@ -250,7 +243,7 @@ def test_what_a_microbatch_has_of_its_own_is_its_batch_and_its_outputs_gradients
             assert several.static_nbytes == run.static_nbytes + 4 * own + 3 * output
 
 
-def test_a_step_of_several_microbatches_is_that_of_one_beside_the_others() -> None:
+def test_a_step_of_several_microbatches_is_that_of_one_beside_the_others():
     module = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 4))
     x = torch.randn(64, 8, requires_grad=True)
     steps = []
@@ -271,12 +264,12 @@ def test_a_step_of_several_microbatches_is_that_of_one_beside_the_others() -> No
     assert all(parameter.grad is None for parameter in module.parameters())
 
 
-def state_of(model: nn.Module) -> Any:
+def state_of(model):
     tensors = {name: (tensor, tensor.clone()) for name, tensor in model.state_dict(keep_vars=True).items()}
     return tensors, [parameter.grad for parameter in model.parameters()], torch.get_rng_state(), tiny.snapshot(model)
 
 
-def assert_same_state(found: Any, expected: Any) -> None:
+def assert_same_state(found, expected):
     assert found[3] == expected[3]
     assert all(one is other for one, other in zip(found[1], expected[1], strict=True))
     assert torch.equal(found[2], expected[2])
@@ -286,22 +279,22 @@ def assert_same_state(found: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("fails_at", [None, 1, 4, 12])
-def test_the_model_is_afterwards_what_it_was(fails_at: int | None) -> None:
+def test_the_model_is_afterwards_what_it_was(fails_at):
     model, ids, loss = decoder_and_loss(1, dropout=0.1)
     model.eval()
     model.lm_head.weight.grad = torch.ones_like(model.lm_head.weight)
     before = state_of(model)
     calls = itertools.count(1)
 
-    def failing(logits: Tensor) -> Tensor:
+    def failing(logits):
         if next(calls) == fails_at:
             raise LookupError("out of ideas")
         return loss(logits)
 
-    def fast(parameters: list[nn.Parameter]) -> Optimizer:
+    def fast(parameters):
         return AdamW(parameters, lr=1.0, weight_decay=1.0)
 
-    options: dict[str, Any] = {"loss": failing, "optimizer": fast, "match": "layers.*.mlp", "steps": 1}
+    options = {"loss": failing, "optimizer": fast, "match": "layers.*.mlp", "steps": 1}
     if fails_at is None:
         recompute.profile(model, ids, **options)
     else:
@@ -311,7 +304,7 @@ def test_the_model_is_afterwards_what_it_was(fails_at: int | None) -> None:
 
 
 @pytest.mark.slow
-def test_gradients_that_are_no_numbers_change_no_weight() -> None:
+def test_gradients_that_are_no_numbers_change_no_weight():
     model, ids, _ = decoder_and_loss(2)
     before = state_of(model)
     recompute.profile(model, ids, loss=lambda logits: (logits * torch.inf).sum(), steps=1)
@@ -323,14 +316,14 @@ def test_gradients_that_are_no_numbers_change_no_weight() -> None:
     [(-1.0, 2 + 1 + 1, 1 + 1 + 1), *slow((float("inf"), *2 * [5 + 1 + 2 * 3]))],
 )
 def test_fewer_steps_run_where_they_are_long_and_progress_counts_assignments(
-    monkeypatch: pytest.MonkeyPatch, slow_seconds: float, steps_of_first_job: int, steps_of_a_job: int
-) -> None:
+    monkeypatch, slow_seconds, steps_of_first_job, steps_of_a_job
+):
     """Until the first steps have run, nobody knows how long they are."""
     monkeypatch.setattr(measure_regions, "SLOW_SECONDS", slow_seconds)
-    ran: list[Any] = []
+    ran = []
     step = DryRun.step
     monkeypatch.setattr(DryRun, "step", lambda run, *given, **more: ran.append(run) or step(run, *given, **more))
-    told: list[tuple[str, int, int]] = []
+    told = []
     model, ids, loss = decoder_and_loss(1)
     recompute.profile(model, ids, loss=loss, match="layers.*.mlp", steps=3, progress=lambda *now: told.append(now))
     jobs = [now[1:] for now in told if now[0] == "ways to run the regions"]
@@ -339,14 +332,14 @@ def test_fewer_steps_run_where_they_are_long_and_progress_counts_assignments(
     assert len(ran) == steps_of_first_job + len(jobs) * steps_of_a_job
 
 
-def test_short_steps_are_measured_as_captured_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_steps_are_measured_as_captured_code(monkeypatch):
     monkeypatch.setattr(measure_regions, "SLOW_SECONDS", float("inf"))
-    handles: list[Any] = []
+    handles = []
     monkeypatch.setattr(measure_regions, "apply", lambda *given: handles.append(recompute.apply(*given)) or handles[-1])
-    told: dict[int, list[list[str]]] = {}
+    told = {}
     step = DryRun.step
 
-    def watched(run: DryRun, regions: Any, **more: Any) -> Any:
+    def watched(run, regions, **more):
         trace = step(run, regions, **more)
         if handles:
             said = re.findall(r"\d+ of \d+ run as captured code", str(handles[-1].explain(wide=True)))
@@ -362,10 +355,10 @@ def test_short_steps_are_measured_as_captured_code(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.slow
-def test_what_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_is_left_out(monkeypatch):
     measure = measure_regions._RegionMeasurer._measure
 
-    def with_little_memory(self: Any, job: Sequence[Any]) -> None:
+    def with_little_memory(self, job):
         if any(slot.candidate.name == "keep" and len(slot.places) > 1 for slot in job):
             raise torch.OutOfMemoryError("no room")
         measure(self, job)
@@ -378,10 +371,10 @@ def test_what_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {"hook", "checkpoint"} <= set(names)
 
 
-def test_where_nothing_fits_it_says_so() -> None:
+def test_where_nothing_fits_it_says_so():
     model, ids, _ = decoder_and_loss(2)
 
-    def loss(logits: Tensor) -> Tensor:
+    def loss(logits):
         raise torch.OutOfMemoryError("no room")
 
     with pytest.raises(ModelError, match="does not fit the device even under what holds least"):
@@ -391,27 +384,27 @@ def test_where_nothing_fits_it_says_so() -> None:
 class Shared(nn.Module):
     """One layer that runs twice, and one that runs once."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.twice, self.once = tiny.TinyDecoderLayer(), tiny.TinyDecoderLayer()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.once(self.twice(self.twice(x)))
 
 
 @pytest.mark.slow
-def test_a_layer_that_runs_twice_is_part_of_what_is_around_it() -> None:
+def test_a_layer_that_runs_twice_is_part_of_what_is_around_it():
     with pytest.warns(PolicyWarning, match="twice runs 2 times in a forward"):
         profile = recompute.profile(Shared(), torch.ones(2, 6, tiny.HIDDEN), steps=1)
     assert [place.path for place in profile.places] == ["", "once", ""]
     assert profile.regions[0].choices[0].held_nbytes > 0
 
 
-def test_match_names_the_regions() -> None:
+def test_match_names_the_regions():
     assert [place.path for place in profiled_mlps().places] == ["", "layers.0.mlp", "layers.1.mlp", ""]
 
 
-def test_bad_input_is_named() -> None:
+def test_bad_input_is_named():
     model, ids, loss = decoder_and_loss(2)
     with pytest.raises(ModelError, match=r"no module inside of it matches 'blocks.\*'"):
         recompute.profile(model, ids, loss=loss, match="blocks.*")

@@ -1,31 +1,26 @@
 """A few of the layers that are alike stand for all of them, where it is shown that they do."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import models
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from tiers import slow
-from torch import Tensor, nn
+from torch import nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import recompute
 from recompute.estimation.layer_stacks import find_stacks
 from recompute.planning import solver
 from recompute.profiling import measure_regions
-from recompute.profiling.cost_table import Profile
 
 
 class Block(nn.Module):
-    def __init__(self, width: int = 16, kind: str = "a"):
+    def __init__(self, width=16, kind="a"):
         super().__init__()
         self.kind = kind
         self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         y = torch.tanh(self.up(x))
         return x + self.down(torch.sigmoid(y) if self.kind == "b" else y)
 
@@ -33,13 +28,13 @@ class Block(nn.Module):
 class Net(nn.Module):
     """way: "plain"; "all": the head is given what every layer returned; "counted": it asks for each layer by number."""
 
-    def __init__(self, kinds: str, way: str = "plain"):
+    def __init__(self, kinds, way="plain"):
         super().__init__()
         self.way, self.count = way, len(kinds)
         self.layers = nn.ModuleList(Block(kind=kind) for kind in kinds)
         self.head = nn.Linear(16, 4)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         found = []
         for number in range(self.count if self.way == "counted" else len(self.layers)):
             x = self.layers[number](x)
@@ -47,11 +42,11 @@ class Net(nn.Module):
         return self.head(torch.stack(found).tanh().sum(0) if self.way == "all" else x)
 
 
-def profiled(model: nn.Module, **options: Any) -> Profile:
+def profiled(model, **options):
     return recompute.profile(model, torch.empty(4, 16), device="H200", **options)
 
 
-def profiled_whole(model: nn.Module, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Profile:
+def profiled_whole(model, monkeypatch, **options):
     with monkeypatch.context() as patched:
         patched.setattr(measure_regions, "representative", lambda run, match: [])
         return profiled(model, **options)
@@ -67,26 +62,26 @@ def profiled_whole(model: nn.Module, monkeypatch: pytest.MonkeyPatch, **options:
         ("aaab" * 6, 8, [0, 5, 6, *[3, 4, 5, 6] * 5, 7]),
     ],
 )
-def test_few_layers_show_all_kinds_and_each_stands_for_its_own(kinds: str, few: int, stand_ins: list[int]) -> None:
+def test_few_layers_show_all_kinds_and_each_stands_for_its_own(kinds, few, stand_ins):
     (found,) = find_stacks(Net(kinds), None)
     assert (found.path, len(found.kinds), found.few) == ("layers", len(kinds), few)
     assert found.stand_ins("whole") == stand_ins
     assert [kinds[index] for index in stand_ins] == list(kinds)
 
 
-def test_a_sequence_of_equal_layers_is_a_list_of_layers_and_one_of_others_is_not() -> None:
+def test_a_sequence_of_equal_layers_is_a_list_of_layers_and_one_of_others_is_not():
     lists = nn.ModuleList(Block() for _ in range(9)), nn.ModuleList(Block(kind="b") for _ in range(9))
     model = nn.ModuleDict({"blocks": nn.Sequential(*lists[0]), "stages": nn.Sequential(*lists)})
     assert [found.path for found in find_stacks(model, None)] == ["blocks", "stages.0", "stages.1"]
 
 
 @pytest.mark.parametrize("kinds", ["a" * 6, "ab" * 4, "abba", "aaaaaaaaaaaab"])
-def test_where_few_do_not_show_it_all_runs(kinds: str) -> None:
+def test_where_few_do_not_show_it_all_runs(kinds):
     assert find_stacks(Net(kinds), None) == []
 
 
 @pytest.mark.parametrize("kinds", ["a" * 9, *slow("a" * 11, "ab" * 7, "baaaaaaaaaa")])
-def test_the_profile_is_that_of_all_layers(kinds: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_profile_is_that_of_all_layers(kinds, monkeypatch):
     found, whole = profiled(Net(kinds)), profiled_whole(Net(kinds), monkeypatch)
     assert found.places == whole.places
     assert found.static_nbytes == whole.static_nbytes
@@ -101,10 +96,10 @@ def test_the_profile_is_that_of_all_layers(kinds: str, monkeypatch: pytest.Monke
     assert plans[0].predicted_step_seconds == pytest.approx(plans[1].predicted_step_seconds)
 
 
-def test_deeper_models_run_no_more_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deeper_models_run_no_more_layers(monkeypatch):
     forward, ran = Block.forward, []
 
-    def counted(self: Block, x: Tensor) -> Tensor:
+    def counted(self, x):
         ran.append(self)
         return forward(self, x)
 
@@ -118,7 +113,7 @@ def test_deeper_models_run_no_more_layers(monkeypatch: pytest.MonkeyPatch) -> No
     assert counts[0] == counts[1] > 0
 
 
-def test_of_layers_with_adapters_a_few_run_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_layers_with_adapters_a_few_run_too(monkeypatch):
     """Of their frozen base nothing holds the first layer's input, which the model itself has all through forward."""
     forward, ran = LlamaDecoderLayer.forward, set()
     monkeypatch.setattr(LlamaDecoderLayer, "forward", lambda self, *a, **k: ran.add(id(self)) or forward(self, *a, **k))
@@ -131,14 +126,12 @@ def test_of_layers_with_adapters_a_few_run_too(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["all", "counted"])
-def test_a_model_whose_other_parts_see_how_many_layers_there_are_runs_whole(
-    way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_whose_other_parts_see_how_many_layers_there_are_runs_whole(way, monkeypatch):
     assert find_stacks(Net("a" * 12, way), None)
     assert profiled(Net("a" * 12, way)) == profiled_whole(Net("a" * 12, way), monkeypatch)
 
 
-def test_single_layers_that_are_named_are_those_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_layers_that_are_named_are_those_that_run(monkeypatch):
     match = ["layers.3", "layers.7"]
     found = profiled(Net("a" * 9), match=match)
     assert [place.path for place in found.places][1:-1] == match
@@ -146,7 +139,7 @@ def test_single_layers_that_are_named_are_those_that_run(monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
-def test_the_model_is_left_whole() -> None:
+def test_the_model_is_left_whole():
     with torch.device("meta"):
         model = models.make("llama", torch.bfloat16, num_hidden_layers=9)
     model.config.use_cache = False

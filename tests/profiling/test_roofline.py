@@ -1,7 +1,5 @@
 """A profile without the device: what it says is arithmetic, and the model needs no memory."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import models
@@ -15,25 +13,24 @@ from recompute.estimation.build_model import build_fake
 from recompute.estimation.gpus import GPUS
 from recompute.planning.prediction import Moment, moments
 from recompute.profiling import roofline
-from recompute.profiling.cost_table import Choice, Profile
 
 H200 = GPUS["H200"]
 FLOPS, BANDWIDTH = 0.75 * H200.half_flops, 0.85 * H200.bandwidth
 
 
-def profiled(layers: int = 1) -> Profile:
+def profiled(layers=1):
     with torch.device("meta"):
         model = models.make("llama", torch.bfloat16, num_hidden_layers=layers)
     model.config.use_cache = False
     return recompute.profile(model, models.batch("llama"), device="H200")
 
 
-def ways(profile: Profile, region: int) -> dict[str, Choice]:
+def ways(profile, region):
     return {choice.name: choice for choice in profile.regions[region].choices}
 
 
-def test_an_op_takes_its_arithmetic_or_its_traffic() -> None:
-    def seconds(op: object, *args: object) -> float:
+def test_an_op_takes_its_arithmetic_or_its_traffic():
+    def seconds(op, *args):
         return roofline.op_seconds(op, args, {}, op(*args), H200)  # type: ignore[operator]
 
     large, small = (torch.empty(size, size, dtype=torch.bfloat16, device="meta") for size in (8192, 64))
@@ -52,7 +49,7 @@ def test_an_op_takes_its_arithmetic_or_its_traffic() -> None:
 
 
 @pytest.mark.slow
-def test_a_head_takes_all_of_its_matrix_products() -> None:
+def test_a_head_takes_all_of_its_matrix_products():
     """Three of the logits' size. A fourth makes them again, but for a quarter, held in the weight's gradient."""
     tokens, hidden, vocabulary = 4096, 2048, 4 * 8448
     with torch.device("meta"):
@@ -69,7 +66,7 @@ def test_a_head_takes_all_of_its_matrix_products() -> None:
 
 
 @pytest.mark.slow
-def test_it_says_what_it_is_and_offers_what_the_device_has() -> None:
+def test_it_says_what_it_is_and_offers_what_the_device_has():
     profile = profiled()
     assert profile.source == "roofline"
     assert profile.machine["gpu"] == "H200"
@@ -90,7 +87,7 @@ def test_it_says_what_it_is_and_offers_what_the_device_has() -> None:
 
 
 @pytest.mark.slow
-def test_the_real_model_is_left_alone() -> None:
+def test_the_real_model_is_left_alone():
     model = models.make("llama", num_hidden_layers=1)
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     recompute.profile(model.eval(), models.batch("llama"), device="A100", kernels=False)
@@ -98,7 +95,7 @@ def test_the_real_model_is_left_alone() -> None:
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
 
 
-def test_figures_stand_for_a_gpu_and_half_the_bandwidth_takes_longer() -> None:
+def test_figures_stand_for_a_gpu_and_half_the_bandwidth_takes_longer():
     model, batch = nn.Sequential(nn.Linear(64, 64), nn.Tanh()), torch.empty(2, 64)
     usual, slow = (
         recompute.profile(model, batch, device=gpu, match="0").optimizer_seconds
@@ -107,11 +104,11 @@ def test_figures_stand_for_a_gpu_and_half_the_bandwidth_takes_longer() -> None:
     assert slow == pytest.approx(2 * usual)
 
 
-def test_adamw_is_torchs_choice_on_cuda() -> None:
+def test_adamw_is_torchs_choice_on_cuda():
     """``foreach`` there: its sums over all parameters are alive at once. On other devices torch loops over them."""
     model, batch = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8))), torch.empty(2, 64)
 
-    def peak(**options: object) -> int:
+    def peak(**options):
         make = partial(torch.optim.AdamW, **options)
         return recompute.profile(model, batch, device="H200", match="0", optimizer=make).optimizer_peak_nbytes
 
@@ -120,7 +117,7 @@ def test_adamw_is_torchs_choice_on_cuda() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sharding", ["ddp", "zero1", "zero2", "zero3", "fsdp2"])
-def test_one_of_several_devices_takes_what_estimate_says(sharding: str) -> None:
+def test_one_of_several_devices_takes_what_estimate_says(sharding):
     config = models.make("llama", num_hidden_layers=3, vocab_size=8192).config
     with build_fake(
         config, sequence_length=64, batch_size=4, dtype=torch.bfloat16, device=torch.device("cpu")
@@ -139,7 +136,7 @@ def test_one_of_several_devices_takes_what_estimate_says(sharding: str) -> None:
     assert "without what devices tell each other" in recompute.plan(profile, budget="100%").note
 
 
-def test_what_is_not_here_is_not_measured() -> None:
+def test_what_is_not_here_is_not_measured():
     with pytest.raises(EstimateError, match=r"sharding: fsdp2 can be calculated, .* is not measured in one process"):
         recompute.profile(nn.Linear(2, 2), torch.ones(1, 2), sharding="fsdp", devices=2)
     with pytest.raises(EstimateError, match="2 of them with sharding none"):
@@ -148,7 +145,7 @@ def test_what_is_not_here_is_not_measured() -> None:
         recompute.plan(nn.Linear(2, 2), torch.ones(1, 2), budget="1GiB", device="H200", verify=True)
 
 
-def test_bad_input_is_named() -> None:
+def test_bad_input_is_named():
     with pytest.raises(ModelError, match=r"expected one of H200, H100, .*; found 'h2000' \(did you mean 'H200'\?\)"):
         recompute.profile(nn.Linear(2, 2), torch.ones(1, 2), device="h2000")
     with pytest.raises(ModelError, match="none of Linear's parameters requires a gradient"):

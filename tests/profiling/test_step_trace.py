@@ -1,9 +1,6 @@
 """The parts of a training step sum to the step, and are what they should be for models that can be counted by hand."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
-from typing import Any
 
 import models
 import pytest
@@ -11,19 +8,17 @@ import tiny
 import torch
 from tiers import slow
 from tiny import HIDDEN, TOKENS, decoder, next_token_loss, rule, rules, token_ids
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from torch.optim import AdamW
 
 import recompute
 from recompute.errors import ModelError
 from recompute.profiling.dry_run import dry_run
-from recompute.profiling.step_trace import StepTrace
 
-CPU = torch.device("cpu")
 FLOAT = 4
 
-POLICIES: dict[str, Any] = {
+POLICIES = {
     "none": None,
     "checkpoint": rules(rule("*DecoderLayer")),
     "hook": rules(rule("*DecoderLayer", "recompute", via="hook")),
@@ -34,15 +29,13 @@ POLICIES: dict[str, Any] = {
 }
 
 
-def tiny_step(
-    policy: Any = None, layers: int = 3, optimizer: Any = AdamW, *, whole: bool = False, **options: Any
-) -> StepTrace:
+def tiny_step(policy=None, layers=3, optimizer=AdamW, *, whole=False, **options):
     """The second step of a tiny decoder under a policy: plans are cached, optimizer states are there."""
     model = decoder(layers=layers)
     ids = token_ids()
     regions = {f"layers.{index}": layer for index, layer in enumerate(model.layers)}
 
-    def loss(logits: Tensor) -> Tensor:
+    def loss(logits):
         return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
 
     applied = nullcontext() if policy is None else recompute.apply(model, policy)
@@ -51,7 +44,7 @@ def tiny_step(
         return run.step(None if whole else regions, **options)
 
 
-def timeline(spans: StepTrace) -> int:
+def timeline(spans):
     """The peak by the parts, as ``cost_table`` puts them together."""
     held = [part.held_nbytes for part in spans.parts]
     gradients = [part.gradient_nbytes for part in spans.parts]
@@ -63,7 +56,7 @@ def timeline(spans: StepTrace) -> int:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_the_parts_sum_to_the_whole(name: str) -> None:
+def test_the_parts_sum_to_the_whole(name):
     spans = tiny_step(POLICIES[name], counted=True)
     assert [part.path for part in spans.parts] == ["", "layers.0", "layers.1", "layers.2", ""]
     assert timeline(spans) == spans.peak_nbytes > 0
@@ -73,7 +66,7 @@ def test_the_parts_sum_to_the_whole(name: str) -> None:
     assert (seconds.peak_nbytes, spans.seconds) == (0, 0)
 
 
-def test_a_step_without_regions_is_one_part() -> None:
+def test_a_step_without_regions_is_one_part():
     apart, spans = (tiny_step(POLICIES["mixed"], counted=True, whole=whole) for whole in (False, True))
     assert [part.path for part in spans.parts] == [""]
     assert timeline(spans) == spans.peak_nbytes == apart.peak_nbytes
@@ -82,7 +75,7 @@ def test_a_step_without_regions_is_one_part() -> None:
     assert min(part.forward_seconds, part.backward_seconds, seconds.optimizer_seconds) > 0
 
 
-def test_gradients_are_left_behind_where_their_parameters_are() -> None:
+def test_gradients_are_left_behind_where_their_parameters_are():
     spans = tiny_step(counted=True)
     model = decoder()
     layer = sum(parameter.nbytes for parameter in model.layers[0].parameters())
@@ -94,11 +87,11 @@ def test_gradients_are_left_behind_where_their_parameters_are() -> None:
 
 
 @pytest.mark.parametrize("name", ["none", "checkpoint", "hook", "mixed", *slow("kernel")])
-def test_a_layer_holds_what_autograd_saves_in_it(name: str) -> None:
+def test_a_layer_holds_what_autograd_saves_in_it(name):
     policy = POLICIES[name]
     spans = tiny_step(policy, counted=True)
 
-    def held(layers: int) -> int:
+    def held(layers):
         model = decoder(layers=layers)
         if policy is not None:
             recompute.apply(model, policy)
@@ -118,20 +111,20 @@ def test_a_layer_holds_what_autograd_saves_in_it(name: str) -> None:
 class Stack(nn.Module):
     """Layers that run in the order of ``order``, each as often as it is there."""
 
-    def __init__(self, order: tuple[int, ...], *, differentiable: bool = True) -> None:
+    def __init__(self, order, *, differentiable=True):
         super().__init__()
         self.embed = nn.Parameter(torch.ones(TOKENS, HIDDEN), requires_grad=differentiable)
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Tanh()) for _ in range(3))
         self.order = order
 
-    def forward(self, scale: Tensor) -> Tensor:
+    def forward(self, scale):
         x = self.embed * scale
         for index in self.order:
             x = self.layers[index](x)
         return x.sum()
 
 
-def stack_step(order: tuple[int, ...], paths: tuple[str, ...], **options: Any) -> StepTrace:
+def stack_step(order, paths, **options):
     model = Stack(order, **options)
     regions = {path: model.get_submodule(path) for path in paths}
     with dry_run(model, torch.ones(())) as run:
@@ -139,12 +132,12 @@ def stack_step(order: tuple[int, ...], paths: tuple[str, ...], **options: Any) -
         return run.step(regions, counted=True)
 
 
-def test_parts_are_in_the_order_in_which_regions_run() -> None:
+def test_parts_are_in_the_order_in_which_regions_run():
     spans = stack_step((2, 0, 1), ("layers.0", "layers.1", "layers.2"))
     assert [part.path for part in spans.parts] == ["", "layers.2", "layers.0", "layers.1", ""]
 
 
-def test_where_the_input_needs_no_gradient_backward_ends_with_the_first_region() -> None:
+def test_where_the_input_needs_no_gradient_backward_ends_with_the_first_region():
     spans = stack_step((0, 1, 2), ("layers.0", "layers.1", "layers.2"), differentiable=False)
     weights = FLOAT * (HIDDEN * HIDDEN + HIDDEN)
     before, *layers, _ = [part.gradient_nbytes for part in spans.parts]
@@ -164,14 +157,12 @@ def test_where_the_input_needs_no_gradient_backward_ends_with_the_first_region()
         ((0, 1), (), "at least one region"),
     ],
 )
-def test_regions_that_cannot_be_told_apart_are_refused(
-    order: tuple[int, ...], paths: tuple[str, ...], message: str
-) -> None:
+def test_regions_that_cannot_be_told_apart_are_refused(order, paths, message):
     with pytest.raises(ModelError, match=message):
         stack_step(order, paths)
 
 
-def test_a_step_leaves_no_hook_and_no_gradient() -> None:
+def test_a_step_leaves_no_hook_and_no_gradient():
     model = Stack((0, 1, 2))
     before = tiny.snapshot(model)
     with dry_run(model, torch.ones(())) as run:

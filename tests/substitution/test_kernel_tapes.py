@@ -3,11 +3,11 @@
 import models
 import pytest
 import torch
+from engine_testing import module_of
 from layer_testing import EVERYTHING, TAPES, gradients, policy
 from models import BATCH, HIDDEN, LENGTH, SHAPE
 from tiers import by_default, slow
 from tiny import assert_same, counted_ops, decoder, rule, rules, token_ids
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 
@@ -163,15 +163,9 @@ def test_a_rule_around_layers_takes_their_kernels_onto_its_tape():
     assert_same(three_steps("llama", rules({**around, "rerun": EVERYTHING, "price": 0})), expected)
 
 
-class Named(nn.Module):
-    """A TinyDecoder's attention that names what it gives."""
-
-    def __init__(self, attention):
-        super().__init__()
-        self.attention = attention
-
-    def forward(self, x):
-        return recompute.keep(self.attention(x), "attended")
+def naming(self, x):
+    """As a TinyDecoder's attention that names what it gives."""
+    return recompute.keep(self.attention(x), "attended")
 
 
 def test_what_is_kept_by_name_is_not_made_again():
@@ -179,7 +173,7 @@ def test_what_is_kept_by_name_is_not_made_again():
     for keep in ((), "attended"):
         model = decoder()
         for layer in model.layers:
-            layer.self_attn = Named(layer.self_attn)
+            layer.self_attn = module_of(naming, attention=layer.self_attn)
         handle = recompute.apply(
             model, rules(rule("TinyDecoderLayer", "recompute", via="kernel", rerun="gemm", keep=keep))
         )
@@ -217,19 +211,14 @@ def test_every_regenerated_tensor_is_the_dropped_one(name, monkeypatch):
 
 @pytest.mark.slow
 def test_a_checkpoint_inside_runs_as_it_does():
-    class Checkpointed(nn.Module):
-        def __init__(self, attention):
-            super().__init__()
-            self.attention = attention
-
-        def forward(self, x):
-            return checkpoint(self.attention, x, use_reentrant=False)
+    def checkpointed(self, x):
+        return checkpoint(self.attention, x, use_reentrant=False)
 
     outcomes = []
     for options in ({}, {"rerun": "gemm"}):
         model = decoder()
         for layer in model.layers:
-            layer.self_attn = Checkpointed(layer.self_attn)
+            layer.self_attn = module_of(checkpointed, attention=layer.self_attn)
         recompute.apply(model, rules(rule("TinyDecoderLayer", "recompute", via="kernel", **options)))
         for _ in range(2):
             model.zero_grad()
