@@ -16,6 +16,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+_PLAIN = (Tensor, nn.Parameter)
+
 
 def are_sharded(kinds: Iterable[type]) -> bool:
     """Whether one of these classes has another tensor inside, and ops run on that."""
@@ -25,12 +27,13 @@ def are_sharded(kinds: Iterable[type]) -> bool:
 
 def has_layout(tensor: Tensor) -> bool:
     """Whether ``tensor`` is a DTensor."""
-    return type(tensor) is _class_in("torch.distributed.tensor", "DTensor")
+    kind = type(tensor)
+    return kind not in _PLAIN and kind is _class_in("torch.distributed.tensor", "DTensor")
 
 
 def local_of(tensor: Any) -> Tensor:
     """This rank's part of ``tensor``, once the collective that fills it is done; ``tensor`` itself if it is plain."""
-    if type(tensor) in (Tensor, nn.Parameter) or type(tensor) not in _kinds():
+    if type(tensor) in _PLAIN or type(tensor) not in _kinds():
         return tensor
     if has_layout(tensor):
         tensor = tensor._local_tensor

@@ -30,7 +30,6 @@ from recompute.engine.saved_tensors import (
     laid_out,
     packed_in,
     seen_as,
-    version_of,
 )
 from recompute.engine.thread_state import in_backward, is_fake, local, sharing_values, stopwatch_of
 from recompute.errors import RegenerationError
@@ -59,12 +58,17 @@ class Handle(PackedTensor):
     __slots__ = ("__weakref__", "is_ready", "kept", "number", "source", "tensor", "version", "view")
 
     def __init__(
-        self, source: ValueSource, number: int, tensor: Tensor | None, view: tuple[Layout, Layout] | None = None
+        self,
+        source: ValueSource,
+        number: int,
+        tensor: Tensor | None,
+        version: int,
+        view: tuple[Layout, Layout] | None = None,
     ):
         self.source = source
         self.number = number
         self.tensor = tensor
-        self.version = 0 if tensor is None else version_of(tensor)
+        self.version = version
         self.kept: PackedTensor | None = None
         self.view = view
         self.is_ready = False  # whether the recipe has a value for this handle that it has not taken yet
@@ -190,7 +194,7 @@ class Recipe(ABC):
 
     def handle(self, number: int, view: tuple[Layout, Layout] | None = None) -> Handle:
         """A new handle of a value that is dropped."""
-        handle = Handle(self, number, None, view)
+        handle = Handle(self, number, None, 0, view)
         self.handles.append(weakref.ref(handle))
         return handle
 

@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from recompute.engine.cut.layout import Layout
 from recompute.engine.dtensors import local_of, may_hold_memory
 from recompute.engine.modes import count_dispatch_modes, count_function_modes, has_foreign_modes, hidden_from_modes
+from recompute.engine.thread_state import local
 from recompute.engine.wrapper_tensors import inner_tensors
 from recompute.errors import MutationError
 
@@ -257,6 +258,15 @@ def version_of(tensor: Tensor) -> int:
         return tensor._version
     except RuntimeError:  # an inference tensor keeps no count
         return -1
+
+
+def without_graph(tensor: Tensor, *, copy: bool = False) -> Tensor:
+    """The tensor, or a copy of it, without its graph."""
+    local.regenerating += 1  # so that a tape does not take it for a step
+    try:
+        return tensor.detach().clone() if copy else tensor.detach()
+    finally:
+        local.regenerating -= 1
 
 
 _STRIDED = (Tensor, torch.nn.Parameter)

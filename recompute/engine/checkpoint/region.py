@@ -168,7 +168,7 @@ class CheckpointFrame(Scope, Recipe):
             tensor = local_of(tensor)
             if type(tensor) is nn.Parameter:
                 tensor = tensor.detach()  # its present memory: a library that gathers weights may soon swap it
-        handle = Handle(self, len(self.handles), tensor)
+        handle = Handle(self, len(self.handles), tensor, version_of(tensor))
         self.handles.append(weakref.ref(handle))
         expected: ExpectedTensor | None = None
         if tensor.layout is _strided and not tensor.is_nested:  # else it is kept and not compared

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,8 +23,9 @@ from recompute.engine.saved_tensors import (
     are_held_as_they_are,
     pack_through,
     seen_as,
+    without_graph,
 )
-from recompute.engine.tape.frame_values import FrameValues, without_graph
+from recompute.engine.tape.frame_values import FrameValues
 from recompute.engine.tape.op_arguments import copied
 from recompute.engine.thread_state import packing_for_recipe
 
@@ -139,13 +139,10 @@ class KeptValues:
         view = None if layout == whole else (layout, whole)
         return recipes[self._plan.origin(number)].handle(number, view)
 
-    def resolve(self, handles: Iterable[weakref.ref[Handle]], recipes: Mapping[int, OpRecipe]) -> None:
+    def resolve(self, handles: Iterable[Handle], recipes: Mapping[int, OpRecipe]) -> None:
         """Give each handle of the frame what holds its value, or the recipe that gives it back."""
         plan, statistics = self._plan, self._statistics
-        for reference in handles:
-            handle = reference()
-            if handle is None:
-                continue
+        for handle in handles:
             number = handle.number
             if number in plan.overwritten:  # to be refused if autograd minds
                 assert handle.tensor is not None

@@ -106,7 +106,7 @@ def _with_refs(
     for value in arguments:
         kind = type(value)
         if kind in PLAIN or isinstance(value, Tensor):
-            number = values.number_of(value, foreseen[len(inputs)] if len(inputs) < len(foreseen) else None)
+            number, _ = values.number_of(value, foreseen[len(inputs)] if len(inputs) < len(foreseen) else None)
             inputs.append(number)
             value = _new(ValueRef, (number, Layout.of(value)))
         elif kind in LISTS:

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 from recompute.engine.compression import Codec
 from recompute.engine.cut.op_policy import OpPolicy
 from recompute.engine.cut.ops import Kind, facts_of_call, tensors_in
-from recompute.engine.cut.plan_cache import PlanCache
-from recompute.engine.cut.save_plan import SavePlan
+from recompute.engine.cut.plan_cache import PlanCache, PlanChoice
+from recompute.engine.cut.save_plan import KEEP, SavePlan
 from recompute.engine.dtensors import are_sharded, has_layout
 from recompute.engine.modes import (
     SeesAllOps,
@@ -32,12 +32,18 @@ from recompute.engine.modes import (
     under,
 )
 from recompute.engine.region_statistics import RegionStatistics
-from recompute.engine.saved_tensors import PackedDTensor, PackedTensor, is_inside_checkpoint, top_hooks, unpack_saved
+from recompute.engine.saved_tensors import (
+    PackedDTensor,
+    PackedTensor,
+    is_inside_checkpoint,
+    top_hooks,
+    unpack_saved,
+    without_graph,
+)
 from recompute.engine.scopes import Scope, let_transforms_in, pop_hooks, push_hooks
 from recompute.engine.tape.autocast import in_force, left_out, run_as_called
 from recompute.engine.tape.exposed_memory import bytes_of, expose, expose_arrays, watch
 from recompute.engine.tape.frame import TapeFrame
-from recompute.engine.tape.frame_values import without_graph
 from recompute.engine.tape.function_writes import WatchedArguments
 from recompute.engine.tape.functions import FunctionOp, Reached, context_of, is_in_function
 from recompute.engine.tape.op_arguments import PLAIN, is_plain
@@ -147,10 +153,9 @@ class Tape(Scope, SeesAllOps):
         self.op_policy = region.op_policy
         """The one in force: that of the innermost region that runs."""
         self.statistics = region.statistics
-        self.frame = TapeFrame(
-            region.statistics, region.op_policy, region.plan_cache, variant, region.plan, region.codec
-        )
-        self.outer = self.frame.outer
+        plans = PlanChoice(region.op_policy, region.plan_cache, variant, region.plan)
+        self.frame = TapeFrame(region.statistics, plans, region.codec)
+        self.outer = self.frame.handles.outer
         self.reached: Reached | None = None
         """What the custom Function that runs now has reached; None if none runs."""
 
@@ -237,7 +242,7 @@ class Tape(Scope, SeesAllOps):
             context_of(forward),
             frame.values.plain_parts(tensors_in(every)),
             every,
-            is_saved_as_it_is=frame.are_held_as_they_are,
+            is_saved_as_it_is=frame.handles.are_held_as_they_are,
         )
         self.reached = Reached()
         reached = self.reached.tensors
@@ -273,12 +278,17 @@ class Tape(Scope, SeesAllOps):
                 part = self.pack(self.frame.values.part_of(tensor))
                 return PackedDTensor(without_graph(tensor), part, self.statistics.name)
             tensor = self.frame.values.part_of(tensor)
-        return self.frame.save(tensor)
+        frame = self.frame
+        if not frame.has_begun:
+            frame.begin("saved", (tensor,))
+        return frame.save(tensor)
 
     def pin(self, tensor: Tensor, name: str | None) -> Tensor:
         """Never regenerate ``tensor``, if it has no name or the rule in force lists its name."""
         part = self.frame.values.part_of(tensor)
         if self.op_policy.keeps_tensor(name) and is_plain(part):
+            if not self.frame.has_begun:
+                self.frame.begin(KEEP, (part,))
             self.frame.pin(part, self.op_policy)
         return tensor
 
