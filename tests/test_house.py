@@ -256,7 +256,7 @@ MANY_PARAMETERS = {
     "rules.__init__",
 }
 SHARED_NAMES = {
-    *("RecomputeCallback", "ablate", "agree", "arguments_of", "cast", "conclude", "copy_of", "describe"),
+    *("RecomputeCallback", "ablate", "arguments_of", "cast", "conclude", "copy_of", "describe"),
     *("differentiate", "estimate", "frontier", "is_foreign", "kernel_of", "nbytes_of", "plan", "recompute"),
     *("record", "register", "run", "shortened", "solve", "static_nbytes", "table", "tables", "under", "verify"),
     *("verify_plan", "watch"),

@@ -12,7 +12,6 @@ that counts ops from one that adds noise to them. So modes of torch and of this 
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
@@ -20,6 +19,8 @@ from typing import Any, TypeVar
 import torch
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from recompute.engine.thread_state import local
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -58,14 +59,6 @@ class SeesAllOps(TorchDispatchMode):
         return True
 
 
-class _HiddenModes(threading.local):
-    def __init__(self) -> None:
-        self.hidden: list[Any] = []
-
-
-_local = _HiddenModes()
-
-
 def dispatch_modes() -> list[Any]:
     """The dispatch modes in force, innermost last, without those of torch that lie beneath all others."""
     modes = map(_C._get_dispatch_stack_at, range(count_dispatch_modes()))
@@ -93,7 +86,7 @@ def has_foreign_modes() -> bool:
 
 def are_modes_hidden() -> bool:
     """Whether ``hidden_from_modes`` is hiding something from a foreign mode here."""
-    return bool(_local.hidden)
+    return bool(local.hidden_modes)
 
 
 def put_beneath(mode: Any) -> None:
@@ -146,13 +139,13 @@ def under(dispatch: Sequence[Any], functions: Sequence[Any]) -> Iterator[None]:
 def hidden_from_modes() -> Iterator[None]:
     """The span of what the engine itself does with tensors: only trusted modes see it or change it."""
     modes = dispatch_modes()
-    before = _local.hidden
+    before = local.hidden_modes
     with under(_trusted(modes), _trusted(function_modes())):
-        _local.hidden = before + list(filter(is_foreign, modes))
+        local.hidden_modes = before + list(filter(is_foreign, modes))
         try:
             yield
         finally:
-            _local.hidden = before
+            local.hidden_modes = before
 
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -160,9 +153,7 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 def hidden_from_any_modes() -> AbstractContextManager[None]:
     """``hidden_from_modes`` if there are foreign modes; else nothing, which costs less."""
-    if (count_dispatch_modes() or count_function_modes()) and has_foreign_modes():
-        return hidden_from_modes()
-    return _NOTHING
+    return hidden_from_modes() if has_foreign_modes() else _NOTHING
 
 
 def runs_hidden_from_modes(method: F) -> F:
@@ -181,7 +172,7 @@ def runs_hidden_from_modes(method: F) -> F:
 @contextmanager
 def shown_to_modes() -> Iterator[None]:
     """The span of what runs again, inside of ``hidden_from_modes``: the foreign modes see it again."""
-    with under([*dispatch_modes(), *_local.hidden], function_modes()):
+    with under([*dispatch_modes(), *local.hidden_modes], function_modes()):
         yield
 
 
@@ -200,17 +191,17 @@ class ActiveModes:
             self._dispatch or self._functions or count_dispatch_modes() or count_function_modes() or are_modes_hidden()
         ):
             return _NOTHING
-        present = [*dispatch_modes(), *_local.hidden]
+        present = [*dispatch_modes(), *local.hidden_modes]
         missing = [mode for mode in self._dispatch if mode not in present]
-        if not missing and not _local.hidden and self._functions == function_modes():
+        if not missing and not local.hidden_modes and self._functions == function_modes():
             return _NOTHING
         return self._under([*present, *missing])
 
     @contextmanager
     def _under(self, dispatch: Sequence[Any]) -> Iterator[None]:
-        before, _local.hidden = _local.hidden, []
+        before, local.hidden_modes = local.hidden_modes, []
         try:
             with under(dispatch, self._functions):
                 yield
         finally:
-            _local.hidden = before
+            local.hidden_modes = before

@@ -31,7 +31,7 @@ from recompute.engine.saved_tensors import (
     packed_in,
     seen_as,
 )
-from recompute.engine.thread_state import in_backward, is_fake, local, sharing_values, stopwatch_of
+from recompute.engine.thread_state import alive, in_backward, is_fake, local, sharing_values, stopwatch_of
 from recompute.errors import RegenerationError
 
 
@@ -73,16 +73,12 @@ class Handle(PackedTensor):
         self.view = view
         self.is_ready = False  # whether the recipe has a value for this handle that it has not taken yet
 
-    def another(self, view: tuple[Layout, Layout]) -> Handle:
-        """Another handle of the same dropped value. view: its layout, and that of this handle's tensor."""
+    def another(self, view: tuple[Layout, Layout] | None = None) -> Handle:
+        """Another handle of the same dropped value. view: its layout, and that of this handle's tensor; None: alike."""
         assert isinstance(self.source, Recipe)
-        layout, whole = view
-        return self.source.handle(self.number, (layout, whole if self.view is None else self.view[1]))
-
-    def twin(self) -> Handle:
-        """Another handle of the same dropped value, seen alike."""
-        assert isinstance(self.source, Recipe)
-        return self.source.handle(self.number, self.view)
+        if view is not None and self.view is not None:
+            view = view[0], self.view[1]
+        return self.source.handle(self.number, view or self.view)
 
     def keep(self, kept: PackedTensor) -> None:
         """Keep the tensor, which ``kept`` holds from now on."""
@@ -169,9 +165,8 @@ class RecipeGroup:
         """Free the values that nobody has taken."""
         with self.lock:
             filled, self._filled, self._task = self._filled, [], -1
-            for reference in filled:
-                if (recipe := reference()) is not None:
-                    recipe.release()
+            for recipe in alive(filled):
+                recipe.release()
 
 
 class Recipe(ABC):
@@ -200,8 +195,7 @@ class Recipe(ABC):
 
     def dropped(self) -> list[Handle]:
         """The handles, still alive, of tensors that are not kept."""
-        alive = [handle for ref in self.handles if (handle := ref()) is not None]
-        return [handle for handle in alive if handle.tensor is None and handle.kept is None]
+        return [handle for handle in alive(self.handles) if handle.tensor is None and handle.kept is None]
 
     def take(self, handle: Handle) -> Tensor:
         if not in_backward() and local.sharing is None:  # somebody looks at a saved tensor outside of backward
@@ -265,6 +259,13 @@ class Recipe(ABC):
         """The values whose numbers are in ``wanted``."""
 
 
+def recipes_behind(packed: Any) -> Iterator[Recipe]:
+    """The recipes that must run before the tensors in ``packed`` can be had."""
+    for value in packed_in(packed):
+        if isinstance(value, Handle) and value.kept is None and not value.is_ready:
+            yield value.source  # type: ignore[misc]
+
+
 def nbytes_of(values: Iterable[PackedTensor]) -> int:
     """The bytes of memory that hold these values."""
     storages = [value.tensor.untyped_storage() for value in values if isinstance(value, KeptTensor)]
@@ -311,14 +312,12 @@ class OpRecipe(Recipe):
         self._originals = originals
 
     def missing_inputs(self) -> Iterator[Recipe]:
-        for value in packed_in((self._call.args, self._call.kwargs)):
-            if isinstance(value, Handle) and value.kept is None and not value.is_ready:
-                yield value.source  # type: ignore[misc]
+        return recipes_behind((self._call.args, self._call.kwargs))
 
     def regenerate(self, wanted: Collection[int]) -> dict[int, PackedTensor]:
         call = self._call
         if call.rng is None and call.dtype is None and is_plain_eager() and self.group.is_alike():
-            outputs = self._run()
+            outputs: Any = self._run()
         else:
             with (
                 _ExcludeKeys(_AUTOCAST),
@@ -329,18 +328,16 @@ class OpRecipe(Recipe):
                 default_dtype(call.dtype) if call.dtype else nullcontext(),
             ):
                 outputs = self._run()
-        slots = self._slots
+        if self._slots is not None:
+            outputs = {number: outputs[slot] for number, slot in self._slots.items()}
         for number, original in (self._originals or {}).items():
-            if different := count_different(outputs[number if slots is None else slots[number]], original):
+            if different := count_different(outputs[number], original):
                 raise RegenerationError(
                     f"in {self.statistics.name}: {self.name} gave back a {describe(original)} of which {different} of "
                     f"{original.numel()} elements differ from what was dropped. List {self.name} in the rule's keep, "
                     "or pass the tensor to recompute.keep."
                 )
-        name = self.statistics.name
-        if slots is None:
-            return {number: KeptTensor(outputs[number], name) for number in wanted}
-        return {number: KeptTensor(outputs[slots[number]], name) for number in wanted}
+        return {number: KeptTensor(outputs[number], self.statistics.name) for number in wanted}
 
     def _run(self) -> Sequence[Tensor]:
         args, kwargs = fetch(self._call.args), fetch(self._call.kwargs)

@@ -137,31 +137,27 @@ class RngState:
 
     __slots__ = ("_defaults", "_states")
 
-    def __init__(self, extra: Iterable[Any] = (), *, name: str = "a region", only_torch: bool = False):
+    def __init__(
+        self, extra: Iterable[Any] = (), *, name: str = "a region", only_torch: bool = False, alone: bool = False
+    ):
         """name: of the module that is going to draw; errors mention it.
 
-        only_torch: leave out Python's and NumPy's, unless they are in ``extra``.
+        only_torch: leave out Python's and NumPy's, unless they are in ``extra``. alone: leave out all but ``extra``.
         """
         devices = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
-        defaults = (*devices, *(() if only_torch else GLOBALS))
+        defaults = () if alone else (*devices, *(() if only_torch else GLOBALS))
+        self._states: list[tuple[RandomSource, Any]] = [] if alone else [(CPU, CPU.state())]
+        self._defaults = len(self._states) + len(defaults)
         try:
-            self._states: list[tuple[RandomSource, Any]] = [(CPU, CPU.state())]
             for value in (*defaults, *extra):
                 self.include(value)
         except RngError as error:
             raise RngError(f"{name}: {error}") from error
-        self._defaults = 1 + len(defaults)
 
     @staticmethod
     def of(generator: torch.Generator, name: str) -> RngState:
         """The state of one generator alone."""
-        captured = object.__new__(RngState)
-        captured._states = []
-        try:
-            captured.include(generator)
-        except RngError as error:
-            raise RngError(f"{name}: {error}") from error
-        return captured
+        return RngState((generator,), name=name, alone=True)
 
     def include(self, value: Any) -> None:
         """Also capture the state of ``value``, if it is a source that has not been captured yet."""

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from recompute.engine.cut.layout import Layout
 from recompute.engine.dtensors import local_of, may_hold_memory
 from recompute.engine.modes import count_dispatch_modes, count_function_modes, has_foreign_modes, hidden_from_modes
-from recompute.engine.thread_state import local
+from recompute.engine.thread_state import unseen_by_tapes
 from recompute.engine.wrapper_tensors import inner_tensors
 from recompute.errors import MutationError
 
@@ -212,32 +212,31 @@ def top_hooks() -> Hooks | None:
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
+def _scopes_of(hooks: Hooks | None) -> tuple[list[Any], Hooks | None]:
+    """The scopes of ours that have these hooks, from the innermost one; and the hooks of others around them."""
+    scopes: list[Any] = []
+    while hooks is not None and hooks[1] is unpack_saved:
+        scopes.append(hooks[0].__self__)  # type: ignore[attr-defined]
+        hooks = scopes[-1].outer
+    return scopes, hooks
+
+
 def has_only_our_hooks(hooks: Hooks | None) -> bool:
     """Whether these hooks are a scope of ours, or there are none, and there are none of others around them."""
-    while hooks is not None and hooks[1] is unpack_saved:
-        hooks = hooks[0].__self__.outer  # type: ignore[attr-defined]
-    return hooks is None
+    return _scopes_of(hooks)[1] is None
 
 
 def are_held_as_they_are(hooks: Hooks | None) -> bool:
     """Whether all that these hooks do to a tensor that no recipe gives back is to hold it, where it is."""
-    while hooks is not None and hooks[1] is unpack_saved:
-        scope = hooks[0].__self__  # type: ignore[attr-defined]
-        if getattr(scope, "holds_elsewhere", False):
-            return False
-        hooks = scope.outer
-    return hooks is None
+    scopes, others = _scopes_of(hooks)
+    return others is None and not any(scope.holds_elsewhere for scope in scopes)
 
 
 def is_inside_checkpoint() -> bool:
     """Whether what is saved now goes to a checkpoint, ours or torch's, in its first run or in a replay."""
-    hooks = top_hooks()
-    while hooks is not None and hooks[1] is unpack_saved:
-        scope = hooks[0].__self__  # type: ignore[attr-defined]
-        if scope.is_checkpoint:
-            return True
-        hooks = scope.outer
-    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+    scopes, others = _scopes_of(top_hooks())
+    is_torchs = others is not None and others[0].__module__ == "torch.utils.checkpoint"
+    return is_torchs or any(scope.is_checkpoint for scope in scopes)
 
 
 def checked(tensor: Tensor, version: int, name: str) -> Tensor:
@@ -262,11 +261,8 @@ def version_of(tensor: Tensor) -> int:
 
 def without_graph(tensor: Tensor, *, copy: bool = False) -> Tensor:
     """The tensor, or a copy of it, without its graph."""
-    local.regenerating += 1  # so that a tape does not take it for a step
-    try:
+    with unseen_by_tapes:
         return tensor.detach().clone() if copy else tensor.detach()
-    finally:
-        local.regenerating -= 1
 
 
 _STRIDED = (Tensor, torch.nn.Parameter)

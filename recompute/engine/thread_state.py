@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
 from recompute.engine.region_statistics import RegionStatistics, Stopwatch
 
 EngineWork = Literal["compression", "offloading"]
+T = TypeVar("T")
 
 
 class _ThreadState(threading.local):
@@ -28,6 +30,10 @@ class _ThreadState(threading.local):
         """How many recipes are running, one inside of the other. Tapes take no op for a step then."""
         self.work: EngineWork | None = None
         """What the engine is doing that is neither a part of the model nor running some of it again."""
+        self.offloaded: weakref.ref[Any] | None = None
+        """The ``OffloadFrame`` that ended last and has copied something."""
+        self.hidden_modes: list[Any] = []
+        """The foreign modes that ``hidden_from_modes`` hides here."""
         self.sharing: set[Any] | None = None
         """The ``RecipeGroup`` of each recipe that has run inside of ``sharing_values``; None outside of it."""
         self.packing_for_recipe = False
@@ -76,13 +82,25 @@ def sharing_values() -> Iterator[None]:
             group.release()
 
 
+class _Unseen:
+    def __enter__(self) -> None:
+        local.regenerating += 1
+
+    def __exit__(self, *error: object) -> None:
+        local.regenerating -= 1
+
+
+unseen_by_tapes = _Unseen()
+"""Inside, no tape takes an op for a step."""
+
+
 @contextmanager
 def working(work: EngineWork) -> Iterator[None]:
     """Inside, the engine compresses, decompresses, or copies off the device and back.
 
     Ops in it are no ops of the model: no tape takes them for a step.
     """
-    with swapped(local, "work", work), swapped(local, "regenerating", local.regenerating + 1):
+    with swapped(local, "work", work), unseen_by_tapes:
         yield
 
 
@@ -98,6 +116,13 @@ def stopwatch_of(statistics: RegionStatistics) -> Stopwatch | None:
     """
     stopwatch = statistics.regenerated.stopwatch
     return None if stopwatch is None or local.regenerating or is_in_cuda_graph() else stopwatch
+
+
+def alive(references: Iterable[weakref.ref[T]]) -> Iterator[T]:
+    """What these refer to, as far as it is alive when its turn comes."""
+    for reference in references:
+        if (value := reference()) is not None:
+            yield value
 
 
 def in_backward() -> bool:

@@ -11,13 +11,13 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat, starmap
 from types import MemberDescriptorType, MethodType, ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +31,8 @@ from recompute.engine.reachable_objects import Walk, is_foreign
 from recompute.engine.rng import RngState, is_random_source
 from recompute.engine.tape.autocast import run_as_called
 from recompute.engine.tape.op_arguments import generators_of
+from recompute.engine.thread_state import alive
 
-T = TypeVar("T")
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 _MISSING = object()
@@ -188,10 +188,6 @@ def _code_of(function: Callable[..., Any], given: Sequence[Any]) -> list[Any]:
         elif callable(value) or isinstance(value, Tensor):
             found.append(value)
     return found
-
-
-def alive(references: Iterable[weakref.ref[T]]) -> list[T]:
-    return [value for reference in references if (value := reference()) is not None]
 
 
 def _weakly(value: Any) -> Callable[[], Any]:

@@ -53,7 +53,7 @@ from recompute.engine.saved_tensors import (
 )
 from recompute.engine.scopes import Scope, let_transforms_in
 from recompute.engine.tape.recorder import TapeRegion
-from recompute.engine.thread_state import is_fake
+from recompute.engine.thread_state import alive, is_fake
 from recompute.engine.wrapper_tensors import inner_tensors, nbytes_held
 from recompute.errors import RegenerationError, warn
 
@@ -102,24 +102,6 @@ class CheckpointFrame(Scope, Recipe):
     """One run of a region. Its values are what autograd saved, numbered in order."""
 
     is_checkpoint = is_frame = True
-    __slots__ = (
-        "_autocast",
-        "_context",
-        "_expected",
-        "_function",
-        "_hooked",
-        "_inputs",
-        "_living",
-        "_modes",
-        "_originals",
-        "_pins",
-        "_places",
-        "_region",
-        "_rng",
-        "_state",
-        "_then",
-        "outer",
-    )
 
     def __init__(
         self,
@@ -155,8 +137,8 @@ class CheckpointFrame(Scope, Recipe):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         super().__exit__(kind, error, trace)
         if kind is not None:  # what the region made before the error may live on, so it is kept
-            for ref in self.handles:
-                if (handle := ref()) is not None and handle.tensor is not None:
+            for handle in alive(self.handles):
+                if handle.tensor is not None:
                     handle.keep(KeptTensor(handle.tensor.detach(), self.statistics.name, handle.version))
 
     def pack(self, tensor: Tensor) -> PackedTensor:

@@ -12,7 +12,6 @@ it, which are copied while this one computes.
 from __future__ import annotations
 
 import functools
-import threading
 import weakref
 from collections.abc import Callable, Collection
 from typing import Any
@@ -42,7 +41,7 @@ from recompute.engine.saved_tensors import (
 )
 from recompute.engine.scopes import Scope, let_transforms_in
 from recompute.engine.tape.op_arguments import parameter_of
-from recompute.engine.thread_state import is_in_cuda_graph, local, working
+from recompute.engine.thread_state import alive, is_in_cuda_graph, local, working
 from recompute.errors import UnsupportedError
 from recompute.policy.meaning import Offloading, travelling
 
@@ -113,10 +112,11 @@ class OffloadFrame(Scope):
             region.statistics.frames += 1
         if not self._copies:
             return
-        for reference in self._late:
-            if (copy := reference()) is not None:
-                copy.start()
-        self._before = _forward.note(self)
+        for copy in alive(self._late):
+            copy.start()
+        self._before, local.offloaded = local.offloaded, weakref.ref(self)
+        if self._before is not None and (before := self._before()) is not None:
+            before.let_go()  # its copies have had the time to get done
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and tensor.grad_fn is not None:  # a leaf would keep its hook for good
                 tensor.register_hook(self._reached)
@@ -134,15 +134,13 @@ class OffloadFrame(Scope):
         if task == self._task:
             return
         self._task = task
-        for reference in reversed(self._copies):
-            if (copy := reference()) is not None:
-                copy.fetch()
+        for copy in alive(reversed(self._copies)):
+            copy.fetch()
 
     def let_go(self) -> None:
         """Free the device's memory of what was copied, as soon as that is done."""
-        for reference in self._copies:
-            if (copy := reference()) is not None:
-                copy.let_go()
+        for copy in alive(self._copies):
+            copy.let_go()
 
     def pack(self, tensor: Tensor) -> PackedTensor:
         if (count_dispatch_modes() or count_function_modes()) and has_foreign_modes():
@@ -209,23 +207,6 @@ class OffloadFrame(Scope):
         if self._counts:
             statistics.eager_nbytes += nbytes
             statistics.kept_nbytes += nbytes
-
-
-class _Forward(threading.local):
-    """The frames of this thread, in the order of their forwards."""
-
-    def __init__(self) -> None:
-        self.last: weakref.ref[OffloadFrame] | None = None
-
-    def note(self, frame: OffloadFrame) -> weakref.ref[OffloadFrame] | None:
-        """A frame has ended: the copies of the one before it, which is returned, have had the time to get done."""
-        before, self.last = self.last, weakref.ref(frame)
-        if before is not None and (known := before()) is not None:
-            known.let_go()
-        return before
-
-
-_forward = _Forward()
 
 
 class OffloadedStorage(Recipe):

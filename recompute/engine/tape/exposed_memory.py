@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from recompute.engine.thread_state import local
+from recompute.engine.thread_state import local, unseen_by_tapes
 
 _ARRAYS: tuple[tuple[Any, str], ...] = (
     (Tensor, "numpy"),  # which ``__array__`` and ``np.asarray`` call
@@ -71,11 +71,8 @@ def _telling(door: Callable[..., Any], is_array: bool) -> Callable[..., Any]:
 
 def bytes_of(storage: torch.UntypedStorage) -> Tensor:
     """A tensor that sees all of a storage."""
-    local.regenerating += 1  # so that a tape does not take it for a step
-    try:
+    with unseen_by_tapes:
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-    finally:
-        local.regenerating -= 1
 
 
 def expose(storage: torch.UntypedStorage) -> None:

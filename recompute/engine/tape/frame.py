@@ -38,7 +38,6 @@ from recompute.engine.tape.op_arguments import NotRegenerable, is_plain
 from recompute.engine.tape.recorded_call import (
     MadeTensor,
     OpCall,
-    agree,
     as_drawn,
     count_writes,
     made_by,
@@ -165,7 +164,7 @@ class TapeFrame:
         made = made_by(values, call, output, instruction.layouts)
         has_drawn_unseen = recorded is not None and (recorded := as_drawn(recorded, known)) is None
         is_other = is_function and not self._writes_as_foreseen(instruction, call)
-        if made is None or has_drawn_unseen or is_other or not agree(made, instruction.layouts):
+        if made is None or has_drawn_unseen or is_other or [each for *_, each in made] != [*instruction.layouts]:
             self.deoptimize()
             self._write_down(call, call.reason or "it does not do the same every time", (), made or [], None)
             return output

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from recompute.engine.saved_tensors import (
 )
 from recompute.engine.tape.frame_values import FrameValues
 from recompute.engine.tape.kept_values import KeptValues, ValuesAsTheyAre
-from recompute.engine.thread_state import sharing_values
+from recompute.engine.thread_state import alive, sharing_values
 
 
 class FrameHandles:
@@ -77,11 +77,6 @@ class FrameHandles:
         self._handles.append(weakref.ref(handle))
         return handle
 
-    def _alive(self) -> Iterator[Handle]:
-        for reference in self._handles:
-            if (handle := reference()) is not None:
-                yield handle
-
     def take(self, handle: Handle) -> Tensor:
         """A value that is asked for while the frame still runs, as by ``autograd.grad`` inside of it."""
         if self._stand_ins is None or handle not in self._stand_ins:
@@ -98,7 +93,7 @@ class FrameHandles:
         recipes = self._kept(plan, ValuesAsTheyAre).recipes(self._calls)
         return [
             (handle, recipes[plan.origin(handle.number)].handle(handle.number, handle.view))
-            for handle in self._alive()
+            for handle in alive(self._handles)
             if handle.tensor is None
         ]
 
@@ -111,7 +106,7 @@ class FrameHandles:
                 dropped.version = version_of(dropped.tensor)
                 whole = seen_as(dropped.tensor, plan.facts[dropped.number].layout)
                 values.held.setdefault(dropped.number, whole)
-        for handle in self._alive():
+        for handle in alive(self._handles):
             if handle.tensor is not None and handle.number not in values.overwritten:
                 values.held.setdefault(handle.number, handle.tensor)
         self._stand_ins = None
@@ -122,7 +117,7 @@ class FrameHandles:
         ``take_back`` may have brought the value back, in other memory than others are going to write to.
         """
         layout = self._values.facts[number].layout
-        for handle in self._alive():
+        for handle in alive(self._handles):
             if handle.number == number:
                 assert handle.tensor is not None
                 if handle.tensor.untyped_storage()._cdata != storage._cdata:
@@ -131,7 +126,7 @@ class FrameHandles:
 
     def drop(self) -> None:
         """Let go of every tensor: nobody will ask for one."""
-        for handle in list(self._alive()):
+        for handle in list(alive(self._handles)):
             handle.drop()  # what it holds has a graph, and that graph holds the handle
         self._let_go_of_graphs()
 
@@ -143,7 +138,7 @@ class FrameHandles:
         kept = self._kept(plan, keep)
         recipes = kept.recipes(self._calls)
         self._let_go_of_graphs()
-        kept.resolve(self._alive(), recipes)
+        kept.resolve(alive(self._handles), recipes)
         return recipes
 
     def _kept(self, plan: SavePlan, keep: type[KeptValues]) -> KeptValues:

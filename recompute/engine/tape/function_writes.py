@@ -20,7 +20,7 @@ from recompute.engine.modes import hidden_from_any_modes
 from recompute.engine.saved_tensors import version_of
 from recompute.engine.tape.exposed_memory import bytes_of
 from recompute.engine.tape.op_arguments import LISTS, parameter_of
-from recompute.engine.thread_state import is_fake, is_in_cuda_graph, local
+from recompute.engine.thread_state import is_fake, is_in_cuda_graph, unseen_by_tapes
 
 FIRST_RUNS = 4
 """After so many runs of a kind that have overwritten nothing, bytes are not compared any more."""
@@ -150,12 +150,8 @@ class WatchedArguments:
 
 
 def _checksum_of(storage: torch.UntypedStorage) -> int:
-    local.regenerating += 1  # so that a tape does not take it for steps
-    try:
-        with hidden_from_any_modes(), torch.no_grad():
-            return checksum(bytes_of(storage))
-    finally:
-        local.regenerating -= 1
+    with unseen_by_tapes, hidden_from_any_modes(), torch.no_grad():
+        return checksum(bytes_of(storage))
 
 
 def _storages(tensors: Iterable[Tensor]) -> set[int]:

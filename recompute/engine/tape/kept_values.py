@@ -61,19 +61,16 @@ class KeptValues:
         packed = self._packed.get(number)
         if packed is None:
             packed = self._packed[number] = self._pack(number, whole)
-        if type(packed) is KeptTensor:
+        if not isinstance(packed, (Recipe, Handle)):
             return packed if layout == whole else PackedView(packed, layout)
+        if isinstance(packed, Handle):  # whoever asks gets a handle of their own
+            return packed.another((layout, whole))
         if isinstance(packed, OuterUnpackRecipe):
             if packed.layout != layout:  # hooks of others hold only the view that they were given
                 packed = self._views.get(ref) or self._views.setdefault(ref, self._pack(number, layout))
                 assert isinstance(packed, OuterUnpackRecipe)
             return packed.handle(0)
-        if isinstance(packed, CompressedTensor):
-            return packed.handle(0, None if layout == whole else (layout, whole))
-        if isinstance(packed, Handle):  # whoever asks gets a handle of their own
-            return packed.another((layout, whole))
-        assert isinstance(packed, PackedTensor)
-        return packed if layout == whole else PackedView(packed, layout)
+        return packed.handle(0, None if layout == whole else (layout, whole))
 
     def for_rerun(self, ref: ValueRef) -> PackedTensor:
         """What is held for a step that runs again and reads this value: a copy, if that is cheap.

@@ -94,11 +94,6 @@ def is_frozen(value: Any) -> bool:
     return is_own and type(value).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
-def fits(layout: Layout, tensor: Tensor) -> bool:
-    """Whether a tensor of ``layout`` covers the storage of ``tensor``, each byte exactly once."""
-    return is_dense(layout, tensor.untyped_storage().nbytes())
-
-
 def copied(tensor: Tensor) -> Tensor:
     """``tensor`` as a view of a copy of its whole storage."""
     layout, nbytes = Layout.of(tensor), tensor.untyped_storage().nbytes()

@@ -22,7 +22,6 @@ from recompute.engine.tape.op_arguments import (
     NotRegenerable,
     at,
     capture,
-    fits,
     is_plain,
     parameter_of,
     watch,
@@ -138,7 +137,10 @@ def made_by(
     known = call.known
     if known.kind is Kind.IN_PLACE and not call.reason:
         tensor = call.args[known.writes[0]]  # type: ignore[index]
-        return [(0, tensor, _whole_layout(values, tensor, *foreseen[:1]))]
+        if (number := values.known_number(tensor)) is not None:  # ``tensor`` may be a part of it
+            return [(0, tensor, values.facts[number].layout)]
+        is_as_foreseen = foreseen and is_dense(foreseen[0], tensor.untyped_storage().nbytes())
+        return [(0, tensor, foreseen[0] if is_as_foreseen else Layout.of(tensor))]
     if not known.writes and not call.unobserved:
         return _outputs_in_new_memory(output, values.current)
     written = writable(values, call)
@@ -151,14 +153,6 @@ def made_by(
 
 def _is_new(value: Any, others: Container[int]) -> bool:
     return isinstance(value, Tensor) and is_plain(value) and value.untyped_storage()._cdata not in others
-
-
-def _whole_layout(values: FrameValues, tensor: Tensor, foreseen: Layout | None = None) -> Layout:
-    """The layout that sees all of a value. ``tensor`` may be a part of it."""
-    number = values.known_number(tensor)
-    if number is not None:
-        return values.facts[number].layout
-    return foreseen if foreseen is not None and fits(foreseen, tensor) else Layout.of(tensor)
 
 
 def writable(values: FrameValues, call: OpCall) -> list[Tensor]:
@@ -199,7 +193,3 @@ def count_writes(call: OpCall) -> None:
     for value in at(call.known.writes, call.args, call.kwargs):
         if type(value) in LISTS:
             torch.autograd.graph.increment_version(value)
-
-
-def agree(made: list[MadeTensor], layouts: tuple[Layout, ...]) -> bool:
-    return tuple([layout for _, _, layout in made]) == layouts
