@@ -1,4 +1,4 @@
-"""Compression: what a region holds for backward as codes of 8 bits. A codec makes and reads them."""
+"""Compression: a region holds tensors for backward as codes of 8 bits. A codec makes and reads them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from recompute.engine.recipes import Recipe, RecipeGroup, recipes_behind
+from recompute.engine.recipes import Handle, Recipe, RecipeGroup
 from recompute.engine.region_statistics import RegionStatistics
-from recompute.engine.saved_tensors import Hooks, KeptTensor, PackedTensor, pack_through
+from recompute.engine.saved_tensors import Hooks, KeptTensor, PackedTensor, pack_through, packed_in
 from recompute.engine.thread_state import packing_for_recipe, working
 
 
@@ -25,7 +25,7 @@ class Codes(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of what is held."""
+        """Bytes of the codes and the scales."""
         return self.codes.nbytes + self.scales.nbytes
 
 
@@ -40,7 +40,7 @@ class Codec(Protocol):
 
 
 class CompressedTensor(Recipe):
-    """A tensor that is held as codes; its only value, 0, is what they give back."""
+    """A tensor that is held as codes. Its only value, 0, is the decoded tensor."""
 
     __slots__ = ("_codec", "_dtype", "_parts")
 
@@ -59,7 +59,9 @@ class CompressedTensor(Recipe):
         statistics.kept_nbytes += encoded.nbytes - tensor.nbytes
 
     def missing_inputs(self) -> Iterator[Recipe]:
-        return recipes_behind(self._parts)
+        for part in packed_in(self._parts):
+            if isinstance(part, Handle) and part.kept is None and not part.is_ready:
+                yield part.source  # type: ignore[misc]
 
     def regenerate(self, wanted: Collection[int]) -> dict[int, PackedTensor]:
         codes, scales = (part.get() for part in self._parts)

@@ -1,12 +1,12 @@
-"""Other people's ``TorchDispatchMode`` and ``TorchFunctionMode`` objects, which may change what an op gives.
+"""Other people's ``TorchDispatchMode`` and ``TorchFunctionMode`` objects, which may change an op's result.
 
 A mode that is in force in forward need not be in force in backward, nor the other way round. And nothing tells a mode
 that counts ops from one that adds noise to them. So modes of torch and of this package are trusted; all others are
 *foreign*, and nothing is assumed of them:
 
-- A tape goes beneath foreign modes, where it sees what they make of an op.
-- What the engine itself does with tensors is hidden from them.
-- What runs again in backward is shown to them, but what they make of it counts for nothing.
+- A tape goes beneath foreign modes, where it sees the ops that they call.
+- They do not see what the engine itself does with tensors.
+- They see what runs again in backward, but their results of it are not used.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recompute.engine.thread_state import local
+from recompute.engine.thread_state import local, swapped
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -32,12 +32,12 @@ count_dispatch_modes = _C._len_torch_dispatch_stack
 
 
 class SeesAllOps(TorchDispatchMode):
-    """A mode of ours that sees each op of a region, also of what is compiled inside of it."""
+    """A mode of ours that sees each op of a region, also the ops of compiled code inside of it."""
 
     supports_higher_order_operators = True
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Have ``torch.compile`` not take the code for the user's, where it runs what it has not compiled.
+        """Keep ``torch.compile`` from taking the code for the user's, where it runs code that it has not compiled.
 
         ``torch._dynamo.eval_frame.skip_code`` does so, too, but would load the compiler.
         """
@@ -47,7 +47,7 @@ class SeesAllOps(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False: torch would wrap ``__torch_dispatch__``, which costs a third of what showing an op to Python does.
+        """False: else torch wraps ``__torch_dispatch__``, and each op takes a third longer to reach Python.
 
         It would load the compiler in a forward, too.
         """
@@ -60,7 +60,7 @@ class SeesAllOps(TorchDispatchMode):
 
 
 def dispatch_modes() -> list[Any]:
-    """The dispatch modes in force, innermost last, without those of torch that lie beneath all others."""
+    """The dispatch modes in force, innermost last. torch's modes that lie beneath all others are left out."""
     modes = map(_C._get_dispatch_stack_at, range(count_dispatch_modes()))
     return [mode for mode in modes if getattr(mode, "_mode_key", None) is None]
 
@@ -71,12 +71,12 @@ def function_modes() -> list[Any]:
 
 
 def is_foreign(mode: Any) -> bool:
-    """Whether a mode is neither torch's nor ours, so that nobody knows what it does to the ops that it sees."""
+    """Whether a mode is neither torch's nor ours: nobody knows what it does to the ops that it sees."""
     return not type(mode).__module__.startswith(_TRUSTED)
 
 
 def has_foreign_modes() -> bool:
-    """Whether there is a foreign mode, which would see, and might change, what the engine does with tensors."""
+    """Whether there is a foreign mode. It would see what the engine does with tensors, and might change it."""
     functions, ops = count_function_modes(), count_dispatch_modes()
     if not functions and not ops:
         return False
@@ -124,7 +124,7 @@ def _trusted(modes: list[Any]) -> list[Any]:
 
 @contextmanager
 def under(dispatch: Sequence[Any], functions: Sequence[Any]) -> Iterator[None]:
-    """Inside, only these modes are in force, and those of torch that lie beneath all others."""
+    """Inside, only these modes are in force, and torch's modes that lie beneath all others."""
     present = dispatch_modes(), function_modes()
     _put_dispatch_modes(dispatch)
     _put_function_modes(functions)
@@ -137,15 +137,11 @@ def under(dispatch: Sequence[Any], functions: Sequence[Any]) -> Iterator[None]:
 
 @contextmanager
 def hidden_from_modes() -> Iterator[None]:
-    """The span of what the engine itself does with tensors: only trusted modes see it or change it."""
+    """Inside, the engine itself works on tensors: only trusted modes see it or change it."""
     modes = dispatch_modes()
-    before = local.hidden_modes
-    with under(_trusted(modes), _trusted(function_modes())):
-        local.hidden_modes = before + list(filter(is_foreign, modes))
-        try:
-            yield
-        finally:
-            local.hidden_modes = before
+    hidden = [*local.hidden_modes, *filter(is_foreign, modes)]
+    with under(_trusted(modes), _trusted(function_modes())), swapped(local, "hidden_modes", hidden):
+        yield
 
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -171,7 +167,7 @@ def runs_hidden_from_modes(method: F) -> F:
 
 @contextmanager
 def shown_to_modes() -> Iterator[None]:
-    """The span of what runs again, inside of ``hidden_from_modes``: the foreign modes see it again."""
+    """Inside, something runs again: the foreign modes that ``hidden_from_modes`` hides see it."""
     with under([*dispatch_modes(), *local.hidden_modes], function_modes()):
         yield
 
@@ -199,9 +195,5 @@ class ActiveModes:
 
     @contextmanager
     def _under(self, dispatch: Sequence[Any]) -> Iterator[None]:
-        before, local.hidden_modes = local.hidden_modes, []
-        try:
-            with under(dispatch, self._functions):
-                yield
-        finally:
-            local.hidden_modes = before
+        with swapped(local, "hidden_modes", []), under(dispatch, self._functions):
+            yield

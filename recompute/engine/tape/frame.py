@@ -1,10 +1,10 @@
-"""One execution of a region by a tape: the steps it takes, the plan it follows, and what it drops when it ends.
+"""One execution of a region by a tape: the steps it takes, the plan it follows, and its end.
 
 The content of a storage is a *value*: each op that writes makes a new one, also in place. Each op is a *step*, which
 reads and makes values. When the frame ends, one minimum cut over its steps is its plan: which values are kept, and
-which steps run again to give back the others that autograd saved. A later frame that takes the same steps follows that
+which steps run again to regenerate the others that autograd saved. A later frame that takes the same steps follows that
 plan as it runs, so it lets go of tensors at once. A frame that does something else deoptimizes: it is decided anew,
-from what it still has. Recipes are always made from the frame's own arguments.
+from the tensors that it still has. Recipes are always made from the frame's own arguments.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class TapeFrame:
 
     @runs_hidden_from_modes
     def deoptimize(self) -> None:
-        """Go on without the plan: take back what the frame has let go of, so that nothing depends on the plan now."""
+        """Go on without the plan: take back the tensors that it dropped, so that nothing depends on the plan now."""
         values, plan = self.values, self.values.plan
         assert plan is not None
         self.handles.take_back(plan)
@@ -179,7 +179,7 @@ class TapeFrame:
         return output
 
     def _writes_as_foreseen(self, instruction: StepInstruction, call: OpCall) -> bool:
-        """Whether the values that a step may write over are those that the plan expects."""
+        """Whether a step may write over the values that the plan expects, and over no others."""
         if not call.known.writes and not call.unobserved:
             return True
         assert self.values.plan is not None
@@ -198,7 +198,7 @@ class TapeFrame:
         values, step, known, op_policy = self.values, self._count, call.known, self._plans.op_policy
         overwrites = [values.known_number(tensor) for _, tensor, _ in made]
         writes = bool(known.writes) or call.unobserved
-        # At no price, what may run again is as good as never kept: the frame need not hold it to find that out.
+        # At price 0 the cut hardly ever keeps the output of a step that may run again, so the frame does not hold it.
         holds = op_policy.price > 0 or op_policy.hold is not None or recorded is None or bool(reason)
         numbers = [
             values.add(tensor, layout, step=step, slot=slot, held=tensor if holds else None, written=writes)
@@ -228,12 +228,11 @@ class TapeFrame:
         self._count += 1
 
     def save(self, tensor: Tensor) -> PackedTensor:
-        """Autograd saves a tensor; what it is to hold."""
+        """Autograd saves a tensor. Returns what it holds in its place."""
         values = self.values
         try:
-            foreseen = None
-            if (plan := values.plan) is not None and len(self._saves) < len(plan.saves):
-                foreseen, _ = plan.saves[len(self._saves)]
+            plan, index = values.plan, len(self._saves)
+            foreseen = None if plan is None or index >= len(plan.saves) else plan.saves[index][0]
             number, parameter = values.number_of(tensor, foreseen)
         except PlanMismatch:
             self.deoptimize()
@@ -263,7 +262,7 @@ class TapeFrame:
     ) -> None:
         """The storage that ``tensor`` is a view of is handed out: it holds another value from now on.
 
-        unobserved: that value stays what it is, as only the code that runs now writes to it. Otherwise others may write
+        unobserved: that value stays as it is, as only the code that runs now writes to it. Otherwise others may write
         to it at any time. parameter: the one that the storage belongs to.
         """
         values = self.values
@@ -310,19 +309,19 @@ class TapeFrame:
         return instruction
 
     def abandon(self) -> None:
-        """The region has raised an error. What ran of it may live on."""
+        """The region has raised an error. Its tensors may live on."""
         self.finish((), ValuesAsTheyAre)
 
     def discard(self) -> None:
-        """Nobody has what ran, nor will run its backward. It counts nowhere."""
+        """Nobody has the results, nor will run their backward. The frame counts nowhere."""
         self.handles.drop()
         self._clear()
 
     @runs_hidden_from_modes
     def finish(self, outputs: Collection[Tensor], keep: type[KeptValues] = KeptValues) -> SavePlan | None:
-        """Decide which saved tensors are kept, and drop the others, as far as the frame has not done so already.
+        """Decide which saved tensors are kept, and drop the others, if the frame has not dropped them before.
 
-        outputs: the region's, which the scope around it may drop too. keep: holds what is kept.
+        outputs: the region's, which the scope around it may drop too. keep: holds the kept values.
         Returns the plan for the next frame, if there is one.
         """
         try:
@@ -361,13 +360,13 @@ class TapeFrame:
         parts = {index: layout for index, call in self._calls.items() for layout in (call.writes or {}).values()}
         steps = with_filled_memory(steps, values.facts, {number for number, _ in self._saves}, parts)
         record = FrameSteps(steps, values.facts, self._saves, values.overwritten)
-        if self._is_deoptimized:  # it knows of its beginning only what the plan needed
+        if self._is_deoptimized:  # it knows only the values of its beginning that the plan needed
             self._plans.forget()
         else:
             plan = self._plans.of(record, results)
             if plan.kept <= values.held.keys():
                 return plan
-            self._is_deoptimized = True  # the next frame keeps what this one has not held
+            self._is_deoptimized = True  # the next frame keeps the values that this one has not held
         return self._plans.of_what_is_left(record, results, values.held.keys(), self._calls.keys())
 
     def _clear(self) -> None:

@@ -1,4 +1,4 @@
-"""What autograd holds for a frame's saved tensors while the frame runs: handles, and what a plan keeps at once."""
+"""Autograd's handles of a frame's saved tensors while the frame runs; and tensors that a plan keeps at once."""
 
 from __future__ import annotations
 
@@ -28,16 +28,12 @@ from recompute.engine.thread_state import alive, sharing_values
 
 
 class FrameHandles:
-    """The handles of one frame. Each has its tensor until the frame ends, unless the plan that is followed drops it."""
+    """The handles of one frame. Each has its tensor until the frame ends, unless the plan that it follows drops it."""
 
     name = "a tape that is still running"
 
     def __init__(
-        self,
-        statistics: RegionStatistics,
-        codec: Codec | None,
-        values: FrameValues,
-        calls: Mapping[int, RecordedCall],
+        self, statistics: RegionStatistics, codec: Codec | None, values: FrameValues, calls: Mapping[int, RecordedCall]
     ):
         """statistics, codec: the region's. values, calls: the frame's; calls are by the numbers of their steps."""
         self.statistics = statistics
@@ -51,13 +47,13 @@ class FrameHandles:
         self._with_graphs: list[KeptTensor] = []
         """Tensors that were kept as soon as they were saved. They have their graphs until the frame ends."""
         self._stand_ins: weakref.WeakKeyDictionary[Handle, Handle] | None = None
-        """For each handle whose tensor is dropped, one that gives the value back while the frame runs.
+        """For each handle whose tensor is dropped, a handle that regenerates the value while the frame runs.
 
-        They are made as soon as somebody asks, as ``autograd.grad`` inside of the region does.
+        They are made when one is asked for first, as by ``autograd.grad`` inside of the region.
         """
 
     def hold(self, number: int, tensor: Tensor, parameter: Tensor | None) -> PackedTensor:
-        """Autograd saves a tensor; what it is to hold. number, parameter: as ``FrameValues.number_of`` just said."""
+        """Autograd saves a tensor. Returns what it holds. number, parameter: as ``FrameValues.number_of`` just said."""
         values = self._values
         if number in values.parameters:
             memory = None if parameter is tensor else tensor.untyped_storage()
@@ -84,7 +80,7 @@ class FrameHandles:
         return self._stand_ins[handle].get()
 
     def _find_stand_ins(self) -> list[tuple[Handle, Handle]]:
-        """Each handle whose tensor is dropped, and one that gives its value back while the frame still runs.
+        """Each handle whose tensor is dropped, and a handle that regenerates its value while the frame still runs.
 
         Recipes that none of these needs are freed here, so that no value is held for them.
         """
@@ -127,18 +123,18 @@ class FrameHandles:
     def drop(self) -> None:
         """Let go of every tensor: nobody will ask for one."""
         for handle in list(alive(self._handles)):
-            handle.drop()  # what it holds has a graph, and that graph holds the handle
+            handle.drop()  # its tensor has a graph, and that graph holds the handle
         self._let_go_of_graphs()
 
     def resolve(self, plan: SavePlan, keep: type[KeptValues]) -> dict[int, OpRecipe]:
-        """The frame has ended: each handle holds what keeps its value, or the recipe that gives it back.
+        """The frame has ended: each handle gets the holder of its value, or the recipe that regenerates it.
 
-        keep: holds what is kept. Returns the recipe of each step that runs again.
+        keep: holds the kept values. Returns the recipe of each step that runs again.
         """
         kept = self._kept(plan, keep)
         recipes = kept.recipes(self._calls)
         self._let_go_of_graphs()
-        kept.resolve(alive(self._handles), recipes)
+        kept.resolve(self._handles, recipes)
         return recipes
 
     def _kept(self, plan: SavePlan, keep: type[KeptValues]) -> KeptValues:

@@ -1,4 +1,4 @@
-"""The values of one frame: what each storage held, from one write to the next."""
+"""The values of one frame: the contents of each storage, from one write to the next."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class PlanMismatch(Exception):
 
 
 class FrameValues:
-    """Which value is in each storage, and what is known of it. A value is known by its number.
+    """The value in each storage, and its facts. A value is known by its number.
 
-    While the frame follows a plan, numbers are those of the plan, and only the values that the plan needs are here.
+    While the frame follows a plan, the plan's numbers count, and only the values that the plan needs are here.
     """
 
     def __init__(self, name: str, book: RecipeBook | None, *, compares: bool):
@@ -53,11 +53,11 @@ class FrameValues:
         """Tensors with their graphs, until the frame ends."""
         self.parameters: dict[int, Tensor] = {}
         self.sharded_parameters: dict[int, Tensor] = {}
-        """The parameters that are DTensors, by the storage of what this rank has of them."""
+        """The parameters that are DTensors, by the storages of this rank's parts."""
         self._dtensors: dict[int, weakref.ref[Tensor]] = {}
         """Other DTensors, likewise."""
         self.originals: dict[int, Tensor] | None = {} if compares else None
-        """Copies, to compare with what comes back."""
+        """Copies, to compare with the regenerated values."""
 
     def follow(self, plan: SavePlan) -> None:
         self.plan, self.facts = plan, list(plan.facts)
@@ -100,20 +100,22 @@ class FrameValues:
             parameter = self.sharded_parameters.get(storage._cdata)
         part = tensor if parameter is None else local_of(parameter)
         layout = Layout.of(part)
-        # Holding what a recipe of the scope around gives back costs nothing.
+        # Holding a tensor that a recipe of the scope around regenerates costs nothing.
         alive = parameter is not None or (self._book is not None and self._book.knows(tensor))
         if parameter is None and is_exposed(storage):
             self.exposed.add(storage._cdata)
-        is_exposed_now = storage._cdata in self.exposed
-        given = ValueFacts(layout, storage.nbytes(), None, None, alive, parameter is not None, is_exposed_now)
-        plan = self.plan
+        exposed, plan = storage._cdata in self.exposed, self.plan
         if plan is None:
             number = len(self.facts)
-            self.facts.append(given)
-        elif foreseen is None or foreseen in self.versions or not _are_alike(plan.facts[foreseen], given):
-            raise PlanMismatch  # the plan has no value here, or another tensor has that number
+            self.facts.append(ValueFacts(layout, storage.nbytes(), None, None, alive, parameter is not None, exposed))
+        elif foreseen is None or foreseen in self.versions:  # another tensor has that number
+            raise PlanMismatch
         else:
-            number = foreseen
+            number, known = foreseen, plan.facts[foreseen]
+            if known.step is not None or known.alive is not alive or known.is_exposed is not exposed:
+                raise PlanMismatch
+            if not _see_the_same(known.layout, layout):
+                raise PlanMismatch
         is_held = parameter is not None or plan is None or number in plan.kept
         self.bind(number, tensor, part if is_held else None, parameter)
         return number
@@ -183,9 +185,9 @@ class FrameValues:
             self.originals[number] = without_graph(tensor, copy=True)
 
     def note_counter(self, tensor: Tensor) -> None:
-        """From now on this tensor counts the writes to its storage, which what was seen there does not.
+        """From now on this tensor counts the writes to its storage, and the tensor seen there before does not.
 
-        It is what matmul gives: an unsafe view of the product, with a version counter of its own.
+        It is matmul's output: an unsafe view of the product, with a version counter of its own.
         """
         number = self.known_number(tensor)
         if number in self.held and number not in self.parameters:
@@ -245,11 +247,7 @@ class FrameValues:
         return parameter_of(tensor) if parameter is None and tensor is not None else parameter
 
     def parameter_reference(
-        self,
-        number: int,
-        layout: Layout,
-        parameter: Tensor | None = None,
-        memory: torch.UntypedStorage | None = None,
+        self, number: int, layout: Layout, parameter: Tensor | None = None, memory: torch.UntypedStorage | None = None
     ) -> ParameterReference:
         """parameter: which one it is, of several in one storage. memory: as ``ParameterReference`` takes it."""
         parameter = self.parameters[number] if parameter is None else parameter
@@ -268,13 +266,6 @@ class FrameValues:
         self._dtensors.clear()
         self.exposed.clear()
         self.versions, self.originals = {}, None
-
-
-def _are_alike(foreseen: ValueFacts, given: ValueFacts) -> bool:
-    """Whether a plan that was made for one value that no step had made is right for another."""
-    if foreseen.step is not None or (foreseen.alive, foreseen.is_exposed) != (given.alive, given.is_exposed):
-        return False
-    return _see_the_same(foreseen.layout, given.layout)
 
 
 def _see_the_same(one: Layout, other: Layout) -> bool:
