@@ -1,7 +1,7 @@
 """DTensors: each is a part that this rank has, a plain tensor, and a layout over all ranks.
 
 An op on DTensors becomes ops on the parts, and collectives between ranks. A tape sees these, below the DTensor, and
-drops and regenerates their outputs as those of any other op. Of the DTensor only its layout is held. A part does not
+drops and regenerates their outputs as those of any other op. It holds no DTensor, but its layout alone. A part does not
 count it when its DTensor is changed in place, so the DTensor's own version is checked (invariant 5).
 
 Other libraries lend a parameter its memory for each use and take it back. The engine holds the parameter object. It
@@ -51,7 +51,7 @@ def may_hold_memory(parameter: Tensor) -> bool:
 
 
 def _kinds() -> tuple[Any, ...]:
-    """The classes of DTensors, and of the results of collectives that nobody has waited for yet."""
+    """The classes of DTensors, and of collectives' results that are not waited for yet."""
     return (
         _class_in("torch.distributed.tensor", "DTensor"),
         _class_in("torch.distributed._functional_collectives", "AsyncCollectiveTensor"),

@@ -1,4 +1,4 @@
-"""Plans that were made before, for frames that are alike; and which of them a frame follows."""
+"""Plans that were made before, for frames that are alike; and the choice of one for a frame."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _solved = PlanCache()
 
 
 class PlanChoice:
-    """Which plan a frame follows, by how it begins; and which one it gets by what it has done."""
+    """Chooses the plan that a frame follows, by its beginning, and the plan that it gets when it ends, by its steps."""
 
     def __init__(self, op_policy: OpPolicy, cache: PlanCache, variant: Hashable, last: SavePlan | None):
         """op_policy, cache: the region's. variant: the kind of the call. last: the plan of the region's last frame."""
@@ -51,7 +51,7 @@ class PlanChoice:
         self._guard: Hashable = None
 
     def to_follow(self, event: Hashable, layout: Layout | None) -> SavePlan | None:
-        """The plan for a frame that begins so: the last frame's, or that of another one that began alike."""
+        """The plan to follow for a frame that begins so: the last frame's, or another one's that began alike."""
         last = self._last
         self._guard = (self.op_policy, self._variant, event, layout)
         return last if last is not None and last.guard == self._guard else self._cache.get(self._guard)

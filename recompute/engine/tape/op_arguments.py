@@ -1,4 +1,4 @@
-"""What an op is given, and what the dispatcher sees of it: tensors that are views of storages, and others."""
+"""The arguments of an op, as the dispatcher sees them: tensors that are views of storages, and others."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def not_regenerable(tensor: Tensor) -> NotRegenerable:
 
 
 def parameter_of(tensor: Tensor) -> Tensor | None:
-    """The parameter that ``tensor`` is, or is a view of."""
+    """``tensor`` if it is a parameter, or the parameter that it is a view of."""
     if _is_parameter(tensor):
         return tensor
     base = tensor._base
@@ -104,7 +104,7 @@ def copied(tensor: Tensor) -> Tensor:
 
 
 def watch(op: Any, values: Iterable[Any], name: str) -> RngState | None:
-    """The states of all generators that an op of another library may be about to draw from, whatever it says of itself.
+    """The states of all generators that an op of another library may be about to draw from, whatever its tags say.
 
     values: its arguments. name: of the module that calls it.
     """

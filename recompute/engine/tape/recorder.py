@@ -1,6 +1,6 @@
-"""The tape: a dispatch mode that sees every op of a region below autograd, and hooks that see what autograd saves.
+"""The tape: a dispatch mode that sees every op of a region below autograd, and hooks that see the saved tensors.
 
-It shows both to a ``TapeFrame``, which writes them down and decides what to drop.
+It shows both to a ``TapeFrame``, which writes them down and decides which tensors to drop.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class TapeRegion:
     ):
         """plan_cache: of the regions that this one shares its plans with, as equal layers do.
 
-        codec: by which it holds what tolerates that; None: everything is held as it is. mode: in which the region runs,
-        if what it calls is to do otherwise than in plain PyTorch.
+        codec: makes codes of the tensors that tolerate it; None: all are held as they are. mode: the region runs in it,
+        if functions that it calls are to differ from plain PyTorch.
         """
         watch()
         let_transforms_in()
@@ -80,7 +80,7 @@ class TapeRegion:
         self.codec = codec
         self.mode = mode
         self.plan: SavePlan | None = None
-        """The last frame's, which the next one follows as far as it can."""
+        """The last frame's. The next frame follows it as far as it can."""
 
     def run(
         self,
@@ -93,7 +93,7 @@ class TapeRegion:
 
         start: makes the tape, if not ``Tape``, of this region and the kind of the call.
         """
-        if is_inside_checkpoint():  # a checkpoint drops everything anyway, and counts what is saved
+        if is_inside_checkpoint():  # a checkpoint drops everything anyway, and counts saved tensors
             return function(*args, **kwargs)
         self.statistics.frames += 1
         around = local.active_frames[-1] if local.active_frames else None
@@ -109,7 +109,7 @@ class TapeRegion:
 
 
 def _kinds_of(arguments: Iterable[Any]) -> tuple[Hashable, ...]:
-    """What the ops of a call mostly depend on, so that kinds of calls that take turns have a plan each."""
+    """The facts on which the ops of a call mostly depend. Kinds of calls that take turns have a plan each by them."""
     kinds: list[Any] = []
     for value in arguments:
         if isinstance(value, Tensor) and is_plain(value):
@@ -151,13 +151,13 @@ class Tape(Scope, SeesAllOps):
     def __init__(self, region: TapeRegion, variant: Hashable):
         TorchDispatchMode.__init__(self)
         self.op_policy = region.op_policy
-        """The one in force: that of the innermost region that runs."""
+        """The one in force: the innermost running region's."""
         self.statistics = region.statistics
         plans = PlanChoice(region.op_policy, region.plan_cache, variant, region.plan)
         self.frame = TapeFrame(region.statistics, plans, region.codec)
         self.outer = self.frame.handles.outer
         self.reached: Reached | None = None
-        """What the custom Function that runs now has reached; None if none runs."""
+        """The tensors that the custom Function that runs now has reached; None if none runs."""
 
     def __enter__(self) -> Tape:
         Scope.__enter__(self)
@@ -299,7 +299,7 @@ class Tape(Scope, SeesAllOps):
         any time from then on. The address of a parameter counts as neither: libraries ask for it for other reasons than
         to write to it.
         """
-        if local.regenerating or not self.is_in_force():  # an op asks, and its schema says what it writes to
+        if local.regenerating or not self.is_in_force():  # an op asks, and its schema names its writes
             return
         tensor = self.frame.values.part_of(memory) if isinstance(memory, Tensor) else None
         if tensor is not None and not is_plain(tensor):
@@ -317,11 +317,11 @@ class Tape(Scope, SeesAllOps):
             expose(storage)
         modes = dispatch_modes()
         beneath = modes[: next(index for index, mode in enumerate(modes) if mode is self)]
-        with under(beneath, function_modes()):  # as for an op, so that this tape does not record what the frame does
+        with under(beneath, function_modes()):  # as for an op, so that this tape does not record the frame's own ops
             self.frame.hand_out(storage, tensor, parameter, unobserved, self.op_policy)
 
     def is_in_force(self) -> bool:
-        """Whether what is called now would come to this tape."""
+        """Whether an op that is called now would come to this tape."""
         modes = range(count_dispatch_modes())
         return any(torch._C._get_dispatch_stack_at(index) is self for index in modes)
 
