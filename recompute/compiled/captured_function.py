@@ -287,7 +287,7 @@ class _Outputs(Recipe):
     def _again(self, kept: Tensor | PackedTensor) -> PackedTensor:
         """What stands for a value that the frame keeps, apart from what stands for it there."""
         if isinstance(kept, Handle):
-            return kept.twin()
+            return kept.another()
         return kept if isinstance(kept, PackedTensor) else KeptTensor(kept, self.statistics.name)
 
     def _run(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:

@@ -1,4 +1,4 @@
-"""Comparing tensors bit for bit, and the debug switch that compares whatever is regenerated with what was dropped."""
+"""Comparing tensors bit for bit, and the debug switch that so compares regenerated tensors with the dropped ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _verifying = os.environ.get("RECOMPUTE_VERIFY", "0") not in ("", "0")
 def verifying() -> Iterator[None]:
     """Compare every regenerated tensor, bit for bit, with the dropped one, which is held for that: a debug switch.
 
-    Holds for what forward drops inside; setting ``RECOMPUTE_VERIFY=1`` in the environment does it for the process.
+    Holds for tensors that forward drops inside. ``RECOMPUTE_VERIFY=1`` in the environment does it for the process.
     A difference raises ``RegenerationError`` that names the module and the op.
     """
     global _verifying
@@ -36,7 +36,7 @@ def count_different(value: Tensor, original: Tensor) -> int:
     """How many elements of two tensors of one shape and dtype differ in any bit."""
     if isinstance(value, FakeTensor):
         return 0
-    # A single element may have any stride, with which it could not be viewed as bytes.
+    # A single element may have any stride, and with some it cannot be viewed as bytes.
     flat = (each.detach().contiguous().as_strided((each.numel(),), (1,)) for each in (value, original))
     found, expected = (each.view(torch.uint8) for each in flat)
     if torch.equal(found, expected):

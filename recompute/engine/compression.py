@@ -1,4 +1,4 @@
-"""Compression: what a region holds for backward as codes of 8 bits. A codec makes and reads them."""
+"""Compression: a region holds tensors for backward as codes of 8 bits. A codec makes and reads them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Codes(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of what is held."""
+        """Bytes of the codes and the scales."""
         return self.codes.nbytes + self.scales.nbytes
 
 
@@ -40,7 +40,7 @@ class Codec(Protocol):
 
 
 class CompressedTensor(Recipe):
-    """A tensor that is held as codes; its only value, 0, is what they give back."""
+    """A tensor that is held as codes. Its only value, 0, is the decoded tensor."""
 
     __slots__ = ("_codec", "_dtype", "_parts")
 

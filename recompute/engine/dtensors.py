@@ -1,7 +1,7 @@
 """DTensors: each is a part that this rank has, a plain tensor, and a layout over all ranks.
 
 An op on DTensors becomes ops on the parts, and collectives between ranks. A tape sees these, below the DTensor, and
-drops and regenerates their outputs as those of any other op. Of the DTensor only its layout is held. A part does not
+drops and regenerates their outputs as those of any other op. It holds no DTensor, but its layout alone. A part does not
 count it when its DTensor is changed in place, so the DTensor's own version is checked (invariant 5).
 
 Other libraries lend a parameter its memory for each use and take it back. The engine holds the parameter object. It
@@ -16,6 +16,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+_PLAIN = (Tensor, nn.Parameter)
+
 
 def are_sharded(kinds: Iterable[type]) -> bool:
     """Whether one of these classes has another tensor inside, and ops run on that."""
@@ -25,12 +27,13 @@ def are_sharded(kinds: Iterable[type]) -> bool:
 
 def has_layout(tensor: Tensor) -> bool:
     """Whether ``tensor`` is a DTensor."""
-    return type(tensor) is _class_in("torch.distributed.tensor", "DTensor")
+    kind = type(tensor)
+    return kind not in _PLAIN and kind is _class_in("torch.distributed.tensor", "DTensor")
 
 
 def local_of(tensor: Any) -> Tensor:
     """This rank's part of ``tensor``, once the collective that fills it is done; ``tensor`` itself if it is plain."""
-    if type(tensor) in (Tensor, nn.Parameter) or type(tensor) not in _kinds():
+    if type(tensor) in _PLAIN or type(tensor) not in _kinds():
         return tensor
     if has_layout(tensor):
         tensor = tensor._local_tensor
@@ -48,7 +51,7 @@ def may_hold_memory(parameter: Tensor) -> bool:
 
 
 def _kinds() -> tuple[Any, ...]:
-    """The classes of DTensors, and of the results of collectives that nobody has waited for yet."""
+    """The classes of DTensors, and of collectives' results that are not waited for yet."""
     return (
         _class_in("torch.distributed.tensor", "DTensor"),
         _class_in("torch.distributed._functional_collectives", "AsyncCollectiveTensor"),

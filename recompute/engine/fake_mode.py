@@ -32,7 +32,7 @@ class FakeMode(FakeTensorMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # what torch wraps around each op then takes a tenth of its time
+        return False  # torch's own work around each op then takes a tenth of its time
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)
@@ -65,7 +65,7 @@ class FakeMode(FakeTensorMode):
 
 
 def device_of(tensor: Tensor) -> torch.device:
-    """What ``DEVICE`` returns, without asking other modes. Half of all ops on fake tensors are this one."""
+    """As ``DEVICE``, without asking other modes. Half of all ops on fake tensors are this one."""
     return tensor.fake_device if isinstance(tensor, FakeTensor) else DEVICE(tensor)
 
 
@@ -82,7 +82,7 @@ _REFUSALS = (
 
 
 def refused_address(error: Exception, where: str = "") -> ModelError:
-    """What to raise in its place. where: names the module that runs; by default the traceback tells."""
+    """The error to raise in its place. where: the module that runs; by default the traceback tells."""
     module, place, kernel = None, "", None
     for frame, line in traceback.walk_tb(error.__traceback__):
         own = frame.f_locals.get("self")
@@ -104,7 +104,7 @@ _LIBRARIES = ("recompute", "torch", "triton")
 
 
 _NEVER = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
-"""Tags of ops whose output depends on values, or that give a tensor another layout or storage."""
+"""Tags of ops whose output depends on values, or that change a tensor's layout or storage."""
 _PLAIN = "_is_plain"
 """The name of an attribute of fake tensors that are known to be plain."""
 _CONSTANTS = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
@@ -122,11 +122,11 @@ class _Layout(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     attributes: dict[str, Any]
-    """``_PLAIN``, and those that the constructor gives it, which takes half as long as all else here."""
+    """``_PLAIN``, and the constructor's own, for the constructor takes half as long as all else here."""
 
 
 class KnownLayouts:
-    """The layouts of what ops have returned under a mode of fake tensors, by the layouts of what they were given.
+    """The layouts of ops' results under a mode of fake tensors, by the layouts of their arguments.
 
     Torch's own mode remembers them, too, but takes as long to look one up as to calculate it: most of an estimate's
     time.
@@ -135,10 +135,10 @@ class KnownLayouts:
     def __init__(self, mode: Any) -> None:
         self._mode = mode
         self._known: dict[int, dict[Any, Any] | None] = {}
-        """By the ``id`` of an op, which lives for good: the outputs by what it is given; None: it is always run."""
+        """By the ``id`` of an op, which lives for good: the outputs by its arguments; None: it is always run."""
 
     def run(self, op: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
-        """What ``run``, which runs ``op`` on these arguments in the mode, returns or has returned."""
+        """The result of ``run``, which runs ``op`` on these arguments in the mode; made anew if it is known."""
         number = id(op)
         if number not in self._known:
             depends_on_layouts = op.namespace == "aten" and not any(tag in op.tags for tag in _NEVER)
@@ -168,7 +168,7 @@ class KnownLayouts:
         return type(found)([self._make(each, tensors) if isinstance(each, _Layout) else each for each in found])
 
     def _describe(self, values: Iterable[Any], parts: list[Any], tensors: list[FakeTensor]) -> bool:
-        """Add what a layout may depend on; False where that is more than can be told."""
+        """Add to ``parts`` all that a layout may depend on; False where it may depend on something else."""
         for value in values:
             kind = type(value)
             if kind is FakeTensor:

@@ -1,7 +1,7 @@
-"""Values of the few fake tensors that a model's shapes depend on: whole numbers, bools and what is made of them.
+"""Values of the few fake tensors that a model's shapes depend on: whole numbers, bools and tensors made of them.
 
-They are calculated from those of an op's inputs, and only when a shape or a number is asked for. Where an op chooses by
-values of floats, as a router's ``topk`` does, the choices are taken in turn, so that all are chosen equally often.
+They are calculated from the values of an op's inputs, and only when somebody asks for a shape or a number. Where an op
+chooses by floats, as a router's ``topk`` does, the choices are taken in turn, so that all are chosen equally often.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _CHOOSES = {
     _aten.sort.default: 1,
     _aten.multinomial.default: None,
 }
-"""Ops that choose, and which of their outputs are the indices of what is chosen; None: the only one."""
+"""Ops that choose, and which of their outputs has the indices of the choices; None: the only one."""
 _SHAPED_BY_VALUES = {_aten.nonzero.default, _aten.bincount.default, _aten._unique2.default}
 _SHAPED_BY_VALUES |= {_aten.repeat_interleave.Tensor, _aten.repeat_interleave.self_Tensor}
 _LIFTS = {_aten.lift_fresh.default, _aten.lift_fresh_copy.default}
 _SOURCES = {id(op) for op in (*_CHOOSES, *_LIFTS)}
-"""The ops, which live for good, that give values which were not known before. To look one up by itself is slow."""
+"""The ops whose outputs have known values though no input has. They live for good; to look one up by itself is slow."""
 _WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class _Storage:
-    """What a tensor shares with its views: whether the values are known, and what will be calculated from them."""
+    """A tensor shares this with its views: whether the values are known, and the values that wait for them."""
 
     def __init__(self) -> None:
         self.is_known = True
@@ -61,7 +61,7 @@ class _Value:
 
 
 class _Unknown(Exception):
-    """A tensor was written to with what is not known."""
+    """A tensor was written to with unknown values."""
 
 
 class KnownValues:
@@ -77,7 +77,7 @@ class KnownValues:
         return tensor
 
     def run(self, op: Any, args: Any, kwargs: Any, run: Callable[..., Any]) -> Any:
-        """What ``run``, which runs ``op`` on fake tensors, returns; also where its shape depends on known values."""
+        """The result of ``run``, which runs ``op`` on fake tensors; also where its shape depends on known values."""
         tensors = tensors_in((args, kwargs))
         known = [value for each in tensors if (value := getattr(each, "_known", None)) is not None]
         if not known:
@@ -116,7 +116,7 @@ class KnownValues:
             self._derive(op, args, kwargs, output)
 
     def _as_numbers(self, index: Any) -> list[Any]:
-        """A mask of bools as the indices of what it selects."""
+        """A mask of bools as the indices that it selects."""
         value = getattr(index, "_known", None)
         if not isinstance(index, Tensor) or index.dtype is not torch.bool or value is None:
             return [index]
@@ -138,7 +138,7 @@ class KnownValues:
                     source.storage.waiting.append(weakref.ref(each._known))
 
     def _write(self, op: Any, args: Any, kwargs: Any, is_all: bool, run: Callable[..., Any]) -> Any:
-        """Run an op that writes: first calculate what was made of the values before, then write the values, too."""
+        """Run an op that writes: first calculate all values that wait for the old ones, then write the values, too."""
         written: list[_Value] = [
             args[place]._known
             for place, each in enumerate(op._schema.arguments[: len(args)])

@@ -1,18 +1,17 @@
-"""Other people's ``TorchDispatchMode`` and ``TorchFunctionMode`` objects, which may change what an op gives.
+"""Other people's ``TorchDispatchMode`` and ``TorchFunctionMode`` objects, which may change an op's result.
 
 A mode that is in force in forward need not be in force in backward, nor the other way round. And nothing tells a mode
 that counts ops from one that adds noise to them. So modes of torch and of this package are trusted; all others are
 *foreign*, and nothing is assumed of them:
 
-- A tape goes beneath foreign modes, where it sees what they make of an op.
-- What the engine itself does with tensors is hidden from them.
-- What runs again in backward is shown to them, but what they make of it counts for nothing.
+- A tape goes beneath foreign modes, where it sees the ops that they call.
+- They do not see what the engine itself does with tensors.
+- They see what runs again in backward, but their results of it are not used.
 """
 
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
@@ -20,6 +19,8 @@ from typing import Any, TypeVar
 import torch
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from recompute.engine.thread_state import local, swapped
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -31,12 +32,12 @@ count_dispatch_modes = _C._len_torch_dispatch_stack
 
 
 class SeesAllOps(TorchDispatchMode):
-    """A mode of ours that sees each op of a region, also of what is compiled inside of it."""
+    """A mode of ours that sees each op of a region, also the ops of compiled code inside of it."""
 
     supports_higher_order_operators = True
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Have ``torch.compile`` not take the code for the user's, where it runs what it has not compiled.
+        """Keep ``torch.compile`` from taking the code for the user's, where it runs code that it has not compiled.
 
         ``torch._dynamo.eval_frame.skip_code`` does so, too, but would load the compiler.
         """
@@ -46,7 +47,7 @@ class SeesAllOps(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False: torch would wrap ``__torch_dispatch__``, which costs a third of what showing an op to Python does.
+        """False: else torch wraps ``__torch_dispatch__``, and each op takes a third longer to reach Python.
 
         It would load the compiler in a forward, too.
         """
@@ -58,16 +59,8 @@ class SeesAllOps(TorchDispatchMode):
         return True
 
 
-class _HiddenModes(threading.local):
-    def __init__(self) -> None:
-        self.hidden: list[Any] = []
-
-
-_local = _HiddenModes()
-
-
 def dispatch_modes() -> list[Any]:
-    """The dispatch modes in force, innermost last, without those of torch that lie beneath all others."""
+    """The dispatch modes in force, innermost last. torch's modes that lie beneath all others are left out."""
     modes = map(_C._get_dispatch_stack_at, range(count_dispatch_modes()))
     return [mode for mode in modes if getattr(mode, "_mode_key", None) is None]
 
@@ -78,12 +71,12 @@ def function_modes() -> list[Any]:
 
 
 def is_foreign(mode: Any) -> bool:
-    """Whether a mode is neither torch's nor ours, so that nobody knows what it does to the ops that it sees."""
+    """Whether a mode is neither torch's nor ours: nobody knows what it does to the ops that it sees."""
     return not type(mode).__module__.startswith(_TRUSTED)
 
 
 def has_foreign_modes() -> bool:
-    """Whether there is a foreign mode, which would see, and might change, what the engine does with tensors."""
+    """Whether there is a foreign mode. It would see what the engine does with tensors, and might change it."""
     functions, ops = count_function_modes(), count_dispatch_modes()
     if not functions and not ops:
         return False
@@ -93,7 +86,7 @@ def has_foreign_modes() -> bool:
 
 def are_modes_hidden() -> bool:
     """Whether ``hidden_from_modes`` is hiding something from a foreign mode here."""
-    return bool(_local.hidden)
+    return bool(local.hidden_modes)
 
 
 def put_beneath(mode: Any) -> None:
@@ -131,7 +124,7 @@ def _trusted(modes: list[Any]) -> list[Any]:
 
 @contextmanager
 def under(dispatch: Sequence[Any], functions: Sequence[Any]) -> Iterator[None]:
-    """Inside, only these modes are in force, and those of torch that lie beneath all others."""
+    """Inside, only these modes are in force, and torch's modes that lie beneath all others."""
     present = dispatch_modes(), function_modes()
     _put_dispatch_modes(dispatch)
     _put_function_modes(functions)
@@ -144,15 +137,11 @@ def under(dispatch: Sequence[Any], functions: Sequence[Any]) -> Iterator[None]:
 
 @contextmanager
 def hidden_from_modes() -> Iterator[None]:
-    """The span of what the engine itself does with tensors: only trusted modes see it or change it."""
+    """Inside, the engine itself works on tensors: only trusted modes see it or change it."""
     modes = dispatch_modes()
-    before = _local.hidden
-    with under(_trusted(modes), _trusted(function_modes())):
-        _local.hidden = before + list(filter(is_foreign, modes))
-        try:
-            yield
-        finally:
-            _local.hidden = before
+    hidden = [*local.hidden_modes, *filter(is_foreign, modes)]
+    with under(_trusted(modes), _trusted(function_modes())), swapped(local, "hidden_modes", hidden):
+        yield
 
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -160,9 +149,7 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 def hidden_from_any_modes() -> AbstractContextManager[None]:
     """``hidden_from_modes`` if there are foreign modes; else nothing, which costs less."""
-    if (count_dispatch_modes() or count_function_modes()) and has_foreign_modes():
-        return hidden_from_modes()
-    return _NOTHING
+    return hidden_from_modes() if has_foreign_modes() else _NOTHING
 
 
 def runs_hidden_from_modes(method: F) -> F:
@@ -180,8 +167,8 @@ def runs_hidden_from_modes(method: F) -> F:
 
 @contextmanager
 def shown_to_modes() -> Iterator[None]:
-    """The span of what runs again, inside of ``hidden_from_modes``: the foreign modes see it again."""
-    with under([*dispatch_modes(), *_local.hidden], function_modes()):
+    """Inside, something runs again: the foreign modes that ``hidden_from_modes`` hides see it."""
+    with under([*dispatch_modes(), *local.hidden_modes], function_modes()):
         yield
 
 
@@ -200,17 +187,13 @@ class ActiveModes:
             self._dispatch or self._functions or count_dispatch_modes() or count_function_modes() or are_modes_hidden()
         ):
             return _NOTHING
-        present = [*dispatch_modes(), *_local.hidden]
+        present = [*dispatch_modes(), *local.hidden_modes]
         missing = [mode for mode in self._dispatch if mode not in present]
-        if not missing and not _local.hidden and self._functions == function_modes():
+        if not missing and not local.hidden_modes and self._functions == function_modes():
             return _NOTHING
         return self._under([*present, *missing])
 
     @contextmanager
     def _under(self, dispatch: Sequence[Any]) -> Iterator[None]:
-        before, _local.hidden = _local.hidden, []
-        try:
-            with under(dispatch, self._functions):
-                yield
-        finally:
-            _local.hidden = before
+        with swapped(local, "hidden_modes", []), under(dispatch, self._functions):
+            yield

@@ -1,8 +1,8 @@
-"""The settings of torch that an op's result depends on besides its arguments: captured, compared, put back.
+"""Torch's settings, on which an op's result depends besides its arguments: captured, compared, put back.
 
-An op that runs again in backward must run under the settings of forward. The default dtype decides what type promotion
-and factories give, the number of threads in which order a sum is added up, and flags which algorithm runs and how it
-rounds.
+An op that runs again in backward must run under the settings of forward. The default dtype decides the dtypes of
+promoted types and of factories' outputs. The number of threads decides the order in which a sum is added up. Flags
+decide which algorithm runs, and how it rounds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _flushes_denormals() -> bool:
 
 
 def _unless_refused(get: Getter, put: Setter) -> tuple[Getter, Setter]:
-    """Of an older setting: None where it contradicts the newer ``fp32_precision``, for torch raises an error then."""
+    """An older setting; None where torch refuses to read it, because it contradicts the newer ``fp32_precision``."""
 
     def getter() -> Any:
         try:
@@ -50,7 +50,7 @@ def _fp32(backend: str, op: str) -> tuple[Getter, Setter]:
     return functools.partial(get, backend, op), functools.partial(put, backend, op)
 
 
-# The order in which attention's backends are tried is not among these. On Hopper torch itself changes it during the
+# Torch tries attention's backends in an order that is not among these. On Hopper torch itself changes it during the
 # first attention (``priority_order`` in ATen/native/transformers/cuda/sdp_utils.cpp), in the middle of a region.
 _SETTINGS: tuple[tuple[Getter, Setter], ...] = (
     (torch.get_default_dtype, _C._set_default_dtype),

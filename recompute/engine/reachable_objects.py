@@ -1,4 +1,4 @@
-"""What code can use without being passed it. The names in the code tell, before it runs."""
+"""The objects that code can use without getting them as arguments. The names in the code lead to them."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def base_of(module: nn.Module) -> type[nn.Module]:
 
 
 def taken_apart(value: Any) -> tuple[list[FunctionType], list[Any]]:
-    """The Python functions that run where ``value``, any callable, is called; and what else it holds.
+    """The Python functions that run where ``value``, any callable, is called; and all else that it holds.
 
-    Of a value that is not made of others, as an object or a function in C, the latter is the value itself.
+    A value that is not made of others, as an object or a function in C, counts as all else.
     """
     functions: list[FunctionType] = []
     others: list[Any] = []
@@ -65,23 +65,23 @@ def find_generators(roots: Iterable[Any]) -> list[Any]:
 
 
 def walk_references(roots: Iterable[Any]) -> list[Any]:
-    """What ``roots``, which are functions, modules or any objects, may use; some of it more than once.
+    """All that ``roots``, which are functions, modules or any objects, may use; some of it more than once.
 
     Follows the names in their code through helpers, methods, Python modules, objects and containers. It does not enter
-    code of torch, NumPy, Triton or Python itself. It misses what no name leads to: a name that is computed, code in C,
-    a generator that is made while the code runs.
+    code of torch, NumPy, Triton or Python itself. No name leads to an attribute whose name is computed, to code in C or
+    to a generator that is made while the code runs: it misses those.
     """
     return Walk(roots).values
 
 
 class Walk:
-    """A walk through what ``roots`` may use; see ``walk_references``."""
+    """A walk through all that ``roots`` may use; see ``walk_references``."""
 
     def __init__(self, roots: Iterable[Any], *, enters_functions: bool = True):
         """enters_functions: whether it goes through custom ``autograd.Function``s, too."""
         self._enters_functions = enters_functions
         self.values: list[Any] = []
-        """What was reached; some of it more than once."""
+        """The objects reached; some of them more than once."""
         self.defaults: list[Tensor] = []
         """The tensors among the defaults of functions."""
         self.names: set[str] = set()
@@ -92,7 +92,7 @@ class Walk:
         """The dicts of globals that the code names, and the names."""
         self.cells: dict[int, CellType] = {}
         """The variables of closures, by ``id``."""
-        self._functions: list[tuple[FunctionType, Any]] = []  # each with what it is a method of
+        self._functions: list[tuple[FunctionType, Any]] = []  # each with the object or class whose method it is
         walked: set[tuple[int, int]] = set()
         values: list[Any] = list(roots)
         names: tuple[str, ...] = ()
@@ -125,7 +125,7 @@ class Walk:
         self.cells.update({id(cell): cell for cell in function.__closure__ or ()})
 
     def _walk_values(self, values: list[Any], names: tuple[str, ...]) -> None:
-        """Go through ``values`` and what they hold. names: those in the code that uses them."""
+        """Go through ``values`` and all that they hold. names: the ones in the code that uses them."""
         seen: set[int] = set()
         while values:
             value = values.pop()
@@ -161,7 +161,7 @@ _FOREIGN = frozenset((*sys.stdlib_module_names, "torch", "numpy", "triton", __na
 def is_foreign(value: Any) -> bool:
     """Whether it is code of torch, NumPy, Triton, Python or this package, which need not be searched.
 
-    It draws from the global generators, or from generators that it is passed.
+    Such code draws from the global generators, or from generators among its arguments.
     """
     if isinstance(value, (nn.Module, Tensor, SimpleNamespace, Namespace)):
         return False  # even torch's own may have attributes and hooks of the user's
@@ -202,7 +202,7 @@ def _defined(kind: type, name: str) -> list[Any]:
 
 
 def _attributes_of(module: nn.Module) -> Iterator[Any]:
-    """What a module holds besides modules, also in its lists and dicts."""
+    """The attributes of a module but for modules, also in its lists and dicts."""
     for name, value in vars(module).items():
         if name != "_modules":
             yield value

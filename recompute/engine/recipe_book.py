@@ -1,4 +1,4 @@
-"""The recipes of what a policy's scope can drop, found by storage: whoever saves a tensor finds its recipe here."""
+"""The recipes of the tensors that a policy's scope can drop, by storage. A saved tensor's recipe is found here."""
 
 from __future__ import annotations
 
@@ -47,22 +47,19 @@ class RecipeBook:
     def enter(
         self, output: Tensor, recipe: Recipe, number: int, whole: Layout | None = None, *, counted: bool = False
     ) -> None:
-        """whole: the layout of what the recipe gives back, if ``output`` is a view of that.
-
-        counted: whether the statistics have it already.
-        """
+        """whole: the layout of the recipe's value, if ``output`` is a view of that. counted: in the statistics."""
         if (key := storage_key(output)) is not None and not output.is_conj() and not output.is_neg():
             reference = StorageWeakRef(output.untyped_storage())
             layout, dropped_outputs = whole or Layout.of(output), recipe.statistics.dropped_outputs
             self.entries[key] = _Entry(reference, recipe, number, version_of(output), layout, dropped_outputs, counted)
 
     def knows(self, tensor: Tensor) -> bool:
-        """Whether a recipe gives back the memory that ``tensor`` is a view of."""
+        """Whether a recipe regenerates the memory that ``tensor`` is a view of."""
         entry = self.entries.get(tensor.untyped_storage()._cdata)
         return entry is not None and version_of(tensor) == entry.version
 
     def handle(self, tensor: Tensor) -> Handle | None:
-        """A handle for ``tensor``, or None where no recipe gives just these bytes back."""
+        """A handle for ``tensor``; None where no recipe regenerates these very bytes."""
         key = storage_key(tensor)
         entry = None if key is None else self.entries.get(key)
         if entry is None or version_of(tensor) != entry.version:  # unknown, or mutated since (invariant 5)
@@ -77,7 +74,7 @@ class RecipeBook:
         return entry.recipe.handle(entry.number, None if view == entry.layout else (view, entry.layout))
 
     def is_given_to_a_kernel(self, tensor: Tensor, *, is_eager: bool) -> bool:
-        """Whether a recipe gives back ``tensor``, which a kernel is about to save. is_eager: as for ``_count``."""
+        """Whether a recipe regenerates ``tensor``, which a kernel is about to save. is_eager: as for ``_count``."""
         if not self.knows(tensor):
             return False
         entry = self.entries[tensor.untyped_storage()._cdata]
@@ -107,14 +104,14 @@ def open_book() -> RecipeBook | None:
 
 
 def record(output: Tensor, regenerate: Callable[..., Tensor], *inputs: Any) -> None:
-    """Tell the enclosing policy scope that ``regenerate(*inputs)`` gives ``output`` back, bit for bit.
+    """Tell the enclosing policy scope that ``regenerate(*inputs)`` regenerates ``output``, bit for bit.
 
-    For ops that know how their output comes back, as kernels do. In backward ``regenerate`` runs without gradients, on
-    tensors bitwise equal to ``inputs``; other values are passed as they are. Its result must have the layout and dtype
-    of ``output`` and depend on nothing else.
+    Ops that know how to regenerate their output call it, as kernels do. In backward ``regenerate`` runs without
+    gradients, on tensors bitwise equal to ``inputs``; other values are passed as they are. Its result must have the
+    layout and dtype of ``output`` and depend on nothing else.
 
     Does nothing where no scope is open, gradients are off, or a foreign mode has changed the output. Nor does it under
-    a checkpoint, which drops everything and counts what is held.
+    a checkpoint, which drops everything and counts by itself.
     """
     book = open_book()
     if book is not None and torch.is_grad_enabled() and not is_inside_checkpoint():

@@ -30,14 +30,13 @@ from recompute.engine.saved_tensors import (
     laid_out,
     packed_in,
     seen_as,
-    version_of,
 )
-from recompute.engine.thread_state import in_backward, is_fake, local, sharing_values, stopwatch_of
+from recompute.engine.thread_state import alive, in_backward, is_fake, local, sharing_values, stopwatch_of
 from recompute.errors import RegenerationError
 
 
 class ValueSource(Protocol):
-    """What gives a handle its value: a recipe, or a tape's frame that is still running."""
+    """Gives a handle its value: a recipe, or the handles of a tape's frame that is still running."""
 
     statistics: RegionStatistics
     name: str
@@ -49,36 +48,37 @@ class Handle(PackedTensor):
     """Autograd holds this in the place of a saved tensor: a value of its ``source``, by its number there.
 
     ``tensor``, at ``version``, is the saved tensor itself, until it is dropped or kept. ``kept`` holds it if it is
-    kept. ``view`` is the layout through which the tensor saw the value, and the layout that sees all of it; None if
-    these are the same.
+    kept. ``view`` has two layouts: the tensor saw the value through the first, and the second sees all of the value.
+    It is None if they are the same.
 
-    The source of a tape's handle is the frame until that ends, and then a recipe. The handle holds the recipe, and the
-    frame does not. So what the recipe holds is freed as soon as backward has passed the node that holds the handle.
+    A tape's handle has its frame as the source until the frame ends, and then a recipe. The handle holds the recipe,
+    and the frame does not. So the recipe is freed as soon as backward has passed the node that holds the handle.
     """
 
     __slots__ = ("__weakref__", "is_ready", "kept", "number", "source", "tensor", "version", "view")
 
     def __init__(
-        self, source: ValueSource, number: int, tensor: Tensor | None, view: tuple[Layout, Layout] | None = None
+        self,
+        source: ValueSource,
+        number: int,
+        tensor: Tensor | None,
+        version: int,
+        view: tuple[Layout, Layout] | None = None,
     ):
         self.source = source
         self.number = number
         self.tensor = tensor
-        self.version = 0 if tensor is None else version_of(tensor)
+        self.version = version
         self.kept: PackedTensor | None = None
         self.view = view
         self.is_ready = False  # whether the recipe has a value for this handle that it has not taken yet
 
-    def another(self, view: tuple[Layout, Layout]) -> Handle:
-        """Another handle of the same dropped value. view: its layout, and that of this handle's tensor."""
+    def another(self, view: tuple[Layout, Layout] | None = None) -> Handle:
+        """Another handle of the same dropped value. view: its layout, and this handle's; None: they are the same."""
         assert isinstance(self.source, Recipe)
-        layout, whole = view
-        return self.source.handle(self.number, (layout, whole if self.view is None else self.view[1]))
-
-    def twin(self) -> Handle:
-        """Another handle of the same dropped value, seen alike."""
-        assert isinstance(self.source, Recipe)
-        return self.source.handle(self.number, self.view)
+        if view is not None and self.view is not None:
+            view = view[0], self.view[1]
+        return self.source.handle(self.number, view or self.view)
 
     def keep(self, kept: PackedTensor) -> None:
         """Keep the tensor, which ``kept`` holds from now on."""
@@ -86,11 +86,11 @@ class Handle(PackedTensor):
         self.tensor = None
 
     def drop(self) -> None:
-        """Let go of the tensor, which the source gives back."""
+        """Let go of the tensor, which the source regenerates."""
         self.tensor = None
 
     def drop_for(self, recipe: Recipe) -> None:
-        """Let go of the tensor, which a recipe gives back from now on."""
+        """Let go of the tensor, which a recipe regenerates from now on."""
         self.tensor = None
         self.source = recipe
         recipe.handles.append(weakref.ref(self))
@@ -126,7 +126,7 @@ def is_plain_eager() -> bool:
 class RecipeGroup:
     """The recipes of one frame. They share a lock, because backward has a thread for each device (invariant 9).
 
-    They also share one callback at the end of a backward, which frees the values that nobody has taken.
+    They also share one callback at the end of a backward, which frees the values that no handle has taken.
 
     numerics: torch's settings in that frame. Its ops run again under them.
     """
@@ -141,7 +141,7 @@ class RecipeGroup:
         self._is_alike = (-1, False)  # the last backward that asked, and its answer
 
     def is_alike(self) -> bool:
-        """Whether torch's settings are those of the frame. They are compared once in each backward."""
+        """Whether torch's settings equal the frame's. They are compared once in each backward."""
         task = torch._C._current_graph_task_id()
         known, alike = self._is_alike
         if known != task or task == -1:
@@ -162,12 +162,11 @@ class RecipeGroup:
             torch.autograd.Variable._execution_engine.queue_callback(lambda: (method := release()) and method())
 
     def release(self) -> None:
-        """Free the values that nobody has taken."""
+        """Free the values that no handle has taken."""
         with self.lock:
             filled, self._filled, self._task = self._filled, [], -1
-            for reference in filled:
-                if (recipe := reference()) is not None:
-                    recipe.release()
+            for recipe in alive(filled):
+                recipe.release()
 
 
 class Recipe(ABC):
@@ -190,14 +189,14 @@ class Recipe(ABC):
 
     def handle(self, number: int, view: tuple[Layout, Layout] | None = None) -> Handle:
         """A new handle of a value that is dropped."""
-        handle = Handle(self, number, None, view)
+        handle = Handle(self, number, None, 0, view)
         self.handles.append(weakref.ref(handle))
         return handle
 
     def dropped(self) -> list[Handle]:
         """The handles, still alive, of tensors that are not kept."""
-        alive = [handle for ref in self.handles if (handle := ref()) is not None]
-        return [handle for handle in alive if handle.tensor is None and handle.kept is None]
+        every = [reference() for reference in self.handles]
+        return [each for each in every if each is not None and each.tensor is None and each.kept is None]
 
     def take(self, handle: Handle) -> Tensor:
         if not in_backward() and local.sharing is None:  # somebody looks at a saved tensor outside of backward
@@ -232,7 +231,7 @@ class Recipe(ABC):
         return iter(())
 
     def release(self) -> None:
-        """Free the values that nobody has taken."""
+        """Free the values that no handle has taken."""
         self._values = {}
         for handle in self.dropped():
             handle.is_ready = False
@@ -268,7 +267,7 @@ def nbytes_of(values: Iterable[PackedTensor]) -> int:
 
 
 class RecordedCall(NamedTuple):
-    """All that it takes to call a function again, with something else in the place of each tensor."""
+    """A call of a function, to be made again, with something else in the place of each tensor."""
 
     op: Callable[..., Any]
     args: Sequence[Any]
@@ -276,18 +275,18 @@ class RecordedCall(NamedTuple):
     rng: RngState | None = None
     """The states of the random generators that it draws from."""
     dtype: torch.dtype | None = None
-    """The default one that it ran under, where that was not the frame's."""
+    """The default one that it ran under, if it was not the frame's."""
     writes: dict[int | str, Layout] | None = None
-    """The arguments that it changes in place (positions or keywords), and the layouts through which it does.
+    """The arguments that it changes in place (positions or keywords), each with its layout.
 
-    It is passed copies of all of their values, which then count as outputs 0, 1, …."""
+    When it runs again it changes copies of their values, which then count as outputs 0, 1, …."""
 
 
 class OpRecipe(Recipe):
     """The outputs of a function, by calling it again on its inputs: a ``PackedTensor`` in the place of each tensor.
 
-    slots: for each value that it gives back, by number, which of its outputs that is. None: output n is value n.
-    originals: the values that it gave in forward, by their numbers, to compare with.
+    slots: which output each value is, by the value's number. None: output n is value n.
+    originals: forward's values, by their numbers, to compare with.
     """
 
     __slots__ = ("_call", "_originals", "_slots")
@@ -341,7 +340,7 @@ class OpRecipe(Recipe):
     def _run(self) -> Sequence[Tensor]:
         args, kwargs = fetch(self._call.args), fetch(self._call.kwargs)
         if are_modes_hidden():
-            # Let modes see it that count, say. Their result is not used, and generators are where they were afterwards.
+            # Modes that count, say, see it. Their result is not used, and generators are put back afterwards.
             with nullcontext() if is_fake() else RngState().replayed(), shown_to_modes():
                 self._run_on(list(args), dict(kwargs))
         return self._run_on(args, kwargs)

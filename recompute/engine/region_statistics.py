@@ -1,4 +1,4 @@
-"""The totals of a region since its policy was applied: what was dropped, held and run again."""
+"""The totals of a region since its policy was applied: bytes dropped and held, and ops run again."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Stopwatch:
         return self._event() if self._on_cuda else time.perf_counter()
 
     def stop(self, started: Any) -> None:
-        """started: what ``start()`` returned."""
+        """started: the result of ``start()``."""
         if not self._on_cuda:
             self._seconds += time.perf_counter() - started
             return
@@ -36,7 +36,7 @@ class Stopwatch:
             self._add_up([span for span in self._spans if span[1].query()])
 
     def seconds(self) -> float:
-        """On CUDA this waits until what was timed has run."""
+        """On CUDA this waits until the timed work has run."""
         for _, end in self._spans:
             end.synchronize()
         self._add_up(list(self._spans))
@@ -55,12 +55,12 @@ class Stopwatch:
 
 @dataclass
 class Regenerations:
-    """How often backward made something run again, what came back, and what times it."""
+    """How often backward ran something again, the bytes that came back, and the stopwatch for it."""
 
     count: int = 0
     """Times that an op ran again, or a whole region."""
     nbytes: int = 0
-    """Bytes that came back, including those of values that only served to bring others back."""
+    """Bytes that came back, also of values that were needed for others alone."""
     stopwatch: Stopwatch | None = None
     """None unless times were asked for."""
     for_differentiated_gradients: bool = False
@@ -69,20 +69,20 @@ class Regenerations:
 
 @dataclass(kw_only=True)
 class Totals:
-    """What a policy did to one region, or to several. What is held anyway counts nowhere: parameters, and the inputs of
-    a checkpoint.
+    """A policy's effects on one region, or on several. Parameters and the inputs of a checkpoint live anyway, and count
+    nowhere.
     """
 
     frames: int = 0
     """Forward runs of modules under a rule that keeps, drops or has kernels compute something."""
     eager_nbytes: int = 0
-    """Bytes that these runs would hold for backward without the policy. ``kept_nbytes`` is what they hold with it."""
+    """Bytes that these runs would hold for backward without the policy. They hold ``kept_nbytes`` with it."""
     dropped_tensors: int = 0
     """Saved tensors that were dropped, each storage counted once a run."""
     dropped_nbytes: int = 0
-    """Bytes of these. What kernels do not save in the first place is not among them."""
+    """Bytes of these. Tensors that kernels do not save in the first place are not among them."""
     kept_nbytes: int = 0
-    """Bytes held for backward: saved tensors that are not dropped, what recipes read, and what kernels save."""
+    """Bytes held for backward: saved tensors that are not dropped, recipes' inputs, and tensors that kernels save."""
     offloaded_tensors: int = 0
     """Storages that were copied off the device."""
     offloaded_nbytes: int = 0
@@ -101,12 +101,12 @@ class RegionStatistics(Totals):
 
     name: str
     regenerated: Regenerations = field(default_factory=Regenerations)
-    """What backward has run again. The tape that a region is captured by counts it for the region, too."""
+    """Backward's regenerations. The tape that a region is captured by counts them for the region, too."""
     worst_code_error: Tensor | None = None
     """The largest error of a number that was held as a code, relative to the largest one of its block. On its
     device."""
     plan: SavePlan | None = None
-    """What its last frame kept and dropped, and why."""
+    """The plan of its last frame."""
     dropped_outputs: list[DroppedOutput] = field(default_factory=list)
     """The outputs of its last frame that were dropped too."""
 

@@ -80,8 +80,8 @@ class CudaSource(RandomSource):
 class _TrackerSource(RandomSource):
     """A tracker: it swaps the states of CUDA generators by name, as trainers with tensor parallelism do.
 
-    Any object counts as one whose class has ``get_states() -> dict`` and ``set_states(dict)``, as those of several
-    libraries have. So no library needs an adapter, and a user's own tracker works too.
+    An object counts as one if its class has ``get_states() -> dict`` and ``set_states(dict)``, as several libraries'
+    trackers have. So no library needs an adapter, and a user's own tracker works too.
     """
 
     def state(self) -> dict[str, Any]:
@@ -101,12 +101,12 @@ class _TrackerSource(RandomSource):
 
 GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
 GLOBALS: tuple[Any, ...] = (random._inst, np.random.mtrand._rand)
-"""What the functions of Python's ``random`` and of ``numpy.random`` draw from. To read both takes 50 us."""
+"""The generators behind the functions of Python's ``random`` and of ``numpy.random``. To read both takes 50 us."""
 CPU = CpuSource(torch.default_generator)
 
 
 def source_of(value: Any) -> RandomSource | None:
-    """The source that ``value`` is, or whose method it is; None if it is neither."""
+    """``value`` as a source, or the source that it is a method of; None if it is neither."""
     if isinstance(value, torch.Generator):
         return CudaSource(value) if value.device.type == "cuda" else CpuSource(value)
     value = getattr(value, "__self__", value) if isinstance(value, (MethodType, BuiltinMethodType)) else value
@@ -137,31 +137,27 @@ class RngState:
 
     __slots__ = ("_defaults", "_states")
 
-    def __init__(self, extra: Iterable[Any] = (), *, name: str = "a region", only_torch: bool = False):
+    def __init__(
+        self, extra: Iterable[Any] = (), *, name: str = "a region", only_torch: bool = False, alone: bool = False
+    ):
         """name: of the module that is going to draw; errors mention it.
 
-        only_torch: leave out Python's and NumPy's, unless they are in ``extra``.
+        only_torch: leave out Python's and NumPy's, unless they are in ``extra``. alone: leave out all but ``extra``.
         """
         devices = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
-        defaults = (*devices, *(() if only_torch else GLOBALS))
+        defaults = () if alone else (*devices, *(() if only_torch else GLOBALS))
+        self._states: list[tuple[RandomSource, Any]] = [] if alone else [(CPU, CPU.state())]
+        self._defaults = len(self._states) + len(defaults)
         try:
-            self._states: list[tuple[RandomSource, Any]] = [(CPU, CPU.state())]
             for value in (*defaults, *extra):
                 self.include(value)
         except RngError as error:
             raise RngError(f"{name}: {error}") from error
-        self._defaults = 1 + len(defaults)
 
     @staticmethod
     def of(generator: torch.Generator, name: str) -> RngState:
         """The state of one generator alone."""
-        captured = object.__new__(RngState)
-        captured._states = []
-        try:
-            captured.include(generator)
-        except RngError as error:
-            raise RngError(f"{name}: {error}") from error
-        return captured
+        return RngState((generator,), name=name, alone=True)
 
     def include(self, value: Any) -> None:
         """Also capture the state of ``value``, if it is a source that has not been captured yet."""
@@ -178,7 +174,7 @@ class RngState:
         return any(not isinstance(source.generator, torch.Generator) for source, _ in self._states)
 
     def drawn(self) -> RngState | None:
-        """The captured states of those sources that have been drawn from since; None if there are none."""
+        """The captured states of the sources that have been drawn from since; None if there are none."""
         changed = [(source, state) for source, state in self._states if not source.same(state, source.state())]
         if not changed:
             return None
@@ -214,10 +210,10 @@ class RngState:
 
 
 class WatchedDraws(RngState):
-    """What an op has drawn that may not say that it draws, nor from what.
+    """The draws of an op that may not say that it draws, nor from which generators.
 
-    When it runs again it draws the same, and all generators that it may move are put back: one that it left where it
-    was in forward may move then, if the op seeds it.
+    When it runs again it draws the same. All generators that it may move are put back, for it may move one then that it
+    did not move in forward: an op may seed it.
     """
 
     __slots__ = ("_extra",)

@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from recompute.engine.cut.layout import Layout
 from recompute.engine.dtensors import local_of, may_hold_memory
 from recompute.engine.modes import count_dispatch_modes, count_function_modes, has_foreign_modes, hidden_from_modes
+from recompute.engine.thread_state import unseen_by_tapes
 from recompute.engine.wrapper_tensors import inner_tensors
 from recompute.errors import MutationError
 
@@ -19,7 +20,7 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 class PackedTensor:
-    """What is held in the place of a tensor until backward wants it."""
+    """Stands in the place of a tensor until backward wants it."""
 
     __slots__ = ()
 
@@ -45,21 +46,16 @@ class KeptTensor(PackedTensor):
 class ParameterReference(PackedTensor):
     """A parameter, or a view of one. The object is held and not its memory, which libraries that gather weights swap.
 
-    Of a DTensor it gives this rank's part.
+    It returns this rank's part of a DTensor.
 
-    memory: of a view, the memory that the parameter has now. Autograd holds the memory of a view, so this is used even
-    if ``parameter.data`` is replaced later. None of the parameter itself: autograd holds only the object.
+    memory: the memory that the parameter has now, for a view. Autograd holds the memory of a view, so this is used even
+    if ``parameter.data`` is replaced later. None for the parameter itself: autograd holds only the object.
     """
 
     __slots__ = ("layout", "memory", "name", "parameter", "version")
 
     def __init__(
-        self,
-        parameter: Tensor,
-        layout: Layout,
-        version: int,
-        name: str,
-        memory: torch.UntypedStorage | None = None,
+        self, parameter: Tensor, layout: Layout, version: int, name: str, memory: torch.UntypedStorage | None = None
     ):
         self.parameter = parameter
         self.layout = layout
@@ -79,12 +75,12 @@ class ParameterReference(PackedTensor):
 
 
 class VersionGuard:
-    """Refuses a DTensor that was changed in place. Its part on this rank, which counts no versions, needs that too."""
+    """Refuses a DTensor that was changed in place. Its part on this rank counts no such change."""
 
     __slots__ = ("_name", "_shell", "_version")
 
     def __init__(self, alias: Any, name: str):
-        """alias: an alias of the DTensor that nobody else has. It is emptied, but still shares the version counter."""
+        """alias: an alias of the DTensor, of its own. It is emptied, but still shares the version counter."""
         alias._local_tensor = None
         self._shell = alias
         self._version = version_of(alias)
@@ -95,7 +91,7 @@ class VersionGuard:
 
 
 class PackedDTensor(PackedTensor):
-    """A DTensor, made again from what is held of this rank's part."""
+    """A DTensor, made again from this rank's part."""
 
     __slots__ = ("_guard", "_kind", "_spec", "whole")
 
@@ -125,7 +121,7 @@ class KeptShard(KeptTensor):
 
 
 class PackedByOuterHook(PackedTensor):
-    """What the saved-tensor hooks of others around the region returned for a tensor."""
+    """A tensor, as the saved-tensor hooks of others around the region hold it."""
 
     __slots__ = ("packed", "unpack")
 
@@ -151,7 +147,7 @@ class PackedView(PackedTensor):
 
 
 def laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """``tensor`` with this stride. Hooks like save_on_cpu give back another, and code may add up otherwise in that."""
+    """``tensor`` with this stride. Hooks like save_on_cpu return another stride, and sums may differ in that."""
     if tensor.stride() == stride or 0 in stride:
         return tensor
     return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
@@ -191,7 +187,7 @@ def fetch(value: Any) -> Any:
 
 
 def packed_in(value: Any) -> Iterator[PackedTensor]:
-    """Each ``PackedTensor`` in ``value``. In the place of a view or a DTensor it is what that is made from."""
+    """Each ``PackedTensor`` in ``value``. A view or a DTensor counts as the one that it is made from."""
     if isinstance(value, PackedTensor):
         yield value.whole if isinstance(value, (PackedView, PackedDTensor)) else value
     elif isinstance(value, (list, tuple, dict)):
@@ -211,32 +207,31 @@ def top_hooks() -> Hooks | None:
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
+def _scopes_of(hooks: Hooks | None) -> tuple[list[Any], Hooks | None]:
+    """The scopes of ours that have these hooks, from the innermost one; and the hooks of others around them."""
+    scopes: list[Any] = []
+    while hooks is not None and hooks[1] is unpack_saved:
+        scopes.append(hooks[0].__self__)  # type: ignore[attr-defined]
+        hooks = scopes[-1].outer
+    return scopes, hooks
+
+
 def has_only_our_hooks(hooks: Hooks | None) -> bool:
     """Whether these hooks are a scope of ours, or there are none, and there are none of others around them."""
-    while hooks is not None and hooks[1] is unpack_saved:
-        hooks = hooks[0].__self__.outer  # type: ignore[attr-defined]
-    return hooks is None
+    return _scopes_of(hooks)[1] is None
 
 
 def are_held_as_they_are(hooks: Hooks | None) -> bool:
-    """Whether all that these hooks do to a tensor that no recipe gives back is to hold it, where it is."""
-    while hooks is not None and hooks[1] is unpack_saved:
-        scope = hooks[0].__self__  # type: ignore[attr-defined]
-        if getattr(scope, "holds_elsewhere", False):
-            return False
-        hooks = scope.outer
-    return hooks is None
+    """Whether these hooks hold a tensor as it is and where it is, unless a recipe regenerates it."""
+    scopes, others = _scopes_of(hooks)
+    return others is None and not any(scope.holds_elsewhere for scope in scopes)
 
 
 def is_inside_checkpoint() -> bool:
-    """Whether what is saved now goes to a checkpoint, ours or torch's, in its first run or in a replay."""
-    hooks = top_hooks()
-    while hooks is not None and hooks[1] is unpack_saved:
-        scope = hooks[0].__self__  # type: ignore[attr-defined]
-        if scope.is_checkpoint:
-            return True
-        hooks = scope.outer
-    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+    """Whether a checkpoint, ours or torch's, gets the tensors saved now, in its first run or in a replay."""
+    scopes, others = _scopes_of(top_hooks())
+    is_torchs = others is not None and others[0].__module__ == "torch.utils.checkpoint"
+    return is_torchs or any(scope.is_checkpoint for scope in scopes)
 
 
 def checked(tensor: Tensor, version: int, name: str) -> Tensor:
@@ -259,12 +254,18 @@ def version_of(tensor: Tensor) -> int:
         return -1
 
 
+def without_graph(tensor: Tensor, *, copy: bool = False) -> Tensor:
+    """The tensor, or a copy of it, without its graph."""
+    with unseen_by_tapes:
+        return tensor.detach().clone() if copy else tensor.detach()
+
+
 _STRIDED = (Tensor, torch.nn.Parameter)
 _storages: dict[int, StorageWeakRef] = {}
 
 
 def storage_of(tensor: Tensor) -> StorageWeakRef | None:
-    """Which storage a parameter or buffer has, to compare by its ``cdata``; None where that may change by itself.
+    """The storage of a parameter or buffer, to compare by its ``cdata``; None where that may change by itself.
 
     The reference keeps the address from being used again (invariant 3). References are remembered by the tensor's id.
     Another tensor may have that id later, but then its storage has another address, and the reference is replaced.
@@ -288,7 +289,7 @@ StorageKey = int | tuple["StorageKey", ...] | None
 def storage_key(tensor: Tensor) -> StorageKey:
     """The address of the StorageImpl of a tensor, or of a DTensor's part on this rank; None if it has none (sparse).
 
-    Of a wrapper, the keys of all that it holds.
+    A wrapper has the keys of all tensors that it holds.
     """
     if tensor.layout is not torch.strided or tensor.is_nested:
         return None

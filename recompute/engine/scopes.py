@@ -1,4 +1,4 @@
-"""Spans of forward that decide what becomes of the tensors that autograd saves in them, and ``recompute.keep``.
+"""Spans of forward that decide how the tensors are held that autograd saves in them, and ``recompute.keep``.
 
 A ``RecipeScope`` is around a whole model. A ``KeepScope`` makes an exception inside of it. ``keep`` makes one for a
 tensor. In eager code it tells the regions around it. In compiled code it is an op, and a rule that names it keeps its
@@ -63,16 +63,16 @@ def _goes_without() -> bool:
 
 
 class Scope:
-    """A span of forward where hooks of ours choose what is held for each tensor that autograd saves."""
+    """A span of forward where our hooks choose what autograd holds for each tensor that it saves."""
 
     __slots__ = ()
     is_checkpoint = False
     holds_elsewhere = False
-    """Whether it may take what it holds off the device."""
+    """Whether it may take tensors off the device."""
     is_frame = False
-    """Whether it is among the frames that ``recompute.keep`` and memory that is handed out are told of."""
+    """Whether it is a frame: it gets the calls of ``recompute.keep``, and those that hand memory out."""
     book: RecipeBook | None = None
-    """The recipes of what is made inside, if there are any."""
+    """The recipes of tensors that are made inside, if there are any."""
     outer: Hooks | None = None
     """The hooks around it."""
 
@@ -90,7 +90,7 @@ class Scope:
         pop_hooks()
 
     def pack(self, tensor: Tensor) -> PackedTensor:
-        """The pack hook: what is held in the place of a tensor."""
+        """The pack hook: what autograd holds in the place of a tensor."""
         raise NotImplementedError
 
     def pack_hidden(self, tensor: Tensor) -> PackedTensor:
@@ -175,10 +175,10 @@ keep_op = torch.ops.recompute.kept.default
 
 
 def keep(tensor: Tensor, name: str | None = None) -> Tensor:
-    """Pin ``tensor``: it is kept, and what runs again in backward uses it instead of calculating it anew.
+    """Pin ``tensor``: it is kept, and code that runs again in backward uses it instead of calculating it anew.
 
-    Call it inside a module's forward, on what must not come out differently the second time, such as a router's logits;
-    returns ``tensor``. Outside of every region it does nothing.
+    Call it inside a module's forward, on a tensor that must not come out differently the second time, such as a
+    router's logits; returns ``tensor``. Outside of every region it does nothing.
 
     name: pin it only where the rule that governs the module lists this name in its ``keep``.
 

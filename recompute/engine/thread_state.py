@@ -1,21 +1,23 @@
-"""What the engine is doing on this thread: the scopes and frames that are open, and the recipes that run."""
+"""The engine's state on this thread: the scopes and frames that are open, and the recipes that run."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
 from recompute.engine.region_statistics import RegionStatistics, Stopwatch
 
 EngineWork = Literal["compression", "offloading"]
+T = TypeVar("T")
 
 
 class _ThreadState(threading.local):
-    """What this thread's forward is inside of."""
+    """The scopes, frames and recipes that this thread is inside of."""
 
     def __init__(self) -> None:
         self.books: list[Any] = []
@@ -27,13 +29,17 @@ class _ThreadState(threading.local):
         self.regenerating = 0
         """How many recipes are running, one inside of the other. Tapes take no op for a step then."""
         self.work: EngineWork | None = None
-        """What the engine is doing that is neither a part of the model nor running some of it again."""
+        """The engine's own work on tensors that is in progress, if any: it is no part of the model."""
+        self.offloaded: weakref.ref[Any] | None = None
+        """The ``OffloadFrame`` that ended last and has copied something."""
+        self.hidden_modes: list[Any] = []
+        """The foreign modes that ``hidden_from_modes`` hides here."""
         self.sharing: set[Any] | None = None
         """The ``RecipeGroup`` of each recipe that has run inside of ``sharing_values``; None outside of it."""
         self.packing_for_recipe = False
         """Whether a tensor is packed for a recipe, and not because autograd saves it."""
         self.function_stand_in: Any = None
-        """``(op, args, kwargs) -> outputs``: what runs in the place of the custom Functions of a graph being traced."""
+        """``(op, args, kwargs) -> outputs``: runs in the place of the custom Functions of a graph being traced."""
         self.is_tracing = False
         self.simulates_cuda = False
         """Whether fake CPU tensors stand for CUDA's, because backward of fake CUDA tensors needs a GPU."""
@@ -76,13 +82,25 @@ def sharing_values() -> Iterator[None]:
             group.release()
 
 
+class _Unseen:
+    def __enter__(self) -> None:
+        local.regenerating += 1
+
+    def __exit__(self, *error: object) -> None:
+        local.regenerating -= 1
+
+
+unseen_by_tapes = _Unseen()
+"""Inside, no tape takes an op for a step."""
+
+
 @contextmanager
 def working(work: EngineWork) -> Iterator[None]:
     """Inside, the engine compresses, decompresses, or copies off the device and back.
 
     Ops in it are no ops of the model: no tape takes them for a step.
     """
-    with swapped(local, "work", work), swapped(local, "regenerating", local.regenerating + 1):
+    with swapped(local, "work", work), unseen_by_tapes:
         yield
 
 
@@ -92,12 +110,19 @@ def packing_for_recipe() -> AbstractContextManager[Any]:
 
 
 def stopwatch_of(statistics: RegionStatistics) -> Stopwatch | None:
-    """What is to time a regeneration that begins now. None if that was not asked for, or if it is a part of another.
+    """The stopwatch for a regeneration that begins now. None if nobody asked for it, or inside of another regeneration.
 
     None, too, while a CUDA graph is being captured: events measure no time there.
     """
     stopwatch = statistics.regenerated.stopwatch
     return None if stopwatch is None or local.regenerating or is_in_cuda_graph() else stopwatch
+
+
+def alive(references: Iterable[weakref.ref[T]]) -> Iterator[T]:
+    """The objects that these refer to, and that are alive when their turns come."""
+    for reference in references:
+        if (value := reference()) is not None:
+            yield value
 
 
 def in_backward() -> bool:
@@ -110,5 +135,5 @@ def is_fake() -> bool:
 
 
 def is_in_cuda_graph() -> bool:
-    """Whether a CUDA graph is being captured of what this thread launches."""
+    """Whether a CUDA graph is being captured of this thread's launches."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

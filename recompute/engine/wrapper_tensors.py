@@ -17,13 +17,13 @@ from torch.utils._python_dispatch import _pop_mode, _push_mode
 from recompute.engine.dtensors import are_sharded
 
 SEE = object()
-"""An op is to be looked at."""
+"""The mode has to look at the op itself."""
 
 
 def passed_on(mode: Any, op: Any, types: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """What a dispatch mode is to return for an op that comes to it again in other ops, or ``SEE``.
+    """The result for a dispatch mode of an op that comes to it again as other ops; ``SEE`` for any other op.
 
-    A wrapper calls ops on what it wraps. It does so below autograd, where ops come that consist of others.
+    A wrapper calls ops on the tensors that it wraps. It does so below autograd, so ops arrive that consist of others.
     """
     if types and not are_sharded(types) and any(map(_is_wrapper, types)):
         return NotImplemented

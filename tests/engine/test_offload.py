@@ -38,6 +38,7 @@ import recompute
 from recompute.engine.host import host_memory, offload
 from recompute.engine.host.host_memory import POOL, HostPool, default_limit
 from recompute.engine.host.offload import OffloadedStorage
+from recompute.engine.thread_state import local
 from recompute.errors import HostMemoryError, MutationError, UnsupportedError
 
 WAYS = {
@@ -193,7 +194,7 @@ def test_what_no_backward_comes_for_leaves_again_at_its_end():
 
 
 def _frames_of(loss):
-    frames, frame = [], offload._forward.last
+    frames, frame = [], local.offloaded
     while frame is not None and (known := frame()) is not None:
         frames.append(known)
         frame = known._before

@@ -29,13 +29,13 @@ from recompute.errors import MutationError
 
 
 class _HeldTensor:
-    """A tensor among a frame's arguments: what holds it for backward, and how it was when the frame began."""
+    """A tensor among a frame's arguments, held for backward, and its state when the frame began."""
 
     __slots__ = ("attributes", "before", "inner", "original", "requires_grad", "saved", "stride", "version")
 
     def __init__(self, tensor: Tensor, name: str, hooks: Hooks | None):
         """hooks: the saved-tensor hooks in force, which hold it (invariant 9)."""
-        # A parameter is held as the object itself, which code may ask for. Other tensors become leaves of a new graph.
+        # A parameter is held as the object itself, for code may ask for that. Others become leaves of a new graph.
         is_plain = type(tensor) is Tensor
         is_parameter = not is_plain and isinstance(tensor, nn.Parameter)
         self.saved = KeptTensor(tensor, name) if is_parameter else pack_through(hooks, tensor.detach(), name)
@@ -100,7 +100,7 @@ class _HeldObject(Copier):
         return value
 
     def settle(self) -> None:
-        """At the end of the frame: note whether it changed the object, as it would again."""
+        """The frame has ended: note whether it changed the object, as it would again."""
         self.was_changed = fingerprint(self.value()) != self.fingerprint
 
     def changed(self) -> bool:
@@ -169,9 +169,9 @@ class HeldArguments(Copier):
         return None
 
     def settle(self) -> tuple[list[Tensor], list[Tensor]]:
-        """At the end of the frame: forget the arguments' graph.
+        """The frame has ended: forget the arguments' graph.
 
-        Returns the tensors that were given, and those of them that are held as they are.
+        Returns the tensors that were given, and the held ones that are as they were given.
         """
         for opaque in self._opaque:
             opaque.settle()

@@ -1,8 +1,8 @@
-"""Copies of what code can change: containers, arrays and objects, each with all that is in it.
+"""Copies of values that code can change: containers, arrays and objects, each with all that is in it.
 
-What the objects of a class hold is told in one place, ``Contents``. Arguments, attributes of modules, and what is in
-globals and closures are copied when a frame begins, and those copies are copied for each replay. So a replay finds what
-forward found, and nobody finds what a replay changes.
+``Contents`` alone says what the objects of a class hold. When a frame begins, it copies arguments, attributes of
+modules, and the values of globals and closures. Each replay copies these copies. So a replay finds the values that
+forward found, and nobody finds its changes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from recompute.engine.rng import GENERATORS
 from recompute.engine.saved_tensors import version_of
 
 COLLECTION, RECORD, OBJECT = range(3)
-"""What a copier enters: containers of any class; dataclasses and pytrees, too; and all else that has attributes."""
+"""A copier's ranks: it enters containers of any class; dataclasses and pytrees, too; and all else with attributes."""
 NUMBERS = frozenset((int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size))
 _are_numbers = NUMBERS.issuperset
 _ATOMS = NUMBERS | {Tensor, nn.Parameter}
@@ -42,15 +42,15 @@ _DEPTH = 5  # of objects in objects: enough for a cache and its layers, and not 
 _MOST_BYTES = 1 << 16  # of an array: copying these takes no longer than launching a kernel
 
 Place = tuple[Callable[[Any, Any, Any], Any], Any, Any]
-"""What puts a part into an object, by which key or name, and the part that is there."""
+"""A function that puts a part into an object, the key or name of the place, and the part that is there."""
 
 
 class Contents(NamedTuple):
-    """What the objects of a class hold. No method of the class runs: it may do more than to hold things."""
+    """The places of things in objects of a class. No method of the class runs: it may do more than to hold things."""
 
     rank: int
     base: Any
-    """The class in C that makes an empty one, and has the methods that its items are read and put there by."""
+    """The class in C whose methods make an empty object, read its items and put items there."""
     slots: tuple[MemberDescriptorType, ...]
 
     def empty(self, value: Any) -> Any:
@@ -65,7 +65,7 @@ class Contents(NamedTuple):
         return made
 
     def places(self, value: Any) -> Iterator[Place]:
-        """Where ``value`` holds something: its items, but those of a tuple, and its attributes."""
+        """The places in ``value``: its items, unless it is a tuple, and its attributes."""
         base = self.base
         if base in _DICTS:
             yield from ((base.__setitem__, key, part) for key, part in base.items(value))
@@ -101,11 +101,11 @@ def _put_attribute(made: Any, name: str, part: Any) -> None:
 
 @functools.lru_cache(4096)
 def contents_of(kind: Any) -> Contents | None:
-    """What objects of this class hold; None if they are never taken apart, or hold more than can be seen."""
+    """The contents of objects of this class; None if they are never taken apart, or hold more than is seen here."""
     base: Any = next((base for base in _BASES if issubclass(kind, base)), object)
     if kind in _ATOMS or issubclass(kind, _WHOLE) or (base in _ARRAYS and kind is not base):
         return None
-    if hasattr(kind, "__del__"):  # a copy would end what the original still uses
+    if hasattr(kind, "__del__"):  # a copy's end might close a resource that the original still uses
         return None
     try:
         if base not in _ARRAYS:
@@ -125,16 +125,16 @@ def contents_of(kind: Any) -> Contents | None:
 
 
 class Copier:
-    """Makes copies that refer to each other as what they are copies of does."""
+    """Makes copies that refer to each other as their originals do."""
 
     def __init__(self, rank: int = COLLECTION, made: dict[int, Any] | None = None):
-        """rank: what it enters. made: what there is already, by the id of what it stands for."""
+        """rank: of the objects that it enters. made: copies that are there already, by the ids of their originals."""
         self.rank = rank
         self._made = {} if made is None else made  # originals live as long as this copies, so no id stands for two
         self._depth = _DEPTH
 
     def leaf(self, value: Any) -> Any:
-        """What stands in the place of ``value``, which it does not enter."""
+        """The copy of a ``value`` that it does not enter."""
         return value
 
     def copy(self, value: Any) -> Any:
@@ -176,14 +176,14 @@ class Copier:
 
 
 class StateCopies(Copier):
-    """Copies of what code reads and may change, with aliases of the tensors in it, which have no graph."""
+    """Copies of values that code reads and may change. The tensors in them are aliases without a graph."""
 
     def __init__(self) -> None:
         super().__init__()
         self.tensors: list[Tensor] = []
         """The tensors: aliases of plain ones, and others themselves."""
         self.found: list[Any] = []
-        """All else that has no parts here but numbers: functions, objects, modules."""
+        """All else that is not copied, but numbers: functions, objects, modules."""
 
     def leaf(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -244,7 +244,7 @@ def _is_small(value: Any) -> bool:
 
 
 def fingerprint(value: Any, depth: int = _DEPTH, seen: dict[int, int] | None = None) -> Any:
-    """What a value refers to. Two fingerprints differ if the value, or a tensor in it, was changed in between."""
+    """A mark of a value. Two marks of it differ if the value, or a tensor in it, was changed in between."""
     kind: Any = type(value)
     if isinstance(value, Tensor):
         return id(value), version_of(value)

@@ -26,7 +26,7 @@ from recompute.errors import MutationError
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 RUNNER = "_recompute_runner"
-"""The key in the ``__dict__`` of a module under a policy, of what runs its forward.
+"""The key of a module's runner in the ``__dict__`` of a module under a policy. The runner runs its forward.
 
 It is there because a DataParallel replica gets a copy of the ``__dict__``.
 """
@@ -45,7 +45,7 @@ class ModuleState:
     __slots__ = ("_are_plain", "_bare", "_buffers", "_versions", "adorned", "held")
 
     def __init__(self, roots: Iterable[nn.Module], learned: LearnedBuffers, copies: StateCopies):
-        """copies: makes those of the attributes; ``watch`` is to be told of the tensors in them."""
+        """copies: copies the attributes; the tensors in them are then to be passed to ``watch``."""
         modules = list(roots)
         seen = set(modules)
         parameters: list[Tensor | None] = []
@@ -70,7 +70,7 @@ class ModuleState:
         for tensor in (*parameters, *buffers):
             if tensor is not None:
                 (self._bare if tensor.__dict__ in _BARE else self.adorned).append(tensor)
-        if not _PLAIN.issuperset(map(type, buffers)):  # of wrappers, what they hold is copied and compared
+        if not _PLAIN.issuperset(map(type, buffers)):  # the tensors inside of wrappers are copied and compared
             buffers = [each for buffer in buffers for each in inner_tensors(buffer) or (buffer,)]
         self._buffers = HeldBuffers(buffers, modules, learned) if buffers else None
         parameters += () if self._buffers is None else self._buffers.uncopied()
@@ -78,13 +78,13 @@ class ModuleState:
         self.watch([t for t in parameters if t is not None])
 
     def watch(self, tensors: Sequence[Tensor]) -> None:
-        """Have ``changed`` tell whether these, or what they wrap, are modified, too."""
+        """Have ``changed`` look at these tensors, too, and at the tensors that they wrap."""
         if not _PLAIN.issuperset(map(type, tensors)):
             tensors = [*tensors, *[inner for tensor in tensors for inner in inner_tensors(tensor)]]
         self._versions += [(t, version_of(t), t.requires_grad, storage_of(t)) for t in tensors]
 
     def settle(self) -> None:
-        """The frame has ended: note which buffers it has changed, and watch only those that are not copied."""
+        """The frame has ended: note which buffers it has changed, and watch only the ones that are not copied."""
         if self._buffers is not None and self._buffers.settle(self.modules()):
             copied = set(map(id, self._buffers.all)).difference(map(id, self._buffers.uncopied()))
             self._versions = [version for version in self._versions if id(version[0]) not in copied]
@@ -127,7 +127,7 @@ class ModuleState:
 
     @contextmanager
     def replayed(self, name: str, copies: StateCopies) -> Iterator[None]:
-        """The span in which the modules are as they were when the frame began. Afterwards they are as they are now."""
+        """Inside, the modules are as they were when the frame began. Afterwards they are as they are now."""
         if (what := self.changed()) is not None:
             raise MutationError(
                 f"in {name}: {what} between forward and backward (an optimizer step?), so the region cannot be run "
@@ -155,7 +155,7 @@ class ModuleState:
 
 
 _BARE: tuple[dict[str, str], ...] = ({}, *({"_dynamo_static_input_type": kind} for kind in ("guarded", "unguarded")))
-"""The attributes of a tensor that has none, or none but what torch's frontend notes."""
+"""The attributes of a tensor that has none, or none but a note of torch's frontend."""
 _DICTS = (dict, OrderedDict)
 _PLAIN = frozenset((nn.Parameter, Tensor, type(None)))
 TORCHS_OWN = frozenset(vars(nn.Module()))
@@ -163,9 +163,9 @@ TORCHS_OWN = frozenset(vars(nn.Module()))
 
 
 def _copied(attributes: dict[str, Any], copies: StateCopies, has_parts: bool = True) -> tuple[dict[str, Any], bool]:
-    """A copy of a module's attributes, and of containers in it, to which code may add; and whether there are such.
+    """A copy of a module's attributes, and of the containers in it, for code may change these; and whether it has any.
 
-    has_parts: whether there may be.
+    has_parts: whether it may have some.
     """
     copied = attributes.copy()
     # torch's own ``_parameters`` is a dict. A library may have put an object in its place that gathers weights, say. A
@@ -184,7 +184,7 @@ def _copied(attributes: dict[str, Any], copies: StateCopies, has_parts: bool = T
 
 
 def _take_present_parts(again: dict[str, Any], module: nn.Module, are_plain: bool) -> None:
-    """Put what has to be there now into a copy of a module's attributes. are_plain: no parameter can be a DTensor."""
+    """Put the present parts of a module into a copy of its attributes. are_plain: no parameter can be a DTensor."""
     if again["_modules"] and type(again["_modules"]) is dict:
         # Modules that forward itself has made are there, too: a run that made others would have other parameters.
         again["_modules"] = {**module._modules, **again["_modules"]}
@@ -225,7 +225,7 @@ class _Copy(NamedTuple):
 
 @dataclass(slots=True)
 class LearnedBuffers:
-    """What a region's frames have found out about its buffers, which are numbered, for later frames."""
+    """The facts that a region's frames have learned of its buffers, by their numbers, for later frames."""
 
     may_change_unseen: bool = False
     """Whether its code names a batch norm, whose kernels write to statistics without a new version."""
@@ -294,7 +294,7 @@ class HeldBuffers:
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
-        """The span in which the buffers are as they were when the frame began. Afterwards they are as they are now."""
+        """Inside, the buffers are as they were when the frame began. Afterwards they are as they are now."""
         copies = [copy for index, copy in self._copies.items() if index in self._changing or copy.has_moved]
         buffers = [copy.buffer for copy in copies]
         if not buffers:

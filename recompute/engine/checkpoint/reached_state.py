@@ -1,9 +1,9 @@
-"""What a region's code reads beside its arguments and its modules: globals, closures, attributes, thread locals.
+"""The state that a region's code reads beside its arguments and its modules: globals, closures, attributes, and more.
 
-A frame notes what is there when it begins, and puts it back while it runs again (invariant 11). Finding out
-what code reads, what it draws from and what it changes costs too much to be done in each frame. So the first frame is
-watched, and later frames rely on what it found. They learn anew if they meet another function or object there, or if
-versions and states turn out otherwise.
+A frame notes this state when it begins, and puts it back while it runs again (invariant 11). To find the places of the
+state, the generators and the changes of a code costs too much to be done in each frame. So the first frame is watched,
+and later frames rely on its findings. They learn anew if they meet another function or object there, or if versions and
+states differ from those expected.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat, starmap
 from types import MemberDescriptorType, MethodType, ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +31,8 @@ from recompute.engine.reachable_objects import Walk, is_foreign
 from recompute.engine.rng import RngState, is_random_source
 from recompute.engine.tape.autocast import run_as_called
 from recompute.engine.tape.op_arguments import generators_of
+from recompute.engine.thread_state import alive
 
-T = TypeVar("T")
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 _MISSING = object()
@@ -41,10 +41,10 @@ _MANY = 100
 
 
 Place = tuple[Any, Any]
-"""What holds a value, and its name there.
+"""The owner of a value, and the value's name there.
 
-That is a dict and a key; a class, an object or the cell of a closure, and an attribute; or None and what is read as a
-whole: a ``threading.local``, where a backward on another thread finds nothing, or the environment variables.
+The owner is a dict, and the name a key; or a class, an object or the cell of a closure, and an attribute; or None, and
+an object that is read as a whole: a ``threading.local``, which is empty on another thread, or the environment.
 """
 
 
@@ -96,10 +96,10 @@ def _put_environment(value: dict[Any, Any]) -> None:
 
 
 class Places:
-    """The places that a region's code reads, as one of its frames has found them."""
+    """The places that a region's code reads, as one of its frames found them."""
 
     def __init__(self, walk: Walk, function: Callable[..., Any], own: Sequence[nn.Module], given: Sequence[Any]):
-        """walk: through ``function``, which the region runs, and ``given``, arguments to look at.
+        """walk: through the region's ``function`` and ``given``, arguments to look at.
 
         own: modules whose state is noted elsewhere.
         """
@@ -111,7 +111,7 @@ class Places:
         # A module around the region's own does not run inside of it, though a hook, say, may know it.
         inside = [value for value in found.values() if known.isdisjoint(map(id, value.modules()))]
         self.modules = [weakref.ref(value) for value in inside]
-        """Those that names in the code lead to, beside the region's own."""
+        """The modules that names in the code lead to, beside the region's own."""
         places: list[Place] = [(cell, "cell_contents") for cell in walk.cells.values()]
         places += [(None, os.environ)] if reads_environment(walk) else []
         entries = dict(walk.globals)
@@ -130,13 +130,13 @@ class Places:
         self._others = places
 
     def note(self, state: ModuleState, found: Sequence[Any]) -> None:
-        """The state of the region's modules, and what was found in it and at the places, as ``StateCopies`` tells."""
+        """state: of the region's modules. found: the objects in it and at the places, as ``StateCopies`` finds them."""
         self._code += map(_weakly, state.adorned)
         self._kinds = [(kind, len(attributes)) for _, kind, attributes, _ in state.held]
         self._objects = [*map(_weakly, found)]
 
     def values(self) -> list[Any]:
-        """What is at the places now."""
+        """The values at the places now."""
         return [*map(dict.get, self._spaces, self._keys, repeat(_MISSING)), *starmap(_get, self._others)]
 
     def all(self) -> list[Place]:
@@ -144,7 +144,7 @@ class Places:
 
     @contextmanager
     def replayed(self, values: list[Any], copies: StateCopies) -> Iterator[None]:
-        """The span in which ``values`` are at the places again. Afterwards there is what is there now."""
+        """Inside, ``values`` are at the places again. Afterwards the present ones are."""
         places = self.all()
         now = self.values()
         try:
@@ -162,7 +162,7 @@ class Places:
     ) -> bool:
         """Whether a walk would find them again: whether it would go through the same functions and objects.
 
-        found: as for ``note``, now. Of modules only the classes have to be the same, and what they hold.
+        found: as for ``note``, now. Modules may be others, of the same classes and as many attributes.
         """
         return (
             [(kind, len(attributes)) for _, kind, attributes, _ in state.held] == self._kinds
@@ -176,7 +176,7 @@ _SUMS = frozenset(("main_grad",))
 
 
 def _code_of(function: Callable[..., Any], given: Sequence[Any]) -> list[Any]:
-    """What tells calls apart that may run other code. Modules of one class have their code in common."""
+    """The objects by which calls differ that may run other code. Modules of one class have their code in common."""
     found = [getattr(function, "__func__", None) or getattr(function, "func", function)]
     pending = list(given)
     while pending:
@@ -190,12 +190,8 @@ def _code_of(function: Callable[..., Any], given: Sequence[Any]) -> list[Any]:
     return found
 
 
-def alive(references: Iterable[weakref.ref[T]]) -> list[T]:
-    return [value for reference in references if (value := reference()) is not None]
-
-
 def _weakly(value: Any) -> Callable[[], Any]:
-    """What gives ``value`` as long as it lives; forever, if it bears no weak reference."""
+    """Returns ``value`` as long as it lives; forever, if it bears no weak reference."""
     try:
         return weakref.ref(value)
     except TypeError:
@@ -207,14 +203,14 @@ def _are_same(known: Sequence[Callable[[], Any]], values: Sequence[Any]) -> bool
 
 
 def class_attributes_read(walk: Walk) -> list[tuple[type, str]]:
-    """The attributes of classes that the code walked through may read, but for methods: the classes and the names."""
+    """The attributes of classes, but for methods, that the walked code may read: the classes and the names."""
     unique = {id(value): value for value in walk.values}.values()
     places = [place for value in unique for place in _attributes_read(value, walk.names)]
     return [*{place: None for place in places if isinstance(place[0], type)}]
 
 
 def _attributes_read(value: Any, names: set[str]) -> Iterator[Place]:
-    """What code that reads attributes called ``names`` finds of ``value`` in slots and in classes, but for methods."""
+    """The attributes of ``value`` called ``names`` that are in slots and in classes, but for methods."""
     if isinstance(value, (ModuleType, Tensor, dict, list, set)) or not hasattr(type(value), "__mro__"):
         return
     for base in value.__mro__ if isinstance(value, type) else type(value).__mro__:
@@ -230,12 +226,12 @@ def _attributes_read(value: Any, names: set[str]) -> Iterator[Place]:
 
 @dataclass(slots=True)
 class LearnedFacts:
-    """What is known of a region after its first frame."""
+    """The facts of a region that its first frame has shown."""
 
     generators: list[Any] | None = None
     """The random generators that it may draw from; None as long as no frame with these places has ended."""
     found: list[Any] = field(default_factory=list)
-    """Those of them that names in its code lead to."""
+    """The generators that names in its code lead to."""
     is_scripted: bool = False
     """Whether it may run a ScriptModule."""
     effect: str = ""
@@ -246,9 +242,9 @@ class LearnedFacts:
     def reach(
         self, function: Callable[..., Any], modules: Sequence[nn.Module], given: Sequence[Any]
     ) -> tuple[ModuleState, Places, list[Any]]:
-        """What ``function(...)`` reads beside its arguments, as it is now: of modules; other places; and what is there.
+        """The state that ``function(...)`` reads beside its arguments: of modules; other places; and the values there.
 
-        modules: those it runs. given: what it may call, run or draw from among its arguments.
+        modules: the ones it runs. given: the arguments that it may call, run or draw from.
         """
         roots = [*modules, *[value for value in given if isinstance(value, nn.Module)]]
         known = self._places
@@ -267,7 +263,7 @@ class LearnedFacts:
         return state, places, values
 
     def _find(self, function: Callable[..., Any], roots: Sequence[nn.Module], given: Sequence[Any]) -> Places:
-        """The places, found anew, and what else a walk through the code tells."""
+        """Find the places anew, and the other facts that a walk through the code shows."""
         own = [m for root in roots for m in root.modules() if not isinstance(m, torch.jit.ScriptModule)]
         walk = Walk((function, *own, *given))
         self.is_scripted = any(isinstance(value, torch.jit.ScriptModule) for value in walk.values)
@@ -289,7 +285,7 @@ class LearnedFacts:
 
 
 class _OpWatcher(SeesAllOps):
-    """Sees the ops of a frame: nothing else tells which random generators they draw from, and which have effects."""
+    """Sees the ops of a frame, for nothing else says which generators they draw from, and which have effects."""
 
     def __init__(self, learned: LearnedFacts, rng: RngState, name: str):
         super().__init__()

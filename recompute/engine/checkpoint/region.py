@@ -2,10 +2,10 @@
 
 So even kernels that no dispatcher sees run again. A frame, which is one run of a region, keeps everything to its end.
 Then it decides. If it changed its own inputs, it cannot run again as it ran, and keeps everything (invariants 4 and 5).
-Otherwise it drops what autograd saved in it, except what lives anyway (invariant 7).
+Otherwise it drops the tensors that autograd saved in it, except those that live anyway (invariant 7).
 
-An op that has an effect never runs again. Once a region is seen to run one, it goes on by a tape, which keeps what that
-op gives and runs all other ops again.
+An op that has an effect never runs again. Once a region is seen to run one, it goes on by a tape, which keeps that op's
+outputs and runs all other ops again.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ from recompute.engine.saved_tensors import (
 )
 from recompute.engine.scopes import Scope, let_transforms_in
 from recompute.engine.tape.recorder import TapeRegion
-from recompute.engine.thread_state import is_fake
+from recompute.engine.thread_state import alive, is_fake
 from recompute.engine.wrapper_tensors import inner_tensors, nbytes_held
 from recompute.errors import RegenerationError, warn
 
 StateHook = tuple[Callable[[], Any], Callable[[Any], AbstractContextManager[Any]]]
-"""For state that nothing here can see: forward calls the first to note it; the second is a span with it in force."""
+"""For state that nothing here sees: forward calls the first to note it; inside of the second it is in force again."""
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 _strided = torch.strided
@@ -66,15 +66,9 @@ _transforms = torch._C._functorch.peek_interpreter_stack
 
 
 class CheckpointRegion:
-    """A module's forward or a function that is run under ``action: checkpoint``: all that autograd saves is dropped."""
+    """A module's forward or a function under ``action: checkpoint``: all tensors that autograd saves are dropped."""
 
-    def __init__(
-        self,
-        statistics: RegionStatistics,
-        op_policy: OpPolicy,
-        *,
-        state_hooks: Iterable[StateHook] = (),
-    ):
+    def __init__(self, statistics: RegionStatistics, op_policy: OpPolicy, *, state_hooks: Iterable[StateHook] = ()):
         """op_policy: of the tape."""
         let_transforms_in()
         self.statistics = statistics
@@ -84,7 +78,7 @@ class CheckpointRegion:
         self.learned = LearnedFacts()
 
     def run(self, function: Callable[..., Any], modules: tuple[nn.Module, ...], args: tuple, kwargs: dict) -> Any:
-        """``function(*args, **kwargs)``, which may use ``modules``, with what it saves dropped."""
+        """``function(*args, **kwargs)``, which may use ``modules``. The tensors that it saves are dropped."""
         if self.learned.effect:
             self._tape = self._tape or TapeRegion(self.statistics, self._op_policy)
             return self._tape.run(function, args, kwargs)
@@ -99,27 +93,9 @@ class CheckpointRegion:
 
 
 class CheckpointFrame(Scope, Recipe):
-    """One run of a region. Its values are what autograd saved, numbered in order."""
+    """One run of a region. Its values are the tensors that autograd saved, numbered in order."""
 
     is_checkpoint = is_frame = True
-    __slots__ = (
-        "_autocast",
-        "_context",
-        "_expected",
-        "_function",
-        "_hooked",
-        "_inputs",
-        "_living",
-        "_modes",
-        "_originals",
-        "_pins",
-        "_places",
-        "_region",
-        "_rng",
-        "_state",
-        "_then",
-        "outer",
-    )
 
     def __init__(
         self,
@@ -154,9 +130,9 @@ class CheckpointFrame(Scope, Recipe):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         super().__exit__(kind, error, trace)
-        if kind is not None:  # what the region made before the error may live on, so it is kept
-            for ref in self.handles:
-                if (handle := ref()) is not None and handle.tensor is not None:
+        if kind is not None:  # tensors that the region made before the error may live on, so they are kept
+            for handle in alive(self.handles):
+                if handle.tensor is not None:
                     handle.keep(KeptTensor(handle.tensor.detach(), self.statistics.name, handle.version))
 
     def pack(self, tensor: Tensor) -> PackedTensor:
@@ -168,7 +144,7 @@ class CheckpointFrame(Scope, Recipe):
             tensor = local_of(tensor)
             if type(tensor) is nn.Parameter:
                 tensor = tensor.detach()  # its present memory: a library that gathers weights may soon swap it
-        handle = Handle(self, len(self.handles), tensor)
+        handle = Handle(self, len(self.handles), tensor, version_of(tensor))
         self.handles.append(weakref.ref(handle))
         expected: ExpectedTensor | None = None
         if tensor.layout is _strided and not tensor.is_nested:  # else it is kept and not compared
@@ -178,7 +154,7 @@ class CheckpointFrame(Scope, Recipe):
         return handle
 
     def watching(self) -> AbstractContextManager[Any]:
-        """A context for what runs. In the first frame it learns what later frames of the region rely on."""
+        """A context for the run. In the first frame it learns the facts that later frames of the region rely on."""
         return self._region.learned.watching(self._rng, self.statistics.name)
 
     def pin(self, tensor: Tensor, name: str | None) -> Tensor:
@@ -194,7 +170,7 @@ class CheckpointFrame(Scope, Recipe):
             self._inputs.hand_out(memory)
 
     def pinned(self, index: int, tensor: Tensor) -> Tensor:
-        """The tensor that was pinned as number ``index``, in the place of ``tensor``, with the gradient of that."""
+        """The tensor that was pinned as number ``index``, in the place of ``tensor``, and with its gradient."""
         if index >= len(self._pins) or self._pins[index].tensor.shape != tensor.shape:
             raise RegenerationError(
                 f"in {self.statistics.name}: forward passed {len(self._pins)} tensors to recompute.keep; run again, it "
@@ -203,7 +179,7 @@ class CheckpointFrame(Scope, Recipe):
         return _SubstituteValue.apply(tensor, self._pins[index].get())
 
     def decide(self) -> None:
-        """Drop what comes back by running again: everything, unless the frame changed what it started from."""
+        """Drop all saved tensors, unless the frame changed its inputs and so cannot run again as it ran."""
         self._state.settle()
         changed = self._inputs.changed() or self._state.changed()
         if self._region.learned.is_scripted:
@@ -212,7 +188,7 @@ class CheckpointFrame(Scope, Recipe):
         given, held = self._inputs.settle()
         inputs = set(map(storage_key, given))
         alive, parameters = self._alive_after(inputs, held)
-        pinned: set[StorageKey] = {None}  # the key of what has no storage of its own
+        pinned: set[StorageKey] = {None}  # the key of a tensor without a storage of its own
         pinned.update([storage_key(pin.tensor) for pin in self._pins])
         compares = is_verifying()
         saved: dict[StorageKey, int] = {}  # bytes, by storage; all are alive now, so no address stands for two
@@ -252,7 +228,7 @@ class CheckpointFrame(Scope, Recipe):
     def _alive_after(
         self, inputs: set[StorageKey], held: Iterable[Tensor]
     ) -> tuple[dict[StorageKey, Tensor], dict[tuple[StorageKey, Any], Tensor]]:
-        """What is alive in backward anyway, by its storage; and the module's tensors by where their memory begins."""
+        """The tensors that are alive in backward anyway, by their storages; and the module's, by storage and offset."""
         alive: dict[StorageKey, Tensor] = {}
         parameters: dict[tuple[StorageKey, Any], Tensor] = {}  # several may have one storage
         for each in self._state.tensors():  # parameters first: an attribute may be the ``data`` of one
@@ -275,7 +251,7 @@ class CheckpointFrame(Scope, Recipe):
         del self._inputs, self._state, self._places, self._then, self._context, self._function, self._expected
 
     def _kept(self, tensor: Tensor, version: int, parameter: Tensor | None, all_are: bool) -> PackedTensor:
-        """What holds a tensor as it is, without its graph: the node that saved it may be part of that (invariant 8)."""
+        """Hold a tensor as it is, without its graph: the node that saved it may be part of that (invariant 8)."""
         if parameter is not None:
             now = version_of(parameter)
             # A tensor at another version than the parameter, as ``parameter.data`` is, counts as a tensor of its own.
@@ -327,7 +303,7 @@ class CheckpointFrame(Scope, Recipe):
             _NOTHING if _transforms() is None else temporarily_clear_interpreter_stack(),
             self._state.replayed(self.statistics.name, copies),
             self._places.replayed(self._then, copies),
-            # Put back all generators afterwards. One that forward left where it was may move now: torch.manual_seed(0).
+            # Put back all generators afterwards. One may move now that did not in forward: torch.manual_seed(0).
             _NOTHING if is_fake() else RngState(self._region.learned.generators or (), only_torch=True),
             _NOTHING if self._rng is None else self._rng.replayed(),
             autocast_again(self._autocast),

@@ -1,4 +1,4 @@
-"""The second run of a checkpoint's frame, which collects what autograd saves until all that is wanted is there."""
+"""The second run of a checkpoint's frame. It collects the tensors that autograd saves until it has all wanted ones."""
 
 from __future__ import annotations
 
@@ -11,30 +11,23 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from recompute.engine.dtensors import has_layout, local_of
 from recompute.engine.modes import count_dispatch_modes, count_function_modes, has_foreign_modes
-from recompute.engine.saved_tensors import (
-    KeptTensor,
-    PackedDTensor,
-    PackedTensor,
-    StorageKey,
-    describe,
-    storage_key,
-)
+from recompute.engine.saved_tensors import KeptTensor, PackedDTensor, PackedTensor, StorageKey, describe, storage_key
 from recompute.engine.scopes import Scope
 
 
 class ReplayComplete(Exception):
-    """All that was wanted has been saved again. It is no BaseException, so that module hooks see it and clean up."""
+    """All wanted tensors are saved again. It is no BaseException, so that module hooks see it and clean up."""
 
 
 ExpectedTensor = tuple[torch.Size, torch.dtype, StorageKey]
-"""The shape and dtype of the tensor of a slot, and the key of its storage, which means nothing once that is freed."""
+"""The shape and dtype of a slot's tensor, and the key of its storage, which means nothing once that is freed."""
 
 
 class Replay(Scope):
     """A frame being run again, to collect the values of the slots in ``wanted``.
 
     name: of the region, for messages.
-    pinned: takes n and what the n-th call of ``recompute.keep`` is given now; returns what it was given in the frame.
+    pinned: takes n and the tensor that the n-th ``recompute.keep`` gets now; returns the one that it got in the frame.
     expected: the tensor that belongs in each slot; None where it may be any.
     living: by slot, the parameter or input that the tensor there shares its storage with.
     """
@@ -117,7 +110,7 @@ class Replay(Scope):
         return f"tensor {slot} that autograd saved, a {describe(tensor)} from {self._ops[slot]}"
 
     def _key_in(self, slot: int, storage: StorageKey, tensor: Tensor) -> StorageKey:
-        """The key in this run of what was ``storage`` in forward. The first tensor that comes for it decides."""
+        """This run's key of the storage that had the key ``storage`` in forward. The first tensor in it decides."""
         if (key := self._storages.get(storage)) is None:
             key = self._storages[storage] = storage_key(self.living.get(slot, tensor))
         return key
@@ -141,7 +134,7 @@ class Replay(Scope):
             self._stop()
 
     def hand_out(self, memory: Any, is_array: bool) -> None:
-        """Nothing to do: what forward wrote to, the replay writes to again."""
+        """Nothing to do: the replay writes to the array as forward did."""
 
     def pin(self, tensor: Tensor, name: str | None) -> Tensor:
         if name is not None:

@@ -1,4 +1,4 @@
-"""The cuts that are best at some price of a second, and fast ones within a limit of bytes, which no price may give.
+"""The cuts that are best at some price of a second, and fast ones within a limit of bytes, at no price the best.
 
 A cut holds some bytes and takes some seconds to run ops again, so its cost is a straight line over the price. The
 cheapest cuts are the lower envelope of these lines: each is the cheapest one on an interval of prices. To find what
@@ -6,12 +6,12 @@ lies between the cuts at two prices, solve the minimum cut at the price where th
 them, there is nothing between them. If it is a third one, go on at both sides of that. This finds every point, with two
 minimum cuts for each, and without a grid of prices.
 
-Two GEMMs that take equally long for each byte of their outputs run again at the same prices, as those of gate and up of
-an MLP do. So no price keeps one of the two. Nor does any price give a cut that costs more at each than some other one.
-Such cuts are found from those that prices give. From each of these, one op after the other is left to not run again:
-each time the one that saves the most seconds, together with what ran for its sake alone. What it made is then kept. The
-cuts found do not depend on the limit. So every limit between what one of them holds and what the next one holds gives
-the same cut.
+Two GEMMs that take equally long for each byte of their outputs run again at the same prices, as an MLP's for gate and
+up do. So no price keeps one of the two. Nor is a cut the best one anywhere if another cut costs less at each price.
+Such cuts are found from the best ones. From each of these, one op after the other is taken out of the ops that run
+again: each time the op that saves the most seconds, together with all ops that ran for its sake alone. Its outputs are
+then kept. The cuts found do not depend on the limit. So all limits from the bytes of one cut up to those of the next
+have the same cut.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from recompute.units import humanize
 
 
 class CutCosts(NamedTuple):
-    """A cut, the bytes that it holds and that do not live anyway, and the seconds of what it runs again."""
+    """A cut, the bytes that it holds and that do not live anyway, and the seconds of its ops that run again."""
 
     cut: Cut
     nbytes: int
@@ -65,8 +65,8 @@ def _border(left: CutCosts, right: CutCosts) -> Fraction:
 def _lines(values: Sequence[Value], ops: Sequence[Op]) -> list[CutCosts]:
     """The lines of all cuts that are the cheapest somewhere, in the order of their seconds.
 
-    There may be some among them that are nowhere the cheapest alone. A lower price never takes an op away. So a cut
-    between two others runs all ops again that the one does, and not all that the other does.
+    Some of them may be nowhere the cheapest alone. A lower price never takes an op away. So a cut between two others
+    runs all ops again that the one runs, and not all that the other runs.
     """
     last = costs_of(values, ops, minimum_cut(values, ops, 0.0))
     shortest = min((op.seconds for op in ops if op.may_rerun and op.seconds > 0), default=None)
@@ -131,7 +131,7 @@ def best_cut(values: Sequence[Value], ops: Sequence[Op], price: float, most_nbyt
 def cuts_by_nbytes(values: Sequence[Value], ops: Sequence[Op]) -> list[CutCosts]:
     """Cuts from the one that holds most to the one that holds least. Each takes longer than the one before it.
 
-    All cuts that a price gives are among them, and some between those. Raises ValueError as ``minimum_cut`` does.
+    The best cut at each price is among them, and some between those. Raises ValueError as ``minimum_cut`` does.
     """
     found = [costs_of(values, ops, cut) for _, cut in sweep(values, ops)]
     found += [costs for start in found for costs in _with_less_and_less_rerun(values, ops, start)]
@@ -142,7 +142,7 @@ def cuts_by_nbytes(values: Sequence[Value], ops: Sequence[Op]) -> list[CutCosts]
     return kept[::-1]
 
 
-# Of the seconds that a cut takes to run ops again: an op that takes less is not worth a cut of its own.
+# A share of the seconds that a cut takes to run ops again: an op that takes less is not worth a cut of its own.
 _TELLING = 0.01
 
 
@@ -159,7 +159,7 @@ def _with_less_and_less_rerun(values: Sequence[Value], ops: Sequence[Op], start:
 
 
 def _without(values: Sequence[Value], ops: Sequence[Op], rerun: Collection[int], left_out: int) -> Cut | None:
-    """The cut without an op, and without the ops that only it needed; None if a value would be lost."""
+    """The cut without an op, and without all ops that ran for it alone; None if a value would be lost."""
     producers = {output: index for index in rerun if index != left_out for output in ops[index].outputs}
     needed = [index for index, value in enumerate(values) if value.demanded]
     still: set[int] = set()

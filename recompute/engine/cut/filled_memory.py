@@ -1,7 +1,7 @@
-"""Memory that ops allocate, and that copies fill altogether: it comes back as what the copies gave it.
+"""Memory that an op allocates and copies fill altogether: the op may run again, for the copies run again, too.
 
-So attention's keys are put together of a part for each head and of one for all heads. Where anything else touches the
-memory before it is full, what was allocated stays a factory's output, and is kept (invariant 4).
+So attention's keys are put together of a part for each head and of one for all heads. If anything else touches the
+memory before it is full, the memory counts as a factory's output, and is kept (invariant 4).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ ALLOCATE = frozenset(
 def with_filled_memory(
     steps: Sequence[TapeStep], facts: Sequence[ValueFacts], saved: Collection[int], parts: Mapping[int, Layout]
 ) -> list[TapeStep]:
-    """The steps. Of those that only allocate, the ones whose memory copies fill may run again.
+    """The steps. A step that only allocates may run again if copies fill its memory.
 
-    saved: the values that autograd saved. parts: for the steps that write in place, the layout of what they write to.
+    saved: the values that autograd saved. parts: for the steps that write in place, the layouts that they write to.
     """
     found = list(steps)
     for index, step in enumerate(steps):

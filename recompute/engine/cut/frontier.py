@@ -1,4 +1,4 @@
-"""The frontier of a region: what rules with one price or another hold there, and what rules with a limit do."""
+"""The frontier of a region: the bytes that it holds under each price, and under each limit."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from recompute.engine.cut.save_plan import SavePlan, tables
 
 
 class Point(NamedTuple):
-    """What a rule with ``price`` holds in a region, and what it runs again there."""
+    """The bytes that a region holds under a rule with ``price``, and the time of its ops that run again."""
 
     price: float
-    """In bytes a second, as a rule takes it. It is well inside of the interval of prices that give this point."""
+    """In bytes a second, as a rule takes it. It is well inside of this point's interval of prices."""
     held_nbytes: int
-    """The bytes of what is kept and does not live anyway."""
+    """The bytes of the values that are kept and do not live anyway."""
     rerun_seconds: float
     """The time of running ops again, on the nominal accelerator of ``engine.cut.ops``."""
 
 
 class LimitPoint(NamedTuple):
-    """What a rule with ``hold`` holds in a region, and what it runs again there."""
+    """The bytes that a region holds under a rule with ``hold``, and the time of its ops that run again."""
 
     hold: int
-    """In bytes. It is well inside of the interval of limits that give this point."""
+    """In bytes. It is well inside of this point's interval of limits."""
     held_nbytes: int
     rerun_seconds: float
 
@@ -41,7 +41,7 @@ def frontier(plan: SavePlan) -> tuple[Point, ...]:
 
 
 def finer_frontier(plan: SavePlan) -> tuple[LimitPoint, ...]:
-    """The points that limits of bytes give, from the one that holds most to the one that holds least.
+    """The points at limits of bytes, from the one that holds most to the one that holds least.
 
     Points of ``frontier`` are among them. The plan is as ``frontier`` takes it. A point is left out if the next one
     holds so little more that a limit between the two would be a matter of chance.

@@ -27,7 +27,7 @@ _SCALE = 1 << 20
 
 
 class Value(NamedTuple):
-    """What an op wrote, or what the frame was given. An op that writes in place makes a new value."""
+    """A tensor that an op wrote, or that the frame was given. An op that writes in place makes a new value."""
 
     nbytes: int | None
     """The bytes that it takes to keep it; None if it cannot be kept, as its memory is gone or was overwritten."""
@@ -38,7 +38,7 @@ class Value(NamedTuple):
 
 
 class Op(NamedTuple):
-    """A call that made the values `outputs` from the values `inputs`. The numbers are those of the table of values."""
+    """A call that made the values `outputs` from the values `inputs`. The numbers are places in the table of values."""
 
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
@@ -50,7 +50,7 @@ class Cut(NamedTuple):
     """The numbers of the values to keep, and of the ops to run again for everything else that is needed."""
 
     kept: frozenset[int]
-    """What backward or an op in `rerun` needs, if no op in `rerun` gives it back or if it lives anyway."""
+    """The values that backward or an op in `rerun` needs, and that live anyway or that no op in `rerun` makes."""
     rerun: frozenset[int]
 
 
@@ -60,7 +60,7 @@ def minimum_cut(values: Sequence[Value], ops: Sequence[Op], price: float) -> Cut
     `ops` come in the order they ran, and each value is the output of at most one. `price` is finite and at least 0,
     in bytes per second; at 0 the fewest bytes are kept, however long that takes.
 
-    Of all cuts of the least cost this is the one that runs the fewest ops again. Any other runs these too, and more.
+    Several cuts may have the least cost. This one runs the fewest ops again: any other runs these too, and more.
     A higher price never adds an op. Seconds times price are rounded to a millionth of a byte.
 
     Raises ValueError, naming them, if some demanded values can be neither kept nor regenerated.
@@ -75,7 +75,7 @@ def minimum_cut(values: Sequence[Value], ops: Sequence[Op], price: float) -> Cut
 
 
 def cut_that_reruns(values: Sequence[Value], ops: Sequence[Op], rerun: frozenset[int]) -> Cut:
-    """The cut that runs these ops again and keeps what else is needed."""
+    """The cut that runs these ops again and keeps all other values that are needed."""
     made = {output for index in rerun for output in ops[index].outputs}
     demanded = {index for index, value in enumerate(values) if value.demanded}
     needed = demanded.union(*(ops[index].inputs for index in rerun))
@@ -103,11 +103,11 @@ def _cheapest_rerun(
 ) -> frozenset[int]:
     """The ops with r_o = 1 in the minimum cut.
 
-    The graph holds only what demanded values come from. A value has a node of its own only if several ops want it; if
-    one op alone wants it, that op's node stands for both.
+    The graph holds only values that demanded ones come from. A value has a node of its own only if several ops want it;
+    if one op alone wants it, that op's node stands for both.
 
-    Edges run from what forbids a bit to what asks for it. networkx puts no more nodes than it must on the far side of
-    a cut, so with this direction it finds the cut with the fewest bits set.
+    An edge runs from a node that forbids a bit to one that asks for it. networkx puts no more nodes than it must on the
+    far side of a cut, so with this direction it finds the cut with the fewest bits set.
 
     Capacities are Python's own numbers, of any size. SciPy would cut them off at 32 bits without an error.
     """

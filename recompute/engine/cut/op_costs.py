@@ -1,4 +1,4 @@
-"""What an op costs: its arithmetic and its traffic, and how long these take on the nominal accelerator of ``ops``."""
+"""The cost of an op: its arithmetic and its traffic, and the seconds that they take on the accelerator of ``ops``."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from recompute.engine.cut.ops import BANDWIDTH, FLOPS, OpFacts, facts, tensors_i
 
 
 def seconds(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> float:
-    """The time of ``output = op(*args, **kwargs)`` on the nominal accelerator: of its arithmetic or of its traffic.
+    """The time of ``output = op(*args, **kwargs)`` on the nominal accelerator: its arithmetic's or its traffic's.
 
-    It is the longer one of the two.
+    The longer one of the two counts.
     """
     flops, nbytes = work(op, args, kwargs, output)
     return max(flops / FLOPS, nbytes / BANDWIDTH)
@@ -36,7 +36,7 @@ def _flops(known: OpFacts, args: tuple[Any, ...], output: Any) -> float:
     if result is None or len(operands) < 2:
         return 0.0
     if known.family == "gemm":
-        left = operands["add" in known.name]  # the first operand of ``addmm`` and its like is what is added
+        left = operands["add" in known.name]  # the first operand of ``addmm`` and its like is added
         return 2.0 * result.numel() * math.prod(left.shape[-1:])
     if known.family == "convolution":
         data, weight = operands[:2]

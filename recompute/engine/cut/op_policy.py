@@ -11,7 +11,7 @@ from recompute.policy.meaning import Meaning, Mechanism
 
 
 class Decision(NamedTuple):
-    """What a rule says of an op. ``reason``: why its outputs are kept; "" where it may run again."""
+    """A rule's decision on an op. ``reason``: why its outputs are kept; "" where it may run again."""
 
     facts: OpFacts
     reason: str
@@ -19,7 +19,7 @@ class Decision(NamedTuple):
 
 @dataclass(eq=False)
 class OpPolicy:
-    """Which ops of a region may run again, and what that may cost.
+    """Which ops of a region may run again, and at which price.
 
     All rules that say the same of ops share one (see ``op_policy``), so two regions have the same op policy if it is
     the same object. Plans of eager code and graphs of compiled code that were made under it serve both.
@@ -47,12 +47,12 @@ class OpPolicy:
     def may_rerun_compiled(self, op: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
         """Whether this call may run again in compiled code.
 
-        In compiled code a checkpoint runs ops again, and not Python. Two kinds of op may run again there that a tape
-        keeps, because AOTAutograd has made the graph functional. One is factories: nothing writes unseen to what they
-        made. The other collects statistics: it returns them instead of writing them.
+        In compiled code a checkpoint runs ops again, and not Python. AOTAutograd has made the graph functional, so two
+        kinds of op may run again there whose outputs a tape keeps. One is factories: nothing writes unseen to their
+        outputs. The other collects statistics: it returns them instead of writing them.
 
         An op of another library never runs again there, unless a tag says that it draws random numbers: it may draw
-        all the same, and nobody watches the generators.
+        all the same, and nothing watches the generators there.
         """
         known = facts_of_call(op, args, kwargs)
         if known.reason == EFFECT or (known.is_foreign and known.kind is not Kind.RANDOM):
@@ -66,7 +66,7 @@ class OpPolicy:
         return name is None or name in self.keep
 
     def _reason_to_keep(self, known: OpFacts) -> str:
-        """Why the rule itself keeps what an op makes; "" if it does not."""
+        """Why the rule itself keeps an op's outputs; "" if it does not."""
         if not self.regenerates:
             return "the rule runs nothing again"
         if known.name in self.keep or known.family in self.keep:
@@ -77,7 +77,7 @@ class OpPolicy:
 
 
 def op_policy(meaning: Meaning) -> OpPolicy:
-    """What a rule says of ops."""
+    """The op policy of a rule."""
     return _op_policy(meaning.mechanism, meaning.rerun, meaning.keep, meaning.price, meaning.hold, meaning.regenerates)
 
 

@@ -1,4 +1,4 @@
-"""What the tape knows of each op: whether it may run again for the same bits, what it writes to and its family.
+"""The facts of each op: whether it may run again for the same bits, which arguments it writes to, its family.
 
 An op that nothing here calls pure, by its name, its tags or its schema, is opaque: its outputs are kept (invariant 4).
 The ops that ``reviewed_ops`` names were reviewed for CPU and CUDA against "Avoiding nondeterministic algorithms" of
@@ -39,7 +39,7 @@ sees it whole there.
 
 
 class Kind(enum.Enum):
-    """What running an op again amounts to."""
+    """The kinds of op, by what happens if one runs again."""
 
     VIEW = "it makes nothing new: its outputs, if any are tensors, share memory with its inputs"
     PURE = "the same inputs give the same bits in new memory, and nothing else happens"
@@ -49,7 +49,7 @@ class Kind(enum.Enum):
 
 
 class OpFacts(NamedTuple):
-    """What is known of an op. If that depends on its arguments, it ``varies``; then ask ``facts_of_call``."""
+    """The facts of an op. If they depend on its arguments, it ``varies``; then ask ``facts_of_call``."""
 
     name: str
     """Without the overload: "aten.mm"."""
@@ -62,14 +62,14 @@ class OpFacts(NamedTuple):
     """Why its outputs cannot be regenerated; "" if they can."""
     varies: bool = False
     running_statistics: tuple[int | str, ...] = ()
-    """The arguments that only collect statistics. They are all that the op writes to. With None in their places the op
-    is pure, and its outputs are the same."""
+    """The arguments that only collect statistics. The op writes to no others. With None in their places it is pure, and
+    its outputs are the same."""
     casts_inside: bool = False
     """Whether autocast applies to the ops that its kernel calls."""
     is_foreign: bool = False
     """Whether it is another library's, which may draw random numbers without saying so."""
     is_thin: bool = False
-    """Whether it is a GEMM that takes no longer than to read and write its output. Of calls alone this is known."""
+    """Whether it is a GEMM that takes no longer than to read and write its output. Only a call's facts say so."""
 
     @property
     def is_costly(self) -> bool:
@@ -93,7 +93,7 @@ NO_TENSOR = "it gives no tensor"
 
 
 def facts(op: Any) -> OpFacts:
-    """What is known of ``op``, an ``OpOverload`` or a ``HigherOrderOperator``, whatever its arguments.
+    """The facts of ``op``, an ``OpOverload`` or a ``HigherOrderOperator``, whatever its arguments.
 
     Where the arguments matter this is the worst case. ``facts_of_call`` may say something better.
     """
@@ -104,7 +104,7 @@ def facts(op: Any) -> OpFacts:
 
 
 def facts_of_call(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpFacts:
-    """What is known of ``op(*args, **kwargs)``. Attention with a dropout of 0, say, draws no random numbers."""
+    """The facts of ``op(*args, **kwargs)``. Attention with a dropout of 0, say, draws no random numbers."""
     known = facts(op)
     if not known.varies:
         return known
@@ -113,15 +113,15 @@ def facts_of_call(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpF
 
 
 def draws(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether ``op(*args, **kwargs)`` draws random numbers that it can draw again."""
+    """Whether ``op(*args, **kwargs)`` draws random numbers, and can draw them again."""
     return facts_of_call(op, args, kwargs).kind is Kind.RANDOM
 
 
 def is_defined(op: Any, slot: int) -> bool:
     """Whether the op writes to its output number ``slot``, so that the outputs of two runs can be compared.
 
-    Attention without dropout does not write to the outputs for the generator's state: they show what the memory held
-    before. Nothing reads them. (Seen on an H200, torch 2.11: efficient and cuDNN attention, and the unused outputs of
+    Attention without dropout does not write to the outputs for the generator's state: they have the memory's old
+    content. Nothing reads them. (Seen on an H200, torch 2.11: efficient and cuDNN attention, and the unused outputs of
     flash attention.)
     """
     return facts(op).family != "attention" or slot < 2
@@ -190,7 +190,7 @@ def _classify_writer(op: OpOverload, space: str, base: str, writes: tuple[int | 
         return OpFacts("", Kind.OPAQUE, writes=writes, reason=DRAWS_IN_PLACE)
     if space != "aten":
         return OpFacts("", Kind.OPAQUE, _family_by_name(base), writes, WRITES)
-    # The op that gives in new memory what ``op`` writes in place; ``op`` itself if none takes the same arguments.
+    # The op that writes the same result to new memory; ``op`` itself if none takes the same arguments.
     namesake = getattr(getattr(torch.ops.aten, pure, None), op._overloadname, op)
     if writes == (0,) and base.endswith("_") and _is_pure(namesake, pure):
         return OpFacts("", Kind.IN_PLACE, _family(pure), writes)
@@ -211,7 +211,7 @@ def _classify_aten(op: OpOverload, base: str) -> OpFacts:
 
 
 def _classify_custom(op: OpOverload, base: str) -> OpFacts:
-    """An op of another library. What its schema and its tags say of it is believed."""
+    """An op of another library. Its schema and its tags are believed."""
     if any(value.alias_info is not None for value in op._schema.returns) or Tag.nondeterministic_bitwise in op.tags:
         return _opaque(op, UNKNOWN)
     if Tag.data_dependent_output in op.tags or Tag.dynamic_output_shape in op.tags:
@@ -337,11 +337,11 @@ FLOPS = 4e14
 """Floating-point operations a second of a nominal accelerator."""
 BANDWIDTH = 2e12
 """Bytes that it moves a second."""
-# Of the products that sum up to an element of a thin GEMM's output, the most for each byte of it. Reading and writing
-# the byte takes as long: 2 / BANDWIDTH. In float32, a GPU's rate lies between that in TF32 and that without it.
+# The most products that sum up to an element of a thin GEMM's output, for each byte of it. Reading and writing the byte
+# takes as long: 2 / BANDWIDTH. The rate in float32 lies between a GPU's rate with TF32 and its rate without it.
 _THIN, _THIN_IN_FLOAT32 = FLOPS / BANDWIDTH, FLOPS / 8 / BANDWIDTH
 
-# The names of what these multiply: (..., M, K) and (..., K, N).
+# The names of the factors: (..., M, K) and (..., K, N).
 _FACTORS = {
     **dict.fromkeys(("mm", "bmm", "_grouped_mm"), ("self", "mat2")),
     **dict.fromkeys(("addmm", "_addmm_activation"), ("mat1", "mat2")),
@@ -353,8 +353,8 @@ def _is_thin(factors: tuple[str, str], argument: Callable[[str], Any]) -> bool:
     """Whether a GEMM takes no longer than to read and write its output, as each elementwise op does at least.
 
     The scores of attention are thin: sums over the size of a head. So is LoRA's second product. A router's is not: its
-    output is small, and what it reads is not. No convolution counts as thin: those of few products, as depthwise ones,
-    take several times as long as their arithmetic and their traffic.
+    output is small, and its inputs are not. No convolution counts as thin: one of few products, as a depthwise one,
+    takes several times as long as its arithmetic and its traffic.
     """
     left, right = map(argument, factors)
     if left.dim() > right.dim():  # a grouped GEMM whose groups stand side by side in its output
@@ -366,14 +366,14 @@ def _is_thin(factors: tuple[str, str], argument: Callable[[str], Any]) -> bool:
 
 
 def size_hint(size: Any) -> int:
-    """A size; of a symbolic one, the number that it was traced with. To ask for it adds no guard."""
+    """A size; a symbolic one as the number that it was traced with. To ask for it adds no guard."""
     if isinstance(size, int):
         return size
     return int(size.node.hint) if size.node.has_hint() else 1
 
 
 def tensors_in(values: Any) -> list[Tensor]:
-    """The tensors in ``values``: lists, tuples and dicts inside of each other."""
+    """The tensors in ``values``, which may be lists, tuples and dicts inside of each other."""
     found: list[Tensor] = []
     _add_tensors((values,), found)
     return found

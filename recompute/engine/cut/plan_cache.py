@@ -1,4 +1,4 @@
-"""Plans that were made before, for frames that are alike."""
+"""Plans that were made before, for frames that are alike; and the choice of one for a frame."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections import OrderedDict
 from collections.abc import Collection, Hashable
 from contextlib import suppress
 
+from recompute.engine.cut.layout import Layout
+from recompute.engine.cut.op_policy import OpPolicy
 from recompute.engine.cut.save_plan import FrameSteps, SavePlan, solve
 
 
@@ -37,21 +39,61 @@ _solved = PlanCache()
 """The plans of all frames, by all that they depend on."""
 
 
-def solve_once(
-    frame: FrameSteps, results: Collection[int], price: float, hold: int | None, guard: Hashable
-) -> SavePlan:
-    """``solve``, once for all frames that are alike: a cut takes milliseconds (invariant 10)."""
-    key = (
-        price,
-        hold,
-        tuple([(step.op, step.reason, step.op_policy, step.inputs, step.made) for step in frame.steps]),
-        tuple(frame.facts),
-        tuple(frame.saves),
-        frozenset(frame.overwritten),
-        frozenset(results),
-    )
-    plan = _solved.get(key)
-    if plan is None:
-        plan = solve(frame, results, price, hold, guard=guard)
-        _solved.put(key, plan)
-    return plan
+class PlanChoice:
+    """Chooses the plan that a frame follows, by its beginning, and the plan that it gets when it ends, by its steps."""
+
+    def __init__(self, op_policy: OpPolicy, cache: PlanCache, variant: Hashable, last: SavePlan | None):
+        """op_policy, cache: the region's. variant: the kind of the call. last: the plan of the region's last frame."""
+        self.op_policy = op_policy
+        self._cache = cache
+        self._variant = variant
+        self._last = last
+        self._guard: Hashable = None
+
+    def to_follow(self, event: Hashable, layout: Layout | None) -> SavePlan | None:
+        """The plan to follow for a frame that begins so: the last frame's, or another one's that began alike."""
+        last = self._last
+        self._guard = (self.op_policy, self._variant, event, layout)
+        return last if last is not None and last.guard == self._guard else self._cache.get(self._guard)
+
+    def of(self, frame: FrameSteps, results: Collection[int]) -> SavePlan:
+        """``solve``, once for all frames that are alike: a cut takes milliseconds (invariant 10).
+
+        A later frame that begins like this one follows the plan.
+        """
+        key = (
+            self.op_policy.price,
+            self.op_policy.hold,
+            tuple([(step.op, step.reason, step.op_policy, step.inputs, step.made) for step in frame.steps]),
+            tuple(frame.facts),
+            tuple(frame.saves),
+            frozenset(frame.overwritten),
+            frozenset(results),
+        )
+        plan = _solved.get(key)
+        if plan is None:
+            plan = solve(frame, results, self.op_policy.price, self.op_policy.hold, guard=self._guard)
+            _solved.put(key, plan)
+        self._cache.put(self._guard, plan)
+        return plan
+
+    def of_what_is_left(
+        self, frame: FrameSteps, results: Collection[int], held: Collection[int], held_calls: Collection[int]
+    ) -> SavePlan:
+        """The plan of a frame that has let go of tensors and of arguments, as the plan that it began with said.
+
+        held: the values, and held_calls: the steps whose arguments, it still has. Other values that autograd saved
+        belonged to a graph that is dead by now.
+        """
+        saves = [save for save in frame.saves if save[0] in held or save[0] in frame.overwritten]
+        steps = [
+            step if step.reason or index in held_calls else step._replace(reason="its arguments are not held any more")
+            for index, step in enumerate(frame.steps)
+        ]
+        released = [number for number in range(len(frame.facts)) if number not in held]
+        record = FrameSteps(steps, frame.facts, saves, frame.overwritten)
+        return solve(record, results, self.op_policy.price, self.op_policy.hold, released)
+
+    def forget(self) -> None:
+        """Have no later frame follow the plan that this one began with."""
+        self._cache.forget(self._guard)

@@ -1,6 +1,6 @@
 """The ops of torch that were reviewed, by their names: which are pure, which draw, which differ from run to run.
 
-``ops`` says what follows for each. An op that is not here is opaque, unless its tags or its schema call it pure.
+``ops`` draws the conclusions. An op that is not here is opaque, unless its tags or its schema call it pure.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ COLLECTIVE_SPACES = names("""
 # Collectives write to tensors without saying so in their schemas. All ops of c10d and fsdp write to whatever is not
 # called an input. These write to all of their tensors.
 COLLECTIVE_WRITERS = names("wait_tensor wait_tensors irecv batch_p2p_ops")
-# It gives what it is given, as a tensor that is waited for where it is read.
+# It returns its input, as a tensor that is waited for where it is read.
 COLLECTIVE_VIEWS = names("_wrap_tensor_autograd")
 
 FAMILY_WORDS = {
@@ -128,16 +128,16 @@ def is_effectful(op: Any) -> bool:
 
 
 def is_effect_registered() -> bool:
-    """Whether some op has been registered as having an effect, other than those of torch's own. It takes 2 us."""
+    """Whether some op that is not torch's own has been registered as having an effect. It takes 2 us."""
     entries = simple_registry.singleton._data
-    if len(entries) != len(_effects):  # an entry stays, and what it holds of an effect is what changes
+    if len(entries) != len(_effects):  # an entry stays, and only its effect changes
         known = [name in _EFFECTS_OF_TORCH or name.partition("::")[0] in COLLECTIVE_SPACES for name in entries]
         _effects[:] = [None if own else entry.effect for own, entry in zip(known, entries.values(), strict=True)]
     return [holder for holder in _effects if holder is not None and holder._effect is not None] != []
 
 
 _effects: list[Any] = []
-"""What holds the effect of each registered op; None for torch's own."""
+"""The holder of each registered op's effect; None for torch's own."""
 _EFFECTS_OF_TORCH = names("""
     aten::_print aten::_linalg_check_errors
     higher_order::call_torchbind higher_order::print higher_order::invoke_leaf_function

@@ -1,4 +1,4 @@
-"""The steps of a frame without its tensors, and the plan made of them: what is kept, what runs again, and why."""
+"""The steps of a frame without its tensors, and the plan made of them: the values it keeps, the steps it runs again."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ValueFacts(NamedTuple):
     """The facts of a value. A value is the content of a storage from one write to the next.
 
     ``step`` made it, as its output ``slot``. If ``step`` is None, it was there before. If ``slot`` is None, running the
-    step again does not give it back.
+    step again does not regenerate it.
     """
 
     layout: Layout
@@ -65,22 +65,22 @@ class TapeStep(NamedTuple):
 
 
 class StepInstruction(NamedTuple):
-    """What a frame that follows a plan expects and does at a step."""
+    """A step that a plan expects, and the work there for a frame that follows the plan."""
 
     step: TapeStep
     matters: bool
     """Whether there is anything to do but to run it."""
     runs_again: bool
     layouts: tuple[Layout, ...]
-    """The layouts of what it makes."""
+    """The layouts of the values that it makes."""
     tracked_overwritten: frozenset[int]
-    """Which of the plan's ``tracked`` values are gone after it."""
+    """The plan's ``tracked`` values that are gone after it."""
 
 
 KEEP = "recompute.keep"
 """In the place of a step's op: ``recompute.keep`` was called."""
 HAND_OUT = "handed out"
-"""In the place of a step's op: memory was handed out. What it holds from then on is another value."""
+"""In the place of a step's op: memory was handed out. From then on it holds another value."""
 
 LARGEST_COPY = 1 << 16
 """In bytes: a kept value without gradients is copied up to this size, so that it may change before backward, as buffers
@@ -93,7 +93,7 @@ launch. The tables of angles and the masks that every layer reads do not fit, on
 
 @dataclass(frozen=True)
 class SavePlan:
-    """What to do in a frame of these ``steps``."""
+    """The values to keep and the steps to run again, in a frame of these ``steps``."""
 
     steps: tuple[TapeStep, ...]
     facts: tuple[ValueFacts, ...]
@@ -101,7 +101,7 @@ class SavePlan:
     """The values that autograd saved, in order, each with the step that was next then."""
     kept: frozenset[int]
     rerun: tuple[int, ...]
-    """The steps that run again, in order: those that give back what autograd saved, and then those for outputs."""
+    """The steps that run again, in order, for values that autograd saved or for outputs."""
     outputs: frozenset[int] = frozenset()
     """Values of the region's results that come back without a costly step, so whoever else saves them may drop them."""
     overwritten: frozenset[int] = frozenset()
@@ -128,7 +128,7 @@ class SavePlan:
 
     @cached_property
     def kept_nbytes(self) -> int:
-        """Bytes of what is kept and does not live anyway. What was saved and then overwritten is held, too."""
+        """Bytes of the values that are held and do not live anyway. One that was saved and overwritten is held, too."""
         held = self.kept | (self.demanded & self.overwritten)
         return sum(self.facts[number].nbytes for number in held if not self.lives_anyway(number))
 
@@ -140,8 +140,8 @@ class SavePlan:
     def copyable(self) -> frozenset[int]:
         """The values that it keeps and that are small enough to be copied, because others may write to them.
 
-        What autograd itself saved, in memory that the region made, is none of them: it is held anyway, a copy would be
-        held beside it, and that memory is no buffer of others.
+        A value that autograd itself saved, in memory that the region made, is none of them. It is held anyway, a copy
+        would be held beside it, and that memory is no buffer of others.
         """
         facts, demanded = self.facts, self.demanded
         return frozenset(
@@ -166,13 +166,13 @@ class SavePlan:
 
     @cached_property
     def eager_nbytes(self) -> int:
-        """Bytes of what autograd saved that does not live anyway."""
+        """Bytes of the values that autograd saved and that do not live anyway."""
         return sum(self.facts[number].nbytes for number in self.demanded if not self.lives_anyway(number))
 
     def lives_anyway(self, number: int) -> bool:
         """Whether holding a value costs nothing.
 
-        Of what was overwritten in here that is what others had given: the running statistics of a batch norm, say.
+        Others hold the memory of a value that was given and then overwritten: a batch norm's running statistics, say.
         """
         known = self.facts[number]
         return known.alive or (number in self.overwritten and known.step is None)
@@ -182,14 +182,14 @@ class SavePlan:
         return frozenset(self.rerun)
 
     def origin(self, number: int) -> int:
-        """The step that gives a value back when it runs again."""
+        """The step that regenerates a value when it runs again."""
         step = self.facts[number].step
         assert step is not None
         return step
 
     @cached_property
     def slots(self) -> dict[int, dict[int, int]]:
-        """For each step that runs again: the values that it gives back, and as which of its outputs."""
+        """For each step that runs again: the values that it regenerates, each with the number of its output."""
         facts = self.facts
         return {
             index: {n: slot for n in self.steps[index].made if (slot := facts[n].slot) is not None}
@@ -198,13 +198,13 @@ class SavePlan:
 
     @cached_property
     def tracked(self) -> frozenset[int]:
-        """The values that a frame that follows this plan must know: those it keeps, drops, and runs steps on."""
+        """A frame that follows this plan must know these values: it keeps or drops them, or runs steps on them."""
         read = [number for step in self.rerun for number in (*self.steps[step].inputs, *self.steps[step].made)]
         return self.kept.union(self.demanded, self.outputs, read, self.handed_out, pinned_by(self.steps))
 
     @cached_property
     def handed_out(self) -> frozenset[int]:
-        """The values whose memory was handed out, and those that took their places."""
+        """The values whose memory was handed out, and the values that took their places."""
         return frozenset(number for step in self.steps if step.op is HAND_OUT for number in (*step.inputs, *step.made))
 
     @cached_property
@@ -213,7 +213,7 @@ class SavePlan:
 
     @cached_property
     def instructions(self) -> tuple[StepInstruction, ...]:
-        """What a frame that follows this plan does at each step."""
+        """The instruction for each step of a frame that follows this plan."""
         instructions = []
         for index, step in enumerate(self.steps):
             overwritten = self.tracked.intersection(step.overwrites)
@@ -227,8 +227,8 @@ class SavePlan:
     def compressible(self) -> frozenset[int]:
         """The values that it keeps and that may come back a little off.
 
-        All that reads such a value tolerates that: what autograd saved it for, what runs again on it, and what that is
-        for. It was made here, of numbers like those, and nobody asked to keep it.
+        All readers of such a value tolerate that: the op that autograd saved it for, the steps that run again on it,
+        and the readers of their outputs. It was made here, of such values, and was not passed to ``recompute.keep``.
         """
         facts, pinned = self.facts, pinned_by(self.steps)
         bearing = [number for number in self.kept if self._may_be_off(number)]
@@ -242,7 +242,7 @@ class SavePlan:
         )
 
     def _may_be_off(self, number: int) -> bool:
-        """Whether all bear it that a value is off which was made here."""
+        """Whether a value was made here, and all its readers tolerate that it is off."""
         pending, seen = [number], {number}
         while pending:
             value = pending.pop()
@@ -264,11 +264,10 @@ class SavePlan:
         return True
 
     def _is_saver_bearing(self, number: int, step: int) -> bool:
-        """Whether whatever may have saved a value when ``step`` was next tolerates a value that is off.
+        """Whether each op that may have saved a value when ``step`` was next tolerates a value that is off.
 
-        That is ``step``, for an op's inputs are saved before it runs; or the step before it, which may have saved what
-        it made, unless it is known to save only inputs. What a custom ``autograd.Function`` saves comes after the last
-        op inside of it.
+        It may be ``step``, because autograd saves an op's inputs before it runs. It may be the step before, if that is
+        not known to save only inputs. A custom ``autograd.Function`` saves tensors after the last op inside of it.
         """
         if step:
             before = self.steps[step - 1]
@@ -286,7 +285,7 @@ def pinned_by(steps: Iterable[TapeStep]) -> set[int]:
 
 
 class FrameSteps(NamedTuple):
-    """What a frame has done, as a ``SavePlan`` has it, too."""
+    """The record of a frame, in the words of ``SavePlan``."""
 
     steps: Sequence[TapeStep]
     facts: Sequence[ValueFacts]
@@ -295,7 +294,7 @@ class FrameSteps(NamedTuple):
 
 
 def tables(frame: FrameSteps | SavePlan, released: Collection[int] = ()) -> tuple[list[Value], list[Op]]:
-    """The tables that cuts are made of, numbered as ``facts`` and ``steps`` are. released: as ``solve`` takes it."""
+    """The tables for ``minimum_cut``, numbered as ``facts`` and ``steps`` are. released: as ``solve`` takes it."""
     facts, unkeepable = frame.facts, {*frame.overwritten, *released}
     wanted = {number for number, _ in frame.saves}.difference(frame.overwritten)
     values = [
@@ -330,7 +329,7 @@ def solve(
     hold: if it is given, the plan is a fast one that holds no more bytes than this, if there is one. The price does not
     matter then.
     results: values of the region's results. The plan tells which of them come back without a costly step.
-    released: values whose memory has been freed. Neither they nor those that were overwritten can be kept.
+    released: values whose memory has been freed. They cannot be kept, and neither can overwritten ones.
     """
     steps, facts, saves, overwritten = frame
     cut = best_cut(*tables(frame, released), price, hold)
@@ -360,7 +359,7 @@ def solve(
 def derivation(
     number: int, steps: Sequence[TapeStep], facts: Sequence[ValueFacts], kept: Collection[int]
 ) -> set[int] | None:
-    """The steps that give ``number`` back from ``kept`` values; None if one of them is costly or may not run again."""
+    """The steps that regenerate ``number`` from ``kept`` values; None if one of them is costly or may not run again."""
     needed: set[int] = set()
     pending = [number]
     while pending:

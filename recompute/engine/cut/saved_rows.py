@@ -1,4 +1,4 @@
-"""What a plan keeps and drops, and why: the rows of ``explain``."""
+"""The rows of ``explain``: each value that a plan keeps or drops, and why."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class SavedTensorRow(NamedTuple):
     layout: Layout
     nbytes: int
     fate: str
-    """"dropped", "kept", "kept in 8 bits", or "alive" for what lives anyway."""
+    """"dropped", "kept", "kept in 8 bits", or "alive" for a value that lives anyway."""
     reason: str
 
 
 def saved_rows(plan: SavePlan, *, compresses: bool = False) -> Iterator[SavedTensorRow]:
-    """Each value that autograd saved or that is kept for others, in the order in which they came to be.
+    """Each value that autograd saved or that is kept for others, in the order of their making.
 
-    compresses: whether the plan's frames hold what is ``compressible`` as codes.
+    compresses: whether the plan's frames hold the ``compressible`` values as codes.
     """
     users = Counter(number for step in plan.rerun for number in set(plan.steps[step].inputs))
     savers = dict(reversed(plan.saves))
@@ -89,12 +89,12 @@ def _why_held(plan: SavePlan, number: int) -> str:
 
 
 def _thin_gemms_for(plan: SavePlan, number: int) -> str:
-    """The thin GEMMs that run again for a dropped value, and not for another one that autograd saved."""
+    """Why a dropped value comes back though GEMMs run again: those that run for it alone are thin."""
     needed = _brings_back(plan, number) or set()
     found = [step.name for index, step in enumerate(plan.steps) if step.is_thin and index in needed]
     return f"thin, so it runs again: {', '.join(found)}" if found else ""
 
 
 def _brings_back(plan: SavePlan, number: int) -> set[int] | None:
-    """The steps that make a value of others that are there; None if it takes a costly one, or such as may not."""
+    """The steps that make a value from others that are there; None if one is costly or may not run again."""
     return derivation(number, plan.steps, plan.facts, (plan.kept | plan.demanded) - {number})

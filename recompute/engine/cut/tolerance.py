@@ -1,8 +1,8 @@
 """Which ops tolerate values that come back a little off, as from codes of 8 bits.
 
-The gradients of these are linear in what they saved, or as smooth as the activation's slope. So an error in a saved
-tensor becomes an error of about the same size, relatively, in a gradient, and does not grow in between. Norms divide by
-what they saved, softmax and attention exponentiate it, routers compare it: none of these is here.
+Their gradients are linear in the saved tensors, or as smooth as the activation's slope. So an error in a saved tensor
+becomes an error of about the same size, relatively, in a gradient, and does not grow in between. Norms divide by saved
+tensors, softmax and attention exponentiate them, routers compare them: none of these ops is here.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def tolerates(name: str, inputs: Sequence[int]) -> bool:
 
 
 def passes_on(name: str, inputs: Sequence[int]) -> bool:
-    """Whether an op that runs again on values that are off gives values that are off by about as much.
+    """Whether an op's outputs are off by about as much as its inputs.
 
-    None of these saves what it made, but for the mask of a dropout, which is no number.
+    None of these ops saves its output, but for the mask of a dropout, which is no number.
     """
     return name in _PASS_ON or tolerates(name, inputs)
 

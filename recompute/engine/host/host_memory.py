@@ -1,4 +1,4 @@
-"""Host memory for what is offloaded: bounded, and used again from step to step.
+"""Host memory for offloaded storages: bounded, and used again from step to step.
 
 It is mapped and not allocated, so that each buffer has pages of its own. They are pinned for CUDA, which copies pinned
 memory without waiting.
@@ -26,7 +26,7 @@ from recompute.errors import HostMemoryError
 from recompute.units import humanize
 
 SHARE = 0.5
-"""Of the memory that the machine has free, what the processes of this machine may offload to by default."""
+"""The share of the machine's free memory that its processes may offload to by default."""
 
 _CGROUP_FILES = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
@@ -42,7 +42,7 @@ class HostBuffer:
     __slots__ = ("__weakref__", "_is_pinned", "_pool", "_whole", "busy", "memory")
 
     def __init__(self, pool: HostPool, whole: Tensor, nbytes: int, busy: Events, is_pinned: bool):
-        """whole: what the pool has mapped, which may be larger than was asked for."""
+        """whole: the memory that the pool has mapped. It may be larger than ``nbytes``."""
         self._pool = pool
         self._is_pinned = is_pinned
         self._whole = whole
@@ -72,22 +72,22 @@ class HostPool:
     """Buffers in host memory.
 
     A buffer serves for at least half of its bytes, so that batches of other lengths find buffers, too. Before a new one
-    would make the pool larger than twice what was ever in use at one time, those that were unused for the longest time
-    are freed. Lengths that are each less than half of the next have buffers of their own, and all of these fit.
+    would make the pool larger than twice its largest use so far, the buffers that were unused for the longest time are
+    freed. Lengths that are each less than half of the next have buffers of their own, and all of these fit.
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()  # a buffer may come back from the garbage collector, inside of any call
         self.unused: list[_Unused] = []
-        """Those that came back last are at the end. The garbage collector may append to it inside of any call."""
+        """The last one that came back is at the end. The garbage collector may append to it inside of any call."""
         self._most_in_use = 0
         """Bytes of the buffers that were in use at one time, when a new one was made."""
         self.nbytes = 0
-        """Of all buffers, in use or not."""
+        """Bytes of all buffers, in use or not."""
 
     @functools.cached_property
     def default_limit(self) -> int:
-        """As the function: once, as what is in the pool later is not free any more."""
+        """As the function. It is asked once, because the pool's own memory is not free any more."""
         return default_limit()
 
     def buffer(self, nbytes: int, limit: int | None, *, pin: bool, who: str) -> HostBuffer:
@@ -105,7 +105,7 @@ class HostPool:
         return HostBuffer(self, unused.memory, nbytes, unused.busy, pin)
 
     def free_unused(self) -> None:
-        """Give back to the system what is not in use."""
+        """Return the buffers that are not in use to the system."""
         with self.lock:
             self._free_oldest(0)
 

@@ -1,18 +1,17 @@
 """Offloading: tensors that a region would hold for backward leave the device, and come back ahead of use.
 
-A scope around the region is asked, as every saved-tensor hook, for each tensor that autograd saves there, and by tapes
-and checkpoints inside for each that they keep. It copies the tensor's storage off the device, once. The device's memory
-is let go of when the next region with such a scope has ended: by then the copy is done, or the device waits for it.
+A scope around the region gets each tensor that autograd saves there, as every saved-tensor hook does. Tapes and
+checkpoints inside pass it each tensor that they keep. It copies the tensor's storage off the device, once. It frees the
+device's memory when the next region with such a scope has ended: by then the copy is done, or the device waits for it.
 Nothing waits on the CPU.
 
-In backward, a hook on the region's output starts the copies back: those of this region, and those of the region before
-it, which are copied while this one computes.
+In backward, a hook on the region's output starts the copies back: this region's, and those of the region before, which
+are copied while this one computes.
 """
 
 from __future__ import annotations
 
 import functools
-import threading
 import weakref
 from collections.abc import Callable, Collection
 from typing import Any
@@ -42,13 +41,13 @@ from recompute.engine.saved_tensors import (
 )
 from recompute.engine.scopes import Scope, let_transforms_in
 from recompute.engine.tape.op_arguments import parameter_of
-from recompute.engine.thread_state import is_in_cuda_graph, local, working
+from recompute.engine.thread_state import alive, is_in_cuda_graph, local, working
 from recompute.errors import UnsupportedError
 from recompute.policy.meaning import Offloading, travelling
 
 
 class OffloadRegion:
-    """A module's forward that is run under a rule which offloads."""
+    """A module's forward under a rule that offloads."""
 
     def __init__(self, statistics: RegionStatistics, offloading: Offloading):
         let_transforms_in()
@@ -58,10 +57,10 @@ class OffloadRegion:
         """Bytes of each storage that could travel in the last frame, in order."""
 
     def run(self, function: Callable[..., Any], args: tuple, kwargs: dict, *, counts: bool) -> Any:
-        """``function(*args, **kwargs)``. counts: count its frames and what it saves, as nothing inside does.
+        """``function(*args, **kwargs)``. counts: count its frames and saved tensors, as nothing inside does.
 
-        Inside of a tape or a checkpoint, and under saved-tensor hooks of others, it offloads nothing: these say what
-        becomes of what is saved.
+        Inside of a tape or a checkpoint, and under saved-tensor hooks of others, it offloads nothing: these decide what
+        they do with saved tensors.
         """
         if local.active_frames or not has_only_our_hooks(top_hooks()):
             return function(*args, **kwargs)
@@ -78,7 +77,7 @@ class OffloadRegion:
 
 
 class OffloadFrame(Scope):
-    """One execution of a region, and the scope that offloads what is saved in it."""
+    """One execution of a region, and the scope that offloads the tensors saved in it."""
 
     holds_elsewhere = True
 
@@ -87,20 +86,20 @@ class OffloadFrame(Scope):
         self._region = region
         self._counts = counts
         self._sizes: list[int] = []
-        """Of the storages that could travel, so far."""
+        """Bytes of each storage that could travel, so far."""
         self._gone = 0
         """Bytes that travel, so far."""
         self._stays: dict[int, StorageWeakRef] = {}
         """The storages that stay, by the addresses of their StorageImpls (invariant 3)."""
         self._last_sizes = region.last_sizes
         self._share = travelling(region.last_sizes, region.offloading.fraction)
-        """The positions of the storages that travel, if this frame saves what the last one did."""
+        """The positions of the storages that travel, if this frame saves storages as the last one did."""
         self._copies: list[weakref.ref[OffloadedStorage]] = []
         self._late: list[weakref.ref[OffloadedStorage]] = []
-        """Those that start when the region has ended: an op may yet fill what it has saved, as rrelu does its noise."""
+        """Copies that start when the region has ended: an op may yet fill a tensor that it saved, as rrelu does."""
         self._group = RecipeGroup()
         self._statistics = RegionStatistics(region.statistics.name)
-        """Of the copies as recipes: coming back is no regeneration."""
+        """The statistics of the copies as recipes: coming back is no regeneration."""
         self._before: weakref.ref[OffloadFrame] | None = None
         self._task = -1
         """The last backward that started its copies."""
@@ -113,10 +112,11 @@ class OffloadFrame(Scope):
             region.statistics.frames += 1
         if not self._copies:
             return
-        for reference in self._late:
-            if (copy := reference()) is not None:
-                copy.start()
-        self._before = _forward.note(self)
+        for copy in alive(self._late):
+            copy.start()
+        self._before, local.offloaded = local.offloaded, weakref.ref(self)
+        if self._before is not None and (before := self._before()) is not None:
+            before.let_go()  # its copies have had the time to get done
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and tensor.grad_fn is not None:  # a leaf would keep its hook for good
                 tensor.register_hook(self._reached)
@@ -129,20 +129,18 @@ class OffloadFrame(Scope):
             before.fetch()
 
     def fetch(self) -> None:
-        """Start the copies back, once in a backward: of what was saved last first, as backward asks for it."""
+        """Start the copies back, once in a backward. The last saved tensor comes first, as backward needs it first."""
         task = torch._C._current_graph_task_id()
         if task == self._task:
             return
         self._task = task
-        for reference in reversed(self._copies):
-            if (copy := reference()) is not None:
-                copy.fetch()
+        for copy in alive(reversed(self._copies)):
+            copy.fetch()
 
     def let_go(self) -> None:
-        """Free the device's memory of what was copied, as soon as that is done."""
-        for reference in self._copies:
-            if (copy := reference()) is not None:
-                copy.let_go()
+        """Free the device's memory of the copied storages, as soon as the copies are done."""
+        for copy in alive(self._copies):
+            copy.let_go()
 
     def pack(self, tensor: Tensor) -> PackedTensor:
         if (count_dispatch_modes() or count_function_modes()) and has_foreign_modes():
@@ -157,7 +155,7 @@ class OffloadFrame(Scope):
         return self._hold(whole, is_late=not tensor.requires_grad) or packed
 
     def _hold(self, tensor: Tensor, *, is_late: bool) -> PackedTensor | None:
-        """What stands for a tensor that travels; None for one that stays."""
+        """A handle for a tensor that travels; None for one that stays."""
         if type(tensor) not in (Tensor, FakeTensor) or tensor.layout is not torch.strided or tensor.is_nested:
             return None
         storage = tensor.untyped_storage()
@@ -191,13 +189,13 @@ class OffloadFrame(Scope):
             return True
         if self._is_as_last():
             travels = len(self._sizes) - 1 in self._share
-        else:  # what is to come is not known
+        else:  # nobody knows the storages to come
             travels = self._gone + nbytes <= offloading.fraction * sum(self._sizes)
         self._gone += travels * nbytes
         return travels
 
     def _is_as_last(self) -> bool:
-        """Whether the newest storage is to the first one as in the last frame: longer batches have larger ones."""
+        """Whether the newest storage's ratio to the first one is the last frame's: longer batches have larger ones."""
         position, last = len(self._sizes) - 1, self._last_sizes
         return position < len(last) and self._sizes[-1] * last[0] == self._sizes[0] * last[position]
 
@@ -211,33 +209,16 @@ class OffloadFrame(Scope):
             statistics.kept_nbytes += nbytes
 
 
-class _Forward(threading.local):
-    """The frames of this thread, in the order of their forwards."""
-
-    def __init__(self) -> None:
-        self.last: weakref.ref[OffloadFrame] | None = None
-
-    def note(self, frame: OffloadFrame) -> weakref.ref[OffloadFrame] | None:
-        """A frame has ended: the copies of the one before it, which is returned, have had the time to get done."""
-        before, self.last = self.last, weakref.ref(frame)
-        if before is not None and (known := before()) is not None:
-            known.let_go()
-        return before
-
-
-_forward = _Forward()
-
-
 class OffloadedStorage(Recipe):
     """A storage that was copied off the device; its only value, 0, is the memory as bytes.
 
-    The handles that stand for views of it share what came back, as those of any recipe do.
+    The handles that stand for views of it share the memory that came back, as any recipe's handles share a value.
     """
 
     __slots__ = ("_buffer", "_came_back", "_copied", "_device", "_guard", "_here", "source", "version", "whole")
 
     def __init__(self, tensor: Tensor, region: OffloadRegion, statistics: RegionStatistics, group: RecipeGroup):
-        """tensor: any view of the storage. statistics: that counts coming back."""
+        """tensor: any view of the storage. statistics: for coming back."""
         super().__init__(statistics, "a copy off the device", group)
         storage = tensor.untyped_storage()
         self.source = StorageWeakRef(storage)
@@ -251,7 +232,7 @@ class OffloadedStorage(Recipe):
         self._copied: torch.cuda.Event | None = None
         """When the copy is done."""
         self._came_back: tuple[Tensor, torch.cuda.Event | None] | None = None
-        """What has been asked for ahead of use, and when it is there."""
+        """The memory that was fetched ahead of use, and the event when it is there."""
         offloading = region.offloading
         self._buffer: HostBuffer | None = None
         if not isinstance(tensor, FakeTensor):
@@ -266,7 +247,7 @@ class OffloadedStorage(Recipe):
             self._note_use(self._copied)
 
     def let_go(self) -> None:
-        """Free the device's memory as soon as the copy is done. What runs on the device from now on waits for that."""
+        """Free the device's memory as soon as the copy is done. The device's later work waits for that."""
         if self._here is not None:
             if self._copied is not None:
                 torch.cuda.current_stream(self._device).wait_event(self._copied)
@@ -311,7 +292,7 @@ class OffloadedStorage(Recipe):
         self._forget()
 
     def _forget(self) -> None:
-        """Nobody has come for what was asked for: its memory must not be used again before the copy is done."""
+        """No handle took the memory that was fetched: it must not be used again before the copy is done."""
         if self._came_back is not None:
             _, event = self._came_back
             if event is not None:
@@ -323,9 +304,9 @@ class OffloadedStorage(Recipe):
 
 
 _copies: weakref.WeakValueDictionary[int, OffloadedStorage] = weakref.WeakValueDictionary()
-"""What has been offloaded and may be needed, by the storage that it was copied from.
+"""The offloaded storages that may be needed, by the addresses of the StorageImpls that they were copied from.
 
-An address is nobody else's as long as it is here, because the copy holds a weak reference (invariant 3).
+An address is not used again as long as it is here, because the copy holds a weak reference (invariant 3).
 """
 
 
@@ -336,7 +317,7 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 
 def _shell_of(tensor: Tensor) -> Tensor:
-    """What counts versions with ``tensor`` and has its shape, but not its memory (invariant 5)."""
+    """A tensor that counts versions with ``tensor`` and has its shape, but not its memory (invariant 5)."""
     shell = tensor.detach()
     shell.data = _element(tensor.device, tensor.dtype).expand(tensor.shape)
     return shell
@@ -349,14 +330,14 @@ def _element(device: torch.device, dtype: torch.dtype) -> Tensor:
 
 @functools.cache
 def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    """The streams for copies out of a device and back, beside what it computes."""
+    """The streams for copies out of a device and back, beside its computation."""
     return torch.cuda.Stream(device), torch.cuda.Stream(device)
 
 
 def _copy(
     target: Tensor, source: Tensor, *, out_of_device: bool, after: tuple[torch.cuda.Event, ...]
 ) -> torch.cuda.Event | None:
-    """Copy on a stream of its own, once what was computed so far and ``after`` are done.
+    """Copy on a stream of its own, once the computation so far and ``after`` are done.
 
     Returns when it is done; None if it is done now.
     """

@@ -1,7 +1,7 @@
 """Autocast for the ops that an op's own kernel calls. torch leaves it out as soon as a dispatch mode, as a tape, is on.
 
-For the ops of a module themselves autocast works as without a mode: it comes first, and the mode sees the arguments
-that it has cast. But what a mode runs, it runs without autocast, and so run the ops that a kernel calls in its turn.
+For a module's own ops autocast works as without a mode: it comes first, and the mode sees the arguments that it has
+cast. But an op that a mode runs is run without autocast, and so are the ops that its kernel calls.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def left_out() -> list[DispatchKey]:
 
 
 def run_as_called(op: Any, args: tuple, kwargs: dict[str, Any], name: str) -> Any:
-    """``op(*args, **kwargs)``, by a mode that only looks on, in the module called ``name``."""
+    """``op(*args, **kwargs)`` under a mode that only looks on, in the module called ``name``."""
     if (op in CASTS_INSIDE or torch.is_inference_mode_enabled()) and (keys := left_out()):
         with in_force(keys, op, kwargs, name):
             return op(*args, **kwargs)
@@ -38,7 +38,7 @@ def run_as_called(op: Any, args: tuple, kwargs: dict[str, Any], name: str) -> An
 
 @contextmanager
 def in_force(keys: Collection[DispatchKey], op: Any, kwargs: dict[str, Any], name: str) -> Iterator[None]:
-    """Inside, autocast is what it was when ``op`` was called, in the module called ``name``."""
+    """Inside, autocast is as it was when ``op`` was called, in the module called ``name``."""
     if op is PINV and DispatchKey.AutocastCPU in keys and kwargs.get("rtol") is not None:
         raise UnsupportedError(
             f"in {name}: torch.linalg.pinv with a tolerance, or torch.pinverse, under autocast on the CPU. Autocast "

@@ -1,10 +1,10 @@
-"""Memory that others can write to without an op: what was handed out as an array, a capsule or an address.
+"""Memory that others can write to without an op: it was handed out as an array, a capsule or an address.
 
 Whoever has an array or an address may write at any time, and no dispatcher sees it. So a tape holds a tensor whose
 memory has been handed out as autograd would hold it, and runs nothing again that reads it.
 
 The few methods that hand memory out are wrapped once the first region is made. Memory that was handed out before that,
-or came from an array by ``torch.from_numpy``, can be told too: torch does not let it be resized. Only a region's
+or came from an array by ``torch.from_numpy``, is recognized too: torch does not let it be resized. Only a region's
 arguments are checked for this, because an array that its own code makes into a tensor is mostly used for nothing else.
 Nothing here sees a C++ extension that takes the tensor itself and writes to it without saying so.
 """
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from recompute.engine.thread_state import local
+from recompute.engine.thread_state import local, unseen_by_tapes
 
 _ARRAYS: tuple[tuple[Any, str], ...] = (
     (Tensor, "numpy"),  # which ``__array__`` and ``np.asarray`` call
@@ -44,7 +44,7 @@ _most = 256
 
 
 def watch() -> None:
-    """Have tapes told, from now on, of memory that is handed out while they run."""
+    """From now on, tapes learn of memory that is handed out while they run."""
     global _is_watching
     if _is_watching:
         return
@@ -71,11 +71,8 @@ def _telling(door: Callable[..., Any], is_array: bool) -> Callable[..., Any]:
 
 def bytes_of(storage: torch.UntypedStorage) -> Tensor:
     """A tensor that sees all of a storage."""
-    local.regenerating += 1  # so that a tape does not take it for a step
-    try:
+    with unseen_by_tapes:
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-    finally:
-        local.regenerating -= 1
 
 
 def expose(storage: torch.UntypedStorage) -> None:

@@ -1,4 +1,4 @@
-"""The values of one frame: what each storage held, from one write to the next."""
+"""The values of one frame: the contents of each storage, from one write to the next."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from torch import Tensor
 
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.save_plan import SavePlan, ValueFacts
-from recompute.engine.dtensors import has_layout, local_of
+from recompute.engine.dtensors import has_layout, is_managed_elsewhere, local_of
 from recompute.engine.recipe_book import RecipeBook
-from recompute.engine.saved_tensors import ParameterReference, version_of
+from recompute.engine.saved_tensors import ParameterReference, version_of, without_graph
 from recompute.engine.tape.exposed_memory import is_exposed
 from recompute.engine.tape.op_arguments import PLAIN, is_plain, not_regenerable, parameter_of
-from recompute.engine.thread_state import local
 
 _STRIDED = torch.strided
 
@@ -26,9 +25,9 @@ class PlanMismatch(Exception):
 
 
 class FrameValues:
-    """Which value is in each storage, and what is known of it. A value is known by its number.
+    """The value in each storage, and its facts. A value is known by its number.
 
-    While the frame follows a plan, numbers are those of the plan, and only the values that the plan needs are here.
+    While the frame follows a plan, the plan's numbers count, and only the values that the plan needs are here.
     """
 
     def __init__(self, name: str, book: RecipeBook | None, *, compares: bool):
@@ -54,11 +53,11 @@ class FrameValues:
         """Tensors with their graphs, until the frame ends."""
         self.parameters: dict[int, Tensor] = {}
         self.sharded_parameters: dict[int, Tensor] = {}
-        """The parameters that are DTensors, by the storage of what this rank has of them."""
+        """The parameters that are DTensors, by the storages of this rank's parts."""
         self._dtensors: dict[int, weakref.ref[Tensor]] = {}
         """Other DTensors, likewise."""
         self.originals: dict[int, Tensor] | None = {} if compares else None
-        """Copies, to compare with what comes back."""
+        """Copies, to compare with the regenerated values."""
 
     def follow(self, plan: SavePlan) -> None:
         self.plan, self.facts = plan, list(plan.facts)
@@ -70,84 +69,91 @@ class FrameValues:
         """The number of the value in the tensor's storage, if one has been seen there."""
         return self.current.get(tensor.untyped_storage()._cdata)
 
-    def number_of(self, tensor: Tensor, foreseen: int | None = None) -> int:
-        """The number of the value in a tensor. foreseen: the number that the plan expects, if one is followed."""
+    def number_of(self, tensor: Tensor, foreseen: int | None = None) -> tuple[int, Tensor | None]:
+        """The number of the value in a tensor, and the parameter that the tensor is, or is a view of.
+
+        foreseen: the number that the plan expects, if one is followed.
+        """
         kind = type(tensor)
         if kind not in PLAIN or tensor.layout is not _STRIDED or tensor.is_neg() or tensor.is_conj():
             raise not_regenerable(tensor)
+        parameter = None if kind is Tensor and tensor._base is None else parameter_of(tensor)
         number = self.current.get(tensor.untyped_storage()._cdata)
-        may_be_parameter = kind is not Tensor or tensor._base is not None
-        if number is None or (may_be_parameter and number not in self.parameters and parameter_of(tensor) is not None):
-            return self._add_given(tensor, foreseen)  # a parameter that was just gathered, or something new
-        version = version_of(tensor)
-        known = self.versions[number]
-        if version != known:
-            other = self.parameters.get(number)
-            if other is not None and (parameter := parameter_of(tensor)) is not None and parameter is not other:
-                return number  # ZeRO lays out several parameters in one storage
-            if known is not None:  # something has written to it that the tape does not see
-                number = self._add_given(tensor, None)
-            self.versions[number] = version
-        return number
+        if number is not None and (parameter is None or number in self.parameters):  # else it was gathered just now
+            version, known = version_of(tensor), self.versions[number]
+            if version == known:
+                return number, parameter
+            if parameter is not None and parameter is not self.parameters[number]:
+                return number, parameter  # ZeRO lays out several parameters in one storage
+            if known is None:
+                self.versions[number] = version
+                return number, parameter
+            foreseen = None  # something has written to it that the tape does not see
+        return self._add_given(tensor, parameter, foreseen), parameter
 
-    def _add_given(self, tensor: Tensor, foreseen: int | None) -> int:
+    def _add_given(self, tensor: Tensor, parameter: Tensor | None, foreseen: int | None) -> int:
         """Add a value that no step has made."""
         if tensor.is_nested:
             raise not_regenerable(tensor)
-        parameter = parameter_of(tensor)
-        if parameter is None and self.sharded_parameters:
-            parameter = self.sharded_parameters.get(tensor.untyped_storage()._cdata)
-        layout = Layout.of(tensor if parameter is None else local_of(parameter))
-        alive = parameter is not None or self._comes_back(tensor)
         storage = tensor.untyped_storage()
-        exposed = parameter is None and is_exposed(storage)
-        if exposed:
+        if parameter is None and self.sharded_parameters:
+            parameter = self.sharded_parameters.get(storage._cdata)
+        part = tensor if parameter is None else local_of(parameter)
+        layout = Layout.of(part)
+        # Holding a tensor that a recipe of the scope around regenerates costs nothing.
+        alive = parameter is not None or (self._book is not None and self._book.knows(tensor))
+        if parameter is None and is_exposed(storage):
             self.exposed.add(storage._cdata)
-        if (plan := self.plan) is None:
-            return self.add(tensor, layout, alive=alive, parameter=parameter)
-        if foreseen is None or foreseen in self.versions:  # another tensor has that number
+        exposed, plan = storage._cdata in self.exposed, self.plan
+        if plan is None:
+            number = len(self.facts)
+            self.facts.append(ValueFacts(layout, storage.nbytes(), None, None, alive, parameter is not None, exposed))
+        elif foreseen is None or foreseen in self.versions:  # another tensor has that number
             raise PlanMismatch
-        known = plan.facts[foreseen]
-        if (
-            known.step is not None
-            or not _see_the_same(known.layout, layout)
-            or known.alive is not alive
-            or known.is_exposed is not exposed
-        ):
-            raise PlanMismatch
-        self.bind(foreseen, tensor, parameter, holds=foreseen in plan.kept)
-        return foreseen
-
-    def _comes_back(self, tensor: Tensor) -> bool:
-        """Whether a recipe of the scope around gives the tensor back, so that holding it costs nothing."""
-        return self._book is not None and self._book.knows(tensor)
+        else:
+            number, known = foreseen, plan.facts[foreseen]
+            if known.step is not None or known.alive is not alive or known.is_exposed is not exposed:
+                raise PlanMismatch
+            if not _see_the_same(known.layout, layout):
+                raise PlanMismatch
+        is_held = parameter is not None or plan is None or number in plan.kept
+        self.bind(number, tensor, part if is_held else None, parameter)
+        return number
 
     def add(
         self,
         tensor: Tensor,
         layout: Layout,
         *,
-        step: int | None = None,
-        slot: int | None = None,
-        alive: bool = False,
+        step: int,
+        slot: int | None,
+        held: Tensor | None,
         parameter: Tensor | None = None,
-        holds: bool = True,
         written: bool = False,
     ) -> int:
-        """Add the value that is now in the tensor's storage. ``layout`` sees all of it. The rest is as in ``bind``."""
-        number = len(self.facts)
-        storage = tensor.untyped_storage()
+        """Add the value that ``step`` has put into the tensor's storage. ``layout`` sees all of it.
+
+        The rest is as in ``bind``.
+        """
+        number, storage, is_parameter = len(self.facts), tensor.untyped_storage(), parameter is not None
         exposed = storage._cdata in self.exposed
-        self.facts.append(ValueFacts(layout, storage.nbytes(), step, slot, alive, parameter is not None, exposed))
-        self.bind(number, tensor, parameter, holds=holds, written=written)
+        self.facts.append(ValueFacts(layout, storage.nbytes(), step, slot, is_parameter, is_parameter, exposed))
+        self.bind(number, tensor, held, parameter, written=written)
         return number
 
     def bind(
-        self, number: int, tensor: Tensor, parameter: Tensor | None = None, *, holds: bool, written: bool = False
+        self,
+        number: int,
+        tensor: Tensor,
+        held: Tensor | None,
+        parameter: Tensor | None = None,
+        *,
+        written: bool = False,
     ) -> None:
         """From now on the tensor's storage holds the value ``number``.
 
-        holds: hold the tensor until the frame ends. written: by an op, and autograd has not counted that yet.
+        held: held until the frame ends, in the place of the value. parameter: the one that the storage belongs to.
+        written: by an op, and autograd has not counted that yet.
         """
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -163,9 +169,8 @@ class FrameValues:
             self.overwritten.add(number)
         if parameter is not None:
             self.parameters[number] = parameter
-            self.held[number] = local_of(parameter)
-        elif holds:
-            self.held[number] = tensor
+        if held is not None:
+            self.held[number] = held
         if self.originals is not None:
             self.originals[number] = without_graph(tensor, copy=True)
 
@@ -180,9 +185,9 @@ class FrameValues:
             self.originals[number] = without_graph(tensor, copy=True)
 
     def note_counter(self, tensor: Tensor) -> None:
-        """From now on this tensor counts the writes to its storage, which what was seen there does not.
+        """From now on this tensor counts the writes to its storage, and the tensor seen there before does not.
 
-        It is what matmul gives: an unsafe view of the product, with a version counter of its own.
+        It is matmul's output: an unsafe view of the product, with a version counter of its own.
         """
         number = self.known_number(tensor)
         if number in self.held and number not in self.parameters:
@@ -194,6 +199,18 @@ class FrameValues:
             version = self.versions[number]
             if version is not None and version != version_of(tensor):
                 self.overwritten.add(number)
+
+    def released_parameters(self) -> set[int]:
+        """The parameters whose memory is gone by now, or may be at any time.
+
+        FSDP, for one, gathers the weights of an inner module only while that runs.
+        """
+        return {
+            number
+            for number, parameter in self.parameters.items()
+            if (memory := self.held.get(number)) is not None  # it is None if a backward inside has written to it
+            and (memory.untyped_storage().nbytes() == 0 or is_managed_elsewhere(parameter))
+        }
 
     def note_dtensors(self, tensors: Iterable[Tensor]) -> None:
         """Remember the DTensors whose parts the tape sees."""
@@ -230,11 +247,7 @@ class FrameValues:
         return parameter_of(tensor) if parameter is None and tensor is not None else parameter
 
     def parameter_reference(
-        self,
-        number: int,
-        layout: Layout,
-        parameter: Tensor | None = None,
-        memory: torch.UntypedStorage | None = None,
+        self, number: int, layout: Layout, parameter: Tensor | None = None, memory: torch.UntypedStorage | None = None
     ) -> ParameterReference:
         """parameter: which one it is, of several in one storage. memory: as ``ParameterReference`` takes it."""
         parameter = self.parameters[number] if parameter is None else parameter
@@ -264,12 +277,3 @@ def _see_the_same(one: Layout, other: Layout) -> bool:
         return True
     are_alike = (one.offset, one.dtype, one.shape.numel()) == (other.offset, other.dtype, other.shape.numel())
     return are_alike and one.is_contiguous and other.is_contiguous
-
-
-def without_graph(tensor: Tensor, *, copy: bool = False) -> Tensor:
-    """The tensor, or a copy of it, without its graph."""
-    local.regenerating += 1  # so that a tape does not take it for a step
-    try:
-        return tensor.detach().clone() if copy else tensor.detach()
-    finally:
-        local.regenerating -= 1

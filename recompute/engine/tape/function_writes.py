@@ -1,7 +1,7 @@
-"""What custom Functions write to. A Function that has overwritten nothing in its first runs is believed not to.
+"""The arguments that custom Functions write to. One that overwrites nothing in its first runs is believed not to.
 
-Versions tell what its ops write to. A kernel may write unseen, so in the first runs the bytes are compared, too: in
-forward, and in backward those of what the Function has saved.
+Versions show the writes of its ops. A kernel may write unseen, so in the first runs the bytes are compared, too: the
+arguments' in forward, and the saved tensors' in backward.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from recompute.engine.modes import hidden_from_any_modes
 from recompute.engine.saved_tensors import version_of
 from recompute.engine.tape.exposed_memory import bytes_of
 from recompute.engine.tape.op_arguments import LISTS, parameter_of
-from recompute.engine.thread_state import is_fake, is_in_cuda_graph, local
+from recompute.engine.thread_state import is_fake, is_in_cuda_graph, unseen_by_tapes
 
 FIRST_RUNS = 4
 """After so many runs of a kind that have overwritten nothing, bytes are not compared any more."""
 FIRST_BACKWARDS = 2
 """The same of backward. A region settles after one more frame than that."""
 MOST_KINDS = 64
-"""Kinds of runs that are told apart. In any other, all that a Function reaches counts as overwritten."""
+"""Kinds of runs that are known. In any other, all memory that a Function reaches counts as overwritten."""
 
 _CONSTANTS = (bool, int, str, type(None))
 _WORDS = 1 << 18
 """How many words ``checksum`` adds up at a time, so that it takes no memory to speak of."""
 _ODD = -7046029254386353131
-"""What numbers are multiplied by to look random. No power of 2 divides it, so nothing is lost."""
+"""A factor by which numbers look random. No power of 2 divides it, so nothing is lost."""
 
 
 @dataclass
 class LearnedWrites:
-    """What the runs of one kind have shown."""
+    """The findings of the runs of one kind."""
 
     runs: int = 0
     backwards: int = 0
-    """Those that left in backward what they had saved as it was."""
+    """Runs whose backward left the saved tensors as they were."""
     written: set[int] = field(default_factory=set)
     """The arguments, by their positions among its tensors, that some run has overwritten."""
 
@@ -77,7 +77,7 @@ class WatchedArguments:
     ):
         """learned: of the Function. context: its ctx; None if it has none yet. given: the plain tensors it is given.
 
-        arguments: all that it is given. is_saved_as_it_is: whether what it saves is what backward gets.
+        arguments: all of them. is_saved_as_it_is: whether backward gets the very tensors that it saves.
         """
         self._context = context
         self._is_saved_as_it_is = is_saved_as_it_is
@@ -100,10 +100,10 @@ class WatchedArguments:
         return [_checksum_of(tensor.untyped_storage()) for tensor in self._given]
 
     def left(self, handed_out: Collection[int]) -> set[int]:
-        """The addresses of the StorageImpls whose content is what it was, once forward has run.
+        """The addresses of the StorageImpls whose content is unchanged, once forward has run.
 
-        What the Function holds for its backward is not among these, as long as that may write there. Nor is
-        ``handed_out``, the storages of which somebody has an array.
+        A storage that the Function holds for its backward is not among these, as long as that may write there. Nor is
+        one of ``handed_out``: somebody has an array of it.
         """
         if not self._given:
             return set()
@@ -118,7 +118,7 @@ class WatchedArguments:
         written = [self._given[position] for position in learned.written if position < len(self._given)]
         taken = _storages([*written, *tensors_in(vars(self._context))]).union(handed_out)
         saved = _storages(tensors_in(getattr(self._context, "to_save", None))) - taken
-        if not self._is_saved_as_it_is:  # nobody sees what backward does with it, nor may it come back a little off
+        if not self._is_saved_as_it_is:  # backward may change it unseen, and it may not come back a little off
             taken |= saved
         elif learned.backwards < FIRST_BACKWARDS and saved and not is_fake():
             taken |= saved
@@ -126,7 +126,7 @@ class WatchedArguments:
         return _storages(self._given) - taken
 
     def _watch_backward(self, learned: LearnedWrites, saved: Collection[int]) -> None:
-        """Look whether backward writes to what was saved, by the addresses of the StorageImpls."""
+        """Look whether backward writes to saved storages. saved: the addresses of their StorageImpls."""
         watched = [
             (position, StorageWeakRef(storage))
             for position, tensor in enumerate(self._given)
@@ -150,12 +150,8 @@ class WatchedArguments:
 
 
 def _checksum_of(storage: torch.UntypedStorage) -> int:
-    local.regenerating += 1  # so that a tape does not take it for steps
-    try:
-        with hidden_from_any_modes(), torch.no_grad():
-            return checksum(bytes_of(storage))
-    finally:
-        local.regenerating -= 1
+    with unseen_by_tapes, hidden_from_any_modes(), torch.no_grad():
+        return checksum(bytes_of(storage))
 
 
 def _storages(tensors: Iterable[Tensor]) -> set[int]:
@@ -163,7 +159,7 @@ def _storages(tensors: Iterable[Tensor]) -> set[int]:
 
 
 def _kind(value: Any) -> Any:
-    """What a Function's ways may depend on, of what it is given."""
+    """The facts of its arguments that a Function's behaviour may depend on."""
     if isinstance(value, Tensor):
         return value.dtype, value.device.type, value.requires_grad
     if type(value) in LISTS:

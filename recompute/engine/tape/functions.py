@@ -1,11 +1,11 @@
 """Custom ``autograd.Function``s in a region: a tape takes a forward of one for a single step, which never runs again.
 
-Its kernels may write to memory unseen, so what it makes is kept, and what they reach counts as overwritten, unless it
-was seen to be left as it is (``function_writes.py``). A Function that says ``seen_by_dispatcher`` only calls ops that a
-tape sees, and is no step.
+Its kernels may write to memory unseen. So its outputs are kept, and all memory that its kernels reach counts as
+overwritten, unless it was seen to be left as it is (``function_writes.py``). A Function that says
+``seen_by_dispatcher`` only calls ops that a tape sees, and is no step.
 
-Nobody tells of a Function's call: ``apply`` is C++. So the first op by which a Function is met gives its class another
-``forward``, which goes to the tape that is in force, if any. Until then ops are looked at one by one.
+``apply`` is C++, so no one announces the call of a Function. The first op of a Function that a tape sees gives the
+Function's class another ``forward``, which goes to the tape in force, if any. Until then its ops are seen one by one.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class FunctionOp:
         self._function = weakref.ref(function)
         self.facts = OpFacts(function.__name__, Kind.OPAQUE, reason="made inside a custom autograd.Function")
         self.writes: dict[Any, LearnedWrites] = {}
-        """What its runs have shown, by their kinds."""
+        """The findings of its runs, by their kinds."""
 
     @property
     def function(self) -> Any:
@@ -68,7 +68,7 @@ def is_seen(function: Any) -> bool:
 
 
 def make_whole(function: Any) -> bool:
-    """Have tapes told, from now on, of each forward of a custom Function. Returns whether they were not before."""
+    """From now on, tapes run each forward of a custom Function as one step. Returns whether that is new."""
     owner = next(kind for kind in function.__mro__ if "forward" in vars(kind))
     forward = vars(owner)["forward"]
     if isinstance(forward, _WholeForward):
@@ -78,7 +78,7 @@ def make_whole(function: Any) -> bool:
 
 
 class _WholeForward:
-    """The ``forward`` of a Function's class, which goes to the tape in force, or to what stands in for it."""
+    """The ``forward`` of a Function's class, which goes to the tape in force, or to its stand-in."""
 
     def __init__(self, forward: Any):
         self.__wrapped__ = forward  # by this name walks through code find it
@@ -118,7 +118,7 @@ class _OnTape:
 
 
 def context_of(forward: Callable[..., Any]) -> Any:
-    """The ctx that a forward as a tape runs it is given; None if it is given none."""
+    """The ctx of a forward that a tape runs; None if it has none."""
     return forward.args[0] if isinstance(forward, functools.partial) else None
 
 
@@ -177,5 +177,5 @@ class Reached:
                 self.tensors.append(tensor)
 
     def make(self, tensors: Iterable[Tensor]) -> None:
-        """An op of the Function has given these."""
+        """An op of the Function has made these."""
         self._made.update(key for tensor in tensors if (key := tensor.untyped_storage()._cdata) not in self._keys)

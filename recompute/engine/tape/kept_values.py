@@ -1,4 +1,4 @@
-"""What a frame holds for backward: the values that it keeps, and the recipes of those that it drops."""
+"""A frame's holdings for backward: the values that it keeps, and the recipes of the values that it drops."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ from recompute.engine.saved_tensors import (
     are_held_as_they_are,
     pack_through,
     seen_as,
+    without_graph,
 )
-from recompute.engine.tape.frame_values import FrameValues, without_graph
+from recompute.engine.tape.frame_values import FrameValues
 from recompute.engine.tape.op_arguments import copied
 from recompute.engine.thread_state import packing_for_recipe
 
 
 @dataclass(eq=False)
 class KeptValues:
-    """Packs the values that a plan keeps, each once, as the hooks around the region would have it (invariant 9)."""
+    """Packs the values that a plan keeps, each once, through the hooks around the region (invariant 9)."""
 
     _values: FrameValues
     _plan: SavePlan
@@ -40,9 +41,9 @@ class KeptValues:
     _outer: Hooks | None
     """The hooks around the region."""
     _group: RecipeGroup
-    """Of the frame's recipes."""
+    """The group of the frame's recipes."""
     _codec: Codec | None
-    """As the region has it."""
+    """The region's."""
     _packed: dict[int, PackedTensor | Recipe] = field(default_factory=dict)
     _views: dict[ValueRef, PackedTensor | Recipe] = field(default_factory=dict)
     """Views that hooks of others hold by themselves."""
@@ -52,7 +53,7 @@ class KeptValues:
         self._are_held_as_they_are = are_held_as_they_are(self._outer)
 
     def for_backward(self, ref: ValueRef) -> PackedTensor:
-        """What is held for a value that autograd itself saved."""
+        """Hold a value that autograd itself saved."""
         number, layout = ref
         if number in self._values.parameters:
             memory = self._values.held[number].untyped_storage()
@@ -76,10 +77,10 @@ class KeptValues:
         return packed if layout == whole else PackedView(packed, layout)
 
     def for_rerun(self, ref: ValueRef) -> PackedTensor:
-        """What is held for a step that runs again and reads this value: a copy, if that is cheap.
+        """Hold a value for a step that runs again and reads it: as a copy, if that is cheap.
 
-        So a buffer may change between forward and backward, as in plain PyTorch. What autograd itself saved, in memory
-        that the region made, is not copied: it is refused if it has changed, also as in plain PyTorch.
+        So a buffer may change between forward and backward, as in plain PyTorch. A value that autograd itself saved, in
+        memory that the region made, is not copied: it is refused if it has changed, also as in plain PyTorch.
         """
         number, layout = ref
         if number not in self._plan.copyable or self._values.held[number].requires_grad:
@@ -109,9 +110,9 @@ class KeptValues:
         return saved
 
     def recipes(self, calls: Mapping[int, RecordedCall]) -> dict[int, OpRecipe]:
-        """The recipe of each step that the plan runs again, as far as it has been taken, of the frame's arguments.
+        """The recipe of each step that the plan runs again and that the frame has taken, by the step's number.
 
-        calls: by the numbers of their steps.
+        calls: the frame's, by the numbers of their steps.
         """
         plan, originals, recipes = self._plan, self._values.originals, dict[int, OpRecipe]()
         for index in plan.rerun:
@@ -140,14 +141,13 @@ class KeptValues:
         return recipes[self._plan.origin(number)].handle(number, view)
 
     def resolve(self, handles: Iterable[weakref.ref[Handle]], recipes: Mapping[int, OpRecipe]) -> None:
-        """Give each handle of the frame what holds its value, or the recipe that gives it back."""
+        """Give each handle of the frame the holder of its value, or the recipe that regenerates it."""
         plan, statistics = self._plan, self._statistics
         for reference in handles:
-            handle = reference()
-            if handle is None:
+            if (handle := reference()) is None:
                 continue
             number = handle.number
-            if number in plan.overwritten:  # to be refused if autograd minds
+            if number in plan.overwritten:  # its version is checked when autograd asks for it
                 assert handle.tensor is not None
                 handle.keep(KeptTensor(handle.tensor.detach(), statistics.name, handle.version))
             elif number in plan.kept:

@@ -1,4 +1,4 @@
-"""What an op is given, and what the dispatcher sees of it: tensors that are views of storages, and others."""
+"""The arguments of an op, as the dispatcher sees them: tensors that are views of storages, and others."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def not_regenerable(tensor: Tensor) -> NotRegenerable:
 
 
 def parameter_of(tensor: Tensor) -> Tensor | None:
-    """The parameter that ``tensor`` is, or is a view of."""
+    """``tensor`` if it is a parameter, or the parameter that it is a view of."""
     if _is_parameter(tensor):
         return tensor
     base = tensor._base
@@ -94,11 +94,6 @@ def is_frozen(value: Any) -> bool:
     return is_own and type(value).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
-def fits(layout: Layout, tensor: Tensor) -> bool:
-    """Whether a tensor of ``layout`` covers the storage of ``tensor``, each byte exactly once."""
-    return is_dense(layout, tensor.untyped_storage().nbytes())
-
-
 def copied(tensor: Tensor) -> Tensor:
     """``tensor`` as a view of a copy of its whole storage."""
     layout, nbytes = Layout.of(tensor), tensor.untyped_storage().nbytes()
@@ -109,7 +104,7 @@ def copied(tensor: Tensor) -> Tensor:
 
 
 def watch(op: Any, values: Iterable[Any], name: str) -> RngState | None:
-    """The states of all generators that an op of another library may be about to draw from, whatever it says of itself.
+    """The states of all generators that an op of another library may be about to draw from, whatever its tags say.
 
     values: its arguments. name: of the module that calls it.
     """

@@ -1,4 +1,4 @@
-"""One call of an op as a tape sees it: what it takes to run it again, and what it made."""
+"""One call of an op as a tape sees it: how to run it again, and the tensors that it made."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from recompute.engine.tape.op_arguments import (
     NotRegenerable,
     at,
     capture,
-    fits,
     is_plain,
     parameter_of,
     watch,
@@ -39,7 +38,7 @@ The number is None if the step does not give it back when it runs again.
 
 
 class OpCall(NamedTuple):
-    """A call of an op that a tape sees, and what is known of it."""
+    """A call of an op that a tape sees, and the facts of it."""
 
     op: Any
     known: OpFacts
@@ -52,11 +51,11 @@ class OpCall(NamedTuple):
     op_policy: OpPolicy
     """The one in force."""
     function: Callable[..., Any] | None = None
-    """What runs, if not ``op``. It adds to ``args`` what it reaches."""
+    """Runs in the place of ``op``, if it is given. It adds to ``args`` the tensors that it reaches."""
 
 
 def as_drawn(recorded: RecordedCall, known: OpFacts) -> RecordedCall | None:
-    """A call that has run, and draws again what it drew; None if its op says that it draws, and has not."""
+    """A call that has run, and will draw the same again; None if its op says that it draws, and has not."""
     if recorded.rng is None:
         return recorded
     if not known.is_foreign:
@@ -96,17 +95,14 @@ def record_call(
 
 
 def _with_refs(
-    values: FrameValues,
-    arguments: Iterable[Any],
-    inputs: list[int],
-    foreseen: tuple[int, ...],
+    values: FrameValues, arguments: Iterable[Any], inputs: list[int], foreseen: tuple[int, ...]
 ) -> list[Any]:
     """``arguments`` with a ``ValueRef`` in the place of each tensor. The numbers are added to ``inputs``."""
     found: list[Any] = []
     for value in arguments:
         kind = type(value)
         if kind in PLAIN or isinstance(value, Tensor):
-            number = values.number_of(value, foreseen[len(inputs)] if len(inputs) < len(foreseen) else None)
+            number, _ = values.number_of(value, foreseen[len(inputs)] if len(inputs) < len(foreseen) else None)
             inputs.append(number)
             value = _new(ValueRef, (number, Layout.of(value)))
         elif kind in LISTS:
@@ -134,17 +130,20 @@ def _read_whole(values: FrameValues, known: OpFacts, template: list[Any]) -> dic
 def made_by(
     values: FrameValues, call: OpCall, output: Any, foreseen: tuple[Layout, ...] = ()
 ) -> list[MadeTensor] | None:
-    """What a step has made; None if an output has the memory of another tensor."""
+    """The tensors that a step has made; None if an output has the memory of another tensor."""
     known = call.known
     if known.kind is Kind.IN_PLACE and not call.reason:
         tensor = call.args[known.writes[0]]  # type: ignore[index]
-        return [(0, tensor, _whole_layout(values, tensor, *foreseen[:1]))]
+        if (number := values.known_number(tensor)) is not None:  # ``tensor`` may be a part of it
+            return [(0, tensor, values.facts[number].layout)]
+        is_as_foreseen = foreseen and is_dense(foreseen[0], tensor.untyped_storage().nbytes())
+        return [(0, tensor, foreseen[0] if is_as_foreseen else Layout.of(tensor))]
     if not known.writes and not call.unobserved:
         return _outputs_in_new_memory(output, values.current)
     written = writable(values, call)
     others = {*values.current, *(tensor.untyped_storage()._cdata for tensor in written)}
     changed: list[MadeTensor] = [(None, tensor, Layout.of(tensor)) for tensor in written]
-    if call.unobserved:  # it may give back what it was given, beside what it made
+    if call.unobserved:  # it may return its arguments, beside the tensors that it made
         output = [each if _is_new(each, others) else None for each in (output if type(output) in LISTS else (output,))]
     return changed + (_outputs_in_new_memory(output, others) or [])
 
@@ -153,16 +152,8 @@ def _is_new(value: Any, others: Container[int]) -> bool:
     return isinstance(value, Tensor) and is_plain(value) and value.untyped_storage()._cdata not in others
 
 
-def _whole_layout(values: FrameValues, tensor: Tensor, foreseen: Layout | None = None) -> Layout:
-    """The layout that sees all of a value. ``tensor`` may be a part of it."""
-    number = values.known_number(tensor)
-    if number is not None:
-        return values.facts[number].layout
-    return foreseen if foreseen is not None and fits(foreseen, tensor) else Layout.of(tensor)
-
-
 def writable(values: FrameValues, call: OpCall) -> list[Tensor]:
-    """One tensor for each storage that a step may write to. A kernel that is not observed may write to all it reaches.
+    """One tensor for each storage that a step may write to. An unobserved kernel may write to all tensors it reaches.
 
     Parameters are left out: one is known as an object, whatever value it has.
     """
@@ -199,7 +190,3 @@ def count_writes(call: OpCall) -> None:
     for value in at(call.known.writes, call.args, call.kwargs):
         if type(value) in LISTS:
             torch.autograd.graph.increment_version(value)
-
-
-def agree(made: list[MadeTensor], layouts: tuple[Layout, ...]) -> bool:
-    return tuple([layout for _, _, layout in made]) == layouts

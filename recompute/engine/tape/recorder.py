@@ -1,6 +1,6 @@
-"""The tape: a dispatch mode that sees every op of a region below autograd, and hooks that see what autograd saves.
+"""The tape: a dispatch mode that sees every op of a region below autograd, and hooks that see the saved tensors.
 
-It shows both to a ``TapeFrame``, which writes them down and decides what to drop.
+It shows both to a ``TapeFrame``, which writes them down and decides which tensors to drop.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 from recompute.engine.compression import Codec
 from recompute.engine.cut.op_policy import OpPolicy
 from recompute.engine.cut.ops import Kind, facts_of_call, tensors_in
-from recompute.engine.cut.plan_cache import PlanCache
-from recompute.engine.cut.save_plan import SavePlan
+from recompute.engine.cut.plan_cache import PlanCache, PlanChoice
+from recompute.engine.cut.save_plan import KEEP, SavePlan
 from recompute.engine.dtensors import are_sharded, has_layout
 from recompute.engine.modes import (
     SeesAllOps,
@@ -32,12 +32,18 @@ from recompute.engine.modes import (
     under,
 )
 from recompute.engine.region_statistics import RegionStatistics
-from recompute.engine.saved_tensors import PackedDTensor, PackedTensor, is_inside_checkpoint, top_hooks, unpack_saved
+from recompute.engine.saved_tensors import (
+    PackedDTensor,
+    PackedTensor,
+    is_inside_checkpoint,
+    top_hooks,
+    unpack_saved,
+    without_graph,
+)
 from recompute.engine.scopes import Scope, let_transforms_in, pop_hooks, push_hooks
 from recompute.engine.tape.autocast import in_force, left_out, run_as_called
 from recompute.engine.tape.exposed_memory import bytes_of, expose, expose_arrays, watch
 from recompute.engine.tape.frame import TapeFrame
-from recompute.engine.tape.frame_values import without_graph
 from recompute.engine.tape.function_writes import WatchedArguments
 from recompute.engine.tape.functions import FunctionOp, Reached, context_of, is_in_function
 from recompute.engine.tape.op_arguments import PLAIN, is_plain
@@ -63,8 +69,8 @@ class TapeRegion:
     ):
         """plan_cache: of the regions that this one shares its plans with, as equal layers do.
 
-        codec: by which it holds what tolerates that; None: everything is held as it is. mode: in which the region runs,
-        if what it calls is to do otherwise than in plain PyTorch.
+        codec: makes codes of the tensors that tolerate it; None: all are held as they are. mode: the region runs in it,
+        if functions that it calls are to differ from plain PyTorch.
         """
         watch()
         let_transforms_in()
@@ -74,7 +80,7 @@ class TapeRegion:
         self.codec = codec
         self.mode = mode
         self.plan: SavePlan | None = None
-        """The last frame's, which the next one follows as far as it can."""
+        """The last frame's. The next frame follows it as far as it can."""
 
     def run(
         self,
@@ -87,7 +93,7 @@ class TapeRegion:
 
         start: makes the tape, if not ``Tape``, of this region and the kind of the call.
         """
-        if is_inside_checkpoint():  # a checkpoint drops everything anyway, and counts what is saved
+        if is_inside_checkpoint():  # a checkpoint drops everything anyway, and counts saved tensors
             return function(*args, **kwargs)
         self.statistics.frames += 1
         around = local.active_frames[-1] if local.active_frames else None
@@ -103,7 +109,7 @@ class TapeRegion:
 
 
 def _kinds_of(arguments: Iterable[Any]) -> tuple[Hashable, ...]:
-    """What the ops of a call mostly depend on, so that kinds of calls that take turns have a plan each."""
+    """The facts on which the ops of a call mostly depend. Kinds of calls that take turns have a plan each by them."""
     kinds: list[Any] = []
     for value in arguments:
         if isinstance(value, Tensor) and is_plain(value):
@@ -145,14 +151,13 @@ class Tape(Scope, SeesAllOps):
     def __init__(self, region: TapeRegion, variant: Hashable):
         TorchDispatchMode.__init__(self)
         self.op_policy = region.op_policy
-        """The one in force: that of the innermost region that runs."""
+        """The one in force: the innermost running region's."""
         self.statistics = region.statistics
-        self.frame = TapeFrame(
-            region.statistics, region.op_policy, region.plan_cache, variant, region.plan, region.codec
-        )
-        self.outer = self.frame.outer
+        plans = PlanChoice(region.op_policy, region.plan_cache, variant, region.plan)
+        self.frame = TapeFrame(region.statistics, plans, region.codec)
+        self.outer = self.frame.handles.outer
         self.reached: Reached | None = None
-        """What the custom Function that runs now has reached; None if none runs."""
+        """The tensors that the custom Function that runs now has reached; None if none runs."""
 
     def __enter__(self) -> Tape:
         Scope.__enter__(self)
@@ -237,7 +242,7 @@ class Tape(Scope, SeesAllOps):
             context_of(forward),
             frame.values.plain_parts(tensors_in(every)),
             every,
-            is_saved_as_it_is=frame.are_held_as_they_are,
+            is_saved_as_it_is=frame.handles.are_held_as_they_are,
         )
         self.reached = Reached()
         reached = self.reached.tensors
@@ -273,12 +278,17 @@ class Tape(Scope, SeesAllOps):
                 part = self.pack(self.frame.values.part_of(tensor))
                 return PackedDTensor(without_graph(tensor), part, self.statistics.name)
             tensor = self.frame.values.part_of(tensor)
-        return self.frame.save(tensor)
+        frame = self.frame
+        if not frame.has_begun:
+            frame.begin("saved", (tensor,))
+        return frame.save(tensor)
 
     def pin(self, tensor: Tensor, name: str | None) -> Tensor:
         """Never regenerate ``tensor``, if it has no name or the rule in force lists its name."""
         part = self.frame.values.part_of(tensor)
         if self.op_policy.keeps_tensor(name) and is_plain(part):
+            if not self.frame.has_begun:
+                self.frame.begin(KEEP, (part,))
             self.frame.pin(part, self.op_policy)
         return tensor
 
@@ -289,7 +299,7 @@ class Tape(Scope, SeesAllOps):
         any time from then on. The address of a parameter counts as neither: libraries ask for it for other reasons than
         to write to it.
         """
-        if local.regenerating or not self.is_in_force():  # an op asks, and its schema says what it writes to
+        if local.regenerating or not self.is_in_force():  # an op asks, and its schema names its writes
             return
         tensor = self.frame.values.part_of(memory) if isinstance(memory, Tensor) else None
         if tensor is not None and not is_plain(tensor):
@@ -307,11 +317,11 @@ class Tape(Scope, SeesAllOps):
             expose(storage)
         modes = dispatch_modes()
         beneath = modes[: next(index for index, mode in enumerate(modes) if mode is self)]
-        with under(beneath, function_modes()):  # as for an op, so that this tape does not record what the frame does
+        with under(beneath, function_modes()):  # as for an op, so that this tape does not record the frame's own ops
             self.frame.hand_out(storage, tensor, parameter, unobserved, self.op_policy)
 
     def is_in_force(self) -> bool:
-        """Whether what is called now would come to this tape."""
+        """Whether an op that is called now would come to this tape."""
         modes = range(count_dispatch_modes())
         return any(torch._C._get_dispatch_stack_at(index) is self for index in modes)
 
