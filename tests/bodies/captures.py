@@ -73,6 +73,12 @@ CAPTURES = {
     "an output that is a view made without gradients": Body(gives_a_view_made_without_gradients, linear),
     "what is kept from compilers": Body(kept_from_compilers, linear, captured=True),
     "where the class of a parameter is from": Body(asks_for_a_class, linear, captured=True),
+    "how often a parameter was written to": Body(
+        lambda self, x: F.gelu(self.linear(x)) * float(self.linear.weight._version),
+        linear,
+        start=lambda module: [torch.no_grad()(module.linear.weight.mul_)(2.0) for _ in range(module.step // 6)],
+        captured="its graph computes a number",
+    ),
     "a parameter that autograd saves in two ways": Body(
         saves_in_two_ways,
         lambda: {"w": nn.Parameter(torch.rand(HIDDEN, HIDDEN))},
