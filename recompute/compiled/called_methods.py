@@ -3,12 +3,13 @@
 torch's frontend guards functions that it finds in globals, closures and instances, but no method that it finds on a
 class. Libraries replace such methods in the middle of a run, and IPython's autoreload replaces their code. Nor does it
 guard what ``os.getenv`` returns, attributes of a dict, nor, in torch 2.11, those of a tuple, a number or a string, and
-numbers that it finds on a class.
+numbers, and lists of some, that it finds on a class.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from copy import deepcopy
 from enum import Enum
 from itertools import repeat
 from operator import attrgetter
@@ -69,7 +70,7 @@ class CalledMethods:
         if reads_environment(walk):
             self._environment = environment()
         places: list[tuple[Any, str, Any]] = [(*place, getattr(*place, None)) for place in class_attributes_read(walk)]
-        places = [place for place in places if isinstance(place[-1], _PLAIN)]
+        places = [(*place, deepcopy(value)) for *place, value in places if _is_plain(value)]
         for owner in walk.values:
             if isinstance(owner, _UNGUARDED) and not isinstance(owner, Enum):
                 own = getattr(owner, "__dict__", {})
@@ -89,6 +90,10 @@ class CalledMethods:
             return False
         classes, names, found, functions, codes = self._noted
         return tuple(map(getattr, classes, names, repeat(None))) == found and tuple(map(_code_of, functions)) == codes
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, _PLAIN) or (type(value) in (list, tuple, set, frozenset) and all(map(_is_plain, value)))
 
 
 def _place_of(function: FunctionType, kind: type) -> tuple[type, str] | None:

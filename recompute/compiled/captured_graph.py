@@ -374,6 +374,8 @@ def _unfit_node(module: torch.fx.GraphModule) -> str | None:
             return "it calls a transform of torch.func other than vmap, or differentiates forward"
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             return f"it has a higher-order operator, {node.target}"
+        if isinstance(node.meta.get("example_value"), torch.SymInt):
+            return f"its graph computes a number, by {node.target}"  # and a program is made for the one it has now
     return None
 
 

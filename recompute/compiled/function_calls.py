@@ -11,6 +11,7 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -39,6 +40,8 @@ _run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.ru
 
 
 Around = Callable[[], AbstractContextManager[Any]]
+_TRUSTED = "torch.", "transformers.", "recompute."
+"""Whose registered backwards of custom ops only call ops that the dispatcher sees."""
 
 
 class _Enter(torch.autograd.Function):
@@ -235,10 +238,30 @@ def as_autograd_does(gradient: Tensor, layout: Layout) -> Tensor:
     return gradient.to(layout.dtype)
 
 
-def is_untold(node: Any) -> bool:
-    """Whether a node is that of a custom Function which no tape was told of. It will be told of the next call."""
+def untold(node: Any) -> str:
+    """Why nobody is told of all that a node of a custom Function or a custom op does; "" if a tape is, or ops are all.
+
+    A tape will be told of the Function's next call.
+    """
     function = getattr(type(node), "_forward_cls", None)
-    return function is not None and not is_seen(function) and make_whole(function)
+    if function is None:
+        return ""
+    if function.__module__ == "torch._library.autograd":
+        formula = _registered(function.backward)
+        if not is_seen(formula) and not formula.__module__.startswith(_TRUSTED):
+            return f"the backward that {formula.__module__} has registered for a custom op may run more than ops"
+        return ""
+    if not is_seen(function) and make_whole(function):
+        return "a custom Function in another op has run no op, so that nobody was told of it"
+    return ""
+
+
+def _registered(backward: Any) -> Any:
+    """The formula that the backward of a custom op's Function calls; ``backward`` itself if it calls none."""
+    inside = [cell.cell_contents for cell in backward.__closure__ or ()]
+    formulas = [each._backward_fn for each in inside if getattr(each, "_backward_fn", None) is not None]
+    wrapped = [_registered(each) for each in inside if isinstance(each, FunctionType)]
+    return next(iter((*formulas, *wrapped)), backward)
 
 
 def takes_gradient(value: Any) -> bool:

@@ -23,8 +23,10 @@ import torch
 from torch._guards import TracingContext
 
 from recompute.compiled.called_methods import CalledMethods
+from recompute.compiled.compared_objects import guard_identities
 from recompute.compiled.function_calls import graph_call, object_input, stand_in_for
 from recompute.compiled.recording import NotCapturable, Recording
+from recompute.compiled.replaced_methods import replacing
 from recompute.compiled.traced_stand_ins import traced_as, value_of
 from recompute.engine.tape.functions import function_op, is_seen, make_whole
 from recompute.engine.thread_state import local, swapped
@@ -116,13 +118,13 @@ def _prepare_frontend() -> None:
     """
     from torch._dynamo.symbolic_convert import InliningInstructionTranslator, InstructionTranslatorBase
 
-    @_replacing(InstructionTranslatorBase, "mark_inconsistent_side_effects")
+    @replacing(InstructionTranslatorBase, "mark_inconsistent_side_effects")
     def noticed(mark: Callable[..., None], self: Any) -> None:
         if local.is_tracing and not _may_ask(self):
             _local.asks = True
         mark(self)
 
-    @_replacing(InliningInstructionTranslator, "build_inline_tracer")
+    @replacing(InliningInstructionTranslator, "build_inline_tracer")
     def noting(begin: Callable[..., Any], parent: Any, function: Any, args: Any, *others: Any, **options: Any) -> Any:
         own = getattr(function, "fn", None)
         function = _enabled(parent, function, own) or traced_as(parent, own) or function
@@ -134,6 +136,7 @@ def _prepare_frontend() -> None:
     _look_into_disabled()
     _name_torchs_classes()
     _pass_locks()
+    guard_identities()
 
     # Since torch 2.13 ``torch.compiler.is_compiling()`` is true in all threads while one of them traces.
     session = getattr(torch.compiler, "_compile_session_context", None)
@@ -153,27 +156,12 @@ def _proxy_of(translator: Any, variable: Any) -> Any:
         return object_input(translator, variable.realize())
 
 
-def _replacing(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
-    """Puts what it decorates in the place of a method of torch's frontend. It is given the method first."""
-    method = getattr(owner, name)
-
-    def put(replacement: Callable[..., Any]) -> None:
-        @functools.wraps(method)
-        def replaced(*args: Any, **kwargs: Any) -> Any:
-            return replacement(method, *args, **kwargs)
-
-        is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
-        setattr(owner, name, staticmethod(replaced) if is_static else replaced)
-
-    return put
-
-
 def _take_functions_whole() -> None:
     """Have torch's frontend make each custom ``autograd.Function`` one call of the graph, and not trace its Python."""
     from torch._dynamo.variables.builder import wrap_fx_proxy
     from torch._dynamo.variables.misc import AutogradFunctionVariable
 
-    @_replacing(AutogradFunctionVariable, "call_method")
+    @replacing(AutogradFunctionVariable, "call_method")
     def whole(call: Callable[..., Any], self: Any, translator: Any, name: str, args: Any, kwargs: Any) -> Any:
         if name == "apply" and (other := traced_as(translator, self.fn_cls)) is not None:
             return other.call_function(translator, args, kwargs)
@@ -206,7 +194,7 @@ def _look_into_disabled() -> None:
     """Have torch's frontend trace functions under ``torch.compiler.disable``."""
     from torch._dynamo.variables.functions import SkipFunctionVariable
 
-    @_replacing(SkipFunctionVariable, "call_function")
+    @replacing(SkipFunctionVariable, "call_function")
     def looking(call: Callable[..., Any], self: Any, translator: Any, args: Any, kwargs: Any) -> Any:
         enabled = _enabled(translator, self, self.value)
         return (
@@ -219,7 +207,7 @@ def _name_torchs_classes() -> None:
     from torch._dynamo.variables.base import VariableTracker
     from torch._dynamo.variables.misc import GetAttrVariable
 
-    @_replacing(GetAttrVariable, "call_method")
+    @replacing(GetAttrVariable, "call_method")
     def named(call: Callable[..., Any], self: Any, translator: Any, name: str, args: Any, kwargs: Any) -> Any:
         owner = getattr(self.obj, "value", None)
         if local.is_tracing and isinstance(owner, type) and self.name in ("__module__", "__name__", "__qualname__"):
@@ -236,7 +224,7 @@ def _pass_locks() -> None:
 
     locks = type(threading.Lock()), type(threading.RLock())
 
-    @_replacing(VariableBuilder, "_wrap")
+    @replacing(VariableBuilder, "_wrap")
     def passing(wrap: Callable[..., Any], self: Any, value: Any) -> Any:
         if not local.is_tracing or type(value) not in locks:
             return wrap(self, value)
@@ -375,6 +363,7 @@ def _tracing(methods: CalledMethods, recording: Recording) -> Iterator[None]:
             torch._dynamo.config.patch(
                 assume_static_by_default=True,
                 automatic_dynamic_shapes=False,
+                skip_no_tensor_aliasing_guards_on_parameters=False,  # code may ask whether two are one
                 optimize_ddp=False,  # it would cut the graph into DDP's buckets
                 record_runtime_overhead=False,  # else each call tells profilers where its graph begins
                 skip_nnmodule_hook_guards=False,  # modules may get hooks later, or lose some

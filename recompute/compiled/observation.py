@@ -21,8 +21,8 @@ from recompute.compiled.function_calls import (
     FunctionBackward,
     FunctionCall,
     as_autograd_does,
-    is_untold,
     takes_gradient,
+    untold,
 )
 from recompute.compiled.function_effects import shared_names
 from recompute.compiled.program import Program
@@ -232,8 +232,8 @@ class Observation:
         numbers, self._edges = numbered_nodes(nodes, ends)
         if any(not node.next_functions for node in numbers if node not in nodes):
             raise NotCapturable("its graph reaches a leaf that it was not given")
-        if any(is_untold(node) for node in numbers if node not in self._nodes):
-            raise NotCapturable("a custom Function in another op has run no op, so that nobody was told of it")
+        if reason := next(filter(None, [untold(node) for node in numbers if node not in self._nodes]), ""):
+            raise NotCapturable(reason)
         for name in MODE_DEPENDENT.intersection(node.name() for node in numbers):
             raise NotCapturable(f"{name} computes in another way while it is recorded")
         if any((INPUT, OTHER) in edges for edges in self._edges):

@@ -1,5 +1,6 @@
 """What decides whether a body runs as captured code: where its outputs' graphs lead, and what it is kept from."""
 
+import ctypes
 import threading
 
 import torch
@@ -59,6 +60,23 @@ def saves_in_two_ways(self, x):
     return F.linear(x, self.w)[:, :rows] * self.w[:rows, :rows] + (self.w * self.w).mul(self.w)[:rows, :rows]
 
 
+@torch.library.custom_op("recompute_captures::squared", mutates_args=())
+def squared(x: torch.Tensor) -> torch.Tensor:
+    return x * x
+
+
+squared.register_fake(torch.empty_like)
+
+
+def unseen(ctx, gradient):
+    """As a kernel that is launched by hand: no op tells that it writes."""
+    result = torch.empty_like(gradient)
+    to = (ctypes.c_float * result.numel()).from_address(result.data_ptr())
+    to[:] = (gradient * ctx.saved_tensors[0] * 2).flatten().tolist()
+    return result
+
+
+squared.register_autograd(unseen, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
 SELECTED = {
     "a mask": lambda x: x[x > 0],
     "nonzero": lambda x: x[torch.nonzero(x[:, 0])].squeeze(1),
@@ -73,6 +91,15 @@ CAPTURES = {
     "an output that is a view made without gradients": Body(gives_a_view_made_without_gradients, linear),
     "what is kept from compilers": Body(kept_from_compilers, linear, captured=True),
     "where the class of a parameter is from": Body(asks_for_a_class, linear, captured=True),
+    "a custom op whose backward runs a kernel": Body(
+        lambda self, x: squared(self.linear(x)).exp().sin(), linear, captured="may run more than ops"
+    ),
+    "how often a parameter was written to": Body(
+        lambda self, x: F.gelu(self.linear(x)) * float(self.linear.weight._version),
+        linear,
+        start=lambda module: [torch.no_grad()(module.linear.weight.mul_)(2.0) for _ in range(module.step // 6)],
+        captured="its graph computes a number",
+    ),
     "a parameter that autograd saves in two ways": Body(
         saves_in_two_ways,
         lambda: {"w": nn.Parameter(torch.rand(HIDDEN, HIDDEN))},
