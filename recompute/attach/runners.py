@@ -181,21 +181,11 @@ class TapeRunner(OuterRunner):
         self.note = meaning.note if inner is None else f"{inner.note}; {meaning.note}"
         self.compiled_region = compiled_region(op_policy(meaning), compresses=meaning.compresses)
         self.region = _region(statistics, meaning, cache)
-        self._tile = meaning.tile
 
     def run_training(self, module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        run = self.region.run_by_tape if self._has_several_tiles(args, kwargs) else self.region.run
         if self.inner is None:
-            return run(forward, args, kwargs)
-        return run(self.inner.run, (module, forward, args, kwargs), {})
-
-    def _has_several_tiles(self, args: tuple, kwargs: dict) -> bool:
-        """Whether MLPs run in several tiles, for a long sequence. There a tape holds less than captured code, in which
-        the gradient of the region's output lives until the region's backward ends."""
-        if self._tile is None:
-            return False
-        given = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), None)
-        return given is not None and given.numel() > self._tile * given.shape[-1]
+            return self.region.run(forward, args, kwargs)
+        return self.region.run(self.inner.run, (module, forward, args, kwargs), {})
 
 
 class OffloadRunner(OuterRunner):
