@@ -245,16 +245,10 @@ def test_a_state_that_the_last_call_hands_to_nobody(x):
     assert replays > 0
 
 
-class Streams(nn.Module):
+def streams(self, x, z):
     """Gives two streams, as the blocks of Flux do: each depends on the other one only where they are mixed."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second, self.mixer = (linear() for _ in range(3))
-
-    def forward(self, x, z):
-        mixed = F.gelu(self.mixer(x + z))
-        return x + F.gelu(self.first(mixed)), z + F.gelu(self.second(mixed))
+    mixed = F.gelu(self.mixer(x + z))
+    return x + F.gelu(self.first(mixed)), z + F.gelu(self.second(mixed))
 
 
 def of_streams(self, x, z):
@@ -273,7 +267,8 @@ def of_streams(self, x, z):
 )
 def test_blocks_of_several_streams_are_captured_where_all_streams_are_read(x, blocks, captured, reason):
     """Where one is not, a hook of a weight that no gradient reaches must not be called, nor the weight get zeros."""
-    twins = Twins(body(of_streams, blocks=nn.ModuleList(Streams() for _ in range(blocks))), rule("blocks.*"))
+    made = [body(streams, first=linear(), second=linear(), mixer=linear()) for _ in range(blocks)]
+    twins = Twins(body(of_streams, blocks=nn.ModuleList(made)), rule("blocks.*"))
     called = []
     twins.under.blocks[-1].second.weight.register_hook(lambda gradient: called.append(1))
     for seed in range(2 * STEPS_TO_SETTLE):

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from capture_testing import STEPS_TO_SETTLE, Around, Twins, tokens, train
+from capture_testing import STEPS_TO_SETTLE, Around, Twins, body, tokens, train
 from tiers import slow
 from torch import nn
 
@@ -23,23 +23,16 @@ class Nf4Linear(nn.Linear):
         return nf4.linear_nf4(x, self.weight)
 
 
-class Adapted(nn.Module):
+def adapted(kind):
     """A frozen Linear beside a trained product of two thin ones, with a norm before, as in a layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.RMSNorm(SIZE)
-        self.base = nn.Linear(SIZE, SIZE, bias=False).requires_grad_(False)
-        self.down, self.up = nn.Linear(SIZE, 2, bias=False), nn.Linear(2, SIZE, bias=False)
 
     def forward(self, x):
         y = self.norm(x)
-        return x + torch.nn.functional.silu(self.base(y) + self.up(self.down(y)))
+        return x + nn.functional.silu(self.base(y) + self.up(self.down(y)))
 
-
-def adapted(kind):
     torch.manual_seed(0)
-    module = Adapted()
+    base, down, up = (nn.Linear(*sizes, bias=False) for sizes in ((SIZE, SIZE), (SIZE, 2), (2, SIZE)))
+    module = body(forward, norm=nn.RMSNorm(SIZE), base=base.requires_grad_(False), down=down, up=up)
     if kind == "NF4":
         module.base.__class__ = Nf4Linear
         module.base.weight = nn.Parameter(nf4.to_nf4(module.base.weight.detach(), 64, 8), requires_grad=False)
@@ -123,19 +116,15 @@ def test_ops_of_bitsandbytes_draw_no_random_numbers():
     assert generators_of(torch.ops.bitsandbytes.dequantize_4bit.default) == []
 
 
-class Mlp(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate, self.up, self.down = nn.Linear(32, 64), nn.Linear(32, 64), nn.Linear(64, 32)
-
-    def forward(self, x):
-        return x + self.down(nn.functional.silu(self.gate(x.sin())) * self.up(x.sin()))
+def mlp(self, x):
+    return x + self.down(nn.functional.silu(self.gate(x.sin())) * self.up(x.sin()))
 
 
 def twins(recipe, action):
     torch.manual_seed(0)
+    inside = body(mlp, gate=nn.Linear(32, 64), up=nn.Linear(32, 64), down=nn.Linear(64, 32))
     config = dataclasses.replace(float8.Float8LinearConfig.from_recipe_name(recipe), emulate=True)
-    module = float8.convert_to_float8_training(Around(Mlp().bfloat16()), config=config)
+    module = float8.convert_to_float8_training(Around(inside.bfloat16()), config=config)
     return Twins(module, {"rules": [{"match": "inside", "action": action}]}).settle(
         train(tokens(4, 32, dtype=torch.bfloat16))
     )

@@ -6,7 +6,7 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
-from engine_testing import Boom, assert_same, bits, no_garbage_collection, tokens
+from engine_testing import Boom, assert_same, bits, module_of, no_garbage_collection, tokens
 from tiers import by_default
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
@@ -102,25 +102,21 @@ def in_generators(faults):
 POINTS = (in_ops, in_hooks_around, in_hooks_on_modules, in_generators)
 
 
-class Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(8)
-        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
-        self.calls = 0
-
+def layer():
     def forward(self, x):
         self.calls += 1
         hidden = F.silu(self.up(self.norm(x)))
         hidden = F.dropout(hidden * torch.rand_like(hidden), 0.3).clone().mul_(2.0)
         return x + self.down(hidden.exp())
 
+    return module_of(forward, norm=nn.BatchNorm1d(8), up=nn.Linear(8, 8), down=nn.Linear(8, 8, bias=False), calls=0)
+
 
 class Trial:
     """One model, and what a step of it gives."""
 
     def __init__(self):
-        self.model = nn.Sequential(Layer(), Layer())
+        self.model = nn.Sequential(layer(), layer())
         self.x = tokens()
         self._start = copy.deepcopy(self.model.state_dict())
 

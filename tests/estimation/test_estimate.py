@@ -8,6 +8,7 @@ import models
 import pytest
 import torch
 import transformers
+from engine_testing import module_of
 from tiers import slow
 from torch import nn
 from torch.nn import functional as F
@@ -214,18 +215,9 @@ class Growing(nn.Module):
 
 
 def test_layers_that_look_alike_and_hold_something_else_are_all_run():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList(map(Growing, range(14)))
-
-        def forward(self, x):
-            for layer in self.layers:
-                x = layer(x)
-            return x.mean()
-
+    model = module_of(lambda self, x: self.layers(x).mean(), layers=nn.Sequential(*map(Growing, range(14))))
     x = torch.zeros(2, 64)
-    found = recompute.estimate(Model(), batch=x, dtype="float32", advise=False)
+    found = recompute.estimate(model, batch=x, dtype="float32", advise=False)
     held = {each.path: each.nbytes for each in found.activations}
     assert held["layers.*"] == sum(range(14)) * x.nbytes
 

@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from engine_testing import module_of
 from tiers import slow
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -106,23 +107,17 @@ def dtensors_are_as_whole(shares_tokens):
     torch.testing.assert_close(linear_log_probs(hidden, replicated, target), linear_log_probs(hidden, weight, target))
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Linear(HIDDEN, HIDDEN)
-        self.head = nn.Linear(HIDDEN, WORDS, bias=False)
+def trains_under_fsdp(parts):
+    """With weights shared by words, and by FSDP2 among ranks that have ``parts`` parts of the tokens."""
 
     def forward(self, hidden, target):
         return linear_cross_entropy(self.body(hidden), self.head.weight, target, reduction="sum")
 
-
-def trains_under_fsdp(parts):
-    """With weights shared by words, and by FSDP2 among ranks that have ``parts`` parts of the tokens."""
     (hidden, *_), target = operands()
     models = []
     for of_mean in (1, parts):  # FSDP takes the mean of the parts' gradients
         torch.manual_seed(0)
-        model = Model()
+        model = module_of(forward, body=nn.Linear(HIDDEN, HIDDEN), head=nn.Linear(HIDDEN, WORDS, bias=False))
         if models:
             mesh = init_device_mesh("cpu", (parts, 2), mesh_dim_names=("data", "words"))
             parallelize_module(model, mesh["words"], {"head": ColwiseParallel()})
@@ -137,18 +132,15 @@ def trains_under_fsdp(parts):
     torch.testing.assert_close(*models)
 
 
-class Shared(nn.Module):
+def shared():
     """A body, and a loss of words that two ranks share."""
 
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(HIDDEN, 4 * HIDDEN), nn.GELU(), nn.Linear(4 * HIDDEN, HIDDEN))
-        self.weight = nn.Parameter(operands()[0][1].chunk(2)[dist.get_rank()].clone())
-
     def forward(self, hidden, target):
-        return linear_cross_entropy(
-            self.body(hidden), self.weight, target, group=dist.group.WORLD, vocabulary=WORDS
-        ).sin()  # which needs the loss in backward
+        given = self.body(hidden), self.weight, target
+        return linear_cross_entropy(*given, group=dist.group.WORLD, vocabulary=WORDS).sin()  # needs it in backward
+
+    layers = nn.Sequential(nn.Linear(HIDDEN, 4 * HIDDEN), nn.GELU(), nn.Linear(4 * HIDDEN, HIDDEN))
+    return module_of(forward, body=layers, weight=nn.Parameter(operands()[0][1].chunk(2)[dist.get_rank()].clone()))
 
 
 def runs_in_a_region(rule):
@@ -157,7 +149,7 @@ def runs_in_a_region(rule):
     reduce, counts, models = dist.all_reduce, [], []
     for is_region in (False, True):
         torch.manual_seed(0)
-        model, sums, steps = nn.ModuleDict({"shared": Shared()}), [], []
+        model, sums, steps = nn.ModuleDict({"shared": shared()}), [], []
         if is_region:
             recompute.apply(model, {"rules": [{"match": "shared", **rule}]})
 
