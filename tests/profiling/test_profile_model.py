@@ -1,6 +1,5 @@
 """A profile says what steps cost, for regions that are rightly told apart, and leaves the model as it was."""
 
-import functools
 import itertools
 import random
 import re
@@ -9,6 +8,8 @@ import models
 import pytest
 import tiny
 import torch
+from engine_testing import module_of
+from test_step_trace import peak_of
 from tiers import slow
 from torch import nn
 from torch.nn import functional as F
@@ -37,14 +38,8 @@ def profiled(layers=4, **options):
 
 
 def predicted_peak(profile, choices):
-    """By the time line that ``cost_table`` describes."""
-    held = [choice.held_nbytes for choice in choices]
     gradients = [profile.regions[place.region].gradient_nbytes for place in profile.places]
-    moments = [sum(gradients) + profile.optimizer_peak_nbytes]
-    for index, choice in enumerate(choices):
-        moments.append(sum(held[:index]) + choice.forward_peak_nbytes)
-        moments.append(sum(held[:index]) + choice.backward_peak_nbytes + sum(gradients[index + 1 :]))
-    return max(moments)
+    return peak_of(choices, gradients, profile.optimizer_peak_nbytes)
 
 
 def measured_peak(profile, model, batch, choices, loss=None):
@@ -125,13 +120,8 @@ def test_tied_embeddings_take_the_room_that_the_way_of_the_head_leaves_them():
     assert 0 <= predicted_peak(profile, as_it_is) - peak < 0.05 * weight_nbytes
 
 
-@functools.cache
-def profiled_mlps():
-    return profiled(2, match="layers.*.mlp")
-
-
 def test_regions_that_run_alike_are_one():
-    profile = profiled_mlps()
+    profile = profiled(2, match="layers.*.mlp")
     assert [place.path for place in profile.places] == ["", "layers.0.mlp", "layers.1.mlp", ""]
     assert [place.region for place in profile.places] == [0, 1, 1, 2]
     assert [region.name for region in profile.regions] == [
@@ -194,20 +184,13 @@ class LinearWithBias(nn.Linear):
         return F.linear(x, self.weight), self.bias
 
 
-class WithSuchAHead(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers, self.head = nn.ModuleList([nn.Tanh(), nn.Tanh()]), LinearWithBias(4, 5)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        output, bias = self.head(x)
-        return output + bias
-
-
 def test_a_linear_that_returns_more_than_a_tensor_is_no_head():
-    profile = recompute.profile(WithSuchAHead(), torch.ones(1, 4), match="layers.*", steps=1)
+    model = module_of(
+        lambda self, x: sum(self.head(self.layers(x))),
+        layers=nn.Sequential(nn.Tanh(), nn.Tanh()),
+        head=LinearWithBias(4, 5),
+    )
+    profile = recompute.profile(model, torch.ones(1, 4), match="layers.*", steps=1)
     assert [choice.name for choice in profile.regions[-1].choices] == ["keep"]
     assert profile.places[-1].path == ""
 
@@ -381,27 +364,17 @@ def test_where_nothing_fits_it_says_so():
         recompute.profile(model, ids, loss=loss, steps=1)
 
 
-class Shared(nn.Module):
-    """One layer that runs twice, and one that runs once."""
-
-    def __init__(self):
-        super().__init__()
-        self.twice, self.once = tiny.TinyDecoderLayer(), tiny.TinyDecoderLayer()
-
-    def forward(self, x):
-        return self.once(self.twice(self.twice(x)))
-
-
 @pytest.mark.slow
 def test_a_layer_that_runs_twice_is_part_of_what_is_around_it():
+    model = module_of(
+        lambda self, x: self.once(self.twice(self.twice(x))),
+        twice=tiny.TinyDecoderLayer(),
+        once=tiny.TinyDecoderLayer(),
+    )
     with pytest.warns(PolicyWarning, match="twice runs 2 times in a forward"):
-        profile = recompute.profile(Shared(), torch.ones(2, 6, tiny.HIDDEN), steps=1)
+        profile = recompute.profile(model, torch.ones(2, 6, tiny.HIDDEN), steps=1)
     assert [place.path for place in profile.places] == ["", "once", ""]
     assert profile.regions[0].choices[0].held_nbytes > 0
-
-
-def test_match_names_the_regions():
-    assert [place.path for place in profiled_mlps().places] == ["", "layers.0.mlp", "layers.1.mlp", ""]
 
 
 def test_bad_input_is_named():

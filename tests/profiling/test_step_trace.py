@@ -44,15 +44,18 @@ def tiny_step(policy=None, layers=3, optimizer=AdamW, *, whole=False, **options)
         return run.step(None if whole else regions, **options)
 
 
-def timeline(spans):
-    """The peak by the parts, as ``cost_table`` puts them together."""
-    held = [part.held_nbytes for part in spans.parts]
-    gradients = [part.gradient_nbytes for part in spans.parts]
-    moments = [sum(gradients) + spans.optimizer_peak_nbytes]
-    for index, part in enumerate(spans.parts):
+def peak_of(parts, gradients, optimizer_peak_nbytes):
+    """By the time line that ``cost_table`` describes."""
+    held = [part.held_nbytes for part in parts]
+    moments = [sum(gradients) + optimizer_peak_nbytes]
+    for index, part in enumerate(parts):
         moments.append(sum(held[:index]) + part.forward_peak_nbytes)
         moments.append(sum(held[:index]) + part.backward_peak_nbytes + sum(gradients[index + 1 :]))
     return max(moments)
+
+
+def timeline(spans):
+    return peak_of(spans.parts, [part.gradient_nbytes for part in spans.parts], spans.optimizer_peak_nbytes)
 
 
 @pytest.mark.parametrize("name", POLICIES)
