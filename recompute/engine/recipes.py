@@ -85,10 +85,6 @@ class Handle(PackedTensor):
         self.kept = kept
         self.tensor = None
 
-    def drop(self) -> None:
-        """Let go of the tensor, which the source regenerates."""
-        self.tensor = None
-
     def drop_for(self, recipe: Recipe) -> None:
         """Let go of the tensor, which a recipe regenerates from now on."""
         self.tensor = None

@@ -209,7 +209,7 @@ class CheckpointFrame(Scope, Recipe):
                 if changed is None and not effect:
                     if compares and handle.version == version_of(tensor):
                         self._originals[slot] = [each.detach().clone() for each in inner_tensors(tensor) or (tensor,)]
-                    handle.drop()
+                    handle.tensor = None  # it comes back
                     continue
             parameter = None if key is None else parameters.get((key, tensor.storage_offset()))
             handle.keep(self._kept(tensor, handle.version, parameter, bool(changed or effect)))

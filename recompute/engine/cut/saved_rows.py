@@ -89,7 +89,7 @@ def _why_held(plan: SavePlan, number: int) -> str:
 
 
 def _thin_gemms_for(plan: SavePlan, number: int) -> str:
-    """Why a dropped value comes back though GEMMs run again: those that run for it alone are thin."""
+    """Names the thin GEMMs that run again for a dropped value, and not for another saved one; "" if there are none."""
     needed = _brings_back(plan, number) or set()
     found = [step.name for index, step in enumerate(plan.steps) if step.is_thin and index in needed]
     return f"thin, so it runs again: {', '.join(found)}" if found else ""

@@ -46,14 +46,13 @@ _most = 256
 def watch() -> None:
     """From now on, tapes learn of memory that is handed out while they run."""
     global _is_watching
-    if _is_watching:
-        return
     with _lock:
-        if not _is_watching:
-            for doors, is_array in ((_ARRAYS, True), (_ADDRESSES, False)):
-                for place, name in doors:
-                    setattr(place, name, _telling(getattr(place, name), is_array))
-            _is_watching = True
+        if _is_watching:
+            return
+        for doors, is_array in ((_ARRAYS, True), (_ADDRESSES, False)):
+            for place, name in doors:
+                setattr(place, name, _telling(getattr(place, name), is_array))
+        _is_watching = True
 
 
 def _telling(door: Callable[..., Any], is_array: bool) -> Callable[..., Any]:

@@ -123,7 +123,7 @@ class FrameHandles:
     def drop(self) -> None:
         """Let go of every tensor: nobody will ask for one."""
         for handle in list(alive(self._handles)):
-            handle.drop()  # its tensor has a graph, and that graph holds the handle
+            handle.tensor = None  # its tensor has a graph, and that graph holds the handle
         self._let_go_of_graphs()
 
     def resolve(self, plan: SavePlan, keep: type[KeptValues]) -> dict[int, OpRecipe]:

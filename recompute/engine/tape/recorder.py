@@ -5,8 +5,8 @@ It shows both to a ``TapeFrame``, which writes them down and decides which tenso
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -48,7 +48,7 @@ from recompute.engine.tape.function_writes import WatchedArguments
 from recompute.engine.tape.functions import FunctionOp, Reached, context_of, is_in_function
 from recompute.engine.tape.op_arguments import PLAIN, is_plain
 from recompute.engine.tape.recorded_call import OpCall
-from recompute.engine.thread_state import in_backward, local
+from recompute.engine.thread_state import in_backward, local, swapped
 from recompute.engine.wrapper_tensors import SEE, passed_on
 
 _new = tuple.__new__  # takes a third of the time of a NamedTuple's own
@@ -98,7 +98,7 @@ class TapeRegion:
         self.statistics.frames += 1
         around = local.active_frames[-1] if local.active_frames else None
         if isinstance(around, Tape):
-            with _NestedRegion(around, self.op_policy):
+            with _nested_region(around, self.op_policy):
                 return function(*args, **kwargs)
         expose_arrays((*args, *kwargs.values()))
         tape = (start or Tape)(self, _kinds_of((function, *args, *kwargs.values())))
@@ -123,24 +123,18 @@ def _kinds_of(arguments: Iterable[Any]) -> tuple[Hashable, ...]:
     return tuple(kinds)
 
 
-class _NestedRegion:
-    """A region inside of another one's tape."""
-
-    def __init__(self, tape: Tape, op_policy: OpPolicy):
-        self._tape = tape
-        self._op_policy = op_policy
-
-    def __enter__(self) -> None:
-        self._outer, self._tape.op_policy = self._tape.op_policy, self._op_policy
-        top = top_hooks()
-        self._pushed = top is None or top[1] is unpack_saved  # an ``action: keep`` in between takes them off
-        if self._pushed:
-            push_hooks(self._tape.pack, unpack_saved)
-
-    def __exit__(self, *error: object) -> None:
-        if self._pushed:
+@contextmanager
+def _nested_region(tape: Tape, op_policy: OpPolicy) -> Iterator[None]:
+    """Inside, a region runs that is a part of another one's tape."""
+    top = top_hooks()
+    if is_pushed := top is None or top[1] is unpack_saved:  # an ``action: keep`` in between takes them off
+        push_hooks(tape.pack, unpack_saved)
+    try:
+        with swapped(tape, "op_policy", op_policy):
+            yield
+    finally:
+        if is_pushed:
             pop_hooks()
-        self._tape.op_policy = self._outer
 
 
 class Tape(Scope, SeesAllOps):
