@@ -26,7 +26,7 @@ from recompute.compiled.function_effects import CHANGES
 from recompute.compiled.guards import MISSED, GuardedCalls, asks_about_tracing, meets_function, names_read
 from recompute.compiled.observation import Observation
 from recompute.compiled.program import Program
-from recompute.compiled.recording import Departure, Recording
+from recompute.compiled.recording import Departure, NotCapturable, Recording
 from recompute.compiled.region_record import MAX_FAILURES, RegionRecord
 from recompute.compiled.region_tapes import GraphTape
 from recompute.compiled.unfinished_code import GlobalState, leaving_vmaps
@@ -298,6 +298,8 @@ class CapturedGraph:
         try:
             if not all(isinstance(value, Tensor) for value in given):
                 raise Departure("its graph is given what is no tensor")
+            if any(map(Tensor.is_inference, given)):  # which the guards of a graph tell from others
+                raise NotCapturable("it is given a tensor that was made in inference mode, which has no version")
             for index, function in expected.recording.functions.items():
                 if function.changed & self._read:
                     raise Departure(CHANGES.format(expected.recording.calls[index].op))

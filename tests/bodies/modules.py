@@ -381,7 +381,10 @@ MODULES = {
         one_buffer(torch.full((HIDDEN,), float("nan")), "unset"),
     ),
     "a buffer and an argument made in inference mode": Body(
-        lambda self, x, shift: (x + self.bias + shift).exp().sin(), in_inference_mode, shift_in_inference_mode
+        lambda self, x, shift: (x + self.bias + shift).exp().sin(),
+        in_inference_mode,
+        shift_in_inference_mode,
+        captured="made in inference mode",
     ),
     "a sparse buffer": adjacency(torch.sparse_coo),
     "a sparse buffer of rows": adjacency(torch.sparse_csr),
