@@ -2,6 +2,7 @@
 
 import os
 import textwrap
+from functools import partial
 from types import FunctionType
 
 import pytest
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from capture_testing import (
     SIZE,
     STEPS_TO_SETTLE,
+    WATCHED_STEPS,
     Around,
     Layers,
     Twins,
@@ -27,6 +29,7 @@ from torch import nn
 
 import recompute
 from recompute.compiled import captured_graph, captured_region
+from recompute.kernels import launch
 
 
 @pytest.fixture
@@ -63,6 +66,28 @@ def test_a_region_goes_from_state_to_state_and_its_program_is_the_one_in_the_pag
     region.refuse("somebody says so")
     twins.step(train(tokens()))
     assert (type(region.state).__name__, region.failure) == ("Refused", "somebody says so")
+
+
+def test_norms_in_captured_code_launch_by_plans(device, monkeypatch):
+    """The implementation of a norm's kernel runs once for each call of it in the code: then the call has a plan."""
+    runs = []
+    for op, implementation in launch.IMPLEMENTATIONS.items():
+
+        def counted(implementation, op, *arguments):
+            runs.append(op)
+            return implementation(*arguments)
+
+        monkeypatch.setitem(launch.IMPLEMENTATIONS, op, partial(counted, implementation, op))
+    norms = {"first": nn.RMSNorm(SIZE), "second": nn.LayerNorm(SIZE)}
+    block = body(lambda self, x: x + self.down(self.second(self.up(self.first(x)))), up=linear(), down=linear(), **norms)
+    net, step = Around(block, before=linear()).to(device), train(tokens().to(device))
+    recompute.apply(net, rule(via="kernel"))
+    for _ in range(STEPS_TO_SETTLE + WATCHED_STEPS):
+        step(net)
+    has_plans, before = launch.uses_triton(torch.empty(1, device=device)), len(runs)
+    step(net)
+    assert before == 6 or not has_plans  # in forward, again in backward, and the backward of two norms
+    assert len(runs) - before == (0 if has_plans else 6)
 
 
 def test_a_region_is_not_captured_before_it_has_settled(traced):
