@@ -2,7 +2,6 @@
 
 import os
 import textwrap
-from functools import partial
 from types import FunctionType
 
 import pytest
@@ -29,7 +28,7 @@ from torch import nn
 
 import recompute
 from recompute.compiled import captured_graph, captured_region
-from recompute.kernels import launch
+from recompute.kernels import launch, norm_ops  # noqa: F401  # registers ops
 
 
 @pytest.fixture
@@ -71,15 +70,16 @@ def test_a_region_goes_from_state_to_state_and_its_program_is_the_one_in_the_pag
 def test_norms_in_captured_code_launch_by_plans(device, monkeypatch):
     """The implementation of a norm's kernel runs once for each call of it in the code: then the call has a plan."""
     runs = []
-    for op, implementation in launch.IMPLEMENTATIONS.items():
-
-        def counted(implementation, op, *arguments):
-            runs.append(op)
-            return implementation(*arguments)
-
-        monkeypatch.setitem(launch.IMPLEMENTATIONS, op, partial(counted, implementation, op))
-    norms = {"first": nn.RMSNorm(SIZE), "second": nn.LayerNorm(SIZE)}
-    block = body(lambda self, x: x + self.down(self.second(self.up(self.first(x)))), up=linear(), down=linear(), **norms)
+    for op in (
+        getattr(torch.ops.recompute, f"{name}_{way}")
+        for name in ("rms_norm", "layer_norm")
+        for way in ("forward", "backward")
+    ):
+        run = launch.IMPLEMENTATIONS[op.default]
+        counted = lambda *arguments, run=run: (runs.append(run), run(*arguments))[1]  # noqa: E731
+        monkeypatch.setitem(launch.IMPLEMENTATIONS, op.default, counted)
+    block = body(lambda self, x: x + self.down(self.second(self.up(self.first(x)))), up=linear(), down=linear())
+    block.first, block.second = nn.RMSNorm(SIZE), nn.LayerNorm(SIZE)
     net, step = Around(block, before=linear()).to(device), train(tokens().to(device))
     recompute.apply(net, rule(via="kernel"))
     for _ in range(STEPS_TO_SETTLE + WATCHED_STEPS):
