@@ -8,7 +8,7 @@ cast parameters itself. It asks autocast for them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from recompute.engine.modes import count_dispatch_modes, count_function_modes
 from recompute.engine.numerics import Autocast as Autocast
 from recompute.engine.numerics import Numerics
 from recompute.engine.numerics import autocast_in_force as autocast_in_force
+from recompute.engine.rng import RngState
 from recompute.engine.saved_tensors import has_only_our_hooks, top_hooks
 from recompute.engine.thread_state import is_in_cuda_graph, local
 
@@ -38,6 +39,45 @@ class CallSettings(NamedTuple):
         """Those in force. given: the inputs of what runs."""
         autocast = autocast_in_force()
         return CallSettings(Numerics(), autocast, () if autocast is None else autocast.cached(given))
+
+
+class GlobalState:
+    """Random states and switches of torch, which code that stops in its middle may leave changed."""
+
+    def __init__(self) -> None:
+        self._rng = RngState()
+        self._numerics = Numerics()
+        self._grad = torch.is_grad_enabled()
+        self._autocast = Autocast()
+        self._nesting = _autocast_nesting()
+
+    def put_back(self) -> None:
+        self._rng.restore()
+        self._numerics.put()
+        torch.set_grad_enabled(self._grad)
+        self._autocast.put()
+        while _autocast_nesting() > self._nesting:
+            torch.autocast_decrement_nesting()
+
+
+def _autocast_nesting() -> int:
+    torch.autocast_increment_nesting()
+    return int(torch.autocast_decrement_nesting())
+
+
+def leaving_vmaps(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A graph's ``forward``, which leaves no ``vmap`` open if it raises: a graph has no ``finally``."""
+
+    def run(*inputs: Any) -> Any:
+        transforms = torch._C._functorch
+        depth = transforms.get_dynamic_layer_stack_depth()
+        try:
+            return forward(*inputs)
+        finally:
+            while transforms.get_dynamic_layer_stack_depth() > depth:
+                transforms._vmap_decrement_nesting()
+
+    return run
 
 
 def is_undisturbed() -> bool:

@@ -18,18 +18,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from recompute.compiled.autocast_settings import CallSettings, cast_of
+from recompute.compiled.autocast_settings import CallSettings, GlobalState, cast_of, leaving_vmaps
 from recompute.compiled.captured_function import CapturedFrame, apply_captured
 from recompute.compiled.following import FollowingRecording
-from recompute.compiled.function_calls import objects_of
-from recompute.compiled.function_effects import CHANGES
-from recompute.compiled.guards import MISSED, GuardedCalls, asks_about_tracing, meets_function, names_read
+from recompute.compiled.frontend import asks_about_tracing, last_trace, names_read, objects_of
+from recompute.compiled.function_calls import CHANGES
+from recompute.compiled.guards import MISSED, GuardedCalls
 from recompute.compiled.observation import Observation
 from recompute.compiled.program import Program
 from recompute.compiled.recording import Departure, Recording
 from recompute.compiled.region_record import MAX_FAILURES, RegionRecord
 from recompute.compiled.region_tapes import GraphTape
-from recompute.compiled.unfinished_code import GlobalState, leaving_vmaps
 from recompute.engine.checkpoint.module_state import RUNNER
 from recompute.engine.cut.layout import Layout
 from recompute.engine.rng import RngState
@@ -137,7 +136,7 @@ class GuardedGraphs:
         except Exception as error:
             if attempt.has_begun:
                 raise
-            if meets_function():
+            if last_trace.meets:
                 attempt.recorded = None  # the next tape is told of that Function, and takes other steps
             else:
                 self._cached.failures += 1

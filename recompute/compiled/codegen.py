@@ -17,11 +17,10 @@ from torch import Tag, Tensor
 
 from recompute.compiled.earlier_calls import EarlierCalls
 from recompute.compiled.function_calls import FunctionCall
-from recompute.compiled.generated.compact_rows import READERS, part_of_rows
 from recompute.compiled.generated.dropout import DropoutMask, mask_of
 from recompute.compiled.generated.fusing import fused
 from recompute.compiled.generated.generated_kernel import GeneratedKernel
-from recompute.compiled.generated.out_of_place import out_of_place
+from recompute.compiled.generated.rewritten_calls import READERS, largest_size, out_of_place, part_of_rows
 from recompute.compiled.generated.row_sums import by_kernel
 from recompute.compiled.generated.switch import Generates
 from recompute.compiled.held_inputs import HELPERS
@@ -79,7 +78,8 @@ class Code:
         if again:
             self.reruns.append(call)
         if self.recording.is_generated:
-            call = self._earlier.largest_size(call, self._has)
+            call = largest_size(call, self.recording, self._has)
+            call = call._replace(args=self._earlier.resolved(call.args))
         if (mask := mask_of(call, self.recording)) is not None:
             self._dropout(call, mask, again, state)
             return

@@ -5,7 +5,6 @@ torchao's float8 casts a gradient twice, once for each GEMM that reads it, and a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,13 +12,11 @@ from typing import Any
 import torch
 from torch import Tag
 
-from recompute.compiled.generated.groupable import can_be_generated
-from recompute.compiled.generated.pointwise_ops import COPIES, FLOATS
+from recompute.compiled.generated.pointwise_ops import COPIES
 from recompute.compiled.recording import Call, Recording, Use
 from recompute.engine.cut.filled_memory import ALLOCATE
 from recompute.engine.cut.ops import Kind, facts, facts_of_call
 
-_ATEN = torch.ops.aten
 MAX_DISTANCE = 60
 """Statements since a value was read last, up to which it is read once more. What is read later lives longer."""
 
@@ -33,8 +30,6 @@ class EarlierCalls:
     """For the buffer of a call that does not run, the one of the earlier call."""
     _own: set[int] = field(init=False)
     """The buffers that others get, each of which is to have memory of its own."""
-    _sizes: dict[int, Use] = field(default_factory=dict)
-    """For the buffer of absolute values, whose these are."""
 
     def __post_init__(self) -> None:
         buffers = self.recording.buffers
@@ -74,23 +69,6 @@ class EarlierCalls:
         numbers = [*call.results, *[use.buffer for use in call.uses()]]
         roots = {self.recording.buffers[number].root for number in numbers if number is not None}
         return roots.isdisjoint(self._changed) and self._own.isdisjoint(call.results)
-
-    def largest_size(self, call: Call, has: Callable[[int], bool]) -> Call:
-        """A norm in the place of the greatest absolute value: ATen reads each number once, in any order of memory.
-
-        has: whether a buffer can be read now.
-        """
-        if call.op is _ATEN.abs.default and call.results[0] is not None:
-            (self._sizes[call.results[0]],) = call.uses()
-        if call.op not in (_ATEN.max.default, _ATEN.amax.default) or can_be_generated(call, self.recording):
-            return call
-        (use,) = call.uses()
-        source = self._sizes.get(use.buffer)
-        whole = self.recording.buffers[use.buffer].layout
-        if source is None or use.layout != whole or source.layout.dtype not in FLOATS or source.is_conjugate:
-            return call
-        args = source, math.inf, *(call.args[1:] or (None,))
-        return call._replace(op=_ATEN.linalg_vector_norm.default, args=args) if has(source.buffer) else call
 
 
 def _key(value: Any, memory: Callable[[Use], str]) -> Hashable:

@@ -3,24 +3,27 @@
 What a Function saves it holds by itself, with the hooks in force. Of what the region has made and the Function only
 reads, the program holds it, or brings it back, for all who want it. Its backward is one call of the program's backward:
 autograd runs the Function's node, and no other, as it would in eager code.
+
+A graph has the numbers and tensors that code finds in Python when a call begins. So no code may run as a graph that
+reads what a Function inside of it changes: attributes of objects that it is given or knows, and items of containers.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch._library.fake_class_registry import FakeScriptObject
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
-from recompute.compiled.function_effects import CHANGES, changed, found_by
-from recompute.compiled.recording import Departure, FunctionResult, NotCapturable, ObjectUse, Recording, Use
+from recompute.compiled.recording import Departure
 from recompute.engine.cut.layout import Layout
+from recompute.engine.reachable_objects import Walk
 from recompute.engine.saved_tensors import (
     PackedTensor,
     pack_through,
@@ -263,61 +266,59 @@ def graph_call(op: FunctionOp) -> Callable[..., Any]:
     return call_function
 
 
-def stand_in_for(recording: Recording) -> Callable[..., Any]:
-    """``(op, args, kwargs) -> outputs``: tensors like those that Functions gave, while a graph is traced."""
+_MANY = 100
+CHANGES = "{} changes what the code around it reads"
 
-    def stand_in(op: FunctionOp, args: tuple, kwargs: dict[str, Any]) -> Any:
-        for index, (results, *_) in recording.functions.items():
-            call = recording.calls[index]
-            if call.op is op and not kwargs and _are_alike(call.args, args):
-                takes = torch.is_grad_enabled() and any(map(takes_gradient, args))
-                outputs = tuple([_made_like(result, takes=takes) for result in results])
-                return outputs if call.is_sequence else outputs[0]
-        raise NotCapturable(f"{op} is called in another way than in its forward")
-
-    return stand_in
+Found = dict[str, list[Any]]
+"""What is there, by its names."""
 
 
-def _are_alike(recorded: Any, given: Any) -> bool:
-    if isinstance(given, Tensor):
-        return type(recorded) is Use and recorded.layout[0] == given.shape and recorded.layout.dtype is given.dtype
-    if type(recorded) in LISTS and isinstance(given, (list, tuple)):  # torch.fx has a list of its own
-        return len(recorded) == len(given) and all(map(_are_alike, recorded, given))
-    return type(recorded) is ObjectUse or (type(recorded) is type(given) and bool(recorded == given))
+@functools.cache
+def _code_of(op: FunctionOp) -> tuple[frozenset[str], Sequence[tuple[dict[str, Any], str]]]:
+    """The names in the code of a Function, and its globals but modules and functions."""
+    walk = Walk((op.function,))
+    values = [(space, name) for space, name in walk.globals.values()]
+    kept = [(space, name) for space, name in values if not isinstance(space.get(name), (ModuleType, FunctionType))]
+    return frozenset(walk.names | walk.assigned), kept
 
 
-def object_input(translator: Any, variable: Any) -> Any:
-    """The node of a graph's input that is an object, which torch's frontend would not pass to a graph.
-
-    The frontend changes objects, as Python has done, only after the graph has run. So this one must be as it was.
-    """
-    from torch._dynamo.variables.builder import GraphArg
-
-    value = getattr(variable, "value", None)
-    if value is None or variable.source is None or translator.output.side_effects.is_modified(variable):
-        return variable.as_proxy()
-    inputs = translator.output.root_tracer
-    known = next((n for n in inputs.graph.nodes if n.op == "placeholder" and n.meta.get(_OBJECT) is value), None)
-    if known is not None:
-        return inputs.proxy(known)
-    proxy = inputs.create_graph_input("an_object", type(value), None, source=variable.source)
-    proxy.node.meta |= {"grapharg": GraphArg(variable.source, None, False, None, is_tensor=False), _OBJECT: value}
-    return proxy
+def shared_names(op: FunctionOp, read: frozenset[str]) -> frozenset[str]:
+    """Those of the names that code reads that the code of a Function has, too."""
+    return _code_of(op)[0] & read
 
 
-_OBJECT = "recompute.object"
+def found_by(op: FunctionOp, args: Iterable[Any], names: frozenset[str] | None = None) -> Found:
+    """What a Function finds in its arguments and globals. names: those to look for, if not all in its code."""
+    own, entries = _code_of(op)
+    names = own if names is None else names
+    found: Found = {}
+    objects = list(args)
+    for space, name in entries:
+        objects.append(value := space.get(name))
+        if name in names:
+            _add(found, name, value)
+    for value in objects:
+        spaces = [getattr(value, "__dict__", None) or {}]
+        spaces += [value._buffers, value._parameters] if isinstance(value, nn.Module) else []
+        for each in spaces:
+            for name in names & each.keys():
+                _add(found, name, each[name])
+    return found
 
 
-def objects_of(graph: torch.fx.Graph) -> list[int]:
-    """The positions of a graph's inputs that are objects."""
-    inputs = [node.meta for node in graph.nodes if node.op == "placeholder"]
-    opaque = FakeScriptObject  # what the frontend of torch 2.14 has for a process group
-    return [n for n, meta in enumerate(inputs) if _OBJECT in meta or isinstance(meta.get("example_value"), opaque)]
+def _add(found: Found, name: str, value: Any) -> None:
+    items = value.values() if type(value) is dict else value if type(value) in (list, tuple) else ()
+    found.setdefault(name, []).extend((value, *items) if len(items) <= _MANY else (value,))
 
 
-def _made_like(result: Any, *, takes: bool) -> Any:
-    if type(result) is not FunctionResult:
-        return result
-    layout = result.layout
-    made = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=result.device)
-    return made.requires_grad_(takes and (layout.dtype.is_floating_point or layout.dtype.is_complex))
+def changed(before: Found, after: Found) -> frozenset[str]:
+    """The names by which something else is found afterwards."""
+    return frozenset(
+        [name for name in before.keys() | after.keys() if not _are_same(before.get(name), after.get(name))]
+    )
+
+
+def _are_same(one: list[Any] | None, other: list[Any] | None) -> bool:
+    if one is None or other is None or len(one) != len(other):
+        return False
+    return all(a is b for a, b in zip(one, other, strict=True))

@@ -22,9 +22,9 @@ from recompute.compiled.function_calls import (
     FunctionCall,
     as_autograd_does,
     is_untold,
+    shared_names,
     takes_gradient,
 )
-from recompute.compiled.function_effects import shared_names
 from recompute.compiled.program import Program
 from recompute.compiled.program_writer import ObservedFrame, ProgramWriter
 from recompute.compiled.recording import Call, Departure, NotCapturable, Recording, Use

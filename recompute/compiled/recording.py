@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 
 from recompute.compiled.generated.switch import Generates, is_generating
 from recompute.engine.cut.layout import Layout
-from recompute.engine.cut.ops import DATA_DEPENDENT, EFFECT, NO_TENSOR, Kind, OpFacts, facts, facts_of_call, tensors_in
+from recompute.engine.cut.ops import DATA_DEPENDENT, EFFECT, NO_TENSOR, Kind, facts, facts_of_call, tensors_in
 from recompute.engine.cut.save_plan import LARGEST_COPY
 from recompute.engine.tape.autocast import left_out
 from recompute.engine.tape.functions import FunctionOp
@@ -156,6 +156,11 @@ class Recording:
         """Whether kernels are generated for it."""
         return bool(self.generates) and self.device is not None and is_generating(self.device)
 
+    def maker(self, use: Use) -> Call | None:
+        """The call that made, or wrote, all of a tensor."""
+        index = self.buffers[use.buffer].call
+        return None if index is None else self.calls[index]
+
     def made(self, calls: Iterable[Call]) -> list[int]:
         """The buffers that calls give."""
         made = [number for call in calls for number in (*call.results, *(after for _, after in call.written))]
@@ -264,8 +269,10 @@ class Recording:
             return None
         if not isinstance(op, OpOverload):
             raise NotCapturable(f"{op} is no op of the dispatcher")
-        if known.is_foreign:
-            _refuse_foreign(op, known)
+        if known.is_foreign and known.reason in (EFFECT, NO_TENSOR):  # forward may have to run again
+            raise NotCapturable(f"{known.name}: {known.reason}")
+        if known.is_foreign and generators_of(op):
+            raise NotCapturable(f"{known.name} may draw from a random generator of its own")
         if (known.casts_inside or torch.is_inference_mode_enabled()) and left_out():
             raise NotCapturable(f"autocast applies inside of {known.name}")
         if _DATA_DEPENDENT.intersection(op.tags) and facts_of_call(op, args, kwargs).reason == DATA_DEPENDENT:
@@ -377,14 +384,6 @@ class Recording:
         if not takes_objects or position is None:
             raise NotCapturable(f"an op is given a {type(value).__name__}")
         return ObjectUse(position)
-
-
-def _refuse_foreign(op: OpOverload, known: OpFacts) -> None:
-    """Refuse an op of another library that could not run as a part of code, which may have to run forward again."""
-    if known.reason in (EFFECT, NO_TENSOR):
-        raise NotCapturable(f"{known.name}: {known.reason}")
-    if generators_of(op):
-        raise NotCapturable(f"{known.name} may draw from a random generator of its own")
 
 
 def _on_meta(layout: Layout) -> Tensor:

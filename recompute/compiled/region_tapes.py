@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recompute.compiled.function_calls import takes_gradient
-from recompute.compiled.function_effects import CHANGES, changed, found_by, shared_names
+from recompute.compiled.function_calls import CHANGES, changed, found_by, shared_names, takes_gradient
 from recompute.compiled.observation import Observation
 from recompute.compiled.recording import Departure, NotCapturable, Recording
 from recompute.engine.cut.ops import Kind, facts, tensors_in

@@ -113,7 +113,7 @@ def rows_added(call: Call, recording: Recording, has: Callable[[int], bool]) -> 
     if permutation is not None and not has(permutation.buffer):
         permutation, times = None, 0
     order = None if permutation is None else _inverse_of(permutation, recording, has)
-    zeros = _maker(initial, recording)
+    zeros = recording.maker(initial)
     is_zero = zeros is not None and zeros.op in _ZEROS
     start = int(initial.layout.shape[0]) if is_zero else initial
     return call._replace(args=(start, (permutation or index) if order is None else None, rows, times, order), kwargs={})
@@ -137,10 +137,10 @@ def _permutation_of(index: Use, initial: Use, recording: Recording) -> tuple[Use
     """
     if index.layout != recording.buffers[index.buffer].layout:
         return None, 0
-    maker, times = _maker(index, recording), 1
+    maker, times = recording.maker(index), 1
     if maker is not None and maker.op is _ATEN.floor_divide.default and type(maker.args[0]) is Use:
-        (index, times), maker = maker.args, _maker(maker.args[0], recording)
-    zeros = _maker(initial, recording)
+        (index, times), maker = maker.args, recording.maker(maker.args[0])
+    zeros = recording.maker(initial)
     if zeros is None or zeros.op not in _ZEROS or type(times) is not int or times < 1:
         return None, 0
     if initial.layout.shape[0] * times != index.layout.shape[0] or not _permutes(index, maker, recording):
@@ -157,13 +157,13 @@ def _permutes(index: Use, maker: Call | None, recording: Recording) -> bool:
     if maker.op is not _ATEN.index_put_.default or len(maker.args) > 3 or len(maker.args[1]) != 1:
         return False
     (order,), counted = maker.args[1], maker.args[2]
-    made = _maker(counted, recording) if type(counted) is Use else None
+    made = recording.maker(counted) if type(counted) is Use else None
     return (
         type(order) is Use
         and counted.layout.shape == order.layout.shape == index.layout.shape
         and made is not None
         and made.op is _ATEN.arange.default
-        and _permutes(order, _maker(order, recording), recording)
+        and _permutes(order, recording.maker(order), recording)
     )
 
 
@@ -184,12 +184,6 @@ def _inverse_of(permutation: Use, recording: Recording, has: Callable[[int], boo
     pairs = [(order, Use(number, recording.buffers[number].layout)) for order, number in made]
     both = [pair for one, other in pairs for pair in ((one, other), (other, one))]
     return next((each for own, each in both if own == permutation and has(each.buffer)), None)
-
-
-def _maker(use: Use, recording: Recording) -> Call | None:
-    """The call that made, or wrote, all of a tensor."""
-    buffer = recording.buffers[use.buffer]
-    return None if buffer.call is None else recording.calls[buffer.call]
 
 
 def inverse_permutation(permutation: Tensor) -> Tensor:
