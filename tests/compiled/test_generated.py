@@ -25,6 +25,8 @@ from recompute.diagnostics.comparing_runs import same_bits
 from recompute.kernels.launch_plan import PlannedCall
 
 interpreted = pytest.mark.skipif(not device_functions.is_interpreted, reason="Triton's interpreter is off")
+DEVICES = [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
+on_each_device = pytest.mark.parametrize("device", DEVICES)
 
 
 def rotated(q, cos, sin):
@@ -151,13 +153,7 @@ def their_gradient(gradient, output, place):
 def masked_scores(rows, width):
     """Among them rows of minus infinity alone, and a row with NaN beside that, with infinity, and of infinity alone."""
     scores = draw(rows, width)
-    scores[2:5], scores[7, ::2], scores[70], scores[77], scores[-1] = (
-        -torch.inf,
-        -torch.inf,
-        -torch.inf,
-        torch.inf,
-        -torch.inf,
-    )
+    scores[[2, 3, 4, 70, -1]], scores[7, ::2], scores[77] = -torch.inf, -torch.inf, torch.inf
     scores[9], scores[9, -1], scores[11, 0], scores[12, 3] = -torch.inf, torch.nan, torch.inf, torch.nan
     return scores
 
@@ -241,9 +237,7 @@ class TestRows:
         atens = [each.text.partition("aten_")[2].partition("(")[0] for each in statements if "aten_" in each.text]
         assert atens == (["mul_Tensor", "_softmax_default", "mean_dim"] if runs_again else [])
 
-    @pytest.mark.parametrize(
-        "device", [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
-    )
+    @on_each_device
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
     def test_masked_rows_have_the_bits_of_aten_without_a_look_at_the_others(self, device, dtype):
         scores = masked_scores(131, 67).reshape(1, 131, 67).to(device, dtype)
@@ -315,9 +309,7 @@ class TestRowSums:
                 code, _ = written(gradient, *given, generates=generates)
             assert ("PlannedCall" in [type(each).__name__ for each in code.names.values()]) is by_kernel
 
-    @pytest.mark.parametrize(
-        "device", [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
-    )
+    @on_each_device
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
     @pytest.mark.parametrize("times", [0, 1, 3, 4])
     def test_an_exact_policy_adds_rows_in_turn(self, times, dtype, device):
@@ -339,9 +331,7 @@ class TestRowSums:
         )  # the interpreter rounds to bfloat16 in another way
         assert times == 1 or isinstance(in_turn._run, PlannedCall) is is_trusted
 
-    @pytest.mark.parametrize(
-        "device", [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
-    )
+    @on_each_device
     @pytest.mark.parametrize(
         ("generates", "counts"), [(Generates.EXACT, [0, 1, 1]), (Generates.ROUNDED, [2, 1, 1])], ids=str
     )
@@ -515,9 +505,7 @@ def normed(x, weight):
     return scale, weight * (wide * scale).to(x.dtype)
 
 
-@pytest.mark.parametrize(
-    "device", [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
-)
+@on_each_device
 def test_a_sum_in_another_order_may_round_what_is_computed_of_it_differently(device):
     """However exact the sum itself is, which is a result, too."""
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Calls that give the same by other calls, for which there are kernels, or faster ones.
+"""Other calls in the place of some, for which there are kernels, or faster ones.
 
 A call that writes in place becomes one that gives a new tensor, so that a kernel can compute it together with others.
 A recording numbers the contents of a storage anew after each write. So whoever reads the memory after the write reads
@@ -48,7 +48,7 @@ def largest_size(call: Call, recording: Recording, has: Callable[[int], bool]) -
 
 
 def out_of_place(call: Call, recording: Recording) -> Call | None:
-    """The call that gives what ``call`` writes as a new tensor; None if no generated kernel computes that."""
+    """The call that returns a new tensor where ``call`` writes in place; None if no generated kernel computes it."""
     target = call.args[0] if call.args else None
     if len(call.written) != 1 or type(target) is not Use or not isinstance(call.op, torch._ops.OpOverload):
         return None
@@ -75,7 +75,7 @@ def _part_replaced(whole: Use, target: Use, source: Any) -> tuple[Any, ...] | No
 
 
 def _functional(call: Call) -> Any:
-    """The op that computes what an op writes in place, if that has the dtype of what it writes to."""
+    """The op that returns the numbers which an op writes in place, if it returns them in the dtype of the target."""
     name = call.op._schema.name.partition("::")[2]
     packet = getattr(_ATEN, name[:-1], None) if name.endswith("_") else None
     op = getattr(packet, call.op._overloadname, None)

@@ -21,11 +21,11 @@ MIN_ROWS = 256
 
 
 class RowWriter(NamedTuple):
-    """Writes what an op computes of a row. What is beyond the last element counts for nothing."""
+    """Writes the lines of an op on a row. Elements beyond the last count for nothing."""
 
     width: int
     write: Callable[[str], str]
-    """Writes a line that gives an expression a name, which it returns."""
+    """Writes a line that names an expression; returns the name."""
 
     def filled(self, x: str, number: str) -> str:
         """The elements of a row, and ``number`` beyond."""
@@ -97,7 +97,7 @@ ROW_OPS: dict[Any, tuple[tuple[str, ...], Callable[..., Any]]] = {
     _ATEN.amax.default: (("self",), _amax),
     _ATEN.max.dim: (("self",), _max),
 }
-"""For each op the operands, and what writes its result, or results, of the operands in float32."""
+"""For each op the operands, and a function that writes its result, or results, from the operands in float32."""
 
 
 def operands_of(call: Call) -> list[Use]:
