@@ -1,4 +1,4 @@
-"""Captured regions under autocast and torch's other settings: which are in force, and what autocast has cast.
+"""Captured regions under torch's settings: which are in force, how they are put back, and the casts of autocast.
 
 Autocast casts a parameter once in its span and gives that one cast to all who read the parameter. So gradients are
 added up in the lower precision, in one node of autograd's graph. A captured region must read the same cast, and give
@@ -27,7 +27,7 @@ from recompute.engine.thread_state import is_in_cuda_graph, local
 
 
 class CallSettings(NamedTuple):
-    """The settings of torch under which something runs. They may decide which ops a function calls."""
+    """Settings of torch. A function may call other ops under other settings."""
 
     numerics: Numerics
     autocast: Autocast | None
@@ -36,7 +36,7 @@ class CallSettings(NamedTuple):
 
     @staticmethod
     def of(given: Sequence[Tensor] = ()) -> CallSettings:
-        """Those in force. given: the inputs of what runs."""
+        """Those in force. given: the inputs of a run."""
         autocast = autocast_in_force()
         return CallSettings(Numerics(), autocast, () if autocast is None else autocast.cached(given))
 
@@ -81,20 +81,15 @@ def leaving_vmaps(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_undisturbed() -> bool:
-    """Whether nothing around a region has a say in how its ops run or what becomes of what they save."""
-    if (
-        local.active_frames
-        or count_dispatch_modes()
-        or count_function_modes()
-        or is_verifying()
-        or _has_any_global_hook()
-    ):
+    """Whether nothing around a region changes how its ops run, or how their saved tensors are held."""
+    if local.active_frames or count_dispatch_modes() or count_function_modes() or is_verifying():
         return False
     return (
-        has_only_our_hooks(top_hooks())
+        not _has_any_global_hook()
+        and has_only_our_hooks(top_hooks())
         and not torch.is_anomaly_enabled()
         and ((autocast := autocast_in_force()) is None or autocast.is_known)
-        and not is_in_cuda_graph()  # in which no state of a generator can be read
+        and not is_in_cuda_graph()  # there the state of a generator cannot be read
     )
 
 
@@ -103,20 +98,16 @@ _ROWS: dict[tuple[Any, ...], Tensor] = {}
 
 
 def cast_of(parameter: Tensor) -> Tensor:
-    """What autocast's cache has for a parameter of 1 to 5 dimensions, with its graph. It is cast now if need be.
+    """The cast of a parameter of 1 to 5 dimensions in autocast's cache, with its graph. It is cast now if need be.
 
-    The cache cannot be asked, so this has a product read the parameter, and takes what autograd saves of that. The
-    other factor has no rows: nothing is computed. It takes 2 µs, and the cast.
+    The cache cannot be asked. So a product reads the parameter, and autograd saves the cast for it. The other factor
+    has no rows: nothing is computed. It takes 2 µs, and the cast.
     """
     device = parameter.device.type
     if top_hooks() is None:
         return _saved_by_product(parameter, torch.get_autocast_dtype(device))
-    with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):  # the hooks in force are not for this
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):  # the hooks in force are not for this
         return _saved_by_product(parameter, torch.get_autocast_dtype(device))
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _saved_by_product(parameter: Tensor, dtype: torch.dtype) -> Tensor:

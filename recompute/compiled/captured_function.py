@@ -42,7 +42,7 @@ _AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey
 
 
 class CapturedFrame:
-    """One run of a program, and what it holds for backward."""
+    """One run of a program, and all that it holds for backward."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class CapturedFrame:
         self._objects = objects
         self._rng: RngState | None = None
         self._left: Sequence[Tensor] = ()
-        """What backward reads of the values that brought dropped outputs back."""
+        """Values that brought dropped outputs back, and that backward reads."""
         self.saved: list[Tensor] = []
         """Autograd saves these as it does for other nodes: with their graphs, and through the hooks in force."""
 
@@ -102,7 +102,7 @@ class CapturedFrame:
             self._rng.restore()
 
     def backward(self, saved: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """The contributions to the gradients of the program's edges. saved: what autograd had saved."""
+        """The contributions to the gradients of the program's edges. saved: by autograd."""
         if self._kept is None:
             raise RuntimeError(_FREED)
         program, statistics = self._program, self.statistics
@@ -110,7 +110,7 @@ class CapturedFrame:
             return self._replay(saved, gradients)
         self._region.count_backward(program)
         kept, held, left, self._left = self._kept, self._values(saved), list(self._left), ()
-        if self._are_packed:  # and what packs them checks their versions
+        if self._are_packed:  # and the hooks check their versions
             kept = fetch(kept)
         else:
             for index, version in zip(program.shown, self._versions, strict=True):
@@ -319,7 +319,7 @@ class CapturedFunction(torch.autograd.Function):
 
 
 apply_captured: Callable[..., Any] = super(torch.autograd.Function, CapturedFunction).apply
-"""``CapturedFunction.apply``, without what it does to every argument for transforms of torch.func.
+"""``CapturedFunction.apply``, which does not look at every argument for transforms of torch.func.
 
 The guards of a region's graph accept no tensor that such a transform has wrapped, and no region is captured inside of
 one.

@@ -1,4 +1,4 @@
-"""Calls that give what an earlier call of the same code has given, and so need not run.
+"""Calls that compute the same as an earlier call of the same code, and so need not run.
 
 torchao's float8 casts a gradient twice, once for each GEMM that reads it, and an input once for each Linear.
 """
@@ -18,18 +18,18 @@ from recompute.engine.cut.filled_memory import ALLOCATE
 from recompute.engine.cut.ops import Kind, facts, facts_of_call
 
 MAX_DISTANCE = 60
-"""Statements since a value was read last, up to which it is read once more. What is read later lives longer."""
+"""A value is read once more if so many statements at most have run since it was last read: else it lives too long."""
 
 
 @dataclass
 class EarlierCalls:
     recording: Recording
     _found: dict[Hashable, tuple[Call, int]] = field(default_factory=dict)
-    """The calls so far by what they compute, and the statement that was next when each was last asked for."""
+    """The calls so far by a key of op and arguments, and the number of statements when each was last looked up."""
     _same: dict[int, int] = field(default_factory=dict)
     """For the buffer of a call that does not run, the one of the earlier call."""
     _own: set[int] = field(init=False)
-    """The buffers that others get, each of which is to have memory of its own."""
+    """The buffers that others get: each is to have memory of its own."""
 
     def __post_init__(self) -> None:
         buffers = self.recording.buffers
@@ -39,7 +39,7 @@ class EarlierCalls:
         self._own = self.recording.given_away | held
 
     def resolved(self, value: Any) -> Any:
-        """A call's argument, with what an earlier call has given in the place of what none gives."""
+        """A call's argument, with the output of an earlier call in the place of that of a call that does not run."""
         if type(value) is Use:
             return value._replace(buffer=self._same.get(value.buffer, value.buffer))
         if type(value) in (list, tuple):
@@ -47,7 +47,7 @@ class EarlierCalls:
         return value
 
     def twin(self, call: Call, memory: Callable[[Use], str], count: int) -> Call | None:
-        """The earlier call that gives the same. memory: the variable that a tensor is in. count: of statements."""
+        """The earlier call that computes the same. memory: the variable of a tensor. count: of statements."""
         if not self._is_alike_each_time(call):
             return None
         key = _key((call.op, call.args, tuple(sorted(call.kwargs.items()))), memory)
@@ -72,7 +72,7 @@ class EarlierCalls:
 
 
 def _key(value: Any, memory: Callable[[Use], str]) -> Hashable:
-    """What two arguments have in common that are the same."""
+    """Equal arguments have equal keys."""
     if type(value) is Use:
         return memory(value), value.layout, value.is_conjugate
     if type(value) in (list, tuple):

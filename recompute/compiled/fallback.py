@@ -1,4 +1,4 @@
-"""What happens where a region's program cannot run backward: the region's graph runs again, under autograd.
+"""Where a region's program cannot run backward, the region's graph runs again, under autograd.
 
 The backward of that is exact for any gradients, and can be differentiated in its turn.
 """
@@ -49,12 +49,8 @@ Other = tuple[Any, Tensor | None, State]
 """An input that backward does not read: the tensor or a weak reference to it, its memory if that is held, its state."""
 
 
-def state_of(tensor: Tensor) -> State:
-    return tensor._version, tensor.data_ptr()
-
-
 def checked_other(other: Other, name: str, *, may_be_memory: bool) -> Tensor:
-    """Such an input of the region called ``name``, which is as it was in forward. may_be_memory: it needs no graph."""
+    """That input of the region called ``name``, as it was in forward. may_be_memory: it needs no graph."""
     tensor, memory, state = other
     if not isinstance(tensor, Tensor):  # a weak reference
         tensor = tensor()
@@ -62,7 +58,7 @@ def checked_other(other: Other, name: str, *, may_be_memory: bool) -> Tensor:
             tensor = memory
     if tensor is None:
         raise UnsupportedError(_DIFFERS.format(name, "a tensor that it was given is gone"))
-    if state_of(tensor) != state:
+    if (tensor._version, tensor.data_ptr()) != state:
         raise UnsupportedError(_DIFFERS.format(name, f"a {describe(tensor)} that it was given has changed since"))
     return tensor
 

@@ -1,7 +1,7 @@
-"""What torch.compile's frontend does in another way while it traces a region: see ``guards`` for what it is used for.
+"""Changes to torch.compile's frontend while it traces a region: see ``guards``. Other traces are as ever.
 
-A region runs on the tape beside its graph, and both must make the same calls. So here the frontend may trace what a
-compiler should not, and it takes each custom ``autograd.Function`` whole. Nothing changes for other traces.
+The graph of a region must make the calls that the region has made. That is compared, so the frontend may also trace
+code that a compiler should leave alone. And it takes each custom ``autograd.Function`` whole.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from recompute.source_files import OURS, lies_in
 
 
 class _LastTrace(threading.local):
-    """What is known of the trace that goes on in this thread, or of the last one."""
+    """The trace that goes on in this thread, or the last one."""
 
     asks = False
     """Whether the user's code asked if it is compiled: otherwise it may do something else."""
     meets = False
-    """Whether it has a custom ``autograd.Function`` in which no tape has seen an op so far."""
+    """Whether it has a custom ``autograd.Function`` that no tape has looked into so far."""
     called: CalledMethods | None = None
     """Where to note the methods that the traced code calls."""
 
@@ -49,7 +49,7 @@ def asks_about_tracing() -> bool:
 
 
 def has_effects() -> bool:
-    """Whether what is being traced changes anything that was there before. A graph does not tell."""
+    """Whether the code that is traced changes anything that was there before. A graph does not tell."""
     from torch._dynamo.symbolic_convert import InstructionTranslator  # it takes a second to load
     from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
 
@@ -61,13 +61,13 @@ def has_effects() -> bool:
 
 
 def depends_on_sizes() -> bool:
-    """Whether what is being traced branches on a size that is not fixed."""
+    """Whether the code that is traced branches on a size that is not fixed."""
     mode: Any = TracingContext.get().fake_mode
     return bool(mode.shape_env.guards)
 
 
 def names_read() -> frozenset[str]:
-    """The names in the guards of what is being traced, which lead to all that it has read in Python."""
+    """The names in the guards of the code that is traced. They lead to all that it has read in Python."""
     guards = TracingContext.get().guards_context.dynamo_guards
     return frozenset(word for guard in guards for word in re.findall(r"\w+", guard.name))
 
@@ -76,7 +76,7 @@ _TORCHS = os.path.dirname(torch.__file__)
 
 
 def _may_ask(frame: Any) -> bool:
-    """Whether a frame may ask if it is compiled, because it only chooses by which ops it does the same.
+    """Whether a frame may ask if it is compiled, because it only chooses among ops that do the same.
 
     Those ops are compared with the recorded ones. transformers asks so in its own code. Its function
     ``is_torchdynamo_compiling`` may have other callers, so the code that calls it is looked at, too.
@@ -90,7 +90,7 @@ def _may_ask(frame: Any) -> bool:
 
 
 def _replacing(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
-    """Puts what it decorates in the place of a method of torch's frontend. It is given the method first."""
+    """A decorator: its function stands in for a method of torch's frontend, and takes the method first."""
     method = getattr(owner, name)
 
     def put(replacement: Callable[..., Any]) -> None:
@@ -158,7 +158,7 @@ def _take_functions_whole() -> None:
 
 
 def _proxy_of(translator: Any, variable: Any) -> Any:
-    """What stands in the graph for an argument of a custom Function."""
+    """The node of the graph for an argument of a custom Function."""
     try:
         return variable.as_proxy()
     except (NotImplementedError, torch._dynamo.exc.Unsupported):
@@ -190,7 +190,7 @@ def _object_input(translator: Any, variable: Any) -> Any:
 def objects_of(graph: torch.fx.Graph) -> list[int]:
     """The positions of a graph's inputs that are objects."""
     inputs = [node.meta for node in graph.nodes if node.op == "placeholder"]
-    opaque = FakeScriptObject  # what the frontend of torch 2.14 has for a process group
+    opaque = FakeScriptObject  # a process group, to the frontend of torch 2.14
     return [n for n, meta in enumerate(inputs) if _OBJECT in meta or isinstance(meta.get("example_value"), opaque)]
 
 
@@ -226,9 +226,9 @@ def _made_like(result: Any, *, takes: bool) -> Any:
 
 
 def _enabled(translator: Any, variable: Any, function: Any) -> Any:
-    """What stands for the function in ``torch.compiler.disable(function)`` while a region is traced, else None.
+    """The frontend's variable for the function in ``torch.compiler.disable(function)`` in a traced region, else None.
 
-    Its author keeps it from compilers. Here nothing is compiled: what a graph calls is compared with what has run.
+    Its author keeps it from compilers. Here nothing is compiled: the calls of a graph are compared with those that ran.
     """
     own = getattr(function, "_torchdynamo_orig_callable", None)
     if not local.is_tracing or own is None or not inspect.getattr_static(function, "_torchdynamo_disable", False):
@@ -283,7 +283,7 @@ def _pass_locks() -> None:
 
 
 def _traced_as(translator: Any, function: Any) -> Any:
-    """What stands for a function, or for the ``apply`` of an ``autograd.Function``, in a traced region; else None.
+    """The stand-in for a function, or for the ``apply`` of an ``autograd.Function``, in a traced region; else None.
 
     A graph could not have some functions of libraries as they are. A stand-in makes the calls that its function makes
     where a region runs alike.
@@ -299,7 +299,7 @@ def _traced_as(translator: Any, function: Any) -> Any:
 
 
 def _unwaited(translator: Any, function: Any) -> Any:
-    """For what wraps a collective's result: to a compiler torch gives a result that was waited for.
+    """For the wrapper of a collective's result: compilers get a result that was waited for.
 
     Eager code waits for it where it is read. Where another dimension than the first is gathered, it waits at once.
     """

@@ -1,11 +1,11 @@
 """Custom ``autograd.Function``s inside of captured code: each is one call, whose ctx and backward are eager code's.
 
-What a Function saves it holds by itself, with the hooks in force. Of what the region has made and the Function only
-reads, the program holds it, or brings it back, for all who want it. Its backward is one call of the program's backward:
-autograd runs the Function's node, and no other, as it would in eager code.
+A Function holds the tensors that it saves by itself, with the hooks in force. If the region has made such a tensor,
+and the Function only reads it, the program holds it, or brings it back, for all who want it. A Function's backward is
+one call of the program's backward: autograd runs the Function's node, and no other, as it would in eager code.
 
-A graph has the numbers and tensors that code finds in Python when a call begins. So no code may run as a graph that
-reads what a Function inside of it changes: attributes of objects that it is given or knows, and items of containers.
+A graph has the numbers and tensors that code finds in Python when a call begins. A Function may change attributes of
+objects that it is given or knows, and items of containers. No code that reads these may run as a graph.
 """
 
 from __future__ import annotations
@@ -24,14 +24,7 @@ from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 from recompute.compiled.recording import Departure
 from recompute.engine.cut.layout import Layout
 from recompute.engine.reachable_objects import Walk
-from recompute.engine.saved_tensors import (
-    PackedTensor,
-    pack_through,
-    seen_as,
-    top_hooks,
-    unpack_saved,
-    version_of,
-)
+from recompute.engine.saved_tensors import PackedTensor, pack_through, seen_as, top_hooks, unpack_saved, version_of
 from recompute.engine.tape.functions import FunctionOp, is_seen, make_whole
 from recompute.engine.tape.op_arguments import LISTS, is_plain
 from recompute.engine.thread_state import local
@@ -61,7 +54,7 @@ class _Enter(torch.autograd.Function):
 
 @functools.cache
 def _source() -> Tensor:
-    """What makes the tensors that a Function is given take gradients."""
+    """A tensor that takes a gradient, so that the tensors that a Function is given do."""
     return torch.empty(0, requires_grad=True)
 
 
@@ -85,7 +78,7 @@ class FunctionBackward:
         return f"{self.op}'s backward"
 
     def __call__(self, after: _After, *given: Tensor | None) -> Sequence[Tensor | None]:
-        """given: the gradients of the outputs, and what the Function has saved of its arguments."""
+        """given: the gradients of the outputs, and the arguments that the Function has saved."""
         node = after.node.next_functions[0][0]
         gradients, after.values = given[: self._outputs], given[self._outputs :]
         roots = [GradientEdge(node, slot) for slot, gradient in enumerate(gradients) if gradient is not None]
@@ -118,7 +111,7 @@ _OTHER_GRADIENTS = (
 
 
 class _After:
-    """What the backward of a Function's call takes."""
+    """The backward of a Function's call takes this."""
 
     __slots__ = ("node", "values")
 
@@ -147,8 +140,8 @@ class FunctionCall:
         """args, outputs: of the call that was recorded. around: the span of the autocast that it runs under.
 
         made: the positions of the arguments that the region has made. saves: of those that it saves and leaves as they
-        are. takes_gradients: whether the call ran with gradients on. names: those of what it might change in Python and
-        the code around it reads.
+        are. takes_gradients: whether the call ran with gradients on. names: those that it might change in Python and
+        that the code around it reads.
         """
         self.op = op
         self.saves = saves
@@ -169,7 +162,7 @@ class FunctionCall:
 
     def _run(self, args: Sequence[Any]) -> Sequence[Any]:
         if self._is_differentiated:
-            # What it was given detached is here what that is a view of.
+            # In the place of a tensor that it was given detached stands the tensor with its graph.
             given = [
                 value.detach() if takes_gradient(value) and not takes else value
                 for value, takes in zip(args, self._takes, strict=True)
@@ -195,7 +188,7 @@ class FunctionCall:
         return *[each.detach() if isinstance(each, Tensor) else each for each in outputs], after
 
     def _saving(self, args: Sequence[Any], after: _After) -> saved_tensors_hooks:
-        """The span in which autograd saves of ``saves`` only what they are views of."""
+        """Inside, autograd saves no memory of the arguments in ``saves``, but how they view it."""
         hooks, name = top_hooks(), str(self.op)
         slots = {args[position].untyped_storage()._cdata: slot for slot, position in enumerate(self.saves)}
         after.values = [args[position].detach() for position in self.saves]
@@ -239,7 +232,7 @@ def as_autograd_does(gradient: Tensor, layout: Layout) -> Tensor:
 
 
 def is_untold(node: Any) -> bool:
-    """Whether a node is that of a custom Function which no tape was told of. It will be told of the next call."""
+    """Whether a node is that of a custom Function that no tape has seen. A tape will see its next call."""
     function = getattr(type(node), "_forward_cls", None)
     return function is not None and not is_seen(function) and make_whole(function)
 
@@ -250,7 +243,7 @@ def takes_gradient(value: Any) -> bool:
 
 @functools.cache
 def graph_call(op: FunctionOp) -> Callable[..., Any]:
-    """What a graph calls for a Function. The tape that observes the graph is told of the outputs, with their graphs."""
+    """A graph calls this for a Function. It shows the outputs, with their graphs, to the tape of the graph."""
 
     def call_function(*args: Any, **kwargs: Any) -> Any:
         if local.function_stand_in is not None:
@@ -270,7 +263,7 @@ _MANY = 100
 CHANGES = "{} changes what the code around it reads"
 
 Found = dict[str, list[Any]]
-"""What is there, by its names."""
+"""Objects by the names that led to them."""
 
 
 @functools.cache
@@ -283,12 +276,12 @@ def _code_of(op: FunctionOp) -> tuple[frozenset[str], Sequence[tuple[dict[str, A
 
 
 def shared_names(op: FunctionOp, read: frozenset[str]) -> frozenset[str]:
-    """Those of the names that code reads that the code of a Function has, too."""
+    """The names that are read and that the code of a Function has, too."""
     return _code_of(op)[0] & read
 
 
 def found_by(op: FunctionOp, args: Iterable[Any], names: frozenset[str] | None = None) -> Found:
-    """What a Function finds in its arguments and globals. names: those to look for, if not all in its code."""
+    """The objects in a Function's arguments and globals. names: those to look for, if not all in its code."""
     own, entries = _code_of(op)
     names = own if names is None else names
     found: Found = {}
@@ -312,7 +305,7 @@ def _add(found: Found, name: str, value: Any) -> None:
 
 
 def changed(before: Found, after: Found) -> frozenset[str]:
-    """The names by which something else is found afterwards."""
+    """The names that lead to something else afterwards."""
     return frozenset(
         [name for name in before.keys() | after.keys() if not _are_same(before.get(name), after.get(name))]
     )

@@ -1,7 +1,7 @@
-"""torch.compile's frontend. It takes the graph of a call, and its guards tell what in Python the graph depends on.
+"""Graphs of calls by torch.compile's frontend, with guards on all that a graph depends on in Python.
 
-A call that the guards accept runs what was made of the graph. ``torch.compile`` would compile any other call anew. Here
-the caller is told instead, and runs the call in another way.
+A call that the guards accept runs the code that was made of the graph. ``torch.compile`` would compile any other call
+anew. Here such a call returns ``MISSED``, and the caller runs it in another way.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def _load_frontend() -> None:
 
 
 MISSED = object()
-"""Is returned in the place of a result: no graph is known for this call."""
+"""The result of a call without a known graph."""
 
 
 @contextmanager
 def _our_functions_as_calls() -> Iterator[None]:
-    """The span in which the frontend does not trace into Functions that a tape looks into, but torch's own."""
+    """Inside, the frontend does not trace into Functions that a tape looks into, except for torch's own."""
     import torch._dynamo.trace_rules as rules
 
     allowed = rules._allowed_callable_ids
@@ -65,9 +65,9 @@ def _call(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> 
 
 
 class GuardedCalls:
-    """Calls of functions that are alike. For each kind of call there is a graph, which ``backend`` gets.
+    """Calls of functions that are alike. For each kind of call ``backend`` gets a graph.
 
-    backend: ``(graph, example inputs) -> what runs in its place``, which takes the same inputs.
+    backend: ``(graph, example inputs) -> function``; the function runs in the graph's place, on the same inputs.
     Raises ``NotCapturable`` where torch's frontend is switched off.
     """
 
@@ -90,7 +90,7 @@ class GuardedCalls:
         def miss(frame: Any, *_: Any) -> Any:
             if frame.f_code is code:
                 raise _Miss
-            return untouched  # what the function calls runs as it is
+            return untouched  # calls inside of the function run as they are
 
         def trace(frame: Any, *state: Any) -> Any:
             if frame.f_code is not code:
@@ -109,7 +109,7 @@ class GuardedCalls:
 
     @property
     def are_current(self) -> bool:
-        """Whether the methods that the traced calls called are what they were. The guards do not tell that."""
+        """Whether the methods that the traced calls called are the same. The guards do not look at them."""
         return self._methods.are_as_before()
 
     def trace(
@@ -122,7 +122,7 @@ class GuardedCalls:
     ) -> Any:
         """``function(*args, **kwargs)`` by a graph, which is taken first if none is known.
 
-        recording: of a call like this, which tells what custom Functions give.
+        recording: of a call like this, with the results of custom Functions.
         reads: functions and modules that the call runs.
         """
         self._recording = recording
@@ -146,10 +146,10 @@ class GuardedCalls:
 
 @contextmanager
 def _tracing(methods: CalledMethods, recording: Recording) -> Iterator[None]:
-    """The span in which the frontend traces a region, and notes the methods that it calls."""
+    """Inside, the frontend traces a region, and notes the methods that it calls."""
     before, local.is_tracing = local.is_tracing, True
     last_trace.asks, last_trace.meets, last_trace.called = False, False, methods
-    local.books.append(None)  # what runs on tensors without values makes no recipes
+    local.books.append(None)  # ops on tensors without values make no recipes
     local.function_stand_in = stand_in_for(recording)
     try:
         with (

@@ -1,4 +1,4 @@
-"""What the code of a captured forward holds of the inputs."""
+"""How the code of a captured forward holds its inputs."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _FINDS = {
 
 
 def held_of(held: Sequence[tuple[int, str, str]], others: Sequence[tuple[int, str]]) -> str:
-    """What forward's code gives of its inputs; held, others: as ``Program`` has them, with the variables of the former.
+    """The last three results of forward's code: the inputs to be saved by autograd, to be held, and to be looked at.
 
-    These are what autograd is to save, what is held, and what is only looked at.
+    held, others: as ``Program`` has them, with the variables of the former.
     """
     saved = [name for _, how, name in held if how == "saved"]
     kept = [_HOLDS[how].format(position) for position, how, _ in held]

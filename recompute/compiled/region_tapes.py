@@ -1,4 +1,4 @@
-"""The tapes by which a region is captured: one records its forward, and one shows its graph's ops to an observation."""
+"""The tapes of a capture: one records a region's forward, and one shows its graph's ops to an observation."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class RecordingTape(_ShowingTape):
         self.reason = ""
         """Why the recording was given up; "" if it was not."""
         self.has_rules_inside = False
-        """Whether other rules than the region's said what becomes of an op, or of what is saved for it."""
+        """Whether other rules than the region's were in force for an op, or for a tensor saved for it."""
         self._own_policy = region.op_policy
 
     def pin(self, tensor: Tensor, name: str | None) -> Tensor:
@@ -90,10 +90,10 @@ class RecordingTape(_ShowingTape):
 
 
 class _RunningFunction:
-    """A call of a custom Function, from its forward until what it has returned has a graph."""
+    """A call of a custom Function, from its forward until its outputs have their graphs."""
 
     def __init__(self, op: FunctionOp, args: tuple, read: frozenset[str]):
-        """read: the names of what the code around it has read."""
+        """read: the names that the code around it has read."""
         self._op, self._names = op, shared_names(op, read)
         self._found = found_by(op, args, self._names)
         self._args = args
@@ -113,9 +113,9 @@ class _RunningFunction:
         return self._output
 
     def is_saving(self, caller: FrameType) -> bool:
-        """Whether what autograd saves now is the Function's, which holds it by itself.
+        """Whether autograd saves for the Function now, which holds its tensors by itself.
 
-        caller: the frame from which autograd was called. A Function saves tensors in the call that ran its forward.
+        caller: the frame that called autograd. A Function saves tensors in the call that ran its forward.
         """
         return not self._has_run or (caller, caller.f_lasti) == self._caller
 
@@ -130,7 +130,7 @@ class _RunningFunction:
         return [tensor for tensor in tensors_in(self._output) if id(tensor) not in given]
 
     def end(self, seen: Observation, returned: Any) -> None:
-        """returned: what its caller got; None if the caller does not tell."""
+        """returned: the result that its caller got; None if that is not known."""
         if changed(self._found, found_by(self._op, self._args, self._names)):
             raise Departure(CHANGES.format(self._op))
         is_changed, takes_gradients = self._versions_now() != self._versions, torch.is_grad_enabled()
@@ -146,7 +146,7 @@ class _RunningFunction:
 
 
 class GraphTape(_ShowingTape):
-    """The tape of a region's graph, whose ops are recorded."""
+    """The tape of a region's graph. It shows the ops to an observation."""
 
     def __init__(self, region: TapeRegion, variant: Any, seen: Observation):
         super().__init__(region, variant)
@@ -156,14 +156,14 @@ class GraphTape(_ShowingTape):
     def step(self, op: Any, args: tuple, kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
         if type(op) is FunctionOp:
             self.end_function()
-            self._function = _RunningFunction(op, args, self._seen.read)
+            self._function = _RunningFunction(op, args, self._seen.recording.read)
             run = partial(self._function.forward, run)
-        elif facts(op).kind is not Kind.VIEW:  # autograd may view what a Function returns
+        elif facts(op).kind is not Kind.VIEW:  # autograd may view a Function's results
             self.end_function()
         return self._seen.run(op, args, kwargs, run)
 
     def see_reached(self, tensors: Iterable[Tensor]) -> None:
-        self._seen.see_reached(tensors)
+        self._seen.recording.reach(tensors)
 
     def end_function(self, returned: Any = None) -> None:
         """The custom Function that ran last, if any, has returned: the graph says so, or something else runs.
@@ -177,7 +177,7 @@ class GraphTape(_ShowingTape):
     def end_forward(self) -> None:
         """The graph has made all of its calls."""
         self.end_function()
-        self._seen.end_forward()
+        self._seen.recording.end_forward()
 
     def pack(self, tensor: Tensor) -> PackedTensor:
         saved = super().pack(tensor)
