@@ -8,6 +8,7 @@ cast parameters itself. It asks autocast for them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -93,10 +94,6 @@ def is_undisturbed() -> bool:
     )
 
 
-_ROWS: dict[tuple[Any, ...], Tensor] = {}
-"""Tensors of no rows, by their shapes, dtypes and devices."""
-
-
 def cast_of(parameter: Tensor) -> Tensor:
     """The cast of a parameter of 1 to 5 dimensions in autocast's cache, with its graph. It is cast now if need be.
 
@@ -125,9 +122,6 @@ def _saved_by_product(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     return saved
 
 
+@functools.cache
 def _no_rows(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    key = shape, dtype, device
-    found = _ROWS.get(key)
-    if found is None:
-        found = _ROWS[key] = torch.empty(shape, dtype=dtype, device=device, requires_grad=True)
-    return found
+    return torch.empty(shape, dtype=dtype, device=device, requires_grad=True)

@@ -49,13 +49,15 @@ class CalledMethods:
         place = _place_of(function, kind)
         if place is None:
             return
-        owner, name = place
+        self._add(*place, getattr(*place))
         classes, names, found, functions, codes = self._noted
-        if place not in zip(classes, names, strict=True):
-            classes, names, found = (*classes, owner), (*names, name), (*found, getattr(owner, name))
         if function not in functions:
-            functions, codes = (*functions, function), (*codes, function.__code__)
-        self._noted = classes, names, found, functions, codes
+            self._noted = classes, names, found, (*functions, function), (*codes, function.__code__)
+
+    def _add(self, owner: Any, name: str, value: Any) -> None:
+        classes, names, found, functions, codes = self._noted
+        if not any(each is owner and known == name for each, known in zip(classes, names, strict=True)):
+            self._noted = (*classes, owner), (*names, name), (*found, value), functions, codes
 
     def note_reads(self, roots: Iterable[Any]) -> None:
         """A call of ``roots``, functions and modules, is traced: note all that it may read without a guard.
@@ -74,11 +76,8 @@ class CalledMethods:
                 places += [
                     (owner, name, v if is_constant(v := own[name]) else object()) for name in walk.names & own.keys()
                 ]
-        classes, names, found, functions, codes = self._noted
-        for owner, name, value in places:
-            if not any(each is owner and known == name for each, known in zip(classes, names, strict=True)):
-                classes, names, found = (*classes, owner), (*names, name), (*found, value)
-        self._noted = classes, names, found, functions, codes
+        for place in places:
+            self._add(*place)
 
     def are_as_before(self) -> bool:
         """Whether all that was noted, and the environment, is the same."""

@@ -195,12 +195,8 @@ class Recording:
         the buffer that came first, at a place which is counted from the start of the storage.
         """
         root = self._current.get(tensor.untyped_storage()._cdata)
-        if root is None:
-            return self._new(tensor, given=position)
-        number = len(self.buffers)
-        nbytes = tensor.untyped_storage().nbytes()
-        self.buffers.append(Buffer(Layout.of(tensor), nbytes, root, position, device=tensor.device))
-        self.placed |= {root, number}
+        number = self._new(tensor, given=position, root=root)
+        self.placed |= set() if root is None else {root, number}
         return number
 
     def use(self, tensor: Tensor) -> Use:
@@ -360,11 +356,14 @@ class Recording:
         if number is not None and self.buffers[root := self.buffers[number].root].call is None:
             self.placed.add(root)
 
-    def _new(self, tensor: Tensor, *, given: int | None = None, call: int | None = None) -> int:
+    def _new(
+        self, tensor: Tensor, *, given: int | None = None, call: int | None = None, root: int | None = None
+    ) -> int:
         number = len(self.buffers)
-        nbytes = tensor.untyped_storage().nbytes()
-        self.buffers.append(Buffer(Layout.of(tensor), nbytes, number, given, call, device=tensor.device))
-        self.bind(tensor, number)
+        nbytes, first = tensor.untyped_storage().nbytes(), number if root is None else root
+        self.buffers.append(Buffer(Layout.of(tensor), nbytes, first, given, call, device=tensor.device))
+        if root is None:
+            self.bind(tensor, number)
         return number
 
     def _template(self, value: Any, *, takes_objects: bool = False) -> Any:

@@ -112,22 +112,16 @@ class _RunningFunction:
         self._has_run = True
         return self._output
 
-    def is_saving(self, caller: FrameType) -> bool:
-        """Whether autograd saves for the Function now, which holds its tensors by itself.
+    def saves(self, tensor: Tensor, caller: FrameType) -> bool:
+        """Whether autograd saves ``tensor`` for the Function, which holds it by itself.
 
         caller: the frame that called autograd. A Function saves tensors in the call that ran its forward.
         """
-        return not self._has_run or (caller, caller.f_lasti) == self._caller
-
-    def see_saved(self, tensor: Tensor) -> None:
-        """Autograd saves it for the Function."""
+        if self._has_run and (caller, caller.f_lasti) != self._caller:
+            return False
         if self._has_run and torch._C._has_storage(tensor):
             self._saved.add(tensor.untyped_storage()._cdata)
-
-    def _made(self) -> list[Tensor]:
-        """Its outputs, without those that it was given: autograd returns others in their place."""
-        given = [id(tensor) for tensor in tensors_in(self._args)]
-        return [tensor for tensor in tensors_in(self._output) if id(tensor) not in given]
+        return True
 
     def end(self, seen: Observation, returned: Any) -> None:
         """returned: the result that its caller got; None if that is not known."""
@@ -135,12 +129,11 @@ class _RunningFunction:
             raise Departure(CHANGES.format(self._op))
         is_changed, takes_gradients = self._versions_now() != self._versions, torch.is_grad_enabled()
         if returned is None:
-            if len(self._made()) != len(tensors_in(self._output)):
+            given, made = (tensors_in(each) for each in (self._args, self._output))
+            if not {id(tensor) for tensor in given}.isdisjoint([id(tensor) for tensor in made]):
                 raise Departure("a custom Function inside of another op returns what it was given")
-            returned, takes_gradients = self._output, any(map(takes_gradient, self._made()))
-        tensors = [
-            (position, arg) for position, arg in enumerate(self._args) if isinstance(arg, Tensor) and is_plain(arg)
-        ]
+            returned, takes_gradients = self._output, any(map(takes_gradient, made))
+        tensors = [each for each in enumerate(self._args) if isinstance(each[1], Tensor) and is_plain(each[1])]
         saved = {position for position, tensor in tensors if tensor.untyped_storage()._cdata in self._saved}
         seen.see_function(self._args, returned, saved, is_changed=is_changed, takes_gradients=takes_gradients)
 
@@ -181,8 +174,7 @@ class GraphTape(_ShowingTape):
 
     def pack(self, tensor: Tensor) -> PackedTensor:
         saved = super().pack(tensor)
-        if self._function is not None and self._function.is_saving(sys._getframe(1)):
-            self._function.see_saved(tensor)
+        if self._function is not None and self._function.saves(tensor, sys._getframe(1)):
             return saved
         return self._seen.saved(tensor, saved)
 

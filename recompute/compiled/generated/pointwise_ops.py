@@ -67,22 +67,10 @@ def text_of(number: float) -> str:
     return repr(number) if math.isfinite(number) else f'float("{number}")'
 
 
-def _add(values: dict[str, Any]) -> str:
-    return _add_scaled(values, values["alpha"])
-
-
-def _sub(values: dict[str, Any]) -> str:
-    return _add_scaled(values, -values["alpha"])
-
-
 def _add_scaled(values: dict[str, Any], alpha: float) -> str:
     if alpha in (1, -1):
         return f"{values['self']} {'+' if alpha == 1 else '-'} {values['other']}"
     return f"functions.add_scaled({values['self']}, {values['other']}, {text_of(alpha)})"
-
-
-def _rsub(values: dict[str, Any]) -> str | None:
-    return f"{values['other']} - {values['self']}" if values["alpha"] == 1 else None
 
 
 def _div(values: dict[str, Any]) -> str | None:
@@ -118,20 +106,12 @@ def _gelu_backward(values: dict[str, Any]) -> str:
     return f"{function}({values['grad_output']}, {values['self']})"
 
 
-def _bitwise_not(values: dict[str, Any]) -> str | None:
-    return f"{values['self']} == 0" if values["dtype"] == "tl.int1" else None
-
-
 def _floor_divide(values: dict[str, Any]) -> str | None:
     """Of integers, which Triton rounds towards zero."""
     number = values["other"]
     if values["dtype"] not in ("tl.int32", "tl.int64") or type(number) is not int or number <= 0:
         return None
     return f"functions.floor_divide({values['self']}, {number})"
-
-
-def _dropout_backward(values: dict[str, Any]) -> str:
-    return f"{values['grad_output']} * {values['mask']} * {text_of(values['scale'])}"
 
 
 def _clamp(values: dict[str, Any]) -> str | None:
@@ -160,11 +140,11 @@ def _compare(operator: str) -> Row:
 _BINARY, _OF_OUTPUT = ("self", "other"), ("grad_output", "output")
 _SIGNS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 ROWS: dict[Any, Row] = {
-    _ATEN.add.Tensor: Row(_BINARY, _add),
-    _ATEN.add.Scalar: Row(_BINARY, _add),
-    _ATEN.sub.Tensor: Row(_BINARY, _sub),
-    _ATEN.sub.Scalar: Row(_BINARY, _sub),
-    _ATEN.rsub.Scalar: Row(_BINARY, _rsub),
+    _ATEN.add.Tensor: Row(_BINARY, lambda v: _add_scaled(v, v["alpha"])),
+    _ATEN.add.Scalar: Row(_BINARY, lambda v: _add_scaled(v, v["alpha"])),
+    _ATEN.sub.Tensor: Row(_BINARY, lambda v: _add_scaled(v, -v["alpha"])),
+    _ATEN.sub.Scalar: Row(_BINARY, lambda v: _add_scaled(v, -v["alpha"])),
+    _ATEN.rsub.Scalar: Row(_BINARY, lambda v: f"{v['other']} - {v['self']}" if v["alpha"] == 1 else None),
     _ATEN.mul.Tensor: Row(_BINARY, "{self} * {other}"),
     _ATEN.mul.Scalar: Row(_BINARY, "{self} * {other}"),
     _ATEN.div.Tensor: Row(_BINARY, _div, Promotion.INT_TO_FLOAT),
@@ -189,7 +169,9 @@ ROWS: dict[Any, Row] = {
     _ATEN.relu.default: Row(("self",), "functions.relu({self})"),
     _ATEN.abs.default: Row(("self",), "functions.magnitude({self})"),
     _ATEN.threshold_backward.default: Row(("grad_output", "self"), _threshold_backward),
-    _ATEN.native_dropout_backward.default: Row(("grad_output", "mask"), _dropout_backward),
+    _ATEN.native_dropout_backward.default: Row(
+        ("grad_output", "mask"), lambda v: f"{v['grad_output']} * {v['mask']} * {text_of(v['scale'])}"
+    ),
     _ATEN.where.self: Row(
         ("condition", "self", "other"), "tl.where({condition}, {self}, {other})", None, True, ("condition",)
     ),
@@ -206,7 +188,9 @@ ROWS: dict[Any, Row] = {
     _ATEN.logical_and.default: Row(_BINARY, "({self} != 0) & ({other} != 0)", Promotion.ALWAYS_BOOL, takes_all=True),
     _ATEN.logical_or.default: Row(_BINARY, "({self} != 0) | ({other} != 0)", Promotion.ALWAYS_BOOL, takes_all=True),
     _ATEN.logical_not.default: Row(("self",), "{self} == 0", Promotion.ALWAYS_BOOL, takes_all=True),
-    _ATEN.bitwise_not.default: Row(("self",), _bitwise_not, takes_all=True),
+    _ATEN.bitwise_not.default: Row(
+        ("self",), lambda v: f"{v['self']} == 0" if v["dtype"] == "tl.int1" else None, takes_all=True
+    ),
     _ATEN.floor_divide.default: Row(_BINARY, _floor_divide, takes_all=True),
     **{getattr(_ATEN, name).Tensor: _compare(sign) for name, sign in _SIGNS.items()},
     **{getattr(_ATEN, name).Scalar: _compare(sign) for name, sign in _SIGNS.items()},
