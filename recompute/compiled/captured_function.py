@@ -15,8 +15,14 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from recompute.compiled.autocast_settings import Autocast, autocast_in_force, cast_of
 from recompute.compiled.codegen import GeneratedCode
-from recompute.compiled.fallback import Other, checked_other, contributions_of, refuse_none, with_new_graphs
-from recompute.compiled.held_inputs import Versioned
+from recompute.compiled.held_inputs import (
+    Other,
+    Versioned,
+    checked_other,
+    contributions_of,
+    refuse_none,
+    with_new_graphs,
+)
 from recompute.compiled.program import ANY, DroppedOutputs, Program, share_memory
 from recompute.compiled.region_record import RegionRecord
 from recompute.engine.cut.layout import Layout

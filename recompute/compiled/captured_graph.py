@@ -213,7 +213,6 @@ class CapturedGraph:
         return next(iter(self._caller(region).programs), None)
 
     def forget(self, region: RegionRecord, program: Program) -> None:
-        """Have a region not run a program any more."""
         if program in (programs := self._caller(region).programs):
             programs.remove(program)
 

@@ -375,7 +375,6 @@ class CapturedRegion(RegionRecord):
 
     @property
     def kernels(self) -> list[GeneratedKernel]:
-        """The generated kernels that its code calls."""
         return list(dict.fromkeys(kernel for program in self.programs for kernel in program.kernels))
 
     @property

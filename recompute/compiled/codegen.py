@@ -275,7 +275,6 @@ class Code:
         self.statements.append(statement)
 
     def reads(self) -> set[str]:
-        """The variables that it reads."""
         return {name for statement in self.statements for name in statement.reads}
 
     def draw(self, call: Call) -> str:

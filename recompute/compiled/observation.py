@@ -129,7 +129,6 @@ class Observation:
             done(result)
 
     def run(self, op: Any, args: tuple, kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
-        """Run an op, and record it."""
         if self.reason is not None:
             return run()
         return self.recording.run(op, args, kwargs, run, self._fail)

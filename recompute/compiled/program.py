@@ -96,7 +96,6 @@ class Program:
 
     @property
     def kernels(self) -> tuple[GeneratedKernel, ...]:
-        """The generated kernels that run in it."""
         return *self.forward.kernels, *self.backward.kernels
 
     def fits(self, given: Sequence[Tensor]) -> bool:

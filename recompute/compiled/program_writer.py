@@ -141,7 +141,6 @@ class ProgramWriter:
         return backward.compiled(head, _tuple(names), names, given)
 
     def _contributions(self, backward: Code) -> list[str]:
-        """The variables that backward returns."""
         return ["None" if use is None else backward.tensor(use) for _, use in self.frame.contributions]
 
     def _dropped_outputs(

@@ -168,7 +168,6 @@ class GraphTape(_ShowingTape):
             function.end(self._seen, returned)
 
     def end_forward(self) -> None:
-        """The graph has made all of its calls."""
         self.end_function()
         self._seen.recording.end_forward()
 

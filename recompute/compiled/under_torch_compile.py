@@ -261,11 +261,9 @@ refuse_first_run = _refusal(
     "an instance of a class decorated with recompute gets its policy when it first runs, which cannot be compiled. Run "
     "it once before it is compiled, or decorate the instance."
 )
-refuse_offloading = _refusal(
-    "a rule that offloads governs a module in compiled code, where no hook sees what is held for backward. Compile "
-    "less than that module, or give it a rule that does not offload."
+_UNSEEN = (
+    "a rule that {} governs a module in compiled code, where no hook sees what is held for backward. Compile less than "
+    "that module, or give it a rule that does not {}."
 )
-refuse_compression = _refusal(
-    "a rule that compresses governs a module in compiled code, where no hook sees what is held for backward. Compile "
-    "less than that module, or give it a rule that does not compress."
-)
+refuse_offloading = _refusal(_UNSEEN.format("offloads", "offload"))
+refuse_compression = _refusal(_UNSEEN.format("compresses", "compress"))

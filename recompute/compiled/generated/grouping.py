@@ -290,18 +290,11 @@ class Grouping:
     def order(self) -> list[Unit]:
         """The units in a right order, as near to that of the statements as it can be."""
         units = dict.fromkeys(unit for each in self.units.values() for unit in each)
-        sorter = TopologicalSorter(
-            {
-                unit: {
-                    other
-                    for index in unit.members
-                    for before in self.before[index]
-                    if before not in unit.members
-                    for other in self.units.get(before, ())
-                }
-                for unit in units
-            }
-        )
+        waits = {
+            unit: {o for i in unit.members for b in self.before[i] - unit.members for o in self.units.get(b, ())}
+            for unit in units
+        }
+        sorter = TopologicalSorter(waits)
         sorter.prepare()  # it raises if groups wait for each other
         ready: list[tuple[int, int, Unit]] = []
         ordered = []
