@@ -6,7 +6,7 @@
 - ``region_tapes``, ``recording``, ``following``: the ops of one frame, written down and compared with a graph's.
 - ``observation``: the same for its backward, node by node of autograd's graph (``region_graph``).
 - ``program_writer``: makes a ``program`` of an observed frame, as Python code (``codegen``, ``statements``,
-  ``earlier_calls``), in which ``generated/`` has kernels for groups of ops.
+  ``earlier_calls``). ``generated/`` has kernels for groups of its ops.
 - ``captured_function``: runs a program as one node of autograd's graph, or its graph again (``held_inputs``).
 - ``function_calls`` and ``autocast_settings``: custom Functions, autocast and torch's switches in all of that.
 - ``runner``, ``under_torch_compile``, ``partitioner``: modules under a rule, and the rule in compiled code.

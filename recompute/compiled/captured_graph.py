@@ -264,9 +264,9 @@ class CapturedGraph:
             raise Refusal from None
 
     def _with_others(self, others: Mapping[int, Any], count: int, *given: Tensor) -> Any:
-        """The graph on inputs of which some are among ``given``, and then the tensors inside of others.
+        """The graph on ``others``, by their positions, and on the first ``count`` of the tensors that are given.
 
-        others: the rest of the inputs, by their positions. count: how many of those given are inputs.
+        The rest of these tensors is inside of some of the others.
         """
         inputs = list(given[:count])
         for position, value in others.items():

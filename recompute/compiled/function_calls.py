@@ -231,7 +231,7 @@ def as_autograd_does(gradient: Tensor, layout: Layout) -> Tensor:
     return gradient.to(layout.dtype)
 
 
-def is_untold(node: Any) -> bool:
+def is_unseen(node: Any) -> bool:
     """Whether a node is that of a custom Function that no tape has seen. A tape will see its next call."""
     function = getattr(type(node), "_forward_cls", None)
     return function is not None and not is_seen(function) and make_whole(function)

@@ -20,7 +20,7 @@ from recompute.compiled.function_calls import (
     FunctionBackward,
     FunctionCall,
     as_autograd_does,
-    is_untold,
+    is_unseen,
     shared_names,
     takes_gradient,
 )
@@ -224,7 +224,7 @@ class Observation:
         numbers, self._edges = numbered_nodes(nodes, ends)
         if any(not node.next_functions for node in numbers if node not in nodes):
             raise NotCapturable("its graph reaches a leaf that it was not given")
-        if any(is_untold(node) for node in numbers if node not in self._nodes):
+        if any(is_unseen(node) for node in numbers if node not in self._nodes):
             raise NotCapturable("a custom Function in another op has run no op, so that no tape has seen it")
         for name in MODE_DEPENDENT.intersection(node.name() for node in numbers):
             raise NotCapturable(f"{name} computes in another way while it is recorded")

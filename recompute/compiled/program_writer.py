@@ -73,7 +73,7 @@ class ProgramWriter:
         self._kept: dict[int, None] = {}
         self._held: dict[int, None] = {}
         self._again: dict[int, None] = {}
-        """The calls of forward that run again, in the order in which backward needs them."""
+        """The calls of forward that run again, in the order of backward."""
 
     def would_write(self, program: Program) -> bool:
         """Whether this would write the same program. It was made of the same graph, for inputs of the same kinds."""

@@ -130,7 +130,7 @@ def _policy_fn(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPo
 
 
 def _contexts(op_policy: OpPolicy) -> tuple[Any, Any]:
-    """The contexts of torch's checkpoint for a region and for its second run, both of which AOTAutograd traces."""
+    """The contexts of torch's checkpoint for a region and for its second run. AOTAutograd traces both."""
     if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL) is None:
         raise UnsupportedError(
             "a module under a policy is in compiled code that does not reach torch's AOTAutograd as one graph, so the "

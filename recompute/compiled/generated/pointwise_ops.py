@@ -44,7 +44,7 @@ class Row:
     expression: str | Callable[[dict[str, Any]], str | None]
     """In terms of the operands, in the dtype that they are computed in; or a function that makes it of all arguments.
 
-    The function returns None for arguments with which ATen does something else.
+    The function returns None if ATen does something else on such arguments.
     """
     promotion: Promotion | None = Promotion.DEFAULT
     """How the dtype to compute in follows from the operands; None: they have the output's."""

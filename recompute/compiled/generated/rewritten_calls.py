@@ -1,4 +1,4 @@
-"""Other calls in the place of some, for which there are kernels, or faster ones.
+"""Calls that are replaced by others: kernels can compute those, or ATen computes them faster.
 
 A call that writes in place becomes one that gives a new tensor, so that a kernel can compute it together with others.
 A recording numbers the contents of a storage anew after each write. So whoever reads the memory after the write reads
