@@ -105,7 +105,7 @@ HIDDEN_IMPORTS = {
     "recompute.cli": ("recompute",),
     "recompute.cli_parts": ("recompute",),
     "recompute.ablation.ablation_config": ("peft",),
-    "recompute.compiled.traced_stand_ins": ("bitsandbytes",),
+    "recompute.compiled.frontend": ("bitsandbytes",),
     "recompute.estimation.adapt_model": ("peft",),
     "recompute.estimation.estimate": (
         "recompute.estimation.model_and_batch",

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from recompute.compiled.unwrap import uncompiled
+from recompute.compiled.under_torch_compile import uncompiled
 from recompute.policy.matching import ModuleEntry
 from recompute.substitution.formulas import is_decorated
 

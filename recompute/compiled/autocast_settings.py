@@ -1,4 +1,4 @@
-"""Captured regions under autocast and torch's other settings: which are in force, and what autocast has cast.
+"""Captured regions under torch's settings: which are in force, how they are put back, and the casts of autocast.
 
 Autocast casts a parameter once in its span and gives that one cast to all who read the parameter. So gradients are
 added up in the lower precision, in one node of autograd's graph. A captured region must read the same cast, and give
@@ -8,7 +8,8 @@ cast parameters itself. It asks autocast for them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,12 +22,13 @@ from recompute.engine.modes import count_dispatch_modes, count_function_modes
 from recompute.engine.numerics import Autocast as Autocast
 from recompute.engine.numerics import Numerics
 from recompute.engine.numerics import autocast_in_force as autocast_in_force
+from recompute.engine.rng import RngState
 from recompute.engine.saved_tensors import has_only_our_hooks, top_hooks
 from recompute.engine.thread_state import is_in_cuda_graph, local
 
 
 class CallSettings(NamedTuple):
-    """The settings of torch under which something runs. They may decide which ops a function calls."""
+    """Settings of torch. A function may call other ops under other settings."""
 
     numerics: Numerics
     autocast: Autocast | None
@@ -35,48 +37,74 @@ class CallSettings(NamedTuple):
 
     @staticmethod
     def of(given: Sequence[Tensor] = ()) -> CallSettings:
-        """Those in force. given: the inputs of what runs."""
+        """Those in force. given: the inputs of a run."""
         autocast = autocast_in_force()
         return CallSettings(Numerics(), autocast, () if autocast is None else autocast.cached(given))
 
 
+class GlobalState:
+    """Random states and switches of torch, which code that stops in its middle may leave changed."""
+
+    def __init__(self) -> None:
+        self._rng = RngState()
+        self._numerics = Numerics()
+        self._grad = torch.is_grad_enabled()
+        self._autocast = Autocast()
+        self._nesting = _autocast_nesting()
+
+    def put_back(self) -> None:
+        self._rng.restore()
+        self._numerics.put()
+        torch.set_grad_enabled(self._grad)
+        self._autocast.put()
+        while _autocast_nesting() > self._nesting:
+            torch.autocast_decrement_nesting()
+
+
+def _autocast_nesting() -> int:
+    torch.autocast_increment_nesting()
+    return int(torch.autocast_decrement_nesting())
+
+
+def leaving_vmaps(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A graph's ``forward``, which leaves no ``vmap`` open if it raises: a graph has no ``finally``."""
+
+    def run(*inputs: Any) -> Any:
+        transforms = torch._C._functorch
+        depth = transforms.get_dynamic_layer_stack_depth()
+        try:
+            return forward(*inputs)
+        finally:
+            while transforms.get_dynamic_layer_stack_depth() > depth:
+                transforms._vmap_decrement_nesting()
+
+    return run
+
+
 def is_undisturbed() -> bool:
-    """Whether nothing around a region has a say in how its ops run or what becomes of what they save."""
-    if (
-        local.active_frames
-        or count_dispatch_modes()
-        or count_function_modes()
-        or is_verifying()
-        or _has_any_global_hook()
-    ):
+    """Whether nothing around a region changes how its ops run, or how their saved tensors are held."""
+    if local.active_frames or count_dispatch_modes() or count_function_modes() or is_verifying():
         return False
     return (
-        has_only_our_hooks(top_hooks())
+        not _has_any_global_hook()
+        and has_only_our_hooks(top_hooks())
         and not torch.is_anomaly_enabled()
         and ((autocast := autocast_in_force()) is None or autocast.is_known)
-        and not is_in_cuda_graph()  # in which no state of a generator can be read
+        and not is_in_cuda_graph()  # there the state of a generator cannot be read
     )
 
 
-_ROWS: dict[tuple[Any, ...], Tensor] = {}
-"""Tensors of no rows, by their shapes, dtypes and devices."""
-
-
 def cast_of(parameter: Tensor) -> Tensor:
-    """What autocast's cache has for a parameter of 1 to 5 dimensions, with its graph. It is cast now if need be.
+    """The cast of a parameter of 1 to 5 dimensions in autocast's cache, with its graph. It is cast now if need be.
 
-    The cache cannot be asked, so this has a product read the parameter, and takes what autograd saves of that. The
-    other factor has no rows: nothing is computed. It takes 2 µs, and the cast.
+    The cache cannot be asked. So a product reads the parameter, and autograd saves the cast for it. The other factor
+    has no rows: nothing is computed. It takes 2 µs, and the cast.
     """
     device = parameter.device.type
     if top_hooks() is None:
         return _saved_by_product(parameter, torch.get_autocast_dtype(device))
-    with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):  # the hooks in force are not for this
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):  # the hooks in force are not for this
         return _saved_by_product(parameter, torch.get_autocast_dtype(device))
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _saved_by_product(parameter: Tensor, dtype: torch.dtype) -> Tensor:
@@ -94,9 +122,6 @@ def _saved_by_product(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     return saved
 
 
+@functools.cache
 def _no_rows(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    key = shape, dtype, device
-    found = _ROWS.get(key)
-    if found is None:
-        found = _ROWS[key] = torch.empty(shape, dtype=dtype, device=device, requires_grad=True)
-    return found
+    return torch.empty(shape, dtype=dtype, device=device, requires_grad=True)

@@ -1,14 +1,14 @@
-"""The methods that a traced call has called, and whether they still are what they were.
+"""Guards beside those of torch's frontend: of the methods that a traced call has called, and of settings.
 
 torch's frontend guards functions that it finds in globals, closures and instances, but no method that it finds on a
 class. Libraries replace such methods in the middle of a run, and IPython's autoreload replaces their code. Nor does it
-guard what ``os.getenv`` returns, attributes of a dict, nor, in torch 2.11, those of a tuple, a number or a string, and
+guard environment variables, attributes of a dict, nor, in torch 2.11, those of a tuple, a number or a string, and
 numbers, and lists of some, that it finds on a class.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from copy import deepcopy
 from enum import Enum
 from itertools import repeat
@@ -28,19 +28,16 @@ _PLAIN = (int, float, complex, str, bytes, type(None))
 _UNGUARDED = (dict, tuple, int, float, str)
 
 _Noted = tuple[tuple[Any, ...], tuple[str, ...], tuple[Any, ...], tuple[FunctionType, ...], tuple[Any, ...]]
-"""Classes and objects, names, and what each gave by the name; functions, and the code that each had."""
+"""Classes and objects, names, and the attribute of each by the name; functions, and the code that each had."""
 
 
 class CalledMethods:
-    """Methods of classes. A method is what a class gives by a name; its code is minded, too.
-
-    So are settings of classes, and attributes of users' dicts, tuples, numbers and strings.
-    """
+    """Methods of classes with their code, settings of classes, and attributes of dicts, tuples, numbers and strings."""
 
     def __init__(self) -> None:
-        # Parallel tuples, because looking at all of them must take no more than a microsecond or two. They are replaced
-        # together, as other threads look meanwhile. The first entry is there because the frontend takes a module's call
-        # for one of its forward.
+        # Parallel tuples, as looking at all of them must take no more than a microsecond or two. They are replaced
+        # together, as other threads look meanwhile. The frontend takes a module's call for one of its forward: hence
+        # the first entry.
         self._noted: _Noted = (nn.Module,), ("__call__",), (nn.Module.__call__,), (), ()
         self._environment: dict[Any, Any] | None = None
         """The environment variables, if code that was traced may read some."""
@@ -53,16 +50,18 @@ class CalledMethods:
         place = _place_of(function, kind)
         if place is None:
             return
-        owner, name = place
+        self._add(*place, getattr(*place))
         classes, names, found, functions, codes = self._noted
-        if place not in zip(classes, names, strict=True):
-            classes, names, found = (*classes, owner), (*names, name), (*found, getattr(owner, name))
         if function not in functions:
-            functions, codes = (*functions, function), (*codes, function.__code__)
-        self._noted = classes, names, found, functions, codes
+            self._noted = classes, names, found, (*functions, function), (*codes, function.__code__)
+
+    def _add(self, owner: Any, name: str, value: Any) -> None:
+        classes, names, found, functions, codes = self._noted
+        if not any(each is owner and known == name for each, known in zip(classes, names, strict=True)):
+            self._noted = (*classes, owner), (*names, name), (*found, value), functions, codes
 
     def note_reads(self, roots: Iterable[Any]) -> None:
-        """A call of ``roots``, functions and modules, is traced: note what it may read and the guards do not tell.
+        """A call of ``roots``, functions and modules, is traced: note all that it may read without a guard.
 
         Custom Functions are not traced. They run.
         """
@@ -74,18 +73,15 @@ class CalledMethods:
         for owner in walk.values:
             if isinstance(owner, _UNGUARDED) and not isinstance(owner, Enum):
                 own = getattr(owner, "__dict__", {})
-                # What is no constant may change and stay the same object: then no code is ever what it was made for.
+                # A value that is no constant may change and stay the same object: then no code is ever current.
                 places += [
                     (owner, name, v if is_constant(v := own[name]) else object()) for name in walk.names & own.keys()
                 ]
-        classes, names, found, functions, codes = self._noted
-        for owner, name, value in places:
-            if not any(each is owner and known == name for each, known in zip(classes, names, strict=True)):
-                classes, names, found = (*classes, owner), (*names, name), (*found, value)
-        self._noted = classes, names, found, functions, codes
+        for place in places:
+            self._add(*place)
 
     def are_as_before(self) -> bool:
-        """Whether all methods, and their code, are what they were when they were noted; and the environment."""
+        """Whether all that was noted, and the environment, is the same."""
         if self._environment is not None and self._environment != environment():
             return False
         classes, names, found, functions, codes = self._noted
@@ -97,23 +93,20 @@ def _is_plain(value: Any) -> bool:
 
 
 def _place_of(function: FunctionType, kind: type) -> tuple[type, str] | None:
-    """The class and the name by which ``function`` is a method of ``kind``; None if it is none.
+    """Where ``function`` is a method of ``kind``: a class and a name; None if it is none.
 
     The class is ``kind``, or the one that has the method if ``kind`` has another of that name, as under ``super()``.
     """
     for owner in kind.__mro__:
         for name, value in vars(owner).items():
-            if any(each is function for each in _functions_in(value)):
+            if _function_in(value) is function:
                 first = next(vars(each)[name] for each in kind.__mro__ if name in vars(each))
                 return (kind if first is value else owner), name
     return None
 
 
-def _functions_in(value: Any) -> Iterator[Any]:
-    """The functions that an attribute of a class may call."""
+def _function_in(value: Any) -> Any:
+    """The function that an attribute of a class calls."""
     if isinstance(value, property):
-        yield value.fget
-    elif isinstance(value, (classmethod, staticmethod)):
-        yield value.__func__
-    else:
-        yield value
+        return value.fget
+    return value.__func__ if isinstance(value, (classmethod, staticmethod)) else value

@@ -15,8 +15,14 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from recompute.compiled.autocast_settings import Autocast, autocast_in_force, cast_of
 from recompute.compiled.codegen import GeneratedCode
-from recompute.compiled.fallback import Other, checked_other, contributions_of, refuse_none, with_new_graphs
-from recompute.compiled.held_inputs import Versioned
+from recompute.compiled.held_inputs import (
+    Other,
+    Versioned,
+    checked_other,
+    contributions_of,
+    refuse_none,
+    with_new_graphs,
+)
 from recompute.compiled.program import ANY, DroppedOutputs, Program, share_memory
 from recompute.compiled.region_record import RegionRecord
 from recompute.engine.cut.layout import Layout
@@ -42,27 +48,7 @@ _AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey
 
 
 class CapturedFrame:
-    """One run of a program, and what it holds for backward."""
-
-    __slots__ = (
-        "__weakref__",
-        "_are_packed",
-        "_casts",
-        "_given",
-        "_graph",
-        "_held",
-        "_kept",
-        "_left",
-        "_objects",
-        "_others",
-        "_program",
-        "_region",
-        "_rng",
-        "_states",
-        "_versions",
-        "saved",
-        "statistics",
-    )
+    """One run of a program, and all that it holds for backward."""
 
     def __init__(
         self,
@@ -73,10 +59,10 @@ class CapturedFrame:
         casts: Sequence[Tensor],
         objects: Sequence[Any],
     ):
-        """graph: what the program was made of. It takes the same inputs, and runs where the program cannot.
+        """graph: the program was made of it. It takes the same inputs, and runs where the program cannot.
 
-        casts: what autocast has cast of the inputs, as the program wants it.
-        objects: what custom Functions in it are given beside tensors.
+        casts: the inputs that the program takes as autocast has cast them.
+        objects: custom Functions in it are given these beside tensors.
         """
         self._region = region
         self._program = program
@@ -87,9 +73,9 @@ class CapturedFrame:
         self._objects = objects
         self._rng: RngState | None = None
         self._left: Sequence[Tensor] = ()
-        """What gave back outputs that others had saved, and what backward reads."""
+        """Values that brought dropped outputs back, and that backward reads."""
         self.saved: list[Tensor] = []
-        """What autograd is to save, as it does for other nodes: with its graph, and through the hooks in force."""
+        """Autograd saves these as it does for other nodes: with their graphs, and through the hooks in force."""
 
     def run(self) -> tuple[Any, ...]:
         """Run forward; returns the outputs."""
@@ -100,9 +86,8 @@ class CapturedFrame:
         self._others: list[Other]
         is_sure = self._region.trusts(program)  # else backward may turn out to need another run of forward
         with _without(program.around.autocast):
-            outputs, self._kept, self._states, self.saved, self._held, self._others = program.forward(
-                statistics.name, self._objects, is_sure, *given, *self._casts
-            )
+            found = program.forward(statistics.name, self._objects, is_sure, *given, *self._casts)
+        outputs, self._kept, self._states, self.saved, self._held, self._others = found
         self._versions: list[int] = [self._kept[index]._version for index in program.shown]
         self._are_packed = bool(self._kept) and not are_held_as_they_are(hooks := top_hooks())
         if self._are_packed:
@@ -123,15 +108,15 @@ class CapturedFrame:
             self._rng.restore()
 
     def backward(self, saved: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """The contributions to the gradients of the program's edges. saved: what autograd had saved."""
+        """The contributions to the gradients of the program's edges. saved: by autograd."""
         if self._kept is None:
             raise RuntimeError(_FREED)
         program, statistics = self._program, self.statistics
         if not self._is_as_recorded(gradients):
             return self._replay(saved, gradients)
         self._region.count_backward(program)
-        kept, held, left = self._kept, self._values(saved), self._take_left()
-        if self._are_packed:  # and what packs them checks their versions
+        kept, held, left, self._left = self._kept, self._values(saved), list(self._left), ()
+        if self._are_packed:  # and the hooks check their versions
             kept = fetch(kept)
         else:
             for index, version in zip(program.shown, self._versions, strict=True):
@@ -167,13 +152,9 @@ class CapturedFrame:
         return partial(code.within(settings is None), partial(_around, settings or nullcontext, stopwatch))
 
     def leave(self, left: Sequence[Tensor]) -> None:
-        """Hold what gave back outputs until backward, if that is still to come."""
+        """Hold these until backward, if that is still to come. They have brought outputs back."""
         if self._kept is not None:
             self._left = left
-
-    def _take_left(self) -> list[Tensor]:
-        left, self._left = self._left, ()
-        return list(left)
 
     def _free(self) -> None:
         self._kept, self._held, self._others, self._left = None, [], [], ()
@@ -209,14 +190,14 @@ class CapturedFrame:
         )
         if not now:
             return  # plain PyTorch, too, goes on if no gradient has come
-        others = [(position, other[0]) for (position, _), other in zip(program.others, self._others, strict=True)]
-        inputs = dict(others)
+        pairs = zip(program.others, self._others, strict=True)
+        inputs = {position: other[0] for (position, _), other in pairs}
         count = len({*inputs, *[position for position, _ in program.held]})
         missing = [position if position < count else program.casts[position - count] for position in then - now]
         refuse_none(self.statistics.name, [inputs.get(position) for position in missing])
 
     def _replay(self, saved: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """What ``backward`` returns, for cases that the program does not know: autograd runs the graph again."""
+        """``backward`` where the program does not know the case: autograd runs the graph again."""
         program, stopwatch, regenerated = self._program, stopwatch_of(self.statistics), self.statistics.regenerated
         is_differentiated = torch.is_grad_enabled()
         self._check_reach(gradients)
@@ -263,7 +244,7 @@ def _around(settings: Callable[[], AbstractContextManager[Any]], stopwatch: Stop
 
 
 class _Outputs(Recipe):
-    """The outputs of a frame that others have saved. It holds what it needs, because the frame may be gone before."""
+    """The outputs of a frame that others have saved. It holds all it needs, because the frame may be gone before."""
 
     __slots__ = ("_frame", "_held", "_kept", "_outputs", "_states")
 
@@ -285,7 +266,7 @@ class _Outputs(Recipe):
         self._states = frame._states
 
     def _again(self, kept: Tensor | PackedTensor) -> PackedTensor:
-        """What stands for a value that the frame keeps, apart from what stands for it there."""
+        """A value that the frame keeps, as a saved tensor of its own."""
         if isinstance(kept, Handle):
             return kept.another()
         return kept if isinstance(kept, PackedTensor) else KeptTensor(kept, self.statistics.name)
@@ -295,7 +276,6 @@ class _Outputs(Recipe):
         return self._outputs.run(held, kept, self._states)
 
     def regenerate(self, wanted: Collection[int]) -> dict[int, PackedTensor]:
-        outputs = self._outputs
         if is_plain_eager() and self.group.is_alike():
             values, left = self._run()
         else:
@@ -310,9 +290,9 @@ class _Outputs(Recipe):
             frame.leave(left)
         given_back: dict[int, PackedTensor] = {slot: KeptTensor(values[slot], self.statistics.name) for slot in wanted}
         # The recipe itself counts one regeneration, and the bytes that it gives.
-        regenerated = self.statistics.regenerated
-        regenerated.count += outputs.run.reruns - 1
-        regenerated.nbytes += outputs.run.rerun_nbytes - nbytes_of(given_back.values())
+        regenerated, code = self.statistics.regenerated, self._outputs.run
+        regenerated.count += code.reruns - 1
+        regenerated.nbytes += code.rerun_nbytes - nbytes_of(given_back.values())
         return given_back
 
 
@@ -341,12 +321,11 @@ class CapturedFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        frame = ctx.frame
-        return None, None, *frame.backward(ctx.saved_tensors, gradients)
+        return None, None, *ctx.frame.backward(ctx.saved_tensors, gradients)
 
 
 apply_captured: Callable[..., Any] = super(torch.autograd.Function, CapturedFunction).apply
-"""``CapturedFunction.apply``, without what it does to every argument for transforms of torch.func.
+"""``CapturedFunction.apply``, which does not look at every argument for transforms of torch.func.
 
 The guards of a region's graph accept no tensor that such a transform has wrapped, and no region is captured inside of
 one.

@@ -1,8 +1,8 @@
 """Graphs of a region's forward: the guards that choose among them, and the programs that are made of them.
 
 torch's frontend takes a graph of a call, and makes guards on all that the graph depends on in Python. The first call
-of a graph runs by the tape. It is observed, and so is its backward. From what ran a program is made, which runs in all
-later calls that the guards accept.
+of a graph runs by the tape. It is observed, and so is its backward. A program is made of all ops that ran. It runs in
+all later calls that the guards accept.
 """
 
 from __future__ import annotations
@@ -18,18 +18,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from recompute.compiled.autocast_settings import CallSettings, cast_of
+from recompute.compiled.autocast_settings import CallSettings, GlobalState, cast_of, leaving_vmaps
 from recompute.compiled.captured_function import CapturedFrame, apply_captured
 from recompute.compiled.following import FollowingRecording
-from recompute.compiled.function_calls import objects_of
-from recompute.compiled.function_effects import CHANGES
-from recompute.compiled.guards import MISSED, GuardedCalls, asks_about_tracing, meets_function, names_read
+from recompute.compiled.frontend import asks_about_tracing, last_trace, names_read, objects_of
+from recompute.compiled.function_calls import CHANGES
+from recompute.compiled.guards import MISSED, GuardedCalls
 from recompute.compiled.observation import Observation
 from recompute.compiled.program import Program
 from recompute.compiled.recording import Departure, NotCapturable, Recording
 from recompute.compiled.region_record import MAX_FAILURES, RegionRecord
 from recompute.compiled.region_tapes import GraphTape
-from recompute.compiled.unfinished_code import GlobalState, leaving_vmaps
 from recompute.engine.checkpoint.module_state import RUNNER
 from recompute.engine.cut.layout import Layout
 from recompute.engine.rng import RngState
@@ -63,11 +62,11 @@ class Attempt:
     waits: bool = False
     """Whether it missed only because another call is being traced or observed."""
     departed: Caller | None = None
-    """What missed it because it took other steps than expected."""
+    """The caller whose graph took other steps than expected, and so missed it."""
 
 
 class CachedGraphs:
-    """What equal regions share: those that run the same function under the same rule, as the layers of a model do."""
+    """Equal regions share this: those that run the same function under the same rule, as the layers of a model do."""
 
     def __init__(self) -> None:
         self.failures = 0
@@ -76,7 +75,7 @@ class CachedGraphs:
         self.draws = False
         """Whether a call drew from Python's or NumPy's generator while it was traced: the trace itself draws then."""
         self.programs: dict[Hashable, list[Program]] = {}
-        """The programs by the code of the graph, and by what it is given."""
+        """The programs, by the code of the graph and the kinds of its inputs."""
         self.graphs = GuardedGraphs(self)
 
     @property
@@ -137,8 +136,8 @@ class GuardedGraphs:
         except Exception as error:
             if attempt.has_begun:
                 raise
-            if meets_function():
-                attempt.recorded = None  # the next tape is told of that Function, and takes other steps
+            if last_trace.meets:
+                attempt.recorded = None  # the next tape sees that Function, and takes other steps
             else:
                 self._cached.failures += 1
                 self._cached.failure = _first_line(error)
@@ -166,10 +165,10 @@ class Refusal(Exception):
 
 @dataclass
 class Caller:
-    """What a graph has learned of one of the regions that call it."""
+    """One of the regions that call a graph, and all that the graph knows of it."""
 
     programs: list[Program] = field(default_factory=list)
-    """What was seen to do what the region does, in backward, too: equal regions may get other gradients."""
+    """They do the same as frames of this region did, in backward, too: equal regions may get other gradients."""
     observed: weakref.ref[Observation] | None = None
     recorded: RecordedFrame | None = None
     """A frame that ran a call which the graph's guards had accepted. Other frames may be of other kinds of calls."""
@@ -199,7 +198,7 @@ class CapturedGraph:
     """A graph of a region, and the programs that were made of it: one for each plan, and way to go backward."""
 
     def __init__(self, cached: CachedGraphs, module: torch.fx.GraphModule, read: frozenset[str], failure: str):
-        """read: the names of what its code reads in Python. failure: why no program can be made of it, or ""."""
+        """read: the names that its code reads in Python. failure: why no program can be made of it, or ""."""
         self._cached = cached
         self._forward = leaving_vmaps(module.forward)
         self._code = module.code
@@ -210,11 +209,10 @@ class CapturedGraph:
         self._callers: weakref.WeakKeyDictionary[RegionRecord, Caller] = weakref.WeakKeyDictionary()
 
     def program(self, region: RegionRecord) -> Program | None:
-        """A program that does what frames of this region have done."""
+        """A program that does the same as frames of this region did."""
         return next(iter(self._caller(region).programs), None)
 
     def forget(self, region: RegionRecord, program: Program) -> None:
-        """Have a region not run a program any more."""
         if program in (programs := self._caller(region).programs):
             programs.remove(program)
 
@@ -266,9 +264,9 @@ class CapturedGraph:
             raise Refusal from None
 
     def _with_others(self, others: Mapping[int, Any], count: int, *given: Tensor) -> Any:
-        """others: inputs that programs are not given, by their positions, or of which they are given what is inside.
+        """The graph on ``others``, by their positions, and on the first ``count`` of the tensors that are given.
 
-        count: how many of those given are inputs.
+        The rest of these tensors is inside of some of the others.
         """
         inputs = list(given[:count])
         for position, value in others.items():
@@ -284,7 +282,7 @@ class CapturedGraph:
         given: Sequence[Any],
         objects: Sequence[Any],
     ) -> Any:
-        """Run the graph by the tape and record what runs. It must be what ran in the frame that was recorded."""
+        """Run the graph by the tape, and record the ops. They must be those of the frame that was recorded."""
         region, is_sure = attempt.region, caller.recorded is not None
         if is_sure:  # it has served: else a region that never runs backward would be observed for ever
             caller.recorded = None
@@ -297,8 +295,8 @@ class CapturedGraph:
         state = GlobalState()
         try:
             if not all(isinstance(value, Tensor) for value in given):
-                raise Departure("its graph is given what is no tensor")
-            if any(map(Tensor.is_inference, given)):  # which the guards of a graph tell from others
+                raise Departure("its graph is given an object that is no tensor")
+            if any(map(Tensor.is_inference, given)):  # the guards of a graph tell such tensors from others
                 raise NotCapturable("it is given a tensor that was made in inference mode, which has no version")
             for index, function in expected.recording.functions.items():
                 if function.changed & self._read:
@@ -314,7 +312,7 @@ class CapturedGraph:
                 outputs = graph(*given)
                 tape.end_forward()
                 if not all(isinstance(output, Tensor) for output in outputs):
-                    raise Departure("its graph gives what is no tensor")
+                    raise Departure("its graph returns an object that is no tensor")
         except Exception as error:  # if it is the user's, the tape will raise it again
             state.put_back()
             has_departed = isinstance(error, Departure)
@@ -354,7 +352,7 @@ def _as_plain(value: Any) -> Any:
 
 
 def _kind(value: Any) -> Hashable:
-    """All that code which was made for a tensor depends on."""
+    """Code that was made for a tensor depends on this."""
     layout = Layout.of(value)
     return layout, value.device, value.requires_grad, isinstance(value, nn.Parameter)
 

@@ -11,7 +11,7 @@ A region is in one of five states. Each handles a call and says the next state:
 - ``Taping``, until some frames have had the same plan.
 - ``RecordingNext``: one more frame runs by the tape, which writes down its calls.
 - ``Observing``: torch's frontend takes the graph of a call. It must make the calls that were written down. The call
-  runs by the tape, and a program is made of what its forward and its backward do.
+  runs by the tape, and a program is made of the ops of its forward and its backward.
 - ``Captured``: a call that the guards of a graph accept runs the graph's program. Any other call is recorded, as long
   as there is a point in that, and the next such call is observed.
 - ``Refused``, with the reason: the region cannot be captured, or misses too often, or is used in a way that its code
@@ -74,22 +74,22 @@ from recompute.engine.tape.recorder import TapeRegion
 MAX_HITS = 1
 """After more captured calls than this a recorded frame is thrown away. Two kinds of calls that take turns need 1."""
 MAX_GRAPHS = 8
-"""Frames that a region records, and graphs among which it looks for that of a call."""
+"""Frames that a region records, and graphs that it tries for a call."""
 MAX_SHARED_GRAPHS = 4
-"""Graphs that equal regions share. A region that none of these fits gets graphs of its own."""
+"""Graphs that equal regions share. A region gets graphs of its own if none of these fits."""
 MAX_UNUSED_GRAPHS = 2
 """Graphs that a region may take in a row without running any of them again. Their guards may hold only once."""
 MAX_MISSES = 32
-"""Calls in a row without a graph after which a region is refused: each costs a look at the guards."""
+"""A region is refused after so many calls in a row without a graph: each costs a look at the guards."""
 
 _RULES_INSIDE = "modules inside of it have rules of their own, or hooks of others or torch.func take what it saves"
 _DRAWS = "it draws from a random generator of Python's or of NumPy's"
 
 
 class CaptureCache:
-    """What the regions under one policy share: plans of the cut, captured graphs, and hooks for state.
+    """The regions under one policy share this: plans of the cut, captured graphs, and hooks for state.
 
-    With hooks nothing is captured: no guard would tell that the state which they note is another one.
+    With hooks nothing is captured: no guard notices a change of the state that they note.
     """
 
     def __init__(self, state_hooks: Sequence[StateHook] = ()) -> None:
@@ -99,20 +99,20 @@ class CaptureCache:
         self._graphs: dict[Hashable, CachedGraphs] = {}
 
     def graphs_of(self, function: Hashable, rule: Hashable) -> CachedGraphs:
-        """What is shared by the regions that run ``function`` under ``rule``."""
+        """The graphs of all regions that run ``function`` under ``rule``."""
         key = function, rule
         return self._graphs.get(key) or self._graphs.setdefault(key, CachedGraphs())
 
 
 @dataclass
 class RegionGraphs:
-    """The graphs among which a region looks for that of a call."""
+    """The graphs that a region tries for a call."""
 
     shared: CachedGraphs
     own: GuardedGraphs | None = None
     """Graphs of this region alone, if none of those that it shares fits."""
     misses: int = 0
-    """Calls in a row for which there was no graph."""
+    """Calls in a row without a graph."""
     unused: int = 0
     """Graphs taken since one was last run again."""
     failure: str = ""
@@ -124,7 +124,7 @@ class RegionGraphs:
 
 
 Transition = tuple[Any, "State"]
-"""What a call returned, and the state after it."""
+"""The result of a call, and the state after it."""
 
 
 class State:
@@ -145,10 +145,10 @@ class Taping(State):
 
 
 class RecordingNext(State):
-    """The next call runs by a tape that also records what ops it calls."""
+    """The next call runs by a tape that also records its ops."""
 
     def __init__(self, graphs: RegionGraphs | None = None, departed: Caller | None = None):
-        """departed: where the call has just been refused, because it took other steps than expected."""
+        """departed: the caller whose graph has just refused the call, because it took other steps than expected."""
         self.graphs = graphs
         self._departed = departed
 
@@ -178,7 +178,7 @@ class RecordingNext(State):
 
 
 class Captured(State):
-    """It runs by its graphs. Another call than they are for is recorded."""
+    """It runs by its graphs. A call that none of them accepts is recorded."""
 
     frame: RecordedFrame | None = None
 
@@ -213,7 +213,7 @@ class Captured(State):
 
 
 class Observing(Captured):
-    """A frame was recorded. The next call without a graph, and one like that frame, is to give one."""
+    """A frame was recorded. The next call without a graph, and like that frame, has its graph taken."""
 
     def __init__(self, graphs: RegionGraphs, frame: RecordedFrame):
         super().__init__(graphs)
@@ -259,13 +259,8 @@ class CapturedRegion(RegionRecord):
     A checkpoint has no tape of its own. One frame of it runs by a tape, to be captured. There everything runs again.
     """
 
-    def __init__(
-        self,
-        tape: TapeRegion,
-        cache: CaptureCache | None,
-        checkpoint: Callable[..., Any] | None = None,
-    ):
-        """cache: what it shares with other regions under the same policy; None: it is never captured.
+    def __init__(self, tape: TapeRegion, cache: CaptureCache | None, checkpoint: Callable[..., Any] | None = None):
+        """cache: shared with other regions under the same policy; None: it is never captured.
 
         checkpoint: runs ``(function, args, kwargs)`` as a checkpoint, as long as it is not captured.
         """
@@ -305,8 +300,8 @@ class CapturedRegion(RegionRecord):
     def record(self, function: Callable[..., Any], args: tuple, kwargs: dict) -> tuple[Any, RecordedFrame | str | None]:
         """Run once more by the tape, which also records the calls that a graph of the region must make.
 
-        Returns the frame beside the result; the reason if it cannot be captured; None if it was unlike those before.
-        Raises ``NotCapturable`` if that is clear before anything runs.
+        Returns the result, and the frame; or the reason if it cannot be captured; or None if it was unlike those
+        before. Raises ``NotCapturable`` if that is clear before anything runs.
         """
         if self.statistics.regenerated.for_differentiated_gradients:
             self.refuse(DIFFERENTIATED)
@@ -369,23 +364,22 @@ class CapturedRegion(RegionRecord):
 
     @property
     def programs(self) -> list[Program]:
-        """The code that runs in its place: a program of each graph that it has run."""
+        """The programs that run in its place: one of each graph that it has run."""
         graphs = self.state.graphs.all if self.state.graphs is not None else ()
         return [program for graph in graphs if (program := graph.program(self)) is not None]
 
     @property
     def is_captured(self) -> bool:
-        """Whether there is code that runs in its place."""
+        """Whether a program runs in its place."""
         return bool(self.programs)
 
     @property
     def kernels(self) -> list[GeneratedKernel]:
-        """The generated kernels in which its code runs."""
         return list(dict.fromkeys(kernel for program in self.programs for kernel in program.kernels))
 
     @property
     def was_tried(self) -> bool:
-        """Whether its frames were alike, so that it was to be captured."""
+        """Whether its frames were alike, and so a capture was tried."""
         return self.state.graphs is not None or bool(self.failure)
 
     @property

@@ -1,4 +1,4 @@
-"""Straight Python code over ATen ops, made of what was recorded of a region.
+"""Straight Python code over ATen ops, made of a recording.
 
 A variable is deleted right after the last call that reads it, so that memory is freed as early as in eager code.
 """
@@ -17,11 +17,10 @@ from torch import Tag, Tensor
 
 from recompute.compiled.earlier_calls import EarlierCalls
 from recompute.compiled.function_calls import FunctionCall
-from recompute.compiled.generated.compact_rows import READERS, part_of_rows
 from recompute.compiled.generated.dropout import DropoutMask, mask_of
 from recompute.compiled.generated.fusing import fused
 from recompute.compiled.generated.generated_kernel import GeneratedKernel
-from recompute.compiled.generated.out_of_place import out_of_place
+from recompute.compiled.generated.rewritten_calls import READERS, largest_size, out_of_place, part_of_rows
 from recompute.compiled.generated.row_sums import by_kernel
 from recompute.compiled.generated.switch import Generates
 from recompute.compiled.held_inputs import HELPERS
@@ -49,8 +48,8 @@ class Code:
     memories: dict[int, str] = field(default_factory=dict)
     """For each parameter's buffer, the variable of the memory that it had in forward.
 
-    Its ``data`` may be replaced before backward. Ops that run again read the memory of forward, and so does backward
-    where autograd has saved a view. Elsewhere backward reads the new memory.
+    A parameter's ``data`` may be replaced before backward. Ops that run again read the memory of forward, and so does
+    backward where autograd has saved a view. Elsewhere backward reads the new memory.
     """
     saved_views: Collection[int] = ()
     """The buffers of the parameters whose views autograd has saved."""
@@ -69,7 +68,8 @@ class Code:
     def call(self, call: Call, *, again: bool = False, state: str | None = None) -> None:
         """Write a call of an op whose arguments have variables.
 
-        again: it runs on copies of what it writes to. state: the variable of what ``draw`` has captured for the call.
+        again: it runs on copies of the tensors that it writes to. state: the variable of the state that ``draw`` has
+        captured for the call.
         """
         call = call._replace(args=self._earlier.resolved(call.args))
         if (twin := self._earlier.twin(call, lambda use: self._memory(use, again), len(self.statements))) is not None:
@@ -79,7 +79,8 @@ class Code:
         if again:
             self.reruns.append(call)
         if self.recording.is_generated:
-            call = self._earlier.largest_size(call, self._has)
+            call = largest_size(call, self.recording, self._has)
+            call = call._replace(args=self._earlier.resolved(call.args))
         if (mask := mask_of(call, self.recording)) is not None:
             self._dropout(call, mask, again, state)
             return
@@ -124,7 +125,7 @@ class Code:
         self._write(Statement(text, reads, makes, again, call, variables, **others))
 
     def _dropout(self, call: Call, op: DropoutMask, again: bool, state: str | None) -> None:
-        """Write a dropout as two calls: what makes the mask of the numbers in ``state``, and what applies it."""
+        """Write a dropout as two calls: one makes the mask from the numbers in ``state``, one applies it."""
         (out, mask), use = call.results, next(call.uses())
         assert out is not None
         assert mask is not None
@@ -143,7 +144,7 @@ class Code:
         self._write(Statement(text, reads, [name], again, applied, variables))
 
     def _taken(self, op: DropoutMask, region: str | None) -> str:
-        """Write what takes the numbers of a dropout. region: the variable of the region's name, if they come back."""
+        """Take the numbers of a dropout from the generator. region: the variable of its name, if they come back."""
         state = f"r{len(self.recording.calls)}_{len(self.statements)}"
         self._write(Statement(f"{state} = {self.named(op.taken)}({region})", [], [state], is_ordered=True))
         return state
@@ -174,13 +175,13 @@ class Code:
         return made and not any(self.tensors[buffer] in s.holds for s in self.statements)
 
     def _results(self, call: Call) -> tuple[list[str], list[str]]:
-        """What a call's outputs are assigned to, and the variables among that."""
+        """The targets of a call's outputs, and the variables among these."""
         targets = ["_" if number is None else f"t{number}" for number in call.results]
         self.tensors |= {number: f"t{number}" for number in call.results if number is not None}
         return targets, [target for target in targets if target != "_"]
 
     def function(self, call: Call, function: FunctionCall, after: str) -> None:
-        """Write a call of a custom Function. after: the variable of what its backward takes, or "_"."""
+        """Write a call of a custom Function. after: the variable for its backward, or "_"."""
         reads: list[str] = []
         arguments = [self._value(value, reads, False) for value in call.args]
         targets, makes = self._results(call)
@@ -240,7 +241,7 @@ class Code:
         return name
 
     def _function(self, op: torch._ops.OpOverload) -> str:
-        """The name of what calls an op.
+        """The name of a function that calls an op.
 
         One of our kernels is called without the dispatcher, which takes longer than the launch. Each call of a kernel
         has a plan of its own.
@@ -274,11 +275,10 @@ class Code:
         self.statements.append(statement)
 
     def reads(self) -> set[str]:
-        """The variables that it reads."""
         return {name for statement in self.statements for name in statement.reads}
 
     def draw(self, call: Call) -> str:
-        """Write what captures the state of the generator that a call is going to draw from. Returns its variable.
+        """Capture the state of the generator that a call is going to draw from. Returns the state's variable.
 
         An op of another library may draw from any.
         """
@@ -292,25 +292,22 @@ class Code:
         reads: list[str] = []
         first = next(call.uses(), None)
         tensors = "()" if first is None else f"({self._value(first, reads, False)},)"
-        text = f"{state} = capture({tensors}, {self.named(_constants(call.kwargs))}, name)"
+        constants = {key: value for key, value in call.kwargs.items() if not any(True for _ in uses_in(value))}
+        text = f"{state} = capture({tensors}, {self.named(constants)}, name)"
         self._write(Statement(text, reads, [state], is_ordered=True))
         return state
 
     def drawn(self, state: str) -> None:
-        """Write what finds out from which generators that call has drawn. state: the variable of their states."""
+        """Find the generators that the call has drawn from. state: the variable of the states of all of them."""
         self._write(Statement(f"{state} = WatchedDraws({state})", [state], [state], is_ordered=True))
 
     def compiled(
-        self,
-        head: Sequence[str],
-        result: str,
-        last: Collection[str],
-        given: Collection[str] = (),
+        self, head: Sequence[str], result: str, last: Collection[str], given: Collection[str] = ()
     ) -> GeneratedCode:
         """The function that begins with ``head``, goes on with the statements and returns ``result``.
 
-        head: its first lines; the first of them is its signature. last: the variables that ``result`` reads. given:
-        those that ``head`` makes.
+        head: its first lines, and first its signature. last: the variables that ``result`` reads. given: those that
+        ``head`` makes.
         """
         is_generated = self.recording.is_generated
         fast = fused(self.statements, last, self.recording, self.names) if is_generated else self.statements
@@ -343,19 +340,19 @@ class GeneratedCode(Protocol):
     reruns: int
     """How many ops of forward it runs again."""
     rerun_nbytes: int
-    """The bytes that these give."""
+    """The bytes of their outputs."""
 
     def __call__(self, *args: Any) -> Any: ...
 
     def within(self, fuses: bool) -> Callable[..., Any]:
-        """The same function, with one argument more in front: it gives the span in which something runs again.
+        """The same function with one argument more in front: a context around all that runs again.
 
         fuses: whether it calls generated kernels.
         """
 
 
 def _function(lines: Sequence[str], names: dict[str, Any]) -> Any:
-    """The function ``run`` that these lines are, which refers to objects by these names."""
+    """The function ``run`` of these lines, which refer to objects by these names."""
     source = "\n    ".join(lines)
     names = dict(names)
     exec(compile(source, "<a captured region>", "exec"), names)
@@ -375,12 +372,8 @@ def _with(value: Any, replaced: Mapping[Use, Use]) -> Any:
     return value
 
 
-def _constants(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in kwargs.items() if not any(True for _ in uses_in(value))}
-
-
 def _apart(tensor: Tensor, layout: Layout) -> Tensor:
-    """A tensor of ``layout`` in the memory of ``tensor`` that autograd does not take for a view of it."""
+    """A tensor of ``layout`` in the memory of ``tensor``. Autograd does not take it for a view of that."""
     whole = torch.empty(0, dtype=layout.dtype, device=tensor.device)
     return whole.set_(tensor.untyped_storage(), layout.offset, layout.shape, layout.stride)
 

@@ -1,11 +1,10 @@
-"""Calls that give what an earlier call of the same code has given, and so need not run.
+"""Calls that compute the same as an earlier call of the same code, and so need not run.
 
 torchao's float8 casts a gradient twice, once for each GEMM that reads it, and an input once for each Linear.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,28 +12,24 @@ from typing import Any
 import torch
 from torch import Tag
 
-from recompute.compiled.generated.groupable import can_be_generated
-from recompute.compiled.generated.pointwise_ops import COPIES, FLOATS
+from recompute.compiled.generated.pointwise_ops import COPIES
 from recompute.compiled.recording import Call, Recording, Use
 from recompute.engine.cut.filled_memory import ALLOCATE
 from recompute.engine.cut.ops import Kind, facts, facts_of_call
 
-_ATEN = torch.ops.aten
 MAX_DISTANCE = 60
-"""Statements since a value was read last, up to which it is read once more. What is read later lives longer."""
+"""A value is read once more if so many statements at most have run since it was last read: else it lives too long."""
 
 
 @dataclass
 class EarlierCalls:
     recording: Recording
     _found: dict[Hashable, tuple[Call, int]] = field(default_factory=dict)
-    """The calls so far by what they compute, and the statement that was next when each was last asked for."""
+    """The calls so far by a key of op and arguments, and the number of statements when each was last looked up."""
     _same: dict[int, int] = field(default_factory=dict)
     """For the buffer of a call that does not run, the one of the earlier call."""
     _own: set[int] = field(init=False)
-    """The buffers that others get, each of which is to have memory of its own."""
-    _sizes: dict[int, Use] = field(default_factory=dict)
-    """For the buffer of absolute values, whose these are."""
+    """The buffers that others get: each is to have memory of its own."""
 
     def __post_init__(self) -> None:
         buffers = self.recording.buffers
@@ -44,7 +39,7 @@ class EarlierCalls:
         self._own = self.recording.given_away | held
 
     def resolved(self, value: Any) -> Any:
-        """A call's argument, with what an earlier call has given in the place of what none gives."""
+        """A call's argument, with the output of an earlier call in the place of that of a call that does not run."""
         if type(value) is Use:
             return value._replace(buffer=self._same.get(value.buffer, value.buffer))
         if type(value) in (list, tuple):
@@ -52,7 +47,7 @@ class EarlierCalls:
         return value
 
     def twin(self, call: Call, memory: Callable[[Use], str], count: int) -> Call | None:
-        """The earlier call that gives the same. memory: the variable that a tensor is in. count: of statements."""
+        """The earlier call that computes the same. memory: the variable of a tensor. count: of statements."""
         if not self._is_alike_each_time(call):
             return None
         key = _key((call.op, call.args, tuple(sorted(call.kwargs.items()))), memory)
@@ -75,26 +70,9 @@ class EarlierCalls:
         roots = {self.recording.buffers[number].root for number in numbers if number is not None}
         return roots.isdisjoint(self._changed) and self._own.isdisjoint(call.results)
 
-    def largest_size(self, call: Call, has: Callable[[int], bool]) -> Call:
-        """A norm in the place of the greatest absolute value: ATen reads each number once, in any order of memory.
-
-        has: whether a buffer can be read now.
-        """
-        if call.op is _ATEN.abs.default and call.results[0] is not None:
-            (self._sizes[call.results[0]],) = call.uses()
-        if call.op not in (_ATEN.max.default, _ATEN.amax.default) or can_be_generated(call, self.recording):
-            return call
-        (use,) = call.uses()
-        source = self._sizes.get(use.buffer)
-        whole = self.recording.buffers[use.buffer].layout
-        if source is None or use.layout != whole or source.layout.dtype not in FLOATS or source.is_conjugate:
-            return call
-        args = source, math.inf, *(call.args[1:] or (None,))
-        return call._replace(op=_ATEN.linalg_vector_norm.default, args=args) if has(source.buffer) else call
-
 
 def _key(value: Any, memory: Callable[[Use], str]) -> Hashable:
-    """What two arguments have in common that are the same."""
+    """Equal arguments have equal keys."""
     if type(value) is Use:
         return memory(value), value.layout, value.is_conjugate
     if type(value) in (list, tuple):

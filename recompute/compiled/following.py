@@ -14,7 +14,7 @@ class FollowingRecording(Recording):
 
     expected: Recording = field(default_factory=Recording)
     read: frozenset[str] = frozenset()
-    """The names of what the code has read in Python."""
+    """The names that the code has read in Python."""
     _same: dict[int, int] = field(default_factory=dict)
     """For each buffer of the expected calls, the one here."""
 
@@ -35,7 +35,7 @@ class FollowingRecording(Recording):
             pairs = list(zip(_made(self.expected.calls[index]), _made(self.calls[index]), strict=True))
             if any((one is None) is not (other is None) for one, other in pairs):
                 raise Departure
-            # The graph was taken with what the Function gave then, which may be a number that the code reads.
+            # The graph was taken with the Function's results of then. One may be a number that the code reads.
             if index in self.functions and not self._agree(
                 self.expected.functions[index].results, self.functions[index].results
             ):

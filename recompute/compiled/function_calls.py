@@ -1,35 +1,30 @@
 """Custom ``autograd.Function``s inside of captured code: each is one call, whose ctx and backward are eager code's.
 
-What a Function saves it holds by itself, with the hooks in force. Of what the region has made and the Function only
-reads, the program holds it, or brings it back, for all who want it. Its backward is one call of the program's backward:
-autograd runs the Function's node, and no other, as it would in eager code.
+A Function holds the tensors that it saves by itself, with the hooks in force. If the region has made such a tensor,
+and the Function only reads it, the program holds it, or brings it back, for all who want it. A Function's backward is
+one call of the program's backward: autograd runs the Function's node, and no other, as it would in eager code.
+
+A graph has the numbers and tensors that code finds in Python when a call begins. A Function may change attributes of
+objects that it is given or knows, and items of containers. No code that reads these may run as a graph.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch._library.fake_class_registry import FakeScriptObject
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
-from recompute.compiled.function_effects import CHANGES, changed, found_by
-from recompute.compiled.recording import Departure, FunctionResult, NotCapturable, ObjectUse, Recording, Use
+from recompute.compiled.recording import Departure
 from recompute.engine.cut.layout import Layout
-from recompute.engine.saved_tensors import (
-    PackedTensor,
-    pack_through,
-    seen_as,
-    top_hooks,
-    unpack_saved,
-    version_of,
-)
+from recompute.engine.reachable_objects import Walk
+from recompute.engine.saved_tensors import PackedTensor, pack_through, seen_as, top_hooks, unpack_saved, version_of
 from recompute.engine.tape.functions import FunctionOp, is_seen, make_whole
 from recompute.engine.tape.op_arguments import LISTS, is_plain
 from recompute.engine.thread_state import local
@@ -61,7 +56,7 @@ class _Enter(torch.autograd.Function):
 
 @functools.cache
 def _source() -> Tensor:
-    """What makes the tensors that a Function is given take gradients."""
+    """A tensor that takes a gradient, so that the tensors that a Function is given do."""
     return torch.empty(0, requires_grad=True)
 
 
@@ -85,7 +80,7 @@ class FunctionBackward:
         return f"{self.op}'s backward"
 
     def __call__(self, after: _After, *given: Tensor | None) -> Sequence[Tensor | None]:
-        """given: the gradients of the outputs, and what the Function has saved of its arguments."""
+        """given: the gradients of the outputs, and the arguments that the Function has saved."""
         node = after.node.next_functions[0][0]
         gradients, after.values = given[: self._outputs], given[self._outputs :]
         roots = [GradientEdge(node, slot) for slot, gradient in enumerate(gradients) if gradient is not None]
@@ -118,7 +113,7 @@ _OTHER_GRADIENTS = (
 
 
 class _After:
-    """What the backward of a Function's call takes."""
+    """The backward of a Function's call takes this."""
 
     __slots__ = ("node", "values")
 
@@ -147,8 +142,8 @@ class FunctionCall:
         """args, outputs: of the call that was recorded. around: the span of the autocast that it runs under.
 
         made: the positions of the arguments that the region has made. saves: of those that it saves and leaves as they
-        are. takes_gradients: whether the call ran with gradients on. names: those of what it might change in Python and
-        the code around it reads.
+        are. takes_gradients: whether the call ran with gradients on. names: those that it might change in Python and
+        that the code around it reads.
         """
         self.op = op
         self.saves = saves
@@ -169,7 +164,7 @@ class FunctionCall:
 
     def _run(self, args: Sequence[Any]) -> Sequence[Any]:
         if self._is_differentiated:
-            # What it was given detached is here what that is a view of.
+            # In the place of a tensor that it was given detached stands the tensor with its graph.
             given = [
                 value.detach() if takes_gradient(value) and not takes else value
                 for value, takes in zip(args, self._takes, strict=True)
@@ -195,7 +190,7 @@ class FunctionCall:
         return *[each.detach() if isinstance(each, Tensor) else each for each in outputs], after
 
     def _saving(self, args: Sequence[Any], after: _After) -> saved_tensors_hooks:
-        """The span in which autograd saves of ``saves`` only what they are views of."""
+        """Inside, autograd saves no memory of the arguments in ``saves``, but how they view it."""
         hooks, name = top_hooks(), str(self.op)
         slots = {args[position].untyped_storage()._cdata: slot for slot, position in enumerate(self.saves)}
         after.values = [args[position].detach() for position in self.saves]
@@ -238,10 +233,10 @@ def as_autograd_does(gradient: Tensor, layout: Layout) -> Tensor:
     return gradient.to(layout.dtype)
 
 
-def untold(node: Any) -> str:
-    """Why nobody is told of all that a node of a custom Function or a custom op does; "" if a tape is, or ops are all.
+def unseen(node: Any) -> str:
+    """Why a tape does not see all that a node of a custom Function or a custom op does; "" if it does, or ops are all.
 
-    A tape will be told of the Function's next call.
+    A tape will see the Function's next call.
     """
     function = getattr(type(node), "_forward_cls", None)
     if function is None:
@@ -252,7 +247,7 @@ def untold(node: Any) -> str:
             return f"the backward that {formula.__module__} has registered for a custom op may run more than ops"
         return ""
     if not is_seen(function) and make_whole(function):
-        return "a custom Function in another op has run no op, so that nobody was told of it"
+        return "a custom Function in another op has run no op, so that no tape has seen it"
     return ""
 
 
@@ -270,7 +265,7 @@ def takes_gradient(value: Any) -> bool:
 
 @functools.cache
 def graph_call(op: FunctionOp) -> Callable[..., Any]:
-    """What a graph calls for a Function. The tape that observes the graph is told of the outputs, with their graphs."""
+    """A graph calls this for a Function. It shows the outputs, with their graphs, to the tape of the graph."""
 
     def call_function(*args: Any, **kwargs: Any) -> Any:
         if local.function_stand_in is not None:
@@ -286,61 +281,59 @@ def graph_call(op: FunctionOp) -> Callable[..., Any]:
     return call_function
 
 
-def stand_in_for(recording: Recording) -> Callable[..., Any]:
-    """``(op, args, kwargs) -> outputs``: tensors like those that Functions gave, while a graph is traced."""
+_MANY = 100
+CHANGES = "{} changes what the code around it reads"
 
-    def stand_in(op: FunctionOp, args: tuple, kwargs: dict[str, Any]) -> Any:
-        for index, (results, *_) in recording.functions.items():
-            call = recording.calls[index]
-            if call.op is op and not kwargs and _are_alike(call.args, args):
-                takes = torch.is_grad_enabled() and any(map(takes_gradient, args))
-                outputs = tuple([_made_like(result, takes=takes) for result in results])
-                return outputs if call.is_sequence else outputs[0]
-        raise NotCapturable(f"{op} is called in another way than in its forward")
-
-    return stand_in
+Found = dict[str, list[Any]]
+"""Objects by the names that led to them."""
 
 
-def _are_alike(recorded: Any, given: Any) -> bool:
-    if isinstance(given, Tensor):
-        return type(recorded) is Use and recorded.layout[0] == given.shape and recorded.layout.dtype is given.dtype
-    if type(recorded) in LISTS and isinstance(given, (list, tuple)):  # torch.fx has a list of its own
-        return len(recorded) == len(given) and all(map(_are_alike, recorded, given))
-    return type(recorded) is ObjectUse or (type(recorded) is type(given) and bool(recorded == given))
+@functools.cache
+def _code_of(op: FunctionOp) -> tuple[frozenset[str], Sequence[tuple[dict[str, Any], str]]]:
+    """The names in the code of a Function, and its globals but modules and functions."""
+    walk = Walk((op.function,))
+    values = [(space, name) for space, name in walk.globals.values()]
+    kept = [(space, name) for space, name in values if not isinstance(space.get(name), (ModuleType, FunctionType))]
+    return frozenset(walk.names | walk.assigned), kept
 
 
-def object_input(translator: Any, variable: Any) -> Any:
-    """The node of a graph's input that is an object, which torch's frontend would not pass to a graph.
-
-    The frontend changes objects, as Python has done, only after the graph has run. So this one must be as it was.
-    """
-    from torch._dynamo.variables.builder import GraphArg
-
-    value = getattr(variable, "value", None)
-    if value is None or variable.source is None or translator.output.side_effects.is_modified(variable):
-        return variable.as_proxy()
-    inputs = translator.output.root_tracer
-    known = next((n for n in inputs.graph.nodes if n.op == "placeholder" and n.meta.get(_OBJECT) is value), None)
-    if known is not None:
-        return inputs.proxy(known)
-    proxy = inputs.create_graph_input("an_object", type(value), None, source=variable.source)
-    proxy.node.meta |= {"grapharg": GraphArg(variable.source, None, False, None, is_tensor=False), _OBJECT: value}
-    return proxy
+def shared_names(op: FunctionOp, read: frozenset[str]) -> frozenset[str]:
+    """The names that are read and that the code of a Function has, too."""
+    return _code_of(op)[0] & read
 
 
-_OBJECT = "recompute.object"
+def found_by(op: FunctionOp, args: Iterable[Any], names: frozenset[str] | None = None) -> Found:
+    """The objects in a Function's arguments and globals. names: those to look for, if not all in its code."""
+    own, entries = _code_of(op)
+    names = own if names is None else names
+    found: Found = {}
+    objects = list(args)
+    for space, name in entries:
+        objects.append(value := space.get(name))
+        if name in names:
+            _add(found, name, value)
+    for value in objects:
+        spaces = [getattr(value, "__dict__", None) or {}]
+        spaces += [value._buffers, value._parameters] if isinstance(value, nn.Module) else []
+        for each in spaces:
+            for name in names & each.keys():
+                _add(found, name, each[name])
+    return found
 
 
-def objects_of(graph: torch.fx.Graph) -> list[int]:
-    """The positions of a graph's inputs that are objects."""
-    inputs = [node.meta for node in graph.nodes if node.op == "placeholder"]
-    opaque = FakeScriptObject  # what the frontend of torch 2.14 has for a process group
-    return [n for n, meta in enumerate(inputs) if _OBJECT in meta or isinstance(meta.get("example_value"), opaque)]
+def _add(found: Found, name: str, value: Any) -> None:
+    items = value.values() if type(value) is dict else value if type(value) in (list, tuple) else ()
+    found.setdefault(name, []).extend((value, *items) if len(items) <= _MANY else (value,))
 
 
-def _made_like(result: Any, *, takes: bool) -> Any:
-    if type(result) is not FunctionResult:
-        return result
-    layout = result.layout
-    made = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=result.device)
-    return made.requires_grad_(takes and (layout.dtype.is_floating_point or layout.dtype.is_complex))
+def changed(before: Found, after: Found) -> frozenset[str]:
+    """The names that lead to something else afterwards."""
+    return frozenset(
+        [name for name in before.keys() | after.keys() if not _are_same(before.get(name), after.get(name))]
+    )
+
+
+def _are_same(one: list[Any] | None, other: list[Any] | None) -> bool:
+    if one is None or other is None or len(one) != len(other):
+        return False
+    return all(a is b for a, b in zip(one, other, strict=True))

@@ -1,102 +1,27 @@
-"""torch.compile's frontend. It takes the graph of a call, and its guards tell what in Python the graph depends on.
+"""Graphs of calls by torch.compile's frontend, with guards on all that a graph depends on in Python.
 
-A call that the guards accept runs what was made of the graph. ``torch.compile`` would compile any other call anew. Here
-the caller is told instead, and runs the call in another way.
+A call that the guards accept runs the code that was made of the graph. ``torch.compile`` would compile any other call
+anew. Here such a call returns ``MISSED``, and the caller runs it in another way.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-import inspect
-import os
-import re
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
 import torch
-from torch._guards import TracingContext
 
 from recompute.compiled.called_methods import CalledMethods
-from recompute.compiled.compared_objects import guard_identities
-from recompute.compiled.function_calls import graph_call, object_input, stand_in_for
+from recompute.compiled.frontend import last_trace, prepare_frontend, stand_in_for
 from recompute.compiled.recording import NotCapturable, Recording
-from recompute.compiled.replaced_methods import replacing
-from recompute.compiled.traced_stand_ins import traced_as, value_of
-from recompute.engine.tape.functions import function_op, is_seen, make_whole
+from recompute.engine.tape.functions import is_seen
 from recompute.engine.thread_state import local, swapped
-from recompute.source_files import OURS, lies_in
-
-
-class _Local(threading.local):
-    asks = False
-    meets = False
-    called: CalledMethods | None = None
-    """Where to note the methods that the code being traced calls."""
-
-
-_local = _Local()
-
-
-def asks_about_tracing() -> bool:
-    """Whether the user's code in the last traced call asked if it is compiled: otherwise it may do something else."""
-    return _local.asks
-
-
-def has_effects() -> bool:
-    """Whether what is being traced changes anything that was there before. A graph does not tell."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator  # it takes a second to load
-    from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
-
-    effects = InstructionTranslator.current_tx().output.side_effects
-    if effects.tensor_hooks or effects.save_for_backward:
-        return True
-    new = (AttributeMutationNew, ValueMutationNew)
-    changed = filter(effects.is_modified, effects.id_to_variable.values())
-    return any(not isinstance(each.mutation_type, new) for each in changed)
-
-
-def depends_on_sizes() -> bool:
-    """Whether what is being traced branches on a size that is not fixed."""
-    mode: Any = TracingContext.get().fake_mode
-    return bool(mode.shape_env.guards)
-
-
-_WORD = re.compile(r"\w+")
-
-
-def names_read() -> frozenset[str]:
-    """The names in the guards of what is being traced, which lead to all that it has read in Python."""
-    guards = TracingContext.get().guards_context.dynamo_guards
-    return frozenset(word for guard in guards for word in _WORD.findall(guard.name))
-
-
-def meets_function() -> bool:
-    """Whether the last traced call has a custom ``autograd.Function`` in which no tape has seen an op so far."""
-    return _local.meets
-
-
-_TORCHS = os.path.dirname(torch.__file__)
-
-
-def _may_ask(frame: Any) -> bool:
-    """Whether a frame may ask if it is compiled, because it only chooses by which ops it does the same.
-
-    Those ops are compared with the recorded ones. transformers asks so in its own code. Its function
-    ``is_torchdynamo_compiling`` may have other callers, so the code that calls it is looked at, too.
-    """
-    if lies_in(frame.f_code.co_filename, *OURS, _TORCHS):
-        return True
-    theirs = getattr(sys.modules.get("transformers"), "__file__", None)
-    folders = (*OURS, _TORCHS) if theirs is None else (*OURS, _TORCHS, os.path.dirname(theirs))
-    parent = getattr(frame, "parent", None)
-    asking = [frame] if parent is None else [frame, parent]
-    return all(lies_in(each.f_code.co_filename, *folders) for each in asking)
 
 
 @functools.cache
@@ -110,141 +35,18 @@ def _load_frontend() -> None:
     thread.join()
 
 
-@functools.cache
-def _prepare_frontend() -> None:
-    """Have torch's frontend tell which methods code calls and when it asks if it is compiled.
-
-    And have it not tell other threads that they are compiled.
-    """
-    from torch._dynamo.symbolic_convert import InliningInstructionTranslator, InstructionTranslatorBase
-
-    @replacing(InstructionTranslatorBase, "mark_inconsistent_side_effects")
-    def noticed(mark: Callable[..., None], self: Any) -> None:
-        if local.is_tracing and not _may_ask(self):
-            _local.asks = True
-        mark(self)
-
-    @replacing(InliningInstructionTranslator, "build_inline_tracer")
-    def noting(begin: Callable[..., Any], parent: Any, function: Any, args: Any, *others: Any, **options: Any) -> Any:
-        own = getattr(function, "fn", None)
-        function = _enabled(parent, function, own) or traced_as(parent, own) or function
-        if local.is_tracing and _local.called is not None and args:
-            _local.called.note(getattr(function, "fn", None), value_of(args[0]))
-        return begin(parent, function, args, *others, **options)
-
-    _take_functions_whole()
-    _look_into_disabled()
-    _name_torchs_classes()
-    _pass_locks()
-    guard_identities()
-
-    # Since torch 2.13 ``torch.compiler.is_compiling()`` is true in all threads while one of them traces.
-    session = getattr(torch.compiler, "_compile_session_context", None)
-    if session is not None:
-
-        def context() -> AbstractContextManager[None]:
-            return nullcontext() if local.is_tracing else session()
-
-        torch.compiler._compile_session_context = context  # type: ignore[assignment]
-
-
-def _proxy_of(translator: Any, variable: Any) -> Any:
-    """What stands in the graph for an argument of a custom Function."""
-    try:
-        return variable.as_proxy()
-    except (NotImplementedError, torch._dynamo.exc.Unsupported):
-        return object_input(translator, variable.realize())
-
-
-def _take_functions_whole() -> None:
-    """Have torch's frontend make each custom ``autograd.Function`` one call of the graph, and not trace its Python."""
-    from torch._dynamo.variables.builder import wrap_fx_proxy
-    from torch._dynamo.variables.misc import AutogradFunctionVariable
-
-    @replacing(AutogradFunctionVariable, "call_method")
-    def whole(call: Callable[..., Any], self: Any, translator: Any, name: str, args: Any, kwargs: Any) -> Any:
-        if name == "apply" and (other := traced_as(translator, self.fn_cls)) is not None:
-            return other.call_function(translator, args, kwargs)
-        if not local.is_tracing or name != "apply" or is_seen(self.fn_cls):
-            return call(self, translator, name, args, kwargs)
-        _local.meets = make_whole(self.fn_cls) or _local.meets
-        target = graph_call(function_op(self.fn_cls))
-        proxies = tuple([_proxy_of(translator, each) for each in args])
-        named = {key: _proxy_of(translator, each) for key, each in kwargs.items()}
-        node = translator.output.create_proxy("call_function", target, proxies, named)
-        return wrap_fx_proxy(tx=translator, proxy=node)
-
-
-def _enabled(translator: Any, variable: Any, function: Any) -> Any:
-    """What stands for the function in ``torch.compiler.disable(function)`` while a region is traced, else None.
-
-    Its author keeps it from compilers. Here nothing is compiled: what a graph calls is compared with what has run.
-    """
-    own = getattr(function, "_torchdynamo_orig_callable", None)
-    if not local.is_tracing or own is None or not inspect.getattr_static(function, "_torchdynamo_disable", False):
-        return None
-    from torch._dynamo.source import AttrSource
-    from torch._dynamo.variables.base import VariableTracker
-
-    source = variable.source and AttrSource(variable.source, "_torchdynamo_orig_callable")
-    return VariableTracker.build(translator, own, source)
-
-
-def _look_into_disabled() -> None:
-    """Have torch's frontend trace functions under ``torch.compiler.disable``."""
-    from torch._dynamo.variables.functions import SkipFunctionVariable
-
-    @replacing(SkipFunctionVariable, "call_function")
-    def looking(call: Callable[..., Any], self: Any, translator: Any, args: Any, kwargs: Any) -> Any:
-        enabled = _enabled(translator, self, self.value)
-        return (
-            call(self, translator, args, kwargs) if enabled is None else enabled.call_function(translator, args, kwargs)
-        )
-
-
-def _name_torchs_classes() -> None:
-    """Have torch's frontend know the names of torch's classes: PEFT calls methods of ``type(parameter).__module__``."""
-    from torch._dynamo.variables.base import VariableTracker
-    from torch._dynamo.variables.misc import GetAttrVariable
-
-    @replacing(GetAttrVariable, "call_method")
-    def named(call: Callable[..., Any], self: Any, translator: Any, name: str, args: Any, kwargs: Any) -> Any:
-        owner = getattr(self.obj, "value", None)
-        if local.is_tracing and isinstance(owner, type) and self.name in ("__module__", "__name__", "__qualname__"):
-            self = VariableTracker.build(translator, getattr(owner, self.name))
-            return self.call_method(translator, name, args, kwargs)
-        return call(self, translator, name, args, kwargs)
-
-
-def _pass_locks() -> None:
-    """Have torch's frontend take a lock for a context that does nothing: a graph has nothing to lock."""
-    from torch._dynamo.guards import GuardBuilder
-    from torch._dynamo.variables.builder import VariableBuilder
-    from torch._dynamo.variables.ctx_manager import NullContextVariable
-
-    locks = type(threading.Lock()), type(threading.RLock())
-
-    @replacing(VariableBuilder, "_wrap")
-    def passing(wrap: Callable[..., Any], self: Any, value: Any) -> Any:
-        if not local.is_tracing or type(value) not in locks:
-            return wrap(self, value)
-        self.install_guards(GuardBuilder.TYPE_MATCH)
-        return NullContextVariable()
-
-
 MISSED = object()
-"""Is returned in the place of a result: no graph is known for this call."""
+"""The result of a call without a known graph."""
 
 
 @contextmanager
 def _our_functions_as_calls() -> Iterator[None]:
-    """The span in which the frontend does not trace into Functions that a tape looks into, but torch's own."""
+    """Inside, the frontend does not trace into Functions that a tape looks into, except for torch's own."""
     import torch._dynamo.trace_rules as rules
 
     allowed = rules._allowed_callable_ids
-    kinds = torch.autograd.Function.__subclasses__()
-    ours = [kind for kind in kinds if is_seen(kind) and not kind.__module__.startswith("torch.")]
-    added = [id(function) for function in ours if id(function) not in allowed]
+    kinds = [kind for kind in torch.autograd.Function.__subclasses__() if is_seen(kind)]
+    added = [id(kind) for kind in kinds if id(kind) not in allowed and not kind.__module__.startswith("torch.")]
     for number in added:
         allowed.add(number)
     try:
@@ -252,13 +54,6 @@ def _our_functions_as_calls() -> Iterator[None]:
     finally:
         for number in added:
             allowed.remove(number)
-
-
-def _untimed_guards() -> AbstractContextManager[Any]:
-    """The span in which the frontend does not measure how long guards take: it empties the caches, in 20 ms a graph."""
-    import torch._dynamo.guards as guards
-
-    return swapped(guards, "profile_guard_manager", lambda *given: 0.0)
 
 
 class _Miss(Exception):
@@ -270,9 +65,9 @@ def _call(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> 
 
 
 class GuardedCalls:
-    """Calls of functions that are alike. For each kind of call there is a graph, which ``backend`` gets.
+    """Calls of functions that are alike. For each kind of call ``backend`` gets a graph.
 
-    backend: ``(graph, example inputs) -> what runs in its place``, which takes the same inputs.
+    backend: ``(graph, example inputs) -> function``; the function runs in the graph's place, on the same inputs.
     Raises ``NotCapturable`` where torch's frontend is switched off.
     """
 
@@ -281,7 +76,7 @@ class GuardedCalls:
         import torch._dynamo.eval_frame as frames
         from torch._dynamo.types import ConvertFrameReturn
 
-        _prepare_frontend()
+        prepare_frontend()
         context: Any = torch._dynamo.optimize(backend=backend, nopython=True, dynamic=False)
         if getattr(context, "callback", None) is None:
             raise NotCapturable("torch.compile is switched off")
@@ -295,7 +90,7 @@ class GuardedCalls:
         def miss(frame: Any, *_: Any) -> Any:
             if frame.f_code is code:
                 raise _Miss
-            return untouched  # what the function calls runs as it is
+            return untouched  # calls inside of the function run as they are
 
         def trace(frame: Any, *state: Any) -> Any:
             if frame.f_code is not code:
@@ -314,7 +109,7 @@ class GuardedCalls:
 
     @property
     def are_current(self) -> bool:
-        """Whether the methods that the traced calls called are what they were. The guards do not tell that."""
+        """Whether the methods that the traced calls called are the same. The guards do not look at them."""
         return self._methods.are_as_before()
 
     def trace(
@@ -327,7 +122,7 @@ class GuardedCalls:
     ) -> Any:
         """``function(*args, **kwargs)`` by a graph, which is taken first if none is known.
 
-        recording: of a call like this, which tells what custom Functions give.
+        recording: of a call like this, with the results of custom Functions.
         reads: functions and modules that the call runs.
         """
         self._recording = recording
@@ -351,15 +146,16 @@ class GuardedCalls:
 
 @contextmanager
 def _tracing(methods: CalledMethods, recording: Recording) -> Iterator[None]:
-    """The span in which the frontend traces a region, and notes the methods that it calls."""
+    """Inside, the frontend traces a region, and notes the methods that it calls."""
     before, local.is_tracing = local.is_tracing, True
-    _local.asks, _local.meets, _local.called = False, False, methods
-    local.books.append(None)  # what runs on tensors without values makes no recipes
+    last_trace.asks, last_trace.meets, last_trace.called = False, False, methods
+    local.books.append(None)  # ops on tensors without values make no recipes
     local.function_stand_in = stand_in_for(recording)
     try:
         with (
             _our_functions_as_calls(),
-            _untimed_guards(),
+            # It would measure how long guards take, and empties the caches for that: in 20 ms a graph.
+            swapped(torch._dynamo.guards, "profile_guard_manager", lambda *given: 0.0),
             torch._dynamo.config.patch(
                 assume_static_by_default=True,
                 automatic_dynamic_shapes=False,
@@ -376,4 +172,4 @@ def _tracing(methods: CalledMethods, recording: Recording) -> Iterator[None]:
     finally:
         local.books.pop()
         local.function_stand_in = None
-        local.is_tracing, _local.called = before, None
+        local.is_tracing, last_trace.called = before, None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import combinations
@@ -14,17 +14,16 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 from recompute.compiled.autocast_settings import CallSettings, cast_of
-from recompute.compiled.backward_ops import BackwardOps
 from recompute.compiled.following import FollowingRecording
 from recompute.compiled.function_calls import (
     Around,
     FunctionBackward,
     FunctionCall,
     as_autograd_does,
+    shared_names,
     takes_gradient,
-    untold,
+    unseen,
 )
-from recompute.compiled.function_effects import shared_names
 from recompute.compiled.program import Program
 from recompute.compiled.program_writer import ObservedFrame, ProgramWriter
 from recompute.compiled.recording import Call, Departure, NotCapturable, Recording, Use
@@ -32,6 +31,7 @@ from recompute.compiled.region_graph import (
     INPUT,
     MODE_DEPENDENT,
     OTHER,
+    BackwardOps,
     Edge,
     are_alike,
     ends_of,
@@ -47,7 +47,7 @@ from recompute.engine.tape.op_arguments import LISTS
 
 
 class _Seen(PackedTensor):
-    """What is held for a saved tensor, and the buffer as which it was recorded."""
+    """A saved tensor as it is held, and its buffer."""
 
     __slots__ = ("_buffer", "_recording", "_saved")
 
@@ -66,7 +66,7 @@ _ATEN = torch.ops.aten
 
 
 class Observation:
-    """What is recorded of a frame, until its backward has ended.
+    """Records a frame, until its backward has ended.
 
     recording: a new one, which follows the calls that forward made by the tape. around: the settings that it runs
     under. done: called with the program that was made, or with the reason why there is none. name: the region's, for
@@ -87,10 +87,10 @@ class Observation:
         """Whether the region has run another frame before this one's backward."""
         self._known = known
         self.reason: str | None = None
-        self._recording, self.read = recording, recording.read
+        self.recording = recording
         self._done: Callable[[Program | str], None] | None = done
         parameters = {i for i, tensor in enumerate(given) if isinstance(tensor, nn.Parameter)}
-        self._frame = ObservedFrame(self._recording, parameters, around)
+        self._frame = ObservedFrame(self.recording, parameters, around)
         self._saved_whole: set[int] = set()
         """The buffers of the parameters that autograd has saved as they are."""
         self._outputs: dict[Edge, int] = {}
@@ -108,8 +108,8 @@ class Observation:
         self._is_running = False
         try:
             for position, tensor in enumerate(given):
-                number = self._recording.give(tensor, position)
-                root = self._recording.buffers[self._recording.buffers[number].root]
+                number = self.recording.give(tensor, position)
+                root = self.recording.buffers[self.recording.buffers[number].root]
                 if root.given != position and parameters & {root.given, position}:
                     raise NotCapturable("one of its parameters shares memory with another tensor that it is given")
         except NotCapturable as error:
@@ -123,19 +123,15 @@ class Observation:
         self._end_with(self.reason)
 
     def _end_with(self, result: Program | str) -> None:
-        self._recording.close()
+        self.recording.close()
         done, self._done = self._done, None
         if done is not None:
             done(result)
 
     def run(self, op: Any, args: tuple, kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
-        """Run an op, and record it."""
         if self.reason is not None:
             return run()
-        return self._recording.run(op, args, kwargs, run, self._fail)
-
-    def see_reached(self, tensors: Iterable[Tensor]) -> None:
-        self._recording.reach(tensors)
+        return self.recording.run(op, args, kwargs, run, self._fail)
 
     def see_function(
         self, args: tuple, output: Any, saved: Collection[int], *, is_changed: bool, takes_gradients: bool
@@ -144,8 +140,8 @@ class Observation:
 
         saved: the positions of the arguments that it has saved.
         """
-        index, buffers = len(self._recording.calls) - 1, self._recording.buffers
-        op, given, _, _, written, _ = self._recording.calls[index]
+        index, buffers = len(self.recording.calls) - 1, self.recording.buffers
+        op, given, _, _, written, _ = self.recording.calls[index]
         if type(op) is not FunctionOp or is_changed:
             self._fail(f"{op} changes what it is given")
             return
@@ -154,33 +150,29 @@ class Observation:
         uses = {position: use.buffer for position, use in enumerate(given) if type(use) is Use}
         made = [position for position, number in uses.items() if buffers[buffers[number].root].call is not None]
         saves = [position for position in made if position in saved and (uses[position],) * 2 in written]
-        options: dict[str, Any] = {"takes_gradients": takes_gradients, "names": shared_names(op, self.read)}
+        options: dict[str, Any] = {"takes_gradients": takes_gradients, "names": shared_names(op, self.recording.read)}
         self._frame.functions[index] = FunctionCall(op, args, outputs, around, made=made, saves=saves, **options)
         for tensor in filter(takes_gradient, outputs):
             self._nodes[tensor.grad_fn] = index
 
     def saved(self, tensor: Tensor, saved: PackedTensor) -> PackedTensor:
-        if self.reason is not None or not self._recording.knows(tensor):
+        if self.reason is not None or not self.recording.knows(tensor):
             return saved
-        buffer = self._recording.use(tensor).buffer
-        if self._recording.buffers[buffer].given in self._frame.parameters:
+        buffer = self.recording.use(tensor).buffer
+        if self.recording.buffers[buffer].given in self._frame.parameters:
             (self._saved_whole if isinstance(tensor, nn.Parameter) else self._frame.saved_views).add(buffer)
-        return _Seen(saved, self._recording, buffer)
-
-    def end_forward(self) -> None:
-        """Forward has made all of its calls. It is a departure if fewer were made than expected."""
-        self._recording.end_forward()
+        return _Seen(saved, self.recording, buffer)
 
     def finish(self, plan: SavePlan, given: Sequence[Tensor], outputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Forward has ended, by ``plan``: record what backward will do. Returns what the region is to return."""
+        """Forward has ended, by ``plan``: have backward recorded. Returns the outputs that the region is to return."""
         frame = self._frame
         try:
-            frame.plan, frame.steps = plan, len(self._recording.calls)
+            frame.plan, frame.steps = plan, len(self.recording.calls)
             if frame.steps != len(plan.steps):
                 raise NotCapturable("it passes tensors to recompute.keep, or their memory to others")
             if self._saved_whole & frame.saved_views:
                 raise NotCapturable("autograd saves one of its parameters both as it is and as a view")
-            frame.results = [self._recording.use(tensor) for tensor in outputs]
+            frame.results = [self.recording.use(tensor) for tensor in outputs]
             for one, other in combinations(frame.results, 2):
                 if one.buffer == other.buffer and not are_apart(one.layout, other.layout):
                     raise NotCapturable("two of its outputs overlap in memory")
@@ -194,19 +186,19 @@ class Observation:
             return outputs
 
     def _find_casts(self, given: Sequence[Tensor]) -> list[Tensor]:
-        """What autocast has cast of the parameters, and cached. To the region these are further inputs."""
+        """The casts of parameters in autocast's cache. To the region these are further inputs."""
         casts: list[Tensor] = []
-        for call in self._recording.calls:
+        for call in self.recording.calls:
             if call.op is not _ATEN._to_copy.default:
                 continue
             (source,) = call.uses()
-            position, (result,) = self._recording.buffers[source.buffer].given, call.results
+            position, (result,) = self.recording.buffers[source.buffer].given, call.results
             if position is None or result is None or position not in self._frame.around.cached:
                 continue
             if not 1 <= given[position].dim() <= 5:
                 raise NotCapturable("autocast casts a parameter of no dimension, or of more than five")
             cast = cast_of(given[position])
-            if self._recording.knows(cast) and self._recording.use(cast).buffer == result:
+            if self.recording.knows(cast) and self.recording.use(cast).buffer == result:
                 self._frame.casts[result] = position
                 casts.append(cast)
         return casts
@@ -214,8 +206,8 @@ class Observation:
     def _walk(self, given: Sequence[Tensor], outputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Put hooks on the nodes of the region's graph; returns the outputs.
 
-        An output that the region itself reads gets another node, so that gradients from outside of the region are told
-        apart from those inside.
+        An output that the region itself reads gets another node. So gradients from outside come to other nodes than
+        those from inside.
         """
         ends, roots = ends_of(given), {}
         for position, output in enumerate(outputs):
@@ -232,7 +224,7 @@ class Observation:
         numbers, self._edges = numbered_nodes(nodes, ends)
         if any(not node.next_functions for node in numbers if node not in nodes):
             raise NotCapturable("its graph reaches a leaf that it was not given")
-        if reason := next(filter(None, [untold(node) for node in numbers if node not in self._nodes]), ""):
+        if reason := next(filter(None, [unseen(node) for node in numbers if node not in self._nodes]), ""):
             raise NotCapturable(reason)
         for name in MODE_DEPENDENT.intersection(node.name() for node in numbers):
             raise NotCapturable(f"{name} computes in another way while it is recorded")
@@ -287,27 +279,27 @@ class Observation:
         elif (position := self._outputs.get((number, slot))) is not None:
             if gradients[position] is not None:  # as when a hook runs backward of the graph that it is called by
                 raise NotCapturable("its backward runs again before it has ended")
-            gradients[position] = buffer = self._recording.receive(gradient)
-            if self._recording.buffers[buffer].root not in gradients:
+            gradients[position] = buffer = self.recording.receive(gradient)
+            if self.recording.buffers[buffer].root not in gradients:
                 raise NotCapturable("the gradient of an output shares memory with one of its tensors")
         else:
             raise NotCapturable("a gradient comes from outside of its graph")
-        return self._recording.use(gradient)
+        return self.recording.use(gradient)
 
     def _see(self, gradient: Tensor, use: Use) -> None:
-        """A gradient inside of the region has come: what one call gave, or the sum of what several did."""
+        """A gradient inside of the region has come: the output of one call, or the sum of several."""
         if use.buffer in self._sums:
             self._sums.remove(use.buffer)  # from now on it is a tensor like others, and may have views
-            self._recording.bind(gradient, use.buffer)
+            self.recording.bind(gradient, use.buffer)
             if not are_alike(Layout.of(gradient), use.layout):
                 raise NotCapturable("autograd adds up gradients of several layouts")
-        elif (found := self._recording.use(gradient))[1:] == use[1:] and found.buffer in self._given_back:
-            self._recording.bind(gradient, use.buffer)  # a Function has given back the memory of a gradient
+        elif (found := self.recording.use(gradient))[1:] == use[1:] and found.buffer in self._given_back:
+            self.recording.bind(gradient, use.buffer)  # a Function has given back the memory of a gradient
         elif found != use:
             raise NotCapturable("a hook replaces a gradient inside of it")
 
     def _after(self, number: int, gradients: tuple[Tensor | None, ...], _: Any) -> Sequence[Tensor | None] | None:
-        """A node of the graph has run. Returns what it gives, if autograd would make something else of that."""
+        """A node of the graph has run. Returns its gradients, if autograd would make other tensors of them."""
         if (call := self._nodes.get(number)) is not None:
             return self._after_function(number, call, gradients)
         if self.reason is not None:
@@ -318,7 +310,7 @@ class Observation:
         _pop_mode()
         try:
             pairs = zip(gradients, self._edges[number], strict=True)
-            self._pass_on(number, [None if g is None or e is None else self._recording.use(g) for g, e in pairs])
+            self._pass_on(number, [None if g is None or e is None else self.recording.use(g) for g, e in pairs])
         except NotCapturable as error:
             self._fail(error)
         return None
@@ -328,11 +320,11 @@ class Observation:
     ) -> Sequence[Tensor | None] | None:
         """The node of a custom Function has run, which is one call. Its gradients are tensors of their own.
 
-        Their memory may be that of a gradient that it was given, or of what it has saved.
+        Their memory may be that of a gradient that it was given, or of a tensor that it has saved.
         """
         if self.reason is not None:
             return None
-        forward, index = self._recording.calls[call], len(self._recording.calls)
+        forward, index = self.recording.calls[call], len(self.recording.calls)
         passed: list[Tensor | None] = []
         uses: list[Use | None] = []
         try:
@@ -344,13 +336,13 @@ class Observation:
                     uses.append(None)
                 else:
                     passed.append(gradient := as_autograd_does(gradient, layout))
-                    uses.append(Use(self._recording.receive(gradient, index), Layout.of(gradient)))
+                    uses.append(Use(self.recording.receive(gradient, index), Layout.of(gradient)))
             made = [use for use, edge in zip(uses, edges, strict=True) if edge is not None]
             found = [None if use is None else use.layout for use in made]
             results = tuple([None if use is None else use.buffer for use in made])
             op = FunctionBackward(forward.op, call, len(self._given), found, _again(self._frame.backward_autocast))
             saved = [forward.args[position] for position in self._frame.functions[call].saves]
-            self._recording.calls.append(Call(op, (*self._given, *saved), {}, results, (), is_sequence=True))
+            self.recording.calls.append(Call(op, (*self._given, *saved), {}, results, (), is_sequence=True))
             self._given_back.update(filter(None, results))
             self._pass_on(number, uses)
         except NotCapturable as error:
@@ -368,7 +360,7 @@ class Observation:
             elif (before := self._pending.get(edge)) is None:
                 self._pending[edge] = use
             else:
-                self._pending[edge] = total = self._recording.add(before, use)
+                self._pending[edge] = total = self.recording.add(before, use)
                 self._sums.add(total.buffer)
 
     def _end(self) -> None:

@@ -1,8 +1,8 @@
 """Chooses which ops of a region run again in backward while AOTAutograd traces the region: by one minimum cut.
 
 AOTAutograd runs a forward twice: first to look at it, then to make a graph of it and of its backward. While it makes
-the graph it calls no saved-tensor hooks. So the first run tells what autograd saves. The second run is recognized by
-its ops, and gives the nodes of the graph. The nodes of an op are those that were added while it ran.
+the graph it calls no saved-tensor hooks. So the first run tells which tensors autograd saves. The second run has the
+same ops, and tells the nodes of the graph. The nodes of an op are those that were added while it ran.
 
 Unlike a tape in eager code, this never meets a value that was overwritten: AOTAutograd has made the graph functional.
 """
@@ -39,18 +39,13 @@ class _Call(NamedTuple):
     policy: CheckpointPolicy
     is_costly: bool
     nodes: list[Node]
-    """What it has become in the graph, the last node first."""
-
-    @property
-    def is_for_the_cut(self) -> bool:
-        """Whether it is the cut that decides if the op runs again."""
-        return self.policy is CheckpointPolicy.PREFER_RECOMPUTE
+    """Its nodes in the graph, the last first."""
 
 
 class RegionPartitioner:
     """The values and ops of one region, and the cut over them.
 
-    Values and ops are numbered in the order in which they come.
+    Values and ops are numbered as they come.
     """
 
     def __init__(self, graph: Graph | None, price: float, hold: int | None):
@@ -80,7 +75,7 @@ class RegionPartitioner:
     def after_op(
         self, op: Any, known: OpFacts, policy: CheckpointPolicy, args: tuple, kwargs: dict[str, Any], output: Any
     ) -> None:
-        """That op has run. policy: what the rules around it say of it."""
+        """That op has run. policy: by the rules around it."""
         inputs = [self._number(tensor) for tensor in _tensors((args, kwargs))]
         for tensor in self._saved_early:
             if (number := self._number_of.get(tensor.untyped_storage()._cdata)) is not None:
@@ -126,7 +121,7 @@ class RegionPartitioner:
     def nodes_to_save(self) -> list[Node] | None:
         """The second run has ended: the nodes of the ops that the rules let run again, but the cut does not.
 
-        None if no first run had the same ops, so that nobody knows what autograd saves.
+        None if no first run had the same ops: then the tensors that autograd saves are unknown.
         """
         demanded = _saves.get(self._signature())
         if demanded is None:
@@ -136,12 +131,12 @@ class RegionPartitioner:
         rerun = cut.rerun.union(self._derived(cut.kept))
         nodes: list[Node] = []
         for index, call in enumerate(self._calls):
-            if call.is_for_the_cut and index not in rerun:
+            if call.policy is CheckpointPolicy.PREFER_RECOMPUTE and index not in rerun:
                 nodes += [node for node in call.nodes if not _is_inside(node, set(call.nodes))]
         return nodes
 
     def _derived(self, kept: Collection[int]) -> Iterator[int]:
-        """The ops of what comes back from ``kept`` without a costly op, so that others who save it may drop it."""
+        """The ops of values that come back from ``kept`` without a costly op, so that others may drop them."""
         there = set(kept)
         read = {number for op in self._ops for number in op.inputs}
         for index, (op, call) in enumerate(zip(self._ops, self._calls, strict=True)):
@@ -153,7 +148,7 @@ class RegionPartitioner:
                     yield index
 
     def _signature(self) -> Hashable:
-        """What both runs of a region have in common, and by which they are recognized."""
+        """Both runs of a region have this in common, and are recognized by it."""
         return tuple([call.op for call in self._calls]), tuple(self._ops), tuple(self._values), tuple(self._given)
 
     def _number(self, tensor: Tensor) -> int:
@@ -181,8 +176,8 @@ _MOST_SIGNATURES = 1024
 def merge_with_region_before(graph: Graph, start: int, *, is_cut: bool) -> None:
     """Have torch take the region whose nodes begin at ``start`` for a part of the one before it, if that has a cut.
 
-    Otherwise torch would save all that goes from one region to the other, though the cut of the first one has decided
-    whether that is saved or comes back.
+    Otherwise torch would save all that goes from one region to the other, though the cut of the first one may have it
+    come back.
     """
     nodes = iter(reversed(graph.nodes))
     own = [node for node in islice(nodes, len(graph.nodes) - start) if _REGION in node.meta]
@@ -217,7 +212,7 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def _seconds(op: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> float:
-    """What an op costs with the sizes that are traced. To ask for them must not add guards on them."""
+    """The time of an op with the traced sizes. To ask for these must not add guards on them."""
     with _disable_current_modes():
         return seconds(op, *tree_map_only(Tensor, _stand_in, (args, kwargs, output)))
 

@@ -1,4 +1,4 @@
-"""A captured region as code: its forward and its backward, and what the one leaves for the other."""
+"""A captured region as code: its forward and its backward, and all that the one leaves for the other."""
 
 from __future__ import annotations
 
@@ -16,47 +16,47 @@ from recompute.engine.cut.save_plan import SavePlan
 from recompute.engine.numerics import Autocast
 
 ANY = -1
-"""The offset of a gradient that may begin anywhere in its storage: the code counts from where it begins."""
+"""The offset of a gradient that may begin anywhere in its storage: the code counts from its beginning."""
 
 
 @dataclass(frozen=True, eq=False)
 class DroppedOutputs:
-    """What gives back the outputs of a region that others have saved and dropped.
+    """Brings back the outputs of a region that others have saved and dropped.
 
-    The backward of those others comes before the region's own, which reads some of what gave the outputs. What is small
-    is left for it: the statistics of a norm's rows, say. The rest would wait through backwards of others, where memory
-    is at its peak, and runs again.
+    The backward of those others comes before the region's own. Both need some of the same values. Small ones are left
+    for the region's own backward: the statistics of a norm's rows, say. Large ones would wait through backwards of
+    others, where memory is at its peak. So they are made again.
     """
 
     run: GeneratedCode
     """``(held, kept, states) -> (outputs, left)``."""
     values: tuple[tuple[int, int], ...]
-    """The positions of the outputs that it gives back, and their values in the plan."""
+    """The positions of the outputs that it brings back, and their values in the plan."""
     held: tuple[int, ...]
-    """The indices of what it takes of what is held."""
+    """The indices of the held inputs that it takes."""
     kept: tuple[int, ...]
-    """The indices of what it takes of what is kept."""
+    """The indices of the kept values that it takes."""
     backward: GeneratedCode
     """``(held, kept, states, gradients, left) -> contributions``: the region's backward after it."""
 
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """What runs in the place of a region."""
+    """Runs in the place of a region."""
 
     plan: SavePlan
     forward: GeneratedCode
     """``(name, objects, is_sure, *given, *casts) -> (outputs, kept, states, saved, held, others)``.
 
-    The last three are what a frame has of the inputs: what autograd is to save, what is held, and what is only looked
-    at. is_sure: whether backward will not need another run of forward.
+    The last three are inputs: those that autograd is to save, those that are held, and those that are only looked at.
+    is_sure: whether backward will not need another run of forward.
     """
     backward: GeneratedCode
     """``(held, kept, states, gradients) -> contributions``."""
     outputs: DroppedOutputs | None
-    """What gives back the outputs that others have saved and dropped; None if there can be none."""
+    """Brings back the outputs that others have saved and dropped; None if there can be none."""
     edges: tuple[int, ...]
-    """The positions of the inputs that get a contribution to their gradient, in the order in which these come."""
+    """The positions of the inputs that get contributions to their gradients, in the order of these."""
     held: tuple[tuple[int, str], ...]
     """The positions of the inputs that backward reads, and how each is held.
 
@@ -78,11 +78,11 @@ class Program:
     offsets: tuple[tuple[int, int], ...]
     """The positions of inputs, and the offset in its storage that each must have, as the region counts from there."""
     shown: tuple[int, ...]
-    """The indices of what is kept and shares memory with an output, so that others may write to it."""
+    """The indices of the kept values that share memory with an output, so that others may write to them."""
     around: CallSettings
     """Those that forward ran under. The casts of autocast are ops of the program, which runs without it."""
     backward_autocast: Autocast | None
-    """The one that backward ran under."""
+    """The autocast that backward ran under."""
     casts: tuple[int, ...]
     """The positions of the parameters that are given as autocast has cast them, too. Their casts are further inputs."""
     gradients: tuple[Layout | None, ...]
@@ -92,11 +92,10 @@ class Program:
     fixed: tuple[int, ...]
     """Which outputs take no gradient."""
     draws_from: tuple[Any, ...] | None
-    """The generators beside torch's own from which forward may draw random numbers; None if it draws none."""
+    """The generators that forward may draw from beside torch's own; None if it draws no random numbers."""
 
     @property
     def kernels(self) -> tuple[GeneratedKernel, ...]:
-        """The generated kernels that run in it."""
         return *self.forward.kernels, *self.backward.kernels
 
     def fits(self, given: Sequence[Tensor]) -> bool:

@@ -1,4 +1,4 @@
-"""Writes a captured region's program, of what was observed of one of its frames."""
+"""Writes a captured region's program, from an observed frame."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from recompute.engine.tape.functions import FunctionOp
 from recompute.engine.tape.op_arguments import generators_of
 
 SMALL = 8
-"""What is left for the region's own backward is at least so many times smaller than the outputs that came back."""
+"""Values that are left for the region's own backward are so many times smaller than the outputs that came back."""
 
 
 @dataclass
 class ObservedFrame:
-    """What was seen of a frame: the calls of its forward and of its backward, and what autograd did between them."""
+    """A frame as it was seen: the calls of its forward and of its backward, and autograd's part between them."""
 
     recording: Recording
     parameters: Set[int]
@@ -55,7 +55,7 @@ class ObservedFrame:
     saved_views: set[int] = field(default_factory=set)
     """The buffers of the parameters whose views autograd has saved."""
     casts: dict[int, int] = field(default_factory=dict)
-    """The buffers of what autocast has cast and cached, and the positions of the parameters, in order."""
+    """The buffers of the casts in autocast's cache, and the positions of their parameters, in order."""
     functions: dict[int, FunctionCall] = field(default_factory=dict)
     """The calls of forward that are of custom Functions."""
 
@@ -73,16 +73,16 @@ class ProgramWriter:
         self._kept: dict[int, None] = {}
         self._held: dict[int, None] = {}
         self._again: dict[int, None] = {}
-        """The calls of forward that run again, in the order in which backward needs them."""
+        """The calls of forward that run again, in the order of backward."""
 
     def would_write(self, program: Program) -> bool:
-        """Whether a program is what this would write. It was made of the same graph, for inputs of the same kinds."""
+        """Whether this would write the same program. It was made of the same graph, for inputs of the same kinds."""
         ours = self._given_facts
         return program.plan is self.plan and all([getattr(program, name) == ours[name] for name in ours])
 
     @cached_property
     def _given_facts(self) -> dict[str, Any]:
-        """What programs of one graph, for inputs of the same kinds, may differ in."""
+        """Programs of one graph, for inputs of the same kinds, may differ in these."""
         frame, buffers = self.frame, self.recording.buffers
         shared = [(buffer.given, buffers[buffer.root].given) for buffer in buffers]
         roots = [None if number is None else buffers[number].root for number in frame.gradients]
@@ -141,7 +141,6 @@ class ProgramWriter:
         return backward.compiled(head, _tuple(names), names, given)
 
     def _contributions(self, backward: Code) -> list[str]:
-        """The variables that backward gives."""
         return ["None" if use is None else backward.tensor(use) for _, use in self.frame.contributions]
 
     def _dropped_outputs(
@@ -153,7 +152,7 @@ class ProgramWriter:
         drawn: Sequence[str],
         backward_head: Sequence[str],
     ) -> DroppedOutputs:
-        """values: of the plan, by the positions of the outputs that ``code`` gives back."""
+        """values: of the plan, by the positions of the outputs that ``code`` brings back."""
         recording, results = self.recording, self.frame.results
         large = recording.nbytes([results[position].buffer for position in values]) // SMALL
         made = [number for number in recording.made(code.reruns) if not self._is_output(number)]
@@ -215,7 +214,8 @@ class ProgramWriter:
         for call in self._backward:
             for use in call.uses():
                 self._bring(use.buffer, code)
-            if any(not self._is_backwards(before) for before, _ in call.written):
+            makers = [self.recording.buffers[before].call for before, _ in call.written]
+            if any(index is None or index < len(self._forward) for index in makers):
                 raise NotCapturable(f"backward writes into a tensor of forward ({call.op})")
             if type(call.op) is FunctionBackward:
                 code.function_backward(call)
@@ -228,7 +228,7 @@ class ProgramWriter:
         return code
 
     def _write_outputs(self) -> tuple[Code, dict[int, int]] | None:
-        """The code that gives back the outputs that others may drop; their values in the plan, by their positions."""
+        """The code of the outputs that others may drop; their values in the plan, by their positions."""
         found: dict[int, int] = {}
         for value in self.plan.outputs:
             number = self._made_by(value)
@@ -255,13 +255,8 @@ class ProgramWriter:
             return buffers[self.plan.steps[step].made.index(value)]
         return call.written[0][1] if call.written and not slot else call.results[slot or 0]
 
-    def _is_backwards(self, number: int) -> bool:
-        """Whether a call of backward has made a buffer."""
-        call = self.recording.buffers[number].call
-        return call is not None and call >= len(self._forward)
-
     def _bring(self, number: int, code: Code) -> None:
-        """Give a buffer that backward reads a variable: of what forward has left, or of what runs again."""
+        """Give a buffer that backward reads a variable, which forward has left, or which is made again."""
         pending = [number]
         while pending:
             number = pending[-1]
@@ -286,7 +281,7 @@ class ProgramWriter:
                 assert index is not None
                 call = self._forward[index]
                 if index not in self.plan.rerun_set:
-                    raise NotCapturable(f"backward reads what {call.op} gave, which is neither kept nor runs again")
+                    raise NotCapturable(f"backward reads an output of {call.op} that is neither kept nor made again")
                 missing = [use.buffer for use in call.uses() if use.buffer not in code.tensors]
                 if missing:
                     pending += missing
@@ -298,14 +293,14 @@ class ProgramWriter:
     def _keeps(self) -> frozenset[int]:
         """The buffers of the values that the plan keeps."""
         plan = self.plan
-        # What a custom Function may write to counts as overwritten. What autograd had saved of that before is held.
+        # A value that a custom Function may write to counts as overwritten. It is held if autograd had saved it before.
         made = {self._made_by(value) for value in (*plan.kept, *(plan.demanded & plan.overwritten))}
         return frozenset(number for number in made if number is not None)
 
     def _write_forward(
         self, ways: Sequence[tuple[int, str, str]], others: Sequence[tuple[int, str]]
     ) -> tuple[GeneratedCode, list[str]]:
-        """The code of forward, and the variables of the random states that it gives."""
+        """The code of forward, and the variables of the random states that it returns."""
         code, buffers, frame = Code(self.recording), self.recording.buffers, self.frame
         given = [number for number, buffer in enumerate(buffers) if buffer.given is not None]
         inputs = [f"t{number}" for number in given]
@@ -350,14 +345,14 @@ class ProgramWriter:
         if use.layout == buffer.layout:
             return code.tensors[use.buffer]
         if use.buffer in self._kept:
-            return f"{code.tensor(use)}.detach()"  # it shares the version counter of what is kept
+            return f"{code.tensor(use)}.detach()"  # it shares the version counter of the kept value
         return f"apart({code.tensors[use.buffer]}, {code.named(use.layout)})"
 
 
 def deciding(calls: Sequence[Call], rerun: Collection[int], recording: Recording) -> set[int]:
-    """The rows' sums and softmaxes that decide something when both run again, as which expert takes a token.
+    """The rows' sums and softmaxes that integers or flags are made of when both run again, as a token's expert.
 
-    Forward and backward have to decide alike, so that both take ATen's bits.
+    Those must be the same in forward and backward, so both take ATen's bits.
     """
     found: set[int] = set()
     sources: dict[int, set[int]] = {}

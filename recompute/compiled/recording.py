@@ -1,7 +1,7 @@
 """The ops that a region ran below autograd: the calls, and which buffers they read, make and write to.
 
 A tensor is known by its storage and its layout, so views need no calls of their own: whoever reads a view reads a
-buffer through a layout. A buffer is what a storage holds from one write to the next.
+buffer through a layout. A buffer is the contents of a storage from one write to the next.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 
 from recompute.compiled.generated.switch import Generates, is_generating
 from recompute.engine.cut.layout import Layout
-from recompute.engine.cut.ops import DATA_DEPENDENT, EFFECT, NO_TENSOR, Kind, OpFacts, facts, facts_of_call, tensors_in
+from recompute.engine.cut.ops import DATA_DEPENDENT, EFFECT, NO_TENSOR, Kind, facts, facts_of_call, tensors_in
 from recompute.engine.cut.save_plan import LARGEST_COPY
 from recompute.engine.tape.autocast import left_out
 from recompute.engine.tape.functions import FunctionOp
@@ -30,7 +30,7 @@ class NotCapturable(Exception):
 
 
 class Departure(Exception):
-    """What runs is not what is expected."""
+    """Other calls run than expected."""
 
     def __init__(self, reason: str = "torch.compile's graph of it takes other steps than its forward"):
         super().__init__(reason)
@@ -42,15 +42,15 @@ class Use(NamedTuple):
     buffer: int
     layout: Layout
     is_conjugate: bool = False
-    """Whether it has the conjugates of what is in memory: torch computes these only where an op reads them."""
+    """Whether it is the conjugate of the numbers in memory: torch computes it only where an op reads it."""
 
 
 @dataclass
 class Buffer:
-    """What a storage holds from one write to the next."""
+    """The contents of a storage from one write to the next."""
 
     layout: Layout
-    """The layout of the tensor in which it was seen first."""
+    """The layout of the first tensor that had it."""
     nbytes: int
     root: int
     """The first buffer in the same storage. An op that writes in place writes into the tensor of that."""
@@ -64,7 +64,7 @@ class Buffer:
 
 
 class FunctionResult(NamedTuple):
-    """A tensor that a custom ``autograd.Function`` gives."""
+    """A tensor that a custom ``autograd.Function`` returns."""
 
     layout: Layout
     device: torch.device
@@ -78,14 +78,14 @@ class ObjectUse(NamedTuple):
 
 
 class RecordedFunction(NamedTuple):
-    """What the forward of a custom ``autograd.Function`` did."""
+    """A forward of a custom ``autograd.Function``."""
 
     results: Sequence[Any]
-    """What it gave, with a ``FunctionResult`` in the place of each tensor."""
+    """Its results, with a ``FunctionResult`` in the place of each tensor."""
     reached: Sequence[int | None]
     """The buffers that it may have written to."""
     changed: frozenset[str] = frozenset()
-    """The names of what it has changed in Python."""
+    """The names of the objects that it has changed in Python."""
 
 
 class Call(NamedTuple):
@@ -98,8 +98,8 @@ class Call(NamedTuple):
     results: tuple[int | None, ...]
     """The buffers of its outputs; None for one that is no tensor, or that shares the memory of another."""
     written: tuple[tuple[int, int], ...]
-    """For each storage that it writes to, the buffers before and after. These are the same for what a custom Function
-    is given and leaves as it is, or what the region itself was given."""
+    """For each storage that it writes to, the buffers before and after. These are the same where a custom Function
+    leaves an argument as it is, or was given it from outside of the region."""
     is_sequence: bool
     """Whether it returns several outputs."""
 
@@ -110,11 +110,9 @@ class Call(NamedTuple):
 def uses_in(value: Any) -> Iterator[Use]:
     if type(value) is Use:
         yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
+    elif isinstance(value, (list, tuple, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
             yield from uses_in(item)
-    elif isinstance(value, dict):
-        yield from uses_in(tuple(value.values()))
 
 
 @dataclass
@@ -128,11 +126,11 @@ class Recording:
     is_forward: bool = True
     """Whether calls are forward's so far."""
     generates: Generates = Generates.EXACT
-    """The kernels that code which is made of it may run in."""
+    """The kernels that its code may run in."""
     stable: set[int] = field(default_factory=set)
     """The buffers that are to have the same bits in forward and when they come back."""
     given_away: set[int] = field(default_factory=set)
-    """The buffers that others get, each of which is to have memory of its own."""
+    """The buffers that others get: each is to have memory of its own."""
     buffers: list[Buffer] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     functions: dict[int, RecordedFunction] = field(default_factory=dict)
@@ -156,8 +154,13 @@ class Recording:
         """Whether kernels are generated for it."""
         return bool(self.generates) and self.device is not None and is_generating(self.device)
 
+    def maker(self, use: Use) -> Call | None:
+        """The call that made, or wrote, all of a tensor."""
+        index = self.buffers[use.buffer].call
+        return None if index is None else self.calls[index]
+
     def made(self, calls: Iterable[Call]) -> list[int]:
-        """The buffers that calls give."""
+        """The buffers that calls make."""
         made = [number for call in calls for number in (*call.results, *(after for _, after in call.written))]
         return list(dict.fromkeys(number for number in made if number is not None))
 
@@ -192,19 +195,15 @@ class Recording:
         the buffer that came first, at a place which is counted from the start of the storage.
         """
         root = self._current.get(tensor.untyped_storage()._cdata)
-        if root is None:
-            return self._new(tensor, given=position)
-        number = len(self.buffers)
-        nbytes = tensor.untyped_storage().nbytes()
-        self.buffers.append(Buffer(Layout.of(tensor), nbytes, root, position, device=tensor.device))
-        self.placed |= {root, number}
+        number = self._new(tensor, given=position, root=root)
+        self.placed |= set() if root is None else {root, number}
         return number
 
     def use(self, tensor: Tensor) -> Use:
         """A tensor that an op reads, as a ``Use`` of a buffer that has been seen before."""
         is_conjugate = tensor.is_conj()
         if is_conjugate:
-            tensor = tensor.conj()  # what is in memory
+            tensor = tensor.conj()  # the numbers in memory
         if not is_plain(tensor) and not is_frozen(tensor):
             raise NotCapturable(f"an op reads a {type(tensor).__name__} that is no plain view of a storage")
         number = self._current.get(tensor.untyped_storage()._cdata)
@@ -220,7 +219,7 @@ class Recording:
         return torch._C._has_storage(tensor) and tensor.untyped_storage()._cdata in self._current
 
     def bind(self, tensor: Tensor, buffer: int) -> None:
-        """From now on what the tensor's storage holds is known as ``buffer``."""
+        """From now on the contents of the tensor's storage are known as ``buffer``."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._current:
             self._weak.append(storage._weak_ref())
@@ -264,8 +263,10 @@ class Recording:
             return None
         if not isinstance(op, OpOverload):
             raise NotCapturable(f"{op} is no op of the dispatcher")
-        if known.is_foreign:
-            _refuse_foreign(op, known)
+        if known.is_foreign and known.reason in (EFFECT, NO_TENSOR):  # forward may have to run again
+            raise NotCapturable(f"{known.name}: {known.reason}")
+        if known.is_foreign and generators_of(op):
+            raise NotCapturable(f"{known.name} may draw from a random generator of its own")
         if (known.casts_inside or torch.is_inference_mode_enabled()) and left_out():
             raise NotCapturable(f"autocast applies inside of {known.name}")
         if _DATA_DEPENDENT.intersection(op.tags) and facts_of_call(op, args, kwargs).reason == DATA_DEPENDENT:
@@ -322,9 +323,9 @@ class Recording:
         )
 
     def _overwrite(self, key: int, call: int, *, may_not: bool) -> tuple[int, int]:
-        """What was in a storage before a call has written there, and what is there now.
+        """The buffers of a storage before and after a call has written there.
 
-        may_not: the call may not have done so. Then what no call has made stays what it is: it has a version.
+        may_not: the call may not have done so. Then a buffer from outside stays the same: its tensor has a version.
         """
         before = self._current[key]
         old = self.buffers[before]
@@ -335,7 +336,7 @@ class Recording:
         return before, self._current[key]
 
     def add(self, first: Use, second: Use) -> Use:
-        """Add the call by which autograd adds up two gradients of one tensor. Nobody has seen the sum yet."""
+        """Add autograd's sum of two gradients of one tensor, as a call. Nobody has seen the sum yet."""
         layout = Layout.of(_on_meta(first.layout) + _on_meta(second.layout))
         number = len(self.buffers)
         nbytes = layout.shape.numel() * layout.dtype.itemsize
@@ -345,7 +346,7 @@ class Recording:
         return Use(number, layout)
 
     def _see_constant(self, tensor: Tensor) -> None:
-        """Remember what ``torch.tensor`` makes of a literal."""
+        """Remember the tensor that ``torch.tensor`` makes from a literal."""
         if is_plain(tensor) and not self.knows(tensor) and tensor.untyped_storage().nbytes() <= LARGEST_COPY:
             self.buffers[self._new(tensor)].constant = tensor.clone()
 
@@ -355,11 +356,14 @@ class Recording:
         if number is not None and self.buffers[root := self.buffers[number].root].call is None:
             self.placed.add(root)
 
-    def _new(self, tensor: Tensor, *, given: int | None = None, call: int | None = None) -> int:
+    def _new(
+        self, tensor: Tensor, *, given: int | None = None, call: int | None = None, root: int | None = None
+    ) -> int:
         number = len(self.buffers)
-        nbytes = tensor.untyped_storage().nbytes()
-        self.buffers.append(Buffer(Layout.of(tensor), nbytes, number, given, call, device=tensor.device))
-        self.bind(tensor, number)
+        nbytes, first = tensor.untyped_storage().nbytes(), number if root is None else root
+        self.buffers.append(Buffer(Layout.of(tensor), nbytes, first, given, call, device=tensor.device))
+        if root is None:
+            self.bind(tensor, number)
         return number
 
     def _template(self, value: Any, *, takes_objects: bool = False) -> Any:
@@ -377,14 +381,6 @@ class Recording:
         if not takes_objects or position is None:
             raise NotCapturable(f"an op is given a {type(value).__name__}")
         return ObjectUse(position)
-
-
-def _refuse_foreign(op: OpOverload, known: OpFacts) -> None:
-    """Refuse an op of another library that could not run as a part of code, which may have to run forward again."""
-    if known.reason in (EFFECT, NO_TENSOR):
-        raise NotCapturable(f"{known.name}: {known.reason}")
-    if generators_of(op):
-        raise NotCapturable(f"{known.name} may draw from a random generator of its own")
 
 
 def _on_meta(layout: Layout) -> Tensor:

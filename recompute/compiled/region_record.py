@@ -1,4 +1,4 @@
-"""What is known of one region: the plans of its frames, what these count, and how its backwards have gone."""
+"""The record of one region: the plans of its frames, their counts, and how its backwards have gone."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from recompute.engine.tape.recorder import TapeRegion
 from recompute.errors import warn
 
 WARMUP_FRAMES = 3
-"""Frames with the same plan after which a region is captured."""
+"""A region is captured after so many frames with the same plan."""
 MAX_PLANS = 8
 MAX_REPLAYS = 8
-"""Backwards that were not as recorded after which a region is refused: each costs another forward."""
+"""A region is refused after so many backwards that were not as recorded: each costs another forward."""
 MAX_FAILURES = 3
 """How many calls of equal regions torch's frontend may fail on, and how often a region may observe a graph in vain."""
 
@@ -25,7 +25,7 @@ DIFFERENTIATED = "its backward is differentiated in its turn"
 
 
 class Counts(NamedTuple):
-    """What a frame adds to the totals of its region; see ``RegionStatistics``."""
+    """A frame adds these to the totals of its region; see ``RegionStatistics``."""
 
     frames: int
     dropped_tensors: int
@@ -35,7 +35,7 @@ class Counts(NamedTuple):
 
     @staticmethod
     def of(plan: SavePlan, *, is_checkpoint: bool = False) -> Counts:
-        """A checkpoint counts no inputs. Its code may keep what cannot run again, if that is small, as masks are."""
+        """A checkpoint counts no inputs. Its code may keep small values that cannot be made again, as masks."""
         if not is_checkpoint:
             return Counts(1, len(plan.dropped), plan.dropped_nbytes, plan.kept_nbytes, plan.eager_nbytes)
         made = {number: known.nbytes for number, known in enumerate(plan.facts) if known.step is not None}
@@ -61,26 +61,26 @@ class Counts(NamedTuple):
 
 
 class RegionRecord:
-    """What a region's graphs and frames need of it."""
+    """The part of a region that its graphs and frames use."""
 
     def __init__(self, tape: TapeRegion, *, is_checkpoint: bool):
         self.tape = tape
         self.statistics = tape.statistics
         self.is_checkpoint = is_checkpoint
-        if is_checkpoint:  # the tape's own: nobody asks for more of it than what runs again
+        if is_checkpoint:  # the tape's own: only the regenerations in it are ever read
             tape.statistics = RegionStatistics(self.statistics.name, regenerated=self.statistics.regenerated)
         self.generates = Generates.EXACT
         """The generated kernels that its code may run in."""
         self._plans: dict[int, tuple[SavePlan, int]] = {}
         """The plans that its frames by the tape have had, by their ``id``, and how many frames had each."""
         self._kernel_counts: list[tuple[RegionStatistics, Counts]] = []
-        """For each kernel, what it has counted in the last frame that was recorded, beside what the tape counts."""
+        """For each kernel, its own counts in the last frame that was recorded, beside the tape's."""
         self._frame_counts: dict[int, list[tuple[RegionStatistics, Counts]]] = {}
-        """What each captured frame counts, by the ``id`` of its plan."""
+        """The counts of each captured frame, by the ``id`` of its plan."""
         self._replays = 0
         """Backwards that were not as recorded."""
         self._first_replays: dict[Program, tuple[int, int]] = {}
-        """Programs with such backwards: in which frame that happened first, and how often it has."""
+        """Programs with such backwards: the number of the frame when that happened first, and how often it has."""
         self._trusted: set[Program] = set()
         """Programs whose backward has come, and has always been as it was recorded."""
 
@@ -89,7 +89,7 @@ class RegionRecord:
         raise NotImplementedError
 
     def forget(self, program: Program) -> None:
-        """Have the region not run a program any more. Another one may do what is done now."""
+        """Have the region not run a program any more. Another one may be right now."""
         raise NotImplementedError
 
     def note_plan(self, plan: SavePlan) -> None:
@@ -117,7 +117,7 @@ class RegionRecord:
             Counts.of(plan, is_checkpoint=True).add_to(self.statistics)
 
     def count_frame(self, plan: SavePlan) -> None:
-        """A captured frame runs. This counts what its kernels hold, too: their own runners do not run, and cannot."""
+        """A captured frame runs. This counts for its kernels, too: their own runners do not run, and cannot."""
         counted = self._frame_counts.get(id(plan))
         if counted is None:
             own = self.statistics, Counts.of(plan, is_checkpoint=self.is_checkpoint)

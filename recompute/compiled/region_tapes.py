@@ -1,4 +1,4 @@
-"""The tapes by which a region is captured: one records its forward, and one shows its graph's ops to an observation."""
+"""The tapes of a capture: one records a region's forward, and one shows its graph's ops to an observation."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recompute.compiled.function_calls import takes_gradient
-from recompute.compiled.function_effects import CHANGES, changed, found_by, shared_names
+from recompute.compiled.function_calls import CHANGES, changed, found_by, shared_names, takes_gradient
 from recompute.compiled.observation import Observation
 from recompute.compiled.recording import Departure, NotCapturable, Recording
 from recompute.engine.cut.ops import Kind, facts, tensors_in
@@ -53,7 +52,7 @@ class RecordingTape(_ShowingTape):
         self.reason = ""
         """Why the recording was given up; "" if it was not."""
         self.has_rules_inside = False
-        """Whether other rules than the region's said what becomes of an op, or of what is saved for it."""
+        """Whether other rules than the region's were in force for an op, or for a tensor saved for it."""
         self._own_policy = region.op_policy
 
     def pin(self, tensor: Tensor, name: str | None) -> Tensor:
@@ -91,10 +90,10 @@ class RecordingTape(_ShowingTape):
 
 
 class _RunningFunction:
-    """A call of a custom Function, from its forward until what it has returned has a graph."""
+    """A call of a custom Function, from its forward until its outputs have their graphs."""
 
     def __init__(self, op: FunctionOp, args: tuple, read: frozenset[str]):
-        """read: the names of what the code around it has read."""
+        """read: the names that the code around it has read."""
         self._op, self._names = op, shared_names(op, read)
         self._found = found_by(op, args, self._names)
         self._args = args
@@ -113,41 +112,34 @@ class _RunningFunction:
         self._has_run = True
         return self._output
 
-    def is_saving(self, caller: FrameType) -> bool:
-        """Whether what autograd saves now is the Function's, which holds it by itself.
+    def saves(self, tensor: Tensor, caller: FrameType) -> bool:
+        """Whether autograd saves ``tensor`` for the Function, which holds it by itself.
 
-        caller: the frame from which autograd was called. A Function saves tensors in the call that ran its forward.
+        caller: the frame that called autograd. A Function saves tensors in the call that ran its forward.
         """
-        return not self._has_run or (caller, caller.f_lasti) == self._caller
-
-    def see_saved(self, tensor: Tensor) -> None:
-        """Autograd saves it for the Function."""
+        if self._has_run and (caller, caller.f_lasti) != self._caller:
+            return False
         if self._has_run and torch._C._has_storage(tensor):
             self._saved.add(tensor.untyped_storage()._cdata)
-
-    def _made(self) -> list[Tensor]:
-        """Its outputs, without those that it was given: autograd returns others in their place."""
-        given = [id(tensor) for tensor in tensors_in(self._args)]
-        return [tensor for tensor in tensors_in(self._output) if id(tensor) not in given]
+        return True
 
     def end(self, seen: Observation, returned: Any) -> None:
-        """returned: what its caller got; None if the caller does not tell."""
+        """returned: the result that its caller got; None if that is not known."""
         if changed(self._found, found_by(self._op, self._args, self._names)):
             raise Departure(CHANGES.format(self._op))
         is_changed, takes_gradients = self._versions_now() != self._versions, torch.is_grad_enabled()
         if returned is None:
-            if len(self._made()) != len(tensors_in(self._output)):
+            given, made = (tensors_in(each) for each in (self._args, self._output))
+            if not {id(tensor) for tensor in given}.isdisjoint([id(tensor) for tensor in made]):
                 raise Departure("a custom Function inside of another op returns what it was given")
-            returned, takes_gradients = self._output, any(map(takes_gradient, self._made()))
-        tensors = [
-            (position, arg) for position, arg in enumerate(self._args) if isinstance(arg, Tensor) and is_plain(arg)
-        ]
+            returned, takes_gradients = self._output, any(map(takes_gradient, made))
+        tensors = [each for each in enumerate(self._args) if isinstance(each[1], Tensor) and is_plain(each[1])]
         saved = {position for position, tensor in tensors if tensor.untyped_storage()._cdata in self._saved}
         seen.see_function(self._args, returned, saved, is_changed=is_changed, takes_gradients=takes_gradients)
 
 
 class GraphTape(_ShowingTape):
-    """The tape of a region's graph, whose ops are recorded."""
+    """The tape of a region's graph. It shows the ops to an observation."""
 
     def __init__(self, region: TapeRegion, variant: Any, seen: Observation):
         super().__init__(region, variant)
@@ -157,14 +149,14 @@ class GraphTape(_ShowingTape):
     def step(self, op: Any, args: tuple, kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
         if type(op) is FunctionOp:
             self.end_function()
-            self._function = _RunningFunction(op, args, self._seen.read)
+            self._function = _RunningFunction(op, args, self._seen.recording.read)
             run = partial(self._function.forward, run)
-        elif facts(op).kind is not Kind.VIEW:  # autograd may view what a Function returns
+        elif facts(op).kind is not Kind.VIEW:  # autograd may view a Function's results
             self.end_function()
         return self._seen.run(op, args, kwargs, run)
 
     def see_reached(self, tensors: Iterable[Tensor]) -> None:
-        self._seen.see_reached(tensors)
+        self._seen.recording.reach(tensors)
 
     def end_function(self, returned: Any = None) -> None:
         """The custom Function that ran last, if any, has returned: the graph says so, or something else runs.
@@ -176,14 +168,12 @@ class GraphTape(_ShowingTape):
             function.end(self._seen, returned)
 
     def end_forward(self) -> None:
-        """The graph has made all of its calls."""
         self.end_function()
-        self._seen.end_forward()
+        self._seen.recording.end_forward()
 
     def pack(self, tensor: Tensor) -> PackedTensor:
         saved = super().pack(tensor)
-        if self._function is not None and self._function.is_saving(sys._getframe(1)):
-            self._function.see_saved(tensor)
+        if self._function is not None and self._function.saves(tensor, sys._getframe(1)):
             return saved
         return self._seen.saved(tensor, saved)
 

@@ -1,4 +1,4 @@
-"""What runs a module under a rule, in place of its forward."""
+"""A runner runs a module under a rule, in place of its forward."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ Forward = Callable[..., Any]
 
 
 class Runner:
-    """Runs ``forward(*args, **kwargs)``, a module's own, or what stands in for it.
+    """Runs ``forward(*args, **kwargs)``, a module's own, or code in its place.
 
-    ``run`` tells apart the three situations in which a module may be called; a subclass says what it does in each.
-    ``module`` is None where a decorated function is run.
+    There are three situations for a call of a module, with a method of a subclass for each. ``module`` is None where a
+    decorated function is run.
     """
 
     statistics: RegionStatistics
     note: str
-    """What it does, for ``explain``."""
+    """For ``explain``."""
     handle: object = None
-    """What ``apply`` returned for the module that this runs, if the policy was put on that module."""
+    """The result of ``apply`` for the module that this runs, if the policy was put on that module."""
 
     def run(self, module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
         if is_compiling_training(module):
@@ -35,7 +35,7 @@ class Runner:
         return self.run_plain(module, forward, args, kwargs)
 
     def run_training(self, module: Any, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        """The module trains in eager code, and autograd records. This is what the rule is for."""
+        """The module trains in eager code, and autograd records. The rule is for this."""
         raise NotImplementedError
 
     def run_compiled(self, module: Any, forward: Forward, args: tuple, kwargs: dict) -> Any:

@@ -1,4 +1,4 @@
-"""A line of generated code, and what it reads and makes."""
+"""Lines of generated code, with the variables that they read and make."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Statement:
     writes: tuple[str, ...] = ()
     """The variables whose memory it writes to, beside those that it makes."""
     holds: tuple[str, ...] = ()
-    """The variables whose memory others may hold from then on, unseen: a custom Function keeps what it likes."""
+    """The variables whose memory others may hold from then on, unseen: a custom Function keeps any tensor."""
     is_ordered: bool = False
     """Whether it keeps its order among others that do so, too: it draws random numbers, or may have an effect."""
 

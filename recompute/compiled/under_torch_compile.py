@@ -1,7 +1,7 @@
-"""A rule under ``torch.compile``: the compiler gets a region, and is told which of its ops run again in backward.
+"""A rule under ``torch.compile``: the compiler gets a region, and a choice of the ops that run again in backward.
 
-To the compiler a region is torch's checkpoint. The choice of ops is told by the tags of selective checkpointing, which
-the compiler's partitioner follows. Ops are chosen as in eager code: an ``OpPolicy`` says of each op whether it may run
+To the compiler a region is torch's checkpoint. The choice stands in the tags of selective checkpointing, and the
+compiler's partitioner follows them. Ops are chosen as in eager code: an ``OpPolicy`` says of each op whether it may run
 again, and one minimum cut over the region, at the rule's price, chooses among these.
 
 Where regions nest, the cut of the outermost one decides, among the ops that the innermost rules let run again. All ops
@@ -45,6 +45,26 @@ def is_compiling_training(module: nn.Module | None = None) -> bool:
     )
 
 
+def uncompiled(module: nn.Module) -> nn.Module:
+    """The user's module inside of a compiled one; ``module`` itself if it is not compiled."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # it takes seconds to load, and wraps nothing until then
+    while dynamo is not None and isinstance(module, dynamo.OptimizedModule):
+        module = module._orig_mod
+    return module
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model without ``torch.compile``, ``DistributedDataParallel``, ``DataParallel`` and PEFT's adapters."""
+    while True:
+        model = uncompiled(model)
+        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            model = model.module
+        elif callable(get := getattr(model, "get_base_model", None)):  # of PEFT
+            return get()
+        else:
+            return model
+
+
 class CompiledRegion:
     """A region of compiled code. It refuses to run if it ``compresses``."""
 
@@ -86,7 +106,7 @@ def _is_checkpoint(op_policy: OpPolicy) -> bool:
 
 
 def _checkpoint_policy(op: Any, args: tuple, kwargs: dict) -> CheckpointPolicy:
-    """What the innermost rule says of an op, unless a checkpoint around that runs the op again in any case."""
+    """The innermost rule's answer for an op, unless a checkpoint around that runs the op again in any case."""
     innermost: bool | None = None
     for op_policy in _applicable():
         if innermost is None or _is_checkpoint(op_policy):
@@ -104,13 +124,13 @@ def _may_rerun(op_policy: OpPolicy, op: Any, args: tuple, kwargs: dict) -> bool:
 
 
 def _policy_fn(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """The answer that torch's selective checkpointing wants for each op. The cut may still keep what may run again."""
+    """The answer that torch's selective checkpointing wants for each op. The cut may still keep the op's output."""
     is_saved = _checkpoint_policy(op, args, kwargs) is CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _contexts(op_policy: OpPolicy) -> tuple[Any, Any]:
-    """The contexts of torch's checkpoint for a region and for its second run, both of which AOTAutograd traces."""
+    """The contexts of torch's checkpoint for a region and for its second run. AOTAutograd traces both."""
     if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL) is None:
         raise UnsupportedError(
             "a module under a policy is in compiled code that does not reach torch's AOTAutograd as one graph, so the "
@@ -199,8 +219,8 @@ On CUDA a device assertion fails otherwise: "dynamic dimension byte size to be n
 def _keep_layouts() -> None:
     """Have Inductor pass operands to these GEMMs that lie in memory as in eager code.
 
-    Backward reads some of them transposed. Of what runs again Inductor makes a contiguous copy there (torch 2.11 to
-    2.14), and not of what forward has saved.
+    Backward reads some of them transposed. Inductor makes contiguous copies there of operands that run again (torch
+    2.11 to 2.14), and none of operands that forward has saved.
     """
     lowering: Any = sys.modules.get("torch._inductor.lowering")  # else Inductor is not the backend
     if lowering is not None:
@@ -209,7 +229,7 @@ def _keep_layouts() -> None:
 
 
 def _pack(tensor: Tensor) -> None:
-    """The pack hook while AOTAutograd only looks at forward: tells the partitioner what autograd saves."""
+    """The pack hook while AOTAutograd only looks at forward: shows saved tensors to the partitioner."""
     if _Tracing.partitioner is not None and not any(map(_is_checkpoint, _applicable())):
         _Tracing.partitioner.see_save(tensor)
 
@@ -226,7 +246,7 @@ _SAVES_ARE_UNKNOWN = (
 
 
 def _refusal(message: str) -> Callable[[], None]:
-    """What raises in the place of what cannot be done in compiled code."""
+    """A function that raises, in the place of one that cannot be compiled."""
 
     def refuse() -> None:
         raise UnsupportedError(message)
@@ -241,14 +261,9 @@ refuse_first_run = _refusal(
     "an instance of a class decorated with recompute gets its policy when it first runs, which cannot be compiled. Run "
     "it once before it is compiled, or decorate the instance."
 )
-"""In the place of what would attach a policy."""
-refuse_offloading = _refusal(
-    "a rule that offloads governs a module in compiled code, where no hook sees what is held for backward. Compile "
-    "less than that module, or give it a rule that does not offload."
+_UNSEEN = (
+    "a rule that {} governs a module in compiled code, where no hook sees what is held for backward. Compile less than "
+    "that module, or give it a rule that does not {}."
 )
-"""In the place of what would offload."""
-refuse_compression = _refusal(
-    "a rule that compresses governs a module in compiled code, where no hook sees what is held for backward. Compile "
-    "less than that module, or give it a rule that does not compress."
-)
-"""In the place of what would compress."""
+refuse_offloading = _refusal(_UNSEEN.format("offloads", "offload"))
+refuse_compression = _refusal(_UNSEEN.format("compresses", "compress"))

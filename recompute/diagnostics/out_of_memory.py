@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from recompute.attach.apply import policy_on
-from recompute.compiled.unwrap import unwrapped
+from recompute.compiled.under_torch_compile import unwrapped
 from recompute.errors import PolicyWarning, RecomputeError
 from recompute.estimation.attention_choice import Platform
 from recompute.estimation.estimate_result import ModuleActivations, table

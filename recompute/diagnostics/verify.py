@@ -14,7 +14,7 @@ from torch.func import functional_call
 
 from recompute.attach.apply import AppliedPolicy, PolicyLike, apply
 from recompute.attach.check_effect import has_effect, listed
-from recompute.compiled.unwrap import uncompiled
+from recompute.compiled.under_torch_compile import uncompiled
 from recompute.diagnostics.comparing_runs import (
     COMPRESSION_TOLERANCE,
     Widened,

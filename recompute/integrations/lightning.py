@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from recompute.attach.apply import PolicyLike
 from recompute.attach.runners import RootRunner
-from recompute.compiled.unwrap import unwrapped
+from recompute.compiled.under_torch_compile import unwrapped
 from recompute.engine.checkpoint.module_state import RUNNER
 from recompute.errors import UnsupportedError
 from recompute.integrations.training import HoldsPolicy, Options, PolicyInTraining

@@ -21,7 +21,7 @@ from transformers import TrainerCallback, TrainingArguments
 from transformers.integrations import integration_utils
 
 from recompute.attach.apply import PolicyLike
-from recompute.compiled.unwrap import unwrapped
+from recompute.compiled.under_torch_compile import unwrapped
 from recompute.errors import UnsupportedError
 from recompute.integrations.training import HoldsPolicy, Options, PolicyInTraining
 from recompute.policy.document import validate

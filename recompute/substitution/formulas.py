@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
-from recompute.compiled.guards import MISSED, GuardedCalls, asks_about_tracing, depends_on_sizes, has_effects
+from recompute.compiled.frontend import asks_about_tracing, depends_on_sizes, has_effects
+from recompute.compiled.guards import MISSED, GuardedCalls
 from recompute.compiled.recording import Recording
 from recompute.engine.checkpoint.module_state import RUNNER
 from recompute.engine.dtensors import are_sharded

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from capture_testing import (
     SIZE,
     STEPS_TO_SETTLE,
+    WATCHED_STEPS,
     Around,
     Layers,
     Twins,
@@ -27,6 +28,7 @@ from torch import nn
 
 import recompute
 from recompute.compiled import captured_graph, captured_region
+from recompute.kernels import launch, norm_ops  # noqa: F401  # registers ops
 
 
 @pytest.fixture
@@ -63,6 +65,23 @@ def test_a_region_goes_from_state_to_state_and_its_program_is_the_one_in_the_pag
     region.refuse("somebody says so")
     twins.step(train(tokens()))
     assert (type(region.state).__name__, region.failure) == ("Refused", "somebody says so")
+
+
+def test_norms_in_captured_code_launch_by_plans(device, monkeypatch):
+    """The implementation of a norm's kernel runs once for each call in the code: then that call has a plan."""
+    runs = []
+    for op, run in [each for each in launch.IMPLEMENTATIONS.items() if "_norm_" in str(each[0])]:
+        counted = lambda *arguments, run=run: (runs.append(run), run(*arguments))[1]  # noqa: E731
+        monkeypatch.setitem(launch.IMPLEMENTATIONS, op, counted)
+    norms = {"rms": nn.RMSNorm(SIZE), "layer": nn.LayerNorm(SIZE)}
+    block = body(lambda self, x: x + self.down(self.layer(self.up(self.rms(x)))), **norms, up=linear(), down=linear())
+    net, step = Around(block, before=linear()).to(device), train(tokens().to(device))
+    recompute.apply(net, rule(via="kernel"))
+    for _ in range(STEPS_TO_SETTLE + WATCHED_STEPS):
+        step(net)
+    has_plans, before = launch.uses_triton(torch.empty(1, device=device)), len(runs)
+    step(net)  # there are six: in forward, again in backward, and the backward of two norms
+    assert (before, len(runs)) == ((6, 6) if has_plans else (before, before + 6))
 
 
 def test_a_region_is_not_captured_before_it_has_settled(traced):

@@ -7,19 +7,7 @@ import models
 import pytest
 import torch
 import torch.nn.functional as F
-from capture_testing import (
-    ROWS,
-    SIZE,
-    STEPS_TO_SETTLE,
-    Around,
-    Block,
-    Twins,
-    body,
-    fresh,
-    linear,
-    stepping,
-    tokens,
-)
+from capture_testing import ROWS, SIZE, STEPS_TO_SETTLE, Around, Block, Twins, body, fresh, linear, stepping, tokens
 from engine_testing import RMSNorm, assert_same, loss_of
 from tiers import by_default, slow
 from torch import nn

@@ -154,13 +154,7 @@ def their_gradient(gradient, output, place):
 def masked_scores(rows, width):
     """Among them rows of minus infinity alone, and a row with NaN beside that, with infinity, and of infinity alone."""
     scores = draw(rows, width)
-    scores[2:5], scores[7, ::2], scores[70], scores[77], scores[-1] = (
-        -torch.inf,
-        -torch.inf,
-        -torch.inf,
-        torch.inf,
-        -torch.inf,
-    )
+    scores[[2, 3, 4, 70, -1]], scores[7, ::2], scores[77] = -torch.inf, -torch.inf, torch.inf
     scores[9], scores[9, -1], scores[11, 0], scores[12, 3] = -torch.inf, torch.nan, torch.inf, torch.nan
     return scores
 

@@ -1,10 +1,10 @@
-"""What one element of an ATen op is, in Triton: the operations of ATen's CUDA kernels, in their order.
+"""One element of each ATen op in Triton: the operations of ATen's CUDA kernels, in their order.
 
 All of them compute in float32. nvcc makes one ``fma`` of a product and a sum where it can, and so ``fma`` stands here
-where its kernel has one: Triton is told to make none by itself. ``tests/compiled/test_generated_ops.py`` compares each
-of them with ATen, bit for bit.
+where its kernel has one: Triton makes none by itself under its settings here. ``tests/compiled/test_generated_ops.py``
+compares each of them with ATen, bit for bit.
 
-A function whose last parameter is ``dtype`` does what ATen does in the tensor's own dtype: it rounds after each step.
+A function whose last parameter is ``dtype`` rounds to the tensor's dtype after each step, as ATen does.
 """
 
 from __future__ import annotations
@@ -28,26 +28,6 @@ def add_scaled(x, y, alpha):
 
 
 @jit
-def divide(x, y):
-    return tl.div_rn(x, y)
-
-
-@jit
-def reciprocal(x):
-    return tl.div_rn(1.0, x)
-
-
-@jit
-def exponential(x):
-    return math.exp(x)
-
-
-@jit
-def logarithm(x):
-    return math.log(x)
-
-
-@jit
 def negate(x):
     return (x.to(tl.int32, bitcast=True) ^ -2147483648).to(tl.float32, bitcast=True)
 
@@ -66,16 +46,6 @@ def is_tiny(x):
 @jit
 def sine(x):
     return tl.where(is_tiny(x), x, math.sin(x))
-
-
-@jit
-def cosine(x):
-    return math.cos(x)
-
-
-@jit
-def square_root(x):
-    return tl.sqrt_rn(x)
 
 
 @jit
@@ -116,11 +86,6 @@ def silu_backward(gradient, x):
 def gelu_tanh(x):
     inner = 0.7978845834732056 * tl.fma(x * x * x, 0.044714998453855515, x)
     return 0.5 * x * (1.0 + tanh(inner))
-
-
-@jit
-def square(x):
-    return x * x
 
 
 @jit
@@ -223,7 +188,7 @@ else:
 def to_float8(
     x, dtype: tl.constexpr, limit: tl.constexpr, over: tl.constexpr, endless: tl.constexpr, nan: tl.constexpr
 ):
-    """A GPU's cast, and for what is larger than ``limit`` the bits that ATen gives."""
+    """A GPU's cast, and ATen's bits for numbers larger than ``limit``."""
     size = tl.abs(x)
     other = tl.where(size == size, tl.where(size == float("inf"), endless, over), nan)
     other = (other | (x.to(tl.int32, bitcast=True) >> 24 & 128)).to(tl.uint8)

@@ -24,8 +24,8 @@ def fused(
 ) -> list[Statement]:
     """The statements, with a call of one kernel in the place of each group of pointwise calls.
 
-    last: the variables that are read when all have run. names: the objects that statements refer to by name, to which
-    the kernels are added.
+    last: the variables that are read when all have run. names: the objects that statements refer to by name; the
+    kernels are added.
     """
     grouping = Grouping(statements, last, recording)
     views = {statement.makes[0]: statement for statement in statements if statement.view_of is not None}
@@ -96,9 +96,9 @@ def _turned(statement: Statement, tiles: Tiles, recording: Recording, names: dic
 
 
 def _reused(source: KernelSource, layouts: Sequence[Layout], dying: Iterable[str]) -> dict[int, str]:
-    """For some of the outputs, the variable in whose memory it is written. Programs read only where they write.
+    """For some of the outputs, a variable: the output is written into its memory. Programs read only where they write.
 
-    An output that is computed of the variable comes first: its threads need not wait for each other.
+    An output that is computed from the variable comes first: its threads need not wait for each other.
     """
     reused: dict[int, str] = {}
     for variable in dying:
@@ -119,7 +119,7 @@ def _reused(source: KernelSource, layouts: Sequence[Layout], dying: Iterable[str
 def _with_views(
     statements: Iterable[Statement], views: dict[str, Statement], last: Collection[str]
 ) -> Iterator[Statement]:
-    """The statements, with the views that each reads in front of it, where these were not made before."""
+    """The statements, each behind the views that it reads and that were not made before."""
     missing = dict(views)
     for statement in statements:
         for name in statement.reads:

@@ -27,7 +27,7 @@ TOLERANCE = {
     torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6,
     torch.float8_e4m3fn: 2**-4, torch.float8_e5m2: 2**-3,
 }  # fmt: skip
-"""By which a tensor that was computed by rows may be off in its norm, by the coarsest dtype that its kernel writes."""
+"""How far a tensor that was computed by rows may be off in its norm, by the coarsest dtype that its kernel writes."""
 
 _numbers = itertools.count()
 
@@ -43,7 +43,7 @@ def kernel_of(source: str) -> Any:
     name = f"<a generated kernel {next(_numbers)}>"
     lines = source.splitlines(keepends=True)
     linecache.cache[name] = len(source), None, lines, name  # where Triton reads the source
-    names = {"tl": tl, "functions": device_functions, "__name__": __name__}
+    names = {"tl": tl, "functions": device_functions, "math": device_functions.math, "__name__": __name__}
     exec(compile(source, name, "exec"), names)
     function = names[source[4 : source.index("(")]]
     return jit(function, do_not_specialize=list(function.__annotations__))
@@ -58,7 +58,7 @@ class Traffic(NamedTuple):
 
 
 class GeneratedKernel:
-    """Computes what ``aten`` does, by one kernel."""
+    """Computes the same as ``aten``, by one kernel."""
 
     def __init__(
         self,
@@ -70,17 +70,17 @@ class GeneratedKernel:
         nbytes: Traffic | None = None,
         dropouts: int = 0,
     ):
-        """space: what its programs run over. outputs: what it fills.
+        """space: of its programs. outputs: the layouts of the tensors that it fills.
 
-        reused: the outputs that are written into the memory of an input, which nobody reads afterwards. nbytes: what it
-        moves. dropouts: how many it computes. What each has taken from the generator follows the tensors.
+        reused: the outputs that are written into the memory of an input, which nobody reads afterwards. nbytes: the
+        bytes that it moves. dropouts: how many it computes; the state of each follows the tensors.
         """
         self.source = source
         self.nbytes = nbytes or Traffic(0, 0, 0)
         self.reason = ""
         """Why the kernel does not run; "" if it does, or may."""
         self.is_exact = False
-        """Whether its first call gave the bits of ATen's. Over rows: numbers as close as another order of a sum is."""
+        """Whether its first call had ATen's bits; over rows, numbers as close as in another order of a sum."""
         self._aten = aten
         self._space = space
         # Triton is to make no ``fma`` but those that the source has.

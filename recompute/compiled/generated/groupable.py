@@ -1,7 +1,8 @@
-"""Which calls a generated kernel can compute, which of them pay alone, and what a kernel of several counts."""
+"""Which calls a generated kernel can compute, which of them pay alone, and the space of a kernel of several."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -30,7 +31,7 @@ _ATEN = torch.ops.aten
 _NUMBERS = (int, float, bool)
 MAX_ADDRESS = 2**31 - 1
 LARGE = 2**20
-"""Elements from which on it matters how fast they are moved."""
+"""With so many elements it matters how fast they are moved."""
 
 
 class NotOneKernel(Exception):
@@ -58,7 +59,7 @@ def can_be_generated(call: Call, recording: Recording) -> bool:
         if buffer.device != recording.device:
             return False
     dtypes = [output.layout.dtype, *[use.layout.dtype for use in call.uses()]]
-    if not FLOATS8.keys().isdisjoint(dtypes):  # what others make of it, as copies in another order, is theirs
+    if not FLOATS8.keys().isdisjoint(dtypes):  # other calls on it, as copies in another order, are ATen's
         return call.op is _ATEN._to_copy.default and dtypes[1] in FLOATS
     if by_rows:
         return True
@@ -73,7 +74,7 @@ def can_be_generated(call: Call, recording: Recording) -> bool:
             return len(alike) == 1 and len(values["tensors"]) <= 8
         if call.op is _ATEN.as_strided_scatter.default:
             source = values["src"].layout.dtype
-            return _can_be_cast(source, output.layout.dtype) and part_of(values) is not None
+            return _can_be_cast(source, output.layout.dtype) and _box_of(values) is not None
         return True
     row = ROWS.get(call.op)
     if row is None or any(type(values[name]) not in (Use, *_NUMBERS) for name in row.operands):
@@ -102,28 +103,54 @@ class _Span(NamedTuple):
     """Where a part of a tensor lies along one of the tensor's dimensions."""
 
     start: int
-    size: int
+    stop: int
     dimension: int | None
     """The part's own dimension there; None if it has none."""
+    step: int = 1
 
 
-def part_of(values: dict[str, Any]) -> list[_Span] | None:
+Parts = tuple[Use | None, list[tuple[Use, list[_Span]]]]
+"""The tensor around some parts, None for zeros; and the parts, each with a span for each dimension of the whole."""
+
+
+def parts_of(call: Call, shape: Sequence[int]) -> Parts | None:
+    """The parts that a ``PLACED`` op makes a tensor of this shape from; None if ``as_strided_scatter`` fills no box."""
+    values = arguments_of(call)
+    if call.op is _ATEN.as_strided_scatter.default:
+        spans = _box_of(values)
+        if spans is None:
+            return None
+        is_all = all(span.stop - span.start == size for span, size in zip(spans, shape, strict=True))
+        return None if is_all else values["self"], [(values["src"], spans)]
+    dim = values["dim"] % len(shape)
+    tensors: list[Use] = values["tensors"] if "tensors" in values else [values["grad_output"]]
+    without = len(tensors[0].layout.shape) < len(shape)
+    if call.op is _ATEN.slice_backward.default:
+        start, stop, step = slice(values["start"], values["end"], values["step"]).indices(shape[dim])
+        own = [_Span(start, stop, dim, step)]
+    else:
+        first = values["index"] % shape[dim] if "index" in values else 0
+        sizes = [1 if without else use.layout.shape[dim] for use in tensors]
+        starts = list(itertools.accumulate(sizes, initial=first))
+        own = [_Span(*each, None if without else dim) for each in itertools.pairwise(starts)]
+    before = [_Span(0, size, place) for place, size in enumerate(shape[:dim])]
+    after = [_Span(0, size, place + dim + (not without)) for place, size in enumerate(shape[dim + 1 :])]
+    return None, [(use, [*before, span, *after]) for use, span in zip(tensors, own, strict=True)]
+
+
+def _box_of(values: dict[str, Any]) -> list[_Span] | None:
     """Where ``as_strided_scatter`` puts its elements: a span for each dimension; None if that is no box."""
     whole, rest, spans = values["self"].layout, values["storage_offset"], []
-    own = {
-        stride: place
-        for place, (size, stride) in enumerate(zip(values["size"], values["stride"], strict=True))
-        if size > 1
-    }
-    order = sorted(range(len(whole.shape)), key=lambda each: -whole.stride[each])
+    sizes = zip(values["size"], values["stride"], strict=True)
+    own = {stride: place for place, (size, stride) in enumerate(sizes) if size > 1}
     starts = {}
-    for each in order:
+    for each in sorted(range(len(whole.shape)), key=lambda each: -whole.stride[each]):
         if whole.shape[each] > 1:
             starts[each], rest = divmod(rest, whole.stride[each])
     for each, (size, stride) in enumerate(zip(whole.shape, whole.stride, strict=True)):
-        place = own.pop(stride, None) if size > 1 else None
-        span = _Span(starts.get(each, 0), 1 if place is None else values["size"][place], place)
-        if span.start + span.size > size:
+        place, start = own.pop(stride, None) if size > 1 else None, starts.get(each, 0)
+        span = _Span(start, start + (1 if place is None else values["size"][place]), place)
+        if span.stop > size:
             return None
         spans.append(span)
     return None if own or rest else spans
@@ -132,8 +159,8 @@ def part_of(values: dict[str, Any]) -> list[_Span] | None:
 def is_slow_alone(call: Call | None, recording: Recording) -> bool:
     """Whether ATen moves a call's elements slowly, so that a kernel of its own pays.
 
-    It puts beside each other what has gaps, pads with zeros, repeats an operand over many elements, or takes new
-    memory for what was written in place.
+    It closes gaps between parts, pads with zeros, repeats an operand over many elements, or takes new memory for a
+    tensor that was written in place.
     """
     if call is None or call.op in ROW_OPS:
         return False
@@ -143,7 +170,7 @@ def is_slow_alone(call: Call | None, recording: Recording) -> bool:
 
 
 def turned_matrix(call: Call | None) -> Tiles | None:
-    """What turns a matrix of float8, as GEMMs ask for; None for any other call. ATen reads it number by number."""
+    """The tiles that turn a matrix of float8 for a GEMM; None for any other call. ATen reads it number by number."""
     if call is None or call.op is not _ATEN.clone.default:
         return None
     values = arguments_of(call)
@@ -162,7 +189,7 @@ def _is_repeated(use: Use, count: int) -> bool:
 
 
 def equal_parts(call: Call | None) -> list[Use]:
-    """What ``cat`` joins, if all of it has one shape: a kernel computes an element of each at a time. Else nothing."""
+    """The tensors of a ``cat``, if all have one shape: a kernel computes an element of each at a time. Else none."""
     if call is None or call.op is not _ATEN.cat.default:
         return []
     tensors = arguments_of(call)["tensors"]
@@ -179,7 +206,7 @@ def _replaces_one(values: dict[str, Any]) -> bool:
 
 
 def elements_of(call: Call | None, recording: Recording) -> int:
-    """How many elements a kernel counts that writes what a call makes."""
+    """The elements of a kernel that writes the output of a call."""
     assert call is not None
     number = call.results[0]
     assert number is not None
@@ -187,7 +214,7 @@ def elements_of(call: Call | None, recording: Recording) -> int:
 
 
 def space_of(calls: Sequence[Call], stored: Sequence[int], recording: Recording) -> Elements | Rows:
-    """What a kernel counts that computes ``calls`` and fills the buffers ``stored``.
+    """The space of a kernel that computes ``calls`` and fills the buffers ``stored``.
 
     Raises ``NotOneKernel`` if there is none.
     """

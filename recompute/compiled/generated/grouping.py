@@ -1,11 +1,12 @@
-"""Which statements of a program become one kernel, and in which order all of them run then.
+"""Groups the statements of a program that become one kernel, and orders all of them.
 
-Statements are looked at from the last to the first. One whose result is read by statements of a group joins that group.
-Where nothing else reads it, its value never reaches memory. Else it is written by the group, and has to have as many
-elements as what the group writes already. A value that is cheap to make from what is in memory anyway, such as a cast,
-is made in each group that reads it. Last, groups over as many elements that read the same tensor become one.
+Statements are looked at from the last to the first. A statement joins a group that reads its result. Where nothing else
+reads the result, it never reaches memory. Else the group writes it, and it has to have as many elements as the other
+tensors that the group writes. A value that is cheap to make from tensors in memory, such as a cast, is made in each
+group that reads it. Last, groups over as many elements that read the same tensor become one.
 
-Any order of statements that follows what these read and write is right. Groups are contracted only if that leaves one.
+Any order is right that keeps reads behind writes, and writes behind reads before them. Groups are contracted only if
+there still is such an order.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import itertools
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from graphlib import TopologicalSorter
 
 import torch
 
@@ -29,11 +31,11 @@ from recompute.engine.cut.filled_memory import ALLOCATE
 from recompute.engine.cut.ops import FACTORY, Kind, facts, facts_of_call
 
 MAX_CALLS = 48
-"""In one kernel."""
+"""Of one kernel."""
 MAX_TENSORS = 24
-"""That one kernel reads and writes."""
+"""Of one kernel, read and written."""
 MAX_DISTANCE = 60
-"""Statements between groups that are joined because they read the same: what either writes lives until then."""
+"""Statements between groups that are joined because they read the same: the outputs of either live until then."""
 
 
 @dataclass(eq=False)
@@ -73,7 +75,7 @@ class Grouping:
         return call.op not in ROW_OPS or call.results[0] not in self.recording.stable
 
     def _leave_out_unread(self) -> set[int]:
-        """The statements whose values nobody reads, as what a dropout gives where backward needs its mask alone."""
+        """The statements whose values nobody reads, as a dropout's output where backward needs its mask alone."""
         unread: set[int] = set()
         for index in reversed(range(len(self.statements))):
             is_unread = index not in self.at_end and unread.issuperset(self.readers[index])
@@ -85,7 +87,7 @@ class Grouping:
         return unread
 
     def _only_gives(self, statement: Statement) -> bool:
-        """Whether all that a statement does is to give, or to change, tensors that statements have made."""
+        """Whether a statement does no more than to make, or to change, tensors of statements."""
         call = statement.call
         if call is None or not self.own.issuperset((*statement.writes, *statement.makes)):
             return False
@@ -93,7 +95,7 @@ class Grouping:
         return not known.is_foreign and (known.kind in (Kind.PURE, Kind.IN_PLACE) or known.reason == FACTORY)
 
     def _is_filled(self, index: int) -> bool:
-        """Whether generated kernels fill what a statement gives, part by part, before anybody reads it."""
+        """Whether generated kernels fill a statement's output, part by part, before anybody reads it."""
         missing = elements_of(self.statements[index].call, self.recording)
         while missing > 0:
             readers = set(self.readers[index])
@@ -106,7 +108,7 @@ class Grouping:
         return True
 
     def _depends(self) -> None:
-        """Find what each statement has to come after, and who reads what it makes. A view is part of what reads it."""
+        """Find the statements that each one has to follow, and its result's readers. A view is part of a reader."""
         made: dict[str, int] = {}
         reading: dict[str, list[int]] = {}
         self.before: list[set[int]] = [set() for _ in self.statements]
@@ -114,7 +116,7 @@ class Grouping:
         self.roots: dict[str, str] = {}
         """For the variable of a view, that of the tensor."""
         self.outdated: set[int] = set()
-        """The statements that read what others overwrite afterwards."""
+        """The statements that read tensors which others overwrite afterwards."""
         last_ordered: int | None = None
         for index, statement in enumerate(self.statements):
             if statement.view_of is not None:
@@ -184,7 +186,7 @@ class Grouping:
     def _takes(self, unit: Unit, index: int) -> bool:
         """Whether a unit's kernel can make a value for itself.
 
-        It cannot make a mask that it reads in another order, nor a value of what is overwritten before it runs.
+        It cannot make a mask that it reads in another order, nor a value from a tensor that is overwritten before.
         """
         if index in self.outdated and not self._is_acyclic(unit.members | {index}):
             return False
@@ -207,14 +209,12 @@ class Grouping:
 
     def stored(self, members: Collection[int], units: Collection[Unit]) -> list[int]:
         """Those of a group's calls whose values are read outside of it. units: those that the group is made of."""
-        return sorted(index for index in members if index in self.at_end or self._is_read_outside(index, units))
 
-    def _is_read_outside(self, index: int, units: Collection[Unit]) -> bool:
-        return any(
-            unit not in units and index not in unit.members
-            for reader in self.readers[index]
-            for unit in self.units[reader]
-        )
+        def is_read_outside(index: int) -> bool:
+            readers = [unit for reader in self.readers[index] for unit in self.units[reader]]
+            return any(unit not in units and index not in unit.members for unit in readers)
+
+        return sorted(index for index in members if index in self.at_end or is_read_outside(index))
 
     def inputs(self, members: Collection[int]) -> set[str]:
         """The variables that a group reads and others make."""
@@ -222,8 +222,8 @@ class Grouping:
         return {self.roots.get(name, name) for index in members for name in self.statements[index].reads} - made
 
     def _contract(self, units: Sequence[Unit]) -> bool:
-        """Make one of several units, if one kernel can do what they do."""
-        units = list({id(unit): unit for unit in units}.values())
+        """Make one of several units, if one kernel can do their work."""
+        units = list(dict.fromkeys(units))
         members = set().union(*[unit.members for unit in units])
         if len(units) < 2 or len(members) > MAX_CALLS:
             return False
@@ -231,7 +231,11 @@ class Grouping:
         if not stored or len(stored) + len(self.inputs(members)) > MAX_TENSORS or not self._is_acyclic(members):
             return False
         try:
-            self._check(members, stored, units)
+            if self._goes_over_rows(members) or self._draws(members):
+                self.source_of(members, units)
+            else:
+                calls = [call for index in members if (call := self.statements[index].call) is not None]
+                space_of(calls, [number for index in stored for number in self._results(index)], self.recording)
         except NotOneKernel:
             return False
         joined = Unit(members)
@@ -239,13 +243,6 @@ class Grouping:
             kept = [unit for unit in self.units[index] if unit not in units]
             self.units[index] = [*kept, joined]
         return True
-
-    def _check(self, members: Collection[int], stored: Collection[int], units: Collection[Unit]) -> None:
-        if self._goes_over_rows(members) or self._draws(members):
-            self.source_of(members, units)
-            return
-        calls = [call for index in members if (call := self.statements[index].call) is not None]
-        space_of(calls, [number for index in stored for number in self._results(index)], self.recording)
 
     def _is_acyclic(self, members: Collection[int]) -> bool:
         """Whether nothing outside of ``members`` both reads of them and is read by them."""
@@ -266,8 +263,8 @@ class Grouping:
         return True
 
     def _extend_rows(self) -> None:
-        """Let groups that go over rows compute what reads them, too: only they can write parts of rows."""
-        for unit in {id(unit): unit for units in self.units.values() for unit in units}.values():
+        """Let groups that go over rows take their readers in: only they can write parts of rows."""
+        for unit in dict.fromkeys(unit for units in self.units.values() for unit in units):
             if unit not in self.units[min(unit.members)] or not self._goes_over_rows(unit.members):
                 continue
             stored = self.stored(unit.members, [unit])
@@ -291,30 +288,19 @@ class Grouping:
                         self._contract([one, other])
 
     def order(self) -> list[Unit]:
-        """The units, in an order in which they can run, as near to that of the statements as it can be."""
-        units = list({id(unit): unit for each in self.units.values() for unit in each}.values())
-        waits: dict[int, set[int]] = {}
-        for unit in units:
-            waits[id(unit)] = {
-                id(other)
-                for index in unit.members
-                for before in self.before[index]
-                if before not in unit.members
-                for other in self.units.get(before, ())
-            }
-        followers: dict[int, list[Unit]] = {}
-        for unit in units:
-            for before in waits[id(unit)]:
-                followers.setdefault(before, []).append(unit)
-        ready = [(max(unit.members), id(unit), unit) for unit in units if not waits[id(unit)]]
-        heapq.heapify(ready)
+        """The units in a right order, as near to that of the statements as it can be."""
+        units = dict.fromkeys(unit for each in self.units.values() for unit in each)
+        waits = {
+            unit: {o for i in unit.members for b in self.before[i] - unit.members for o in self.units.get(b, ())}
+            for unit in units
+        }
+        sorter = TopologicalSorter(waits)
+        sorter.prepare()  # it raises if groups wait for each other
+        ready: list[tuple[int, int, Unit]] = []
         ordered = []
-        while ready:
-            _, _, unit = heapq.heappop(ready)
-            ordered.append(unit)
-            for follower in followers.get(id(unit), ()):
-                waits[id(follower)].discard(id(unit))
-                if not waits[id(follower)]:
-                    heapq.heappush(ready, (max(follower.members), id(follower), follower))
-        assert len(ordered) == len(units), "groups wait for each other"
+        while sorter.is_active():
+            for unit in sorter.get_ready():
+                heapq.heappush(ready, (max(unit.members), id(unit), unit))
+            ordered.append(heapq.heappop(ready)[-1])
+            sorter.done(ordered[-1])
         return ordered

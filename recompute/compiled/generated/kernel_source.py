@@ -1,9 +1,8 @@
 """The Triton source of a kernel that computes a group of calls.
 
-The kernel counts the elements of what it writes, in the order in which they lie in memory. A value is computed for an
-index: a form (see ``index_forms``) for each dimension of the buffer. Where a call reads a buffer of another call of the
-group, it asks for that value at the index that its view leads to. Nothing but what is read outside of the group is
-written to memory.
+The kernel counts the elements that it writes, as they lie in memory. A value is computed for an index: a form (see
+``index_forms``) for each dimension of the buffer. Where a call reads a buffer of another call of the group, it asks for
+that value at the index that its view leads to. Only values that are read outside of the group are written to memory.
 
 A group with a call that goes over rows, such as softmax, counts rows instead, and has a whole row of each value.
 """
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 
 from recompute.compiled.generated.dropout import DropoutMask
-from recompute.compiled.generated.groupable import MAX_ADDRESS, NotOneKernel, equal_parts, part_of, space_of
+from recompute.compiled.generated.groupable import MAX_ADDRESS, NotOneKernel, equal_parts, parts_of, space_of
 from recompute.compiled.generated.index_forms import Form
 from recompute.compiled.generated.pointwise_ops import (
     COPIES,
@@ -68,11 +67,11 @@ class KernelSource:
     _values: dict[Any, str] = field(default_factory=dict)
     _counter: itertools.count = field(default_factory=itertools.count)
     _conditions: list[tuple[str, frozenset[str]]] = field(default_factory=list)
-    """The conditions under which what is being written now is wanted, and the variables that these count by."""
+    """The conditions for the value that is being computed, and the variables that these count by."""
     _width: int = 0
     """How many elements of each row are wanted now."""
     _variables: dict[str, frozenset[str]] = field(default_factory=dict)
-    """What a variable counts by that is a digit of others."""
+    """For a variable that is a digit of others, the variables that it counts by."""
 
     def __post_init__(self) -> None:
         calls = [statement.call for statement in self.group.values() if statement.call is not None]
@@ -91,7 +90,7 @@ class KernelSource:
 
     @property
     def name(self) -> str:
-        """What it computes, as a profiler is to show it."""
+        """Its ops, for a profiler."""
         calls = {id(statement): statement.call for statement in self.group.values()}
         ops = [str(call.op).split(".")[1].lstrip("_") for call in calls.values() if call is not None]
         counted = {op: ops.count(op) for op in ops if op != "to_copy"}
@@ -102,7 +101,7 @@ class KernelSource:
         """Whether no thread stores an element of a buffer before that of ``variable`` at its place is loaded.
 
         Triton may give an element to another thread where it is stored than where it is loaded. Then that thread waits
-        for what it computes the element of, and for nothing else.
+        for the values that it computes the element from, and for nothing else.
         """
         seen: set[int] = set()
         pending = [number]
@@ -135,7 +134,7 @@ class KernelSource:
         return "\n    ".join(lines) + "\n"
 
     def _store(self, number: int) -> None:
-        """Write a value to memory. Each part of what ``cat`` joins is written to its place."""
+        """Write a value to memory. Each part of a ``cat`` is written to its place."""
         statement, layout = self.group[number], self.recording.buffers[number].layout
         count = layout.shape.numel()
         parts = equal_parts(statement.call) if isinstance(self.space, Elements) else []
@@ -218,7 +217,7 @@ class KernelSource:
         text = str(address)
         variables = self._counts_by(address)
         for missing in frozenset().union(*[own for _, own in self._conditions if own & variables]) - variables:
-            text += f" + {missing} * 0"  # a mask has the shape of what it masks
+            text += f" + {missing} * 0"  # a mask has the shape of the tensor that it masks
         return self._fresh("x", f"tl.load({pointer} + ({text}){self._mask(address)})")
 
     def _value(self, number: int, index: Index) -> str:
@@ -240,14 +239,10 @@ class KernelSource:
         if call.op in COPIES:
             use = values["self"]
             return self._cast(self._read(statement, use, index), use.layout.dtype, output.dtype)
-        if call.op in (_ATEN.cat.default, _ATEN.stack.default):
-            return self._joined(statement, values, index, output)
         if call.op in REPLACED:
             return self._replaced(statement, values, index)
-        if call.op is _ATEN.as_strided_scatter.default:
-            return self._with_part(statement, values, index, output)
         if call.op in PLACED:
-            return self._padded(statement, values, index, output)
+            return self._placed(statement, call, index, output)
         row = ROWS[call.op]
         dtype = computing_dtype(row, values, output.dtype)
         operands: dict[str, Any] = dict(values, dtype=TRITON_DTYPES[output.dtype])
@@ -263,7 +258,7 @@ class KernelSource:
         text = row.expression(operands) if callable(row.expression) else row.expression.format(**operands)
         assert text is not None
         computed = torch.bool if row.promotion is not None and output.dtype is torch.bool else dtype
-        if row.promotion is None:  # a number takes the dtype of what it stands beside
+        if row.promotion is None:  # a number takes the dtype of the operand beside it
             return self._fresh("x", f"({text}).to({TRITON_DTYPES[output.dtype]})")
         return self._cast(self._fresh("x", text), computed, output.dtype)
 
@@ -283,65 +278,35 @@ class KernelSource:
         settings = f"{text_of(op.kept)}, {op.vector}, {op.threads}, {BLOCK}"
         return self._fresh("b", f"functions.is_kept(seed{place}, offset{place}, tl.program_id(0), {settings})")
 
-    def _joined(self, statement: Statement, values: dict[str, Any], index: Index, output: Layout) -> str:
-        assert statement.call is not None
-        is_stack = statement.call.op is _ATEN.stack.default
-        tensors, dim = values["tensors"], values["dim"] % len(output.shape)
-        place = self._fresh("i", str(index[dim]))
-        starts = list(itertools.accumulate([1 if is_stack else t.layout.shape[dim] for t in tensors], initial=0))
-        result = ""
-        for use, start, stop in reversed(list(zip(tensors, starts, starts[1:], strict=False))):
-            if is_stack:
-                inner = index[:dim] + index[dim + 1 :]
-            else:
-                inner = (*index[:dim], Form.total([(index[dim], 1)], -start), *index[dim + 1 :])
-            condition = self._fresh("b", f"({place} >= {start}) & ({place} < {stop})")
-            value = self._under(condition, self._counts_by(index[dim]), statement, use, inner)
+    def _placed(self, statement: Statement, call: Call, index: Index, output: Layout) -> str:
+        """The elements of parts at their places, and zeros or another tensor's elements around these."""
+        found = parts_of(call, output.shape)
+        assert found is not None
+        around, parts = found
+        result = "" if around is None else self._read(statement, around, index)
+        if around is None and call.op not in (_ATEN.cat.default, _ATEN.stack.default):  # whose parts are all there is
+            result = f"tl.full((), 0, {TRITON_DTYPES[output.dtype]})"
+        for use, spans in reversed(parts):
+            inner, conditions, variables = [Form()] * len(use.layout.shape), [], frozenset[str]()
+            for form, (start, stop, dimension, step), size in zip(index, spans, output.shape, strict=True):
+                own = Form.total([(form, 1)], -start)
+                if (start, stop, step) != (0, size, 1):
+                    place = self._fresh("i", str(form))
+                    conditions.append(f"({place} >= {start}) & ({place} < {stop})")
+                    variables |= self._counts_by(form)
+                    if step > 1:
+                        conditions.append(f"(({place} - {start}) % {step} == 0)")
+                        own = self._variable(f"({place} - {start}) // {step}", use.layout.shape[dimension or 0], form)
+                if dimension is not None:
+                    inner[dimension] = own
+            condition = self._fresh("b", " & ".join(conditions)) if conditions else ""
+            value = self._under(condition, variables, statement, use, tuple(inner))
             value = self._cast(value, use.layout.dtype, output.dtype)
-            result = value if not result else self._fresh("x", f"tl.where({condition}, {value}, {result})")
+            result = self._fresh("x", f"tl.where({condition}, {value}, {result})") if condition and result else value
         return result
 
-    def _padded(self, statement: Statement, values: dict[str, Any], index: Index, output: Layout) -> str:
-        """What has a tensor's elements in a part, and zeros around that."""
-        dim = values["dim"] % len(output.shape)
-        place, use = self._fresh("i", str(index[dim])), values["grad_output"]
-        assert statement.call is not None
-        if statement.call.op is _ATEN.select_backward.default:
-            start = values["index"] % output.shape[dim]
-            condition, inner = f"{place} == {start}", index[:dim] + index[dim + 1 :]
-        else:
-            start, stop, step = slice(values["start"], values["end"], values["step"]).indices(output.shape[dim])
-            condition, own = f"({place} >= {start}) & ({place} < {stop})", Form.total([(index[dim], 1)], -start)
-            if step > 1:
-                condition += f" & (({place} - {start}) % {step} == 0)"
-                own = self._variable(f"({place} - {start}) // {step}", use.layout.shape[dim], index[dim])
-            inner = (*index[:dim], own, *index[dim + 1 :])
-        condition = self._fresh("b", condition)
-        value = self._under(condition, self._counts_by(index[dim]), statement, use, inner)
-        value = self._cast(value, use.layout.dtype, output.dtype)
-        return self._fresh("x", f"tl.where({condition}, {value}, 0.0).to({TRITON_DTYPES[output.dtype]})")
-
-    def _with_part(self, statement: Statement, values: dict[str, Any], index: Index, output: Layout) -> str:
-        """What has a tensor's elements in a part, and another's around that."""
-        spans, use = part_of(values), values["src"]
-        assert spans is not None
-        inner, conditions, variables = [Form()] * len(use.layout.shape), [], frozenset[str]()
-        for form, span, size in zip(index, spans, output.shape, strict=True):
-            if span.dimension is not None:
-                inner[span.dimension] = Form.total([(form, 1)], -span.start)
-            if span.size < size:
-                place, stop = self._fresh("i", str(form)), span.start + span.size
-                conditions.append(f"({place} >= {span.start}) & ({place} < {stop})")
-                variables |= self._counts_by(form)
-        if not conditions:
-            return self._cast(self._read(statement, use, tuple(inner)), use.layout.dtype, output.dtype)
-        condition = self._fresh("b", " & ".join(conditions))
-        value = self._under(condition, variables, statement, use, tuple(inner))
-        value = self._cast(value, use.layout.dtype, output.dtype)
-        return self._fresh("x", f"tl.where({condition}, {value}, {self._read(statement, values['self'], index)})")
-
     def _replaced(self, statement: Statement, values: dict[str, Any], index: Index) -> str:
-        """What has other elements at one place of each row."""
+        """The elements of a tensor, with others at one place of each row."""
         dim = values["dim"] % len(index)
         one = (*index[:dim], Form(), *index[dim + 1 :])
         target, new = (self._read(statement, values[name], one) for name in ("index", "src"))
@@ -349,15 +314,15 @@ class KernelSource:
         return self._fresh("x", f"tl.where({place} == {target}, {new}, {old})")
 
     def _under(self, condition: str, variables: frozenset[str], statement: Statement, use: Use, index: Index) -> str:
-        """The value of a tensor at an index that is inside of it where ``condition`` holds, which counts by these."""
-        self._conditions.append((condition, variables))
-        try:
-            return self._read(statement, use, index)
-        finally:
-            self._conditions.pop()
+        """The value of a tensor at an index that is inside of it under a condition, which counts by ``variables``."""
+        outer = self._conditions
+        self._conditions = [*outer, (condition, variables)] if condition else outer
+        value = self._read(statement, use, index)
+        self._conditions = outer
+        return value
 
     def _by_rows(self, statement: Statement, call: Call, number: int, index: Index) -> str:
-        """What a call that goes over rows gives, at an index."""
+        """The value of a call that goes over rows, at an index."""
         operands, width = operands_of(call), row_width(call)
         lead, rest = index[: len(operands[0].layout.shape) - 1], index[len(operands[0].layout.shape) - 1 :]
         column = Form.of_variable("c", width)

@@ -42,9 +42,9 @@ class Row:
     operands: tuple[str, ...]
     """The arguments that are tensors, or numbers in their place."""
     expression: str | Callable[[dict[str, Any]], str | None]
-    """In terms of the operands, in the dtype that they are computed in; or what makes it of all arguments.
+    """In terms of the operands, in the dtype that they are computed in; or a function that makes it of all arguments.
 
-    That returns None for arguments for which ATen does something else.
+    The function returns None if ATen does something else on such arguments.
     """
     promotion: Promotion | None = Promotion.DEFAULT
     """How the dtype to compute in follows from the operands; None: they have the output's."""
@@ -55,7 +55,7 @@ class Row:
 
 
 def cast_to_float8(x: str, dtype: torch.dtype) -> str:
-    """What casts a number in float32. ATen's releases make different things of what is too large."""
+    """The cast of a number in float32. ATen's releases differ on numbers that are too large."""
     special = torch.tensor([1e30, torch.inf, torch.nan]).to(dtype).view(torch.uint8).tolist()
     settings = ", ".join(map(str, [TRITON_DTYPES[dtype], FLOATS8[dtype], *special]))
     return f"functions.to_float8({x}, {settings})"
@@ -67,29 +67,17 @@ def text_of(number: float) -> str:
     return repr(number) if math.isfinite(number) else f'float("{number}")'
 
 
-def _add(values: dict[str, Any]) -> str:
-    return _add_scaled(values, values["alpha"])
-
-
-def _sub(values: dict[str, Any]) -> str:
-    return _add_scaled(values, -values["alpha"])
-
-
 def _add_scaled(values: dict[str, Any], alpha: float) -> str:
     if alpha in (1, -1):
         return f"{values['self']} {'+' if alpha == 1 else '-'} {values['other']}"
     return f"functions.add_scaled({values['self']}, {values['other']}, {text_of(alpha)})"
 
 
-def _rsub(values: dict[str, Any]) -> str | None:
-    return f"{values['other']} - {values['self']}" if values["alpha"] == 1 else None
-
-
 def _div(values: dict[str, Any]) -> str | None:
     """ATen multiplies by the reciprocal of a number, in float32."""
     number = values["other"]
     if isinstance(number, str):
-        return f"functions.divide({values['self']}, {number})"
+        return f"tl.div_rn({values['self']}, {number})"
     if isinstance(values["self"], (int, float)) or number == 0 or not math.isfinite(number):
         return None
     inverse = torch.tensor(1.0) / torch.tensor(float(number), dtype=torch.float32)
@@ -100,11 +88,11 @@ def _pow(values: dict[str, Any]) -> str | None:
     x, dtype = values["self"], values["dtype"]
     powers = {
         1: x,
-        2: f"functions.square({x})",
+        2: f"{x} * {x}",
         3: f"functions.cube({x}, {dtype})",
-        0.5: f"functions.square_root({x})",
+        0.5: f"tl.sqrt_rn({x})",
         -0.5: f"functions.reciprocal_square_root({x})",
-        -1: f"functions.reciprocal({x})",
+        -1: f"tl.div_rn(1.0, {x})",
     }
     return powers.get(values["exponent"])
 
@@ -118,20 +106,12 @@ def _gelu_backward(values: dict[str, Any]) -> str:
     return f"{function}({values['grad_output']}, {values['self']})"
 
 
-def _bitwise_not(values: dict[str, Any]) -> str | None:
-    return f"{values['self']} == 0" if values["dtype"] == "tl.int1" else None
-
-
 def _floor_divide(values: dict[str, Any]) -> str | None:
     """Of integers, which Triton rounds towards zero."""
     number = values["other"]
     if values["dtype"] not in ("tl.int32", "tl.int64") or type(number) is not int or number <= 0:
         return None
     return f"functions.floor_divide({values['self']}, {number})"
-
-
-def _dropout_backward(values: dict[str, Any]) -> str:
-    return f"{values['grad_output']} * {values['mask']} * {text_of(values['scale'])}"
 
 
 def _clamp(values: dict[str, Any]) -> str | None:
@@ -146,7 +126,7 @@ def _threshold_backward(values: dict[str, Any]) -> str | None:
 
 
 def _unary(function: str) -> Row:
-    return Row(("self",), f"functions.{function}({{self}})", Promotion.INT_TO_FLOAT)
+    return Row(("self",), f"{function}({{self}})", Promotion.INT_TO_FLOAT)
 
 
 def _constant(number: float) -> Row:
@@ -157,42 +137,41 @@ def _compare(operator: str) -> Row:
     return Row(("self", "other"), f"{{self}} {operator} {{other}}", Promotion.ALWAYS_BOOL, takes_all=True)
 
 
-_BINARY = ("self", "other")
+_BINARY, _OF_OUTPUT = ("self", "other"), ("grad_output", "output")
+_SIGNS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 ROWS: dict[Any, Row] = {
-    _ATEN.add.Tensor: Row(_BINARY, _add),
-    _ATEN.add.Scalar: Row(_BINARY, _add),
-    _ATEN.sub.Tensor: Row(_BINARY, _sub),
-    _ATEN.sub.Scalar: Row(_BINARY, _sub),
-    _ATEN.rsub.Scalar: Row(_BINARY, _rsub),
+    _ATEN.add.Tensor: Row(_BINARY, lambda v: _add_scaled(v, v["alpha"])),
+    _ATEN.add.Scalar: Row(_BINARY, lambda v: _add_scaled(v, v["alpha"])),
+    _ATEN.sub.Tensor: Row(_BINARY, lambda v: _add_scaled(v, -v["alpha"])),
+    _ATEN.sub.Scalar: Row(_BINARY, lambda v: _add_scaled(v, -v["alpha"])),
+    _ATEN.rsub.Scalar: Row(_BINARY, lambda v: f"{v['other']} - {v['self']}" if v["alpha"] == 1 else None),
     _ATEN.mul.Tensor: Row(_BINARY, "{self} * {other}"),
     _ATEN.mul.Scalar: Row(_BINARY, "{self} * {other}"),
     _ATEN.div.Tensor: Row(_BINARY, _div, Promotion.INT_TO_FLOAT),
     _ATEN.div.Scalar: Row(_BINARY, _div, Promotion.INT_TO_FLOAT),
     _ATEN.pow.Tensor_Scalar: Row(("self",), _pow),
     _ATEN.neg.default: Row(("self",), "functions.negate({self})"),
-    _ATEN.reciprocal.default: _unary("reciprocal"),
-    _ATEN.exp.default: _unary("exponential"),
-    _ATEN.log.default: _unary("logarithm"),
-    _ATEN.sin.default: _unary("sine"),
-    _ATEN.cos.default: _unary("cosine"),
-    _ATEN.sqrt.default: _unary("square_root"),
-    _ATEN.rsqrt.default: _unary("reciprocal_square_root"),
-    _ATEN.tanh.default: _unary("tanh"),
-    _ATEN.sigmoid.default: _unary("sigmoid"),
-    _ATEN.silu.default: _unary("silu"),
+    _ATEN.reciprocal.default: Row(("self",), "tl.div_rn(1.0, {self})", Promotion.INT_TO_FLOAT),
+    _ATEN.exp.default: _unary("math.exp"),
+    _ATEN.log.default: _unary("math.log"),
+    _ATEN.sin.default: _unary("functions.sine"),
+    _ATEN.cos.default: _unary("math.cos"),
+    _ATEN.sqrt.default: _unary("tl.sqrt_rn"),
+    _ATEN.rsqrt.default: _unary("functions.reciprocal_square_root"),
+    _ATEN.tanh.default: _unary("functions.tanh"),
+    _ATEN.sigmoid.default: _unary("functions.sigmoid"),
+    _ATEN.silu.default: _unary("functions.silu"),
     _ATEN.gelu.default: Row(("self",), _gelu),
     _ATEN.silu_backward.default: Row(("grad_output", "self"), "functions.silu_backward({grad_output}, {self})"),
-    _ATEN.sigmoid_backward.default: Row(
-        ("grad_output", "output"), "functions.sigmoid_backward({grad_output}, {output}, {dtype})"
-    ),
-    _ATEN.tanh_backward.default: Row(
-        ("grad_output", "output"), "functions.tanh_backward({grad_output}, {output}, {dtype})"
-    ),
+    _ATEN.sigmoid_backward.default: Row(_OF_OUTPUT, "functions.sigmoid_backward({grad_output}, {output}, {dtype})"),
+    _ATEN.tanh_backward.default: Row(_OF_OUTPUT, "functions.tanh_backward({grad_output}, {output}, {dtype})"),
     _ATEN.gelu_backward.default: Row(("grad_output", "self"), _gelu_backward),
     _ATEN.relu.default: Row(("self",), "functions.relu({self})"),
     _ATEN.abs.default: Row(("self",), "functions.magnitude({self})"),
     _ATEN.threshold_backward.default: Row(("grad_output", "self"), _threshold_backward),
-    _ATEN.native_dropout_backward.default: Row(("grad_output", "mask"), _dropout_backward),
+    _ATEN.native_dropout_backward.default: Row(
+        ("grad_output", "mask"), lambda v: f"{v['grad_output']} * {v['mask']} * {text_of(v['scale'])}"
+    ),
     _ATEN.where.self: Row(
         ("condition", "self", "other"), "tl.where({condition}, {self}, {other})", None, True, ("condition",)
     ),
@@ -209,26 +188,18 @@ ROWS: dict[Any, Row] = {
     _ATEN.logical_and.default: Row(_BINARY, "({self} != 0) & ({other} != 0)", Promotion.ALWAYS_BOOL, takes_all=True),
     _ATEN.logical_or.default: Row(_BINARY, "({self} != 0) | ({other} != 0)", Promotion.ALWAYS_BOOL, takes_all=True),
     _ATEN.logical_not.default: Row(("self",), "{self} == 0", Promotion.ALWAYS_BOOL, takes_all=True),
-    _ATEN.bitwise_not.default: Row(("self",), _bitwise_not, takes_all=True),
+    _ATEN.bitwise_not.default: Row(
+        ("self",), lambda v: f"{v['self']} == 0" if v["dtype"] == "tl.int1" else None, takes_all=True
+    ),
     _ATEN.floor_divide.default: Row(_BINARY, _floor_divide, takes_all=True),
-    _ATEN.eq.Tensor: _compare("=="),
-    _ATEN.eq.Scalar: _compare("=="),
-    _ATEN.ne.Tensor: _compare("!="),
-    _ATEN.ne.Scalar: _compare("!="),
-    _ATEN.lt.Tensor: _compare("<"),
-    _ATEN.lt.Scalar: _compare("<"),
-    _ATEN.le.Tensor: _compare("<="),
-    _ATEN.le.Scalar: _compare("<="),
-    _ATEN.gt.Tensor: _compare(">"),
-    _ATEN.gt.Scalar: _compare(">"),
-    _ATEN.ge.Tensor: _compare(">="),
-    _ATEN.ge.Scalar: _compare(">="),
+    **{getattr(_ATEN, name).Tensor: _compare(sign) for name, sign in _SIGNS.items()},
+    **{getattr(_ATEN, name).Scalar: _compare(sign) for name, sign in _SIGNS.items()},
 }
 
 COPIES = (_ATEN._to_copy.default, _ATEN.clone.default)
-"""What gives the same elements, perhaps in another dtype, or in another order in memory."""
+"""Ops that return the same elements, perhaps in another dtype, or in another order in memory."""
 REPLACED = (_ATEN.scatter.src,)
-"""What gives the elements of a tensor, but for one of each row."""
+"""Ops that return the elements of a tensor, but for one of each row."""
 PLACED = (
     _ATEN.cat.default,
     _ATEN.slice_backward.default,
@@ -236,7 +207,7 @@ PLACED = (
     _ATEN.stack.default,
     _ATEN.as_strided_scatter.default,
 )
-"""What gives elements at other places, and zeros or another tensor's elements elsewhere."""
+"""Ops that return elements at other places, and zeros or another tensor's elements elsewhere."""
 
 
 def arguments_of(call: Call) -> dict[str, Any]:

@@ -21,11 +21,11 @@ MIN_ROWS = 256
 
 
 class RowWriter(NamedTuple):
-    """Writes what an op computes of a row. What is beyond the last element counts for nothing."""
+    """Writes the lines of an op on a row. Elements beyond the last count for nothing."""
 
     width: int
     write: Callable[[str], str]
-    """Writes a line that gives an expression a name, which it returns."""
+    """Writes a line that names an expression; returns the name."""
 
     def filled(self, x: str, number: str) -> str:
         """The elements of a row, and ``number`` beyond."""
@@ -56,22 +56,6 @@ def _log_softmax(x: str, row: RowWriter) -> str:
     return row.write(f"{shifted} - tl.log({row.total(f'tl.exp({shifted})')})")
 
 
-def _softmax_backward(gradient: str, output: str, row: RowWriter) -> str:
-    return row.write(f"({gradient} - {row.total(f'{gradient} * {output}')}) * {output}")
-
-
-def _log_softmax_backward(gradient: str, output: str, row: RowWriter) -> str:
-    return row.write(f"{gradient} - tl.exp({output}) * {row.total(gradient)}")
-
-
-def _sum(x: str, row: RowWriter) -> str:
-    return row.total(x)
-
-
-def _mean(x: str, row: RowWriter) -> str:
-    return row.write(f"{row.total(x)} / {float(row.width)}")
-
-
 def _amax(x: str, row: RowWriter) -> str:
     """A NaN is greater than any number."""
     x = row.filled(x, _LEAST)
@@ -90,14 +74,20 @@ ROW_OPS: dict[Any, tuple[tuple[str, ...], Callable[..., Any]]] = {
     _ATEN._softmax.default: (("self",), _softmax),
     _ATEN._safe_softmax.default: (("self",), _safe_softmax),
     _ATEN._log_softmax.default: (("self",), _log_softmax),
-    _ATEN._softmax_backward_data.default: (("grad_output", "output"), _softmax_backward),
-    _ATEN._log_softmax_backward_data.default: (("grad_output", "output"), _log_softmax_backward),
-    _ATEN.sum.dim_IntList: (("self",), _sum),
-    _ATEN.mean.dim: (("self",), _mean),
+    _ATEN._softmax_backward_data.default: (
+        ("grad_output", "output"),
+        lambda gradient, y, row: row.write(f"({gradient} - {row.total(f'{gradient} * {y}')}) * {y}"),
+    ),
+    _ATEN._log_softmax_backward_data.default: (
+        ("grad_output", "output"),
+        lambda gradient, y, row: row.write(f"{gradient} - tl.exp({y}) * {row.total(gradient)}"),
+    ),
+    _ATEN.sum.dim_IntList: (("self",), lambda x, row: row.total(x)),
+    _ATEN.mean.dim: (("self",), lambda x, row: row.write(f"{row.total(x)} / {float(row.width)}")),
     _ATEN.amax.default: (("self",), _amax),
     _ATEN.max.dim: (("self",), _max),
 }
-"""For each op the operands, and what writes its result, or results, of the operands in float32."""
+"""For each op the operands, and a function that writes its result, or results, from the operands in float32."""
 
 
 def operands_of(call: Call) -> list[Use]:

@@ -2,7 +2,7 @@
 
 ATen adds the rows of one place after each other, from memory to memory, and rounds each sum. That takes long where many
 rows go to one place, as for the biases of a few experts. ``index_put_rows`` adds up blocks of rows in float32, in an
-order that is always the same; ``InTurn`` does what ATen does, with the sum in registers.
+order that is always the same; ``InTurn`` adds as ATen, with the sum in registers.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _inverses(permutation, inverse, count, BLOCK: tl.constexpr):
 
 
 def by_kernel(call: Call, recording: Recording, has: Callable[[int], bool]) -> tuple[Call, Callable[..., Any] | None]:
-    """A call, and what runs it in the place of ATen's op, by arguments of its own; None if nothing does.
+    """A call, and a function that runs it in the place of ATen's op, by arguments of its own; None if there is none.
 
     has: whether it may read a buffer.
     """
@@ -78,15 +78,17 @@ def by_kernel(call: Call, recording: Recording, has: Callable[[int], bool]) -> t
         call = call._replace(args=(order,), results=(call.written[0][1],), written=())
         return call, PlannedCall(inverse_permutation)
     added = rows_added(call, recording, has)
-    rounds = recording.generates is Generates.ROUNDED
-    if added is None or not (rounds or keeps_bits(added) or is_in_turn(added)):
+    if added is None:
         return call, None
-    in_turn = not (rounds or keeps_bits(added))
+    start, _, rows, times, _ = added.args
+    in_turn = recording.generates is not Generates.ROUNDED and times != 1  # of one row, any order gives ATen's bits
+    if in_turn and (type(start) is not int or rows.layout.shape[1:].numel() <= WARP or times > ROWS_AT_ONCE):
+        return call, None
     return added._replace(args=(*added.args, in_turn)), InTurn() if in_turn else PlannedCall(index_put_rows)
 
 
 def rows_added(call: Call, recording: Recording, has: Callable[[int], bool]) -> Call | None:
-    """The call whose arguments ``index_put_rows`` takes, if that does what ``call`` does, but for the order of sums.
+    """A call with arguments for ``index_put_rows``, if that computes ``call``, but for the order of sums.
 
     has: whether it may read a buffer.
     """
@@ -113,34 +115,23 @@ def rows_added(call: Call, recording: Recording, has: Callable[[int], bool]) -> 
     if permutation is not None and not has(permutation.buffer):
         permutation, times = None, 0
     order = None if permutation is None else _inverse_of(permutation, recording, has)
-    zeros = _maker(initial, recording)
+    zeros = recording.maker(initial)
     is_zero = zeros is not None and zeros.op in _ZEROS
     start = int(initial.layout.shape[0]) if is_zero else initial
     return call._replace(args=(start, (permutation or index) if order is None else None, rows, times, order), kwargs={})
 
 
-def keeps_bits(call: Call) -> bool:
-    """Whether such a call gives ATen's bits in any order of its sums, as a single row goes to each place."""
-    return call.args[3] == 1
-
-
-def is_in_turn(call: Call) -> bool:
-    """Whether ``InTurn`` is for such a call."""
-    width = call.args[2].layout.shape[1:].numel()
-    return type(call.args[0]) is int and width > WARP and call.args[3] <= ROWS_AT_ONCE
-
-
 def _permutation_of(index: Use, initial: Use, recording: Recording) -> tuple[Use | None, int]:
-    """The permutation of which ``index`` is a multiple, rounded down, and how often each place comes; or None and 0.
+    """The permutation that gives ``index`` if divided by a number and rounded down; and the number; or None and 0.
 
     So it is where tokens are sorted by their experts.
     """
     if index.layout != recording.buffers[index.buffer].layout:
         return None, 0
-    maker, times = _maker(index, recording), 1
+    maker, times = recording.maker(index), 1
     if maker is not None and maker.op is _ATEN.floor_divide.default and type(maker.args[0]) is Use:
-        (index, times), maker = maker.args, _maker(maker.args[0], recording)
-    zeros = _maker(initial, recording)
+        (index, times), maker = maker.args, recording.maker(maker.args[0])
+    zeros = recording.maker(initial)
     if zeros is None or zeros.op not in _ZEROS or type(times) is not int or times < 1:
         return None, 0
     if initial.layout.shape[0] * times != index.layout.shape[0] or not _permutes(index, maker, recording):
@@ -149,7 +140,7 @@ def _permutation_of(index: Use, initial: Use, recording: Recording) -> tuple[Use
 
 
 def _permutes(index: Use, maker: Call | None, recording: Recording) -> bool:
-    """Whether a tensor has each number below its length once: what ``sort`` gives, and the inverse of that."""
+    """Whether a tensor has each number below its length once: the order of a ``sort``, or the inverse of that."""
     if maker is None or len(index.layout.shape) != 1 or index.layout != recording.buffers[index.buffer].layout:
         return False
     if maker.op in (_ATEN.sort.default, _ATEN.sort.stable):
@@ -157,13 +148,13 @@ def _permutes(index: Use, maker: Call | None, recording: Recording) -> bool:
     if maker.op is not _ATEN.index_put_.default or len(maker.args) > 3 or len(maker.args[1]) != 1:
         return False
     (order,), counted = maker.args[1], maker.args[2]
-    made = _maker(counted, recording) if type(counted) is Use else None
+    made = recording.maker(counted) if type(counted) is Use else None
     return (
         type(order) is Use
         and counted.layout.shape == order.layout.shape == index.layout.shape
         and made is not None
         and made.op is _ATEN.arange.default
-        and _permutes(order, _maker(order, recording), recording)
+        and _permutes(order, recording.maker(order), recording)
     )
 
 
@@ -179,17 +170,11 @@ def inverted(call: Call, recording: Recording) -> Use | None:
 
 
 def _inverse_of(permutation: Use, recording: Recording, has: Callable[[int], bool]) -> Use | None:
-    """What is known as the inverse of a permutation, if it can be read."""
+    """The known inverse of a permutation, if it can be read."""
     made = [(order, call.written[0][1]) for call in recording.calls if (order := inverted(call, recording))]
     pairs = [(order, Use(number, recording.buffers[number].layout)) for order, number in made]
     both = [pair for one, other in pairs for pair in ((one, other), (other, one))]
     return next((each for own, each in both if own == permutation and has(each.buffer)), None)
-
-
-def _maker(use: Use, recording: Recording) -> Call | None:
-    """The call that made, or wrote, all of a tensor."""
-    buffer = recording.buffers[use.buffer]
-    return None if buffer.call is None else recording.calls[buffer.call]
 
 
 def inverse_permutation(permutation: Tensor) -> Tensor:

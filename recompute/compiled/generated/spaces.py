@@ -1,4 +1,4 @@
-"""What the programs of a generated kernel run over: the elements of what it writes, or the rows of that."""
+"""The programs of a generated kernel run over a space: the elements that it writes, or the rows of these."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TILE = 128
 
 @dataclass(frozen=True)
 class Elements:
-    """Each program computes ``BLOCK`` of the elements. ``a`` counts these, in the order in which they lie in memory."""
+    """Each program computes ``BLOCK`` of the elements. ``a`` counts these, as they lie in memory."""
 
     size: int
     warps = WARPS
@@ -29,7 +29,7 @@ class Elements:
         return -(-self.size // BLOCK)
 
     def lines(self, index_type: str) -> list[str]:
-        """The first lines of the kernel. index_type: what casts a number to a wider type; "" if that is not needed."""
+        """The first lines of the kernel. index_type: the cast to a wider type; "" if that is not needed."""
         lines = [f"a = tl.program_id(0){index_type} * {BLOCK} + tl.arange(0, {BLOCK})"]
         return lines if self.size % BLOCK == 0 else [*lines, f"inside = a < {self.size}"]
 
@@ -46,7 +46,7 @@ class Elements:
         return 0
 
     def guards(self, variables: Collection[str], width: int) -> list[str]:
-        """The conditions under which an address that counts by these variables is inside of a tensor."""
+        """The conditions for an address that counts by these variables to be inside of a tensor."""
         return ["inside"] if variables and self.size % BLOCK else []
 
 
