@@ -73,9 +73,6 @@ def apply(
     >>> handle.stats().dropped_nbytes
     64
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"recompute.apply takes a torch.nn.Module, got {type(model).__name__}")
-    policy = load_policy(policy)
     return put_on(
         model,
         policy,
@@ -88,7 +85,7 @@ def apply(
 
 def put_on(
     model: nn.Module,
-    policy: Policy,
+    policy: PolicyLike,
     *,
     strict: bool = True,
     replace: bool = False,
@@ -97,6 +94,9 @@ def put_on(
     state_hooks: Sequence[StateHook] = (),
 ) -> AppliedPolicy:
     """What ``apply`` does. decorated: whether the decorator does it: then ``model`` is one block."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"recompute.apply takes a torch.nn.Module, got {type(model).__name__}")
+    policy = load_policy(policy)
     model = uncompiled(model)
     cache = CaptureCache(checked_hooks(state_hooks))
     with ExitStack() as undo:

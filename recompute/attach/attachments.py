@@ -5,7 +5,7 @@ from __future__ import annotations
 import copyreg
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -15,14 +15,14 @@ from torch.nn.parameter import is_lazy
 
 from recompute.attach.check_effect import check_effect, listed
 from recompute.attach.explain import Attachment
-from recompute.attach.module_entries import module_entries
+from recompute.attach.module_entries import module_entries, paths_around
 from recompute.attach.runners import RootRunner, choose_runners, unwrap_forward, wrap_forward
 from recompute.compiled.captured_region import CaptureCache
 from recompute.compiled.runner import Runner
 from recompute.engine.checkpoint.module_state import RUNNER
 from recompute.engine.region_statistics import RegionStatistics
 from recompute.errors import AlreadyAppliedError, UnsupportedError, warn
-from recompute.policy.matching import assign
+from recompute.policy.matching import assign, layers_beyond, unmatched_rules
 from recompute.policy.meaning import Kernels, meaning_of
 from recompute.policy.rules import Policy
 from recompute.substitution.formulas import is_decorated, looking_once
@@ -49,16 +49,18 @@ def attachments_of(
     name = name or type(model).__name__
     entries, modules = module_entries(model, name, decorated=decorated)
     rules = assign(policy, entries)
-    check_effect(policy, name, entries, rules, strict=strict, decorated=decorated)
+    unmatched, beyond = unmatched_rules(policy, entries, rules), layers_beyond(policy, entries, rules)
+    check_effect(policy, name, rules, unmatched, beyond, strict=strict, decorated=decorated)
     without_kernel: dict[int, dict[str, None]] = {}
     chosen: dict[int, Attachment] = {}
     meanings = [meaning_of(rule) for rule in policy.rules]
-    parts = {path for path, i in rules.items() if meanings[i].extends_inward and _rule_around(path, rules) == i}
-    governed = rules.keys() - parts
+    governed = {}
+    for path, index in rules.items():
+        around = next((rules[each] for each in paths_around(path) if each in rules), None)
+        if not (meanings[index].extends_inward and around == index):  # else a part of the region of that module
+            governed[path] = index
     with looking_once():
-        for path, index in rules.items():
-            if path in parts:  # of the region of the module around it
-                continue
+        for path, index in governed.items():
             meaning = meanings[index]
             found = list(choose_runners(path, modules[path], meaning, governed, cache))
             for inside, module, runner in found:
@@ -75,15 +77,6 @@ def attachments_of(
         statistics = RegionStatistics(type(model).__name__) if inner is None else inner.statistics
         chosen[id(model)] = Attachment("", model, index_of_root, RootRunner(statistics, inner))
     return list(chosen.values())
-
-
-def _rule_around(path: str, rules: Mapping[str, int]) -> int | None:
-    """The rule of the nearest module around ``path`` that has one."""
-    while path:
-        path = path.rpartition(".")[0]
-        if path in rules:
-            return rules[path]
-    return None
 
 
 def attach(attachments: list[Attachment]) -> None:

@@ -15,28 +15,28 @@ from recompute.engine.cut.ops import facts
 from recompute.engine.cut.reviewed_ops import PURE
 from recompute.errors import NoEffectError, warn
 from recompute.policy.loading import is_preset
-from recompute.policy.matching import ModuleEntry, layers_beyond, unmatched_rules
 from recompute.policy.meaning import meaning_of
-from recompute.policy.rules import FAMILIES, Policy, is_op_name, is_tensor_name
+from recompute.policy.rules import FAMILIES, Policy
 
 
 def check_effect(
     policy: Policy,
     name: str,
-    modules: Sequence[ModuleEntry],
     rules: Mapping[str, int],
+    unmatched: Sequence[str],
+    beyond: Sequence[str],
     *,
     strict: bool,
     decorated: bool = False,
 ) -> None:
-    """Raise ``NoEffectError`` if ``policy`` governs none of ``modules``; warn of each part of it that has no effect.
+    """Raise ``NoEffectError`` if ``policy`` governs no module; warn of each part of it that has no effect.
 
     name: the name of the model's class.
     rules: what ``assign`` returned.
+    unmatched, beyond: the messages of ``unmatched_rules`` and of ``layers_beyond``.
     strict: False to warn where an error would be raised.
     decorated: whether a decorator puts the policy on.
     """
-    unmatched = unmatched_rules(policy, modules, rules)
     if strict and not rules and has_effect(policy):
         raise NoEffectError(
             f"policy {policy.name} governs no module of {name}: {_lines(unmatched)}\nGive it a rule that matches, "
@@ -47,10 +47,11 @@ def check_effect(
                 "recompute.apply(model, policy, strict=False)"
             )
         )
-    if unmatched and not (rules and is_preset(policy)):  # a preset has rules for many models, and no model needs all
-        warn(f"policy {policy.name}: {_lines(unmatched)}")
-    if beyond := layers_beyond(policy, modules, rules):
-        warn(f"policy {policy.name}: {_lines(beyond)}")
+    if unmatched and rules and is_preset(policy):  # it has rules for many models, and no model needs all
+        unmatched = []
+    for messages in (unmatched, beyond):
+        if messages:
+            warn(f"policy {policy.name}: {_lines(messages)}")
     for message, indices in _doubtful_words(policy).items():
         warn(f"policy {policy.name}: {listed([f'rules[{index}]' for index in indices])}: keep: {message}")
 
@@ -82,13 +83,13 @@ def _doubtful_words(policy: Policy) -> dict[str, list[int]]:
 
 
 def _doubts(word: str) -> Iterator[str]:
-    if is_op_name(word):
+    if "." in word:
         if not is_op(word):
             yield (
                 f"no op is called {word}; a region's explain() names those that it runs, as they are below autograd "
                 "('aten._softmax', not 'aten.softmax')"
             )
-    elif is_tensor_name(word) and (meant := _meant(word)) is not None:
+    elif word not in FAMILIES and (meant := _meant(word)) is not None:
         yield f"{word} is the name of a tensor, as recompute.keep(tensor, {word!r}) gives it; did you mean {meant!r}?"
 
 

@@ -18,7 +18,7 @@ from recompute.attach.attachments import attach, attachments_of, deepcopy_withou
 from recompute.attach.check_effect import check_effect, has_effect
 from recompute.attach.explain import Attachment
 from recompute.attach.own_checkpointing import find_checkpointing, warn_of_checkpointing
-from recompute.attach.runners import runner_without_kernels
+from recompute.attach.runners import RegionRunner
 from recompute.compiled.captured_region import CaptureCache
 from recompute.compiled.runner import Forward, Runner
 from recompute.compiled.under_torch_compile import refuse_first_run
@@ -27,7 +27,7 @@ from recompute.engine.checkpoint.region import StateHook
 from recompute.engine.region_statistics import RegionStatistics
 from recompute.errors import AlreadyAppliedError, UnsupportedError
 from recompute.policy.loading import load_policy
-from recompute.policy.matching import ModuleEntry, assign
+from recompute.policy.matching import ModuleEntry, assign, unmatched_rules
 from recompute.policy.meaning import Kernels, meaning_of
 from recompute.policy.rules import Policy, Rule
 from recompute.substitution.settings import transformers_layer
@@ -155,7 +155,7 @@ def _decorate_function(function: Forward, policy: Policy, cache: CaptureCache) -
     entries = [ModuleEntry("", name, is_block=True)]
     rules = assign(policy, entries)
     what = f"the function {name}, one of an empty path and that class"
-    check_effect(policy, what, entries, rules, strict=True, decorated=True)
+    check_effect(policy, what, rules, unmatched_rules(policy, entries, rules), [], strict=True, decorated=True)
     if not rules:
         return function
     (index,) = rules.values()
@@ -165,7 +165,7 @@ def _decorate_function(function: Forward, policy: Policy, cache: CaptureCache) -
     if not meaning.has_effect:
         return function
     statistics = RegionStatistics(name)
-    runner = runner_without_kernels(statistics, None, meaning, cache)
+    runner = RegionRunner(statistics, meaning, cache, None)
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:

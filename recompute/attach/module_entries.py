@@ -49,6 +49,13 @@ def module_entries(
     return entries, modules
 
 
+def paths_around(path: str) -> Iterator[str]:
+    """The paths of the modules around the one at ``path``, the nearest first; the last one is the model's."""
+    while path:
+        path = path.rpartition(".")[0]
+        yield path
+
+
 class _Block(NamedTuple):
     path: str
     module: nn.Module

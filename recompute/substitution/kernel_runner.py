@@ -119,6 +119,17 @@ class KernelRunner(Runner, ABC):
             return kernels(*inputs)
 
 
+class PlainRunner(Runner):
+    """Runs forward as it is: in the place of a kernel off CUDA, where a tape around sees the module's ops."""
+
+    def __init__(self, statistics: RegionStatistics, note: str = "its ops are on the tape around it"):
+        self.statistics = statistics
+        self.note = note
+
+    def run(self, module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        return forward(*args, **kwargs)
+
+
 class CreditedTo:
     """Inside, the recipes that kernels record count for ``statistics``."""
 
