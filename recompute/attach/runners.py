@@ -50,9 +50,7 @@ class OuterRunner(Runner):
     def run_plain(self, module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
         if module is not None and is_recording() and self.cache is not None and not self.cache.warned_of_evaluation:
             self._warn_of_evaluation(self.cache, (*module.parameters(), *args, *kwargs.values()))
-        if self.inner is None:
-            return forward(*args, **kwargs)
-        return self.inner.run_plain(module, forward, args, kwargs)
+        return forward(*args, **kwargs) if self.inner is None else self.inner.run(module, forward, args, kwargs)
 
     def _warn_of_evaluation(self, cache: CaptureCache, values: Iterable[Any]) -> None:
         if any(isinstance(each, Tensor) and each.requires_grad for each in values):
@@ -74,9 +72,7 @@ class RootRunner(OuterRunner):
 
     def run_training(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         with RecipeScope(self.statistics):
-            if self.inner is None:
-                return forward(*args, **kwargs)
-            return self.inner.run_training(module, forward, args, kwargs)
+            return forward(*args, **kwargs) if self.inner is None else self.inner.run(module, forward, args, kwargs)
 
 
 def wrap_forward(inner: Callable[..., Any], module: nn.Module, runner: Runner) -> Callable[..., Any]:

@@ -8,6 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recompute.kernels.launch import differentiable_gradients, widen
+from recompute.kernels.linears import autocast_dtype, cast, without_autocast
+from recompute.kernels.logit_blocks import WIDTH, Head
+from recompute.kernels.loss_settings import wide_dtype
+
 
 def by_rows(logits: Sequence[Any], function: Callable[..., Tensor], *others: Tensor) -> Tensor:
     """``function(logits of each, *others)`` of a few rows at a time: it gives (rows,) or (rows, K).
@@ -21,8 +26,6 @@ def by_rows(logits: Sequence[Any], function: Callable[..., Tensor], *others: Ten
     with first.autocast_as_made():
         call = _Call(function, heads)
         if len(call.spans) == 1 and not any(each.family_trains for each in logits):
-            from recompute.kernels.launch import widen
-
             found = function([widen(each.value().reshape(-1, each.shape[-1])) for each in logits], *rows)
             return found.reshape(*first.shape[:-1], *found.shape[1:])
         found = _ByRows.apply(call, len(rows), *rows, *[tensor for head in heads for tensor in head.tensors])
@@ -54,9 +57,6 @@ class _Call:
 
     def __init__(self, function: Callable[..., Tensor], heads: Sequence[Any]):
         self.function, self.heads = function, heads
-        from recompute.kernels.linears import autocast_dtype
-        from recompute.kernels.logit_blocks import WIDTH
-
         self.narrow = autocast_dtype(heads[0].hidden.device.type)
         """What autocast has matrix products computed in, in forward and again in backward."""
         tokens, vocabulary = heads[0].tensors[0].shape[0], len(heads[0].tensors[1])
@@ -69,9 +69,6 @@ class _Call:
         return [t if t is None or index % 5 not in (0, 3) else t[span] for index, t in enumerate(tensors)]
 
     def run(self, span: slice, others: Sequence[Tensor], tensors: Sequence[Tensor | None]) -> Tensor:
-        from recompute.kernels.linears import cast, without_autocast
-        from recompute.kernels.logit_blocks import Head
-
         narrowed = [cast(tensors[first : first + 5], self.narrow) for first in range(0, len(tensors), 5)]
         with without_autocast(self.heads[0].hidden.device.type):
             rows = [head.scored(Head(*each).logits()) for head, each in zip(self.heads, narrowed, strict=True)]
@@ -92,9 +89,6 @@ class _ByRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        from recompute.kernels.launch import differentiable_gradients
-        from recompute.kernels.loss_settings import wide_dtype
-
         call, count, needed = ctx.call, ctx.count, ctx.needs_input_grad[2 + ctx.count :]
         others, tensors = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
         before = (None,) * (2 + count)

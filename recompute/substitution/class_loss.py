@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from recompute.kernels.linear_cross_entropy import linear_cross_entropy
 from recompute.substitution.by_rows import by_rows
 from recompute.substitution.lazy_tensors import LazyTensor
 
@@ -35,8 +36,6 @@ def class_loss(
         return _soft_loss(logits, dim, dtype, target, weight, reduction, label_smoothing)
     if target.shape != logits.shape[:-1] or target.dtype is not torch.int64:
         return NotImplemented  # PyTorch has an error to raise
-    from recompute.kernels.linear_cross_entropy import linear_cross_entropy
-
     head = logits._head
     hidden, rows, bias, *adapter = logits.operands
     with logits.autocast_as_made():

@@ -6,17 +6,14 @@ import torch
 from torch import Tensor
 
 from recompute.engine.compression import Codes
+from recompute.kernels.blockwise_8bit import dequantize_blockwise, quantize_blockwise_with_error
 
 
 class Blockwise8Bit:
     """``kernels.blockwise_8bit``: fp8 where the device has it, else int8, with one scale for 128 elements."""
 
     def encode(self, tensor: Tensor) -> Codes:
-        from recompute.kernels.blockwise_8bit import quantize_blockwise_with_error
-
         return Codes(*quantize_blockwise_with_error(tensor))
 
     def decode(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-        from recompute.kernels.blockwise_8bit import dequantize_blockwise
-
         return dequantize_blockwise(codes, scales, dtype)

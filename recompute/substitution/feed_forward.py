@@ -21,7 +21,9 @@ from torch import Tensor, nn
 from recompute.compiled.runner import Forward
 from recompute.engine.reachable_objects import base_of
 from recompute.kernels.activation import GATE_ACTIVATIONS
+from recompute.kernels.gated_mlp import gated_mlp
 from recompute.kernels.linears import autocasts
+from recompute.kernels.mlp import mlp as ungated_mlp
 from recompute.substitution.formula_writer import INPUT, Formula, add, mul
 from recompute.substitution.formulas import Conditions, formula_of, takes_one_argument
 from recompute.substitution.kernel_runner import PLAIN_TENSORS, KernelRunner, is_hooked, only_argument
@@ -244,9 +246,6 @@ class KernelMLP:
         self, mlp: nn.Module, operands: MLPOperands, *, compresses: bool, tile: int | None
     ) -> Callable[[Tensor], Tensor]:
         """What computes the MLP of a tensor."""
-        from recompute.kernels.gated_mlp import gated_mlp
-        from recompute.kernels.mlp import mlp as ungated_mlp
-
         op: Callable[..., Tensor] = gated_mlp if self.is_gated else ungated_mlp
         weights, biases = operands
         dropout = None if self.dropout is None else mlp._modules[self.dropout]

@@ -17,6 +17,8 @@ from recompute.compiled.runner import Forward
 from recompute.engine.dtensors import has_layout
 from recompute.engine.thread_state import is_fake, local
 from recompute.errors import warn
+from recompute.kernels.linear_cross_entropy import held_nbytes
+from recompute.kernels.linears import autocast_dtype, cast, check_dtypes
 from recompute.substitution.head_operands import LossObserver
 from recompute.substitution.held_memory import HeldMemory
 from recompute.substitution.kernel_runner import (
@@ -52,8 +54,6 @@ class KernelHeadRunner(KernelRunner):
         return f"{note}; logits were made for {readers}" if readers else note
 
     def run_kernel(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        from recompute.kernels.linears import autocast_dtype, cast, check_dtypes
-
         if (is_fake() and not local.simulates_cuda) or not is_plain_linear(module):
             return forward(*args, **kwargs)
         if type(module.weight) not in PLAIN_TENSORS:
@@ -81,14 +81,12 @@ class KernelHeadRunner(KernelRunner):
     def run_plain(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         if torch.is_grad_enabled() or torch.is_inference_mode_enabled() or is_transformed():
             return forward(*args, **kwargs)
-        if torch.compiler.is_compiling() or (self.fallback is not None and not self.is_where_kernels_are(args, kwargs)):
+        if torch.compiler.is_compiling():
             return forward(*args, **kwargs)
         return self.run_kernel(module, forward, args, kwargs)  # as of a model that others are compared with
 
     def _count(self, hidden: Tensor, weight: Tensor, logits_nbytes: int) -> None:
         """Count a loss that was computed without logits. With them it would hold ``logits_nbytes``."""
-        from recompute.kernels.linear_cross_entropy import held_nbytes
-
         kernels = HeldMemory(held_nbytes(hidden, weight, self.logits_bytes), 0, holds_input=True)
         self.held.count_known(hidden, kernels, HeldMemory(logits_nbytes, 0, holds_input=weight.requires_grad))
 
@@ -111,8 +109,6 @@ def held_by_loss(logits: Tensor, weight: Tensor, logits_bytes: float | None = No
     logits: those of the head, (..., V), on any device. weight: (V, H).
     logits_bytes: the memory for logits, as ``linear_cross_entropy`` takes it.
     """
-    from recompute.kernels.linear_cross_entropy import held_nbytes
-
     hidden = torch.empty((*logits.shape[:-1], weight.shape[1]), dtype=logits.dtype, device="meta")
     return held_nbytes(hidden, weight, logits_bytes)
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from recompute.kernels.scores import Scores, scored
+
 LossCounter = Callable[[Tensor, Tensor, int], None]
 """Called after each loss with the Linear's input, its weight, and the bytes that the loss did not need to hold."""
 
@@ -70,7 +72,5 @@ class HeadOperands:
 
     def scored(self, logits: Tensor) -> Tensor:
         """What a softmax is taken of, in float32 (float64 of float64)."""
-        from recompute.kernels.scores import Scores, scored
-
         head = self.settled()
         return scored(logits, Scores.of(head.scale, head.cap or 0.0, head.temperature))

@@ -66,20 +66,21 @@ class KernelRunner(Runner, ABC):
         """The same, for ``torch.compile`` to trace in training."""
         return self.run_kernel(module, forward, args, kwargs)
 
+    def run(self, module: Any, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        if self.fallback is not None and not self.is_where_kernels_are(args, kwargs):
+            return self.fallback.run(module, forward, args, kwargs)
+        return super().run(module, forward, args, kwargs)
+
     def run_training(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         for value in (*args, *kwargs.values()):
             if isinstance(value, Tensor) and has_layout(value):
                 return self._run_on_dtensors(module, forward, args, kwargs)
-        if self.fallback is not None and not self.is_where_kernels_are(args, kwargs):
-            return self.fallback.run(module, forward, args, kwargs)
         self.statistics.dropped_outputs = []
         return self.run_kernel(module, forward, args, kwargs)
 
     def run_compiled(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         if is_transformed():
             return forward(*args, **kwargs)
-        if self.fallback is not None and not self.is_where_kernels_are(args, kwargs):
-            return self.fallback.run(module, forward, args, kwargs)
         if self.compiled_region is None:
             return self.run_kernel_compiled(module, forward, args, kwargs)
         return self.compiled_region.run(self.run_kernel_compiled, (module, forward, args, kwargs), {})
@@ -89,8 +90,6 @@ class KernelRunner(Runner, ABC):
             return forward(*args, **kwargs)
         if not torch.compiler.is_compiling():
             return self.run_training(module, forward, args, kwargs)  # training and inference compute the same
-        if self.fallback is not None and not self.is_where_kernels_are(args, kwargs):
-            return self.fallback.run(module, forward, args, kwargs)
         return self.run_kernel(module, forward, args, kwargs)
 
     def _run_on_dtensors(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:

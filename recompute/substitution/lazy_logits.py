@@ -11,10 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from recompute.kernels.linear_divergence import linear_divergence
+from recompute.kernels.linear_log_probs import linear_log_probs
+from recompute.kernels.loss_settings import wide_dtype
 from recompute.substitution.by_rows import by_rows
 from recompute.substitution.class_loss import class_loss
 from recompute.substitution.head_operands import HeadOperands, LossCounter, LossObserver
-from recompute.substitution.lazy_moved import PERMUTATIONS, permuted
+from recompute.substitution.lazy_moved import PERMUTATIONS, ROWS, permuted, rows_of
 from recompute.substitution.lazy_rows import (
     GATHERS,
     LOGSUMEXPS,
@@ -27,7 +30,6 @@ from recompute.substitution.lazy_rows import (
 from recompute.substitution.lazy_tensors import (
     PRODUCTS,
     RESHAPES,
-    ROWS,
     LazyTensor,
     cast_dtype,
     fixed,
@@ -35,7 +37,6 @@ from recompute.substitution.lazy_tensors import (
     is_last,
     mode_of,
     outline,
-    rows_of,
     values_of,
 )
 from recompute.substitution.word_terms import ADDITIONS, DIVISIONS, SOFTMAXES
@@ -91,7 +92,6 @@ class LazyLogits(LazyTensor):
         return any(each is not None and each.requires_grad for each in members)
 
     def join_family(self, made: LazyTensor) -> None:
-        """Have it computed before the logits change."""
         self._family.append(weakref.ref(made))
 
     def pass_by(self) -> None:
@@ -156,8 +156,6 @@ class LazyLogits(LazyTensor):
 
     def _sums(self) -> Tensor:
         """The sum of each row's logits, in float32: of a product it is the product with a sum."""
-        from recompute.kernels.loss_settings import wide_dtype
-
         wide = wide_dtype(self._head.hidden)
         hidden, weight, bias, *adapter = self.operands
         pairs = [(hidden, weight), *([tuple(adapter)] if adapter else [])]
@@ -307,8 +305,6 @@ class LazyLogits(LazyTensor):
 
     def divergence(self, other: LazyLogits, kind: str, beta: float) -> Any:
         """That of this and the other, (...), as ``KnownSum`` has it; NotImplemented for what no kernel computes."""
-        from recompute.kernels.linear_divergence import linear_divergence
-
         student, teacher = (self, other) if self.requires_grad else (other, self)
         if kind == "kl":
             kind = "reverse_kl" if student is self else "forward_kl"
@@ -345,8 +341,6 @@ class LazyLogits(LazyTensor):
 
     def log_probs(self, target: Tensor, *, ignore_index: int = -100) -> Tensor:
         """The log-probabilities of targets, (...) or (..., K). The entropies stay for whoever asks for them."""
-        from recompute.kernels.linear_log_probs import linear_log_probs
-
         settings = self.score_settings()
         assert settings is not None, "nothing lazy is made within a cap's steps"
         hidden, weight, bias, *adapter = self.operands

@@ -25,19 +25,17 @@ from torch.nn import functional as F
 
 from recompute.substitution.by_rows import beside_rows, by_rows, one_like
 from recompute.substitution.class_loss import class_loss
-from recompute.substitution.lazy_moved import PERMUTATIONS, as_constant, permuted
+from recompute.substitution.lazy_moved import PERMUTATIONS, ROWS, as_constant, permuted, rows_of
 from recompute.substitution.lazy_tensors import (
     MOST_WORDS,
     MOVES,
     PRODUCTS,
     RESHAPES,
-    ROWS,
     LazyTensor,
     cast_dtype,
     fixed,
     gathered_words,
     is_last,
-    rows_of,
     values_of,
 )
 from recompute.substitution.word_terms import (
@@ -104,16 +102,10 @@ class LazyRows(LazyTensor):
             logits, terms = constants, renamed(terms, names)
         sources = [tensor for each in logits if each.requires_grad for tensor in each._sources]
         operands = [*(tensor for each in logits for tensor in each.operands), *others]
-        made = LazyRows(tuple(logits[0].shape), operands, compute, dtype, sources)
+        made = LazyRows(tuple(logits[0].shape), operands, compute, dtype, sources, logits)
         made._logits, made._make, made._terms, made._others = tuple(logits), make, terms, tuple(others)
         made.operands = operands
-        made.join_family(made)
         return made
-
-    def join_family(self, made: LazyTensor) -> None:
-        """Have it computed before the logits change."""
-        for each in self._logits:
-            each.join_family(made)
 
     @staticmethod
     def of_softmax(logits: Any, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -130,10 +122,6 @@ class LazyRows(LazyTensor):
             *((logits,), lambda rows, _: function(rows[0], -1), lambda: function(logits.value(), *args, **kwargs)),
             *(dtype, of_softmax(function, id(logits))),
         )
-
-    def pass_by(self) -> None:
-        for each in self._logits:
-            each.pass_by()
 
     def before_change(self) -> None:
         for each in self._logits:  # others are made of these, and have to keep the values from before the change
@@ -252,14 +240,10 @@ class LazySum(LazyTensor):
     def of(rows: LazyRows, is_total: bool) -> LazySum:
         rows = as_constant(rows)
         shape = () if is_total else tuple(rows.shape[:-1])
-        made = LazySum(shape, rows.operands, lambda: rows.sums(is_total), rows.dtype, rows._sources)
+        made = LazySum(shape, rows.operands, lambda: rows.sums(is_total), rows.dtype, rows._sources, (rows,))
         made._rows, made._is_total = rows, is_total
         made.pass_by()
-        rows.join_family(made)
         return made
-
-    def pass_by(self) -> None:
-        self._rows.pass_by()
 
     def fused(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if kwargs or not all(each.is_lazy for each in self._rows._logits):
@@ -294,16 +278,9 @@ class LazyStack(LazyTensor):
         parts, rows = ([as_constant(each) for each in group] for group in (parts, rows))
         operands, sources = ([one for each in rows for one in (each.operands, each._sources)[n]] for n in range(2))
         compute = lambda: torch.stack([values_of(each) for each in parts])  # noqa: E731
-        made = LazyStack((len(parts), *rows[0].shape), operands, compute, rows[0].dtype, sources)
+        made = LazyStack((len(parts), *rows[0].shape), operands, compute, rows[0].dtype, sources, rows)
         made._parts = tuple(parts)
-        for each in rows:
-            each.join_family(made)
         return made
-
-    def pass_by(self) -> None:
-        for each in self._parts:
-            if isinstance(each, LazyRows):
-                each.pass_by()
 
     def fused(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if function not in LOGSUMEXPS or (*args[1:], *kwargs.items()) not in ((0,), (("dim", 0),)):

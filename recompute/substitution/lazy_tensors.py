@@ -28,10 +28,6 @@ from recompute.engine.thread_state import local
 from recompute.errors import MutationError, UnsupportedError
 
 PRODUCTS = frozenset({Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul, torch.multiply})
-
-_UNBINDS = frozenset({Tensor.unbind, torch.unbind})  # which iterating over a tensor calls
-_CHUNKS = frozenset({Tensor.chunk, torch.chunk})
-ROWS = _UNBINDS | _CHUNKS | {Tensor.split, torch.split}
 RESHAPES = frozenset(
     getattr(space, name)
     for name in ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as")
@@ -64,9 +60,11 @@ class _Deferred:
         self._shape, self.compute, self._device = shape, compute, operands[0].device
         self._operands = tuple([(each, version_of(each)) for each in operands])
         self.mode = mode_of(self._device)
+        self.observe: Callable[[str], None] = lambda name: None
 
     def value(self) -> Tensor:
         self.check()
+        self.observe(_asking.name)
         with torch.set_grad_enabled(self.mode[0]), autocast_as(self.mode, self._device):
             return self.compute()
 
@@ -150,6 +148,8 @@ class LazyTensor(Tensor):
     """What ``mode_of`` returned where this was made."""
     _sources: Sequence[Tensor]
     """The tensors from which the values have a gradient."""
+    _parents: Sequence[LazyTensor]
+    """The lazy tensors that it was made of."""
     _is_passed_by: bool
     """Whether a kernel has computed something of this without its values: the gradient of that does not come by."""
     _waiting: OrderedDict[int, Callable[[Tensor], Any]]
@@ -163,11 +163,13 @@ class LazyTensor(Tensor):
         compute: Callable[[], Tensor],
         dtype: torch.dtype | None = None,
         sources: Sequence[Tensor] | None = None,
+        parents: Sequence[LazyTensor] = (),
     ) -> Any:
         """operands: the tensors that ``compute`` reads. The result has the device of the first one.
 
         dtype: by default that of the first operand.
         sources: the tensors from which the result has a gradient; by default the operands.
+        parents: the lazy tensors that this is made of.
         """
         given = [each for each in operands if each is not None]
         like = given[0]
@@ -180,7 +182,9 @@ class LazyTensor(Tensor):
         trains = torch.is_grad_enabled() and any(each.requires_grad for each in sources)
         made: Any = _Node.apply(make, deferred, *sources) if trains else make()
         made._deferred, made._value, made._mode, made._sources = deferred, None, deferred.mode, sources
-        made._is_passed_by, made._waiting = False, OrderedDict()
+        made._is_passed_by, made._waiting, made._parents = False, OrderedDict(), parents
+        for each in parents:
+            each.join_family(made)
         return made
 
     def __init__(self, *_: Any, **__: Any):
@@ -219,19 +223,19 @@ class LazyTensor(Tensor):
 
     def tell(self, observe: Callable[[str], None]) -> None:
         """Have ``observe`` called when the values are computed, with the name of the function that asked for them."""
-        deferred = self._deferred
-        assert deferred is not None, "it has just been made"
-        compute = deferred.compute
-
-        def observed() -> Tensor:
-            observe(_asking.name)
-            return compute()
-
-        deferred.compute = observed
+        assert self._deferred is not None, "it has just been made"
+        self._deferred.observe = observe
 
     def pass_by(self) -> None:
         """Note that a kernel has computed something of this without its values."""
         self._is_passed_by = True
+        for each in self._parents:
+            each.pass_by()
+
+    def join_family(self, made: LazyTensor) -> None:
+        """Have ``made``, which was made of this, computed before the logits change that both come from."""
+        for each in self._parents:
+            each.join_family(made)
 
     def before_change(self) -> None:
         """Called when something is about to change this in place."""
@@ -328,18 +332,6 @@ def cast_dtype(function: Any, rest: tuple, kwargs: dict[str, Any]) -> torch.dtyp
         return None
     dtype = rest[0] if rest else kwargs["dtype"]
     return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else None
-
-
-def rows_of(tensor: Tensor, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """``function(tensor, *args, **kwargs)``, one of ``ROWS``, by indexing; or NotImplemented."""
-    size, *dims = (1, *args) if function in _UNBINDS else args or (None,)
-    if tensor.dim() < 2 or not isinstance(size, int) or size < 1 or [*dims, *kwargs.values()] not in ([], [0]):
-        return NotImplemented
-    if function in _CHUNKS:
-        size = -(-len(tensor) // size) or 1
-    if function in _UNBINDS:
-        return tuple([tensor[row] for row in range(len(tensor))])
-    return tuple([tensor[first : first + size] for first in range(0, max(len(tensor), 1), size)])
 
 
 def is_last(tensor: Tensor, args: tuple, kwargs: dict[str, Any]) -> bool:

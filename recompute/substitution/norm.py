@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from recompute.compiled.runner import Forward
 from recompute.engine.reachable_objects import base_of
 from recompute.engine.thread_state import local
+from recompute.kernels.layer_norm import layer_norm
+from recompute.kernels.rms_norm import rms_norm
 from recompute.substitution.formula_writer import INPUT, Formula, add, cast, mul, parameters_in
 from recompute.substitution.formulas import Conditions, formula_of, takes_one_argument
 from recompute.substitution.kernel_runner import PLAIN_TENSORS, KernelRunner, only_argument
@@ -54,8 +56,6 @@ class KernelRMSNorm:
         return (weight,) if type(weight) in PLAIN_TENSORS and weight.shape == x.shape[-1:] else None
 
     def compute(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        from recompute.kernels.rms_norm import rms_norm
-
         of_torch = torch.finfo(torch.float64 if x.dtype is torch.float64 else torch.float32).eps
         return rms_norm(x, weight, of_torch if self.eps is None else self.eps, self.casting)
 
@@ -92,8 +92,6 @@ class KernelLayerNorm:
         return operands if all(fit) and all(plain) and self.settings.are_those_of(module) else None
 
     def compute(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        from recompute.kernels.layer_norm import layer_norm
-
         is_narrow = x.dtype in (torch.bfloat16, torch.float16)
         x = x.float() if self.is_functional and is_narrow and _autocasts_layer_norm(x) else x  # as autocast does
         return layer_norm(x, weight, bias, self.eps)
