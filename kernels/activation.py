@@ -263,7 +263,7 @@ def _launch_from_codes(
 def decoded_gates(
     gate: Tensor, gate_scales: Tensor, up: Tensor | None, up_scales: Tensor | None, block: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
-    """Gate and up of their codes, in ``dtype``."""
+    """Gate and up, decoded to ``dtype``."""
     gate = dequantize_op(gate, gate_scales, dtype, block)
     return gate, None if up is None else dequantize_op(up, up_scales, dtype, block)
 

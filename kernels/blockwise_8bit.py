@@ -174,7 +174,7 @@ def quantize_blockwise_with_error(
 
 
 def dequantize_blockwise(codes: Tensor, scales: Tensor, dtype: torch.dtype, block: int = BLOCK) -> Tensor:
-    """The values that ``quantize_blockwise`` made ``codes`` and ``scales`` of, as near as these hold them.
+    """The values that ``codes`` and ``scales`` of ``quantize_blockwise`` stand for.
 
     Args:
         codes: any shape, dense; ``torch.float8_e4m3fn`` or ``torch.int8``.

@@ -15,8 +15,8 @@ With x, dy: (M, H) and weight, bias: (H,) or missing, and means over H:
 A sum of many numbers errs in float32, and with it a mean, which matters where it is large beside the deviation. So the
 mean of x - mean, which would be 0, is taken along with that of its square: the mean is corrected by it, and the square.
 
-Backward regenerates h from x, mean and rstd, so x is saved and not y, from which h could not be computed where a weight
-is 0. dresidual is a gradient of x from elsewhere: that of the residual stream that the norm reads.
+Backward regenerates h from x, mean and rstd. It could not do so from y where a weight is 0, so x is saved, and not y.
+dresidual is a gradient of x from elsewhere: that of the residual stream that the norm reads.
 
 Forward moves 2MH elements, backward 3MH (and MH more for dresidual). Rows wider than a program's registers are read
 three times in forward, the second and third time from L2, and twice in backward, which then moves 5MH. norm_ops.py has

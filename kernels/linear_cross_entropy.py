@@ -251,7 +251,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _narrowed(head: Sequence[Tensor | None], narrow: torch.dtype | None) -> tuple[Any, ...]:
-    """A head's operands, with parameters as autocast has them."""
+    """A head's operands, with parameters as autocast casts them."""
     return Head(head[0], *cast(head[1:], narrow))  # type: ignore[arg-type]
 
 

@@ -186,7 +186,7 @@ def _check_words(
 def _divergence_of_words(
     log_p: Tensor, logits: Tensor, indices: Tensor, logsumexp: Tensor | None, settings: DivergenceSettings
 ) -> Tensor:
-    """Of the words that a teacher lists and of all others as one, in plain PyTorch on (..., K + 1)."""
+    """The divergence over a teacher's listed words, with all others as one, in plain PyTorch on (..., K + 1)."""
     counts, finest = indices != -100, torch.finfo(log_p.dtype)
     scores = scored(logits, settings.scores[1]).to(log_p.dtype).masked_fill(~counts, finest.min)
     log_q = scores.log_softmax(-1) if logsumexp is None else scores - logsumexp.detach().to(log_p.dtype)[..., None]
@@ -239,7 +239,7 @@ class _LinearDivergence(torch.autograd.Function):
 
 
 def _narrowed(operands: Sequence[Any], narrow: torch.dtype | None) -> list[Any]:
-    """With weights and biases as autocast has them."""
+    """The operands, with weights and biases as autocast casts them."""
     return [operands[0], *cast(operands[1:3], narrow), operands[3], *cast(operands[4:6], narrow)]
 
 

@@ -230,7 +230,7 @@ def _starts(rows, inner, outer_stride, inner_stride):
 
 @jit
 def _stream(x, residual, h, at_x, at, mask):
-    """x, or x + residual rounded to what h holds."""
+    """x, or x + residual rounded to the dtype of h."""
     values = tl.load(x + at_x, mask=mask, other=0.0).to(tl.float32)
     if residual is not None:
         values += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)

@@ -1,4 +1,4 @@
-"""What is kept of each row of logits, and in plain PyTorch what the kernels of ``cross_entropy_rows`` compute of it."""
+"""The numbers that are kept of each row of logits, and the kernels of ``cross_entropy_rows`` in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from recompute.kernels.scores import finite_gap, scored, unscored
 
 
 class Statistics(NamedTuple):
-    """What ``observe`` has found: (blocks, M) for each block of columns of each row, and (M,) for each row's target."""
+    """The results of ``observe``: (blocks, M) for each block of columns of each row, and (M,) for each row's target."""
 
     maxima: Tensor
     sums: Tensor

@@ -106,7 +106,7 @@ def put_on(
         if not replace_checkpointing:
             warn_of_checkpointing(checkpointing, type(model).__name__)
             checkpointing = []
-        attachments = attachments_of(model, policy, cache=cache, strict=strict, decorated=decorated)
+        attachments = attachments_of(model, policy, cache, strict=strict, decorated=decorated)
         on_model = _OnModel(policy, checkpointing)
         undo.callback(on_model.end)
         attach(attachments)
@@ -133,7 +133,7 @@ def checked_hooks(state_hooks: Any) -> tuple[StateHook, ...]:
 
 
 class _OnModel:
-    """A policy that is on a model, and what it takes to end it but for the modules' runners."""
+    """A policy that is on a model. It knows all that has to end with it, except the modules' runners."""
 
     def __init__(self, policy: Policy, checkpointing: Sequence[Checkpointing]):
         """checkpointing: the model's own, which is off meanwhile."""
@@ -158,7 +158,7 @@ class _OnModel:
 
 
 _on: weakref.WeakKeyDictionary[nn.Module, _OnModel] = weakref.WeakKeyDictionary()
-"""By the models that ``apply`` was given. No value leads to its model, which would keep that alive."""
+"""By the models that ``apply`` was given. No value leads to its model: that would keep the model alive."""
 
 
 def policy_on(model: nn.Module) -> Policy | None:
@@ -192,7 +192,7 @@ class PolicyReport:
     """
 
     def __init__(self, policy: Policy, find: Callable[[], list[Attachment]]):
-        """find: called for what the policy governs now."""
+        """find: returns the attachments of the modules that the policy governs now."""
         self.policy = policy
         self._find = find
         self._stopwatch: Stopwatch | None = None
@@ -312,7 +312,7 @@ class AppliedPolicy(PolicyReport):
     def remove(self) -> None:
         """Take the policy off: the model is what it was. Graphs that were built under it still run backward.
 
-        That is, unless ``torch.utils.checkpoint`` is to run a module again that was under it: see the limits.
+        The exception: ``torch.utils.checkpoint`` is still to run a module again that was under it. See the limits.
 
         Host memory that the policy offloaded to is freed, except what such graphs still need.
         """

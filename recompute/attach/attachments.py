@@ -32,20 +32,19 @@ from recompute.substitution.kernel_runner import kernel_of
 def attachments_of(
     model: nn.Module,
     policy: Policy,
-    name: str | None = None,
-    cache: CaptureCache | None = None,
+    cache: CaptureCache,
     *,
+    name: str | None = None,
     strict: bool = True,
     decorated: bool = False,
 ) -> list[Attachment]:
     """The modules that the policy governs, with their runners. Nothing is changed yet.
 
-    name: is taken for the name of the model's class.
     cache: what these regions share with equal ones of other instances.
+    name: the model's class has this name to the rules; None: its own.
     strict: as ``apply`` takes it.
-    decorated: whether the model is what a decorator is on. Then it is among the modules, whatever the rules are.
+    decorated: whether a decorator is on the model. Then it is among the modules, whatever the rules are.
     """
-    cache = CaptureCache() if cache is None else cache
     name = name or type(model).__name__
     entries, modules = module_entries(model, name, decorated=decorated)
     rules = assign(policy, entries)

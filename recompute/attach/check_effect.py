@@ -1,12 +1,12 @@
-"""Finds what has no effect in a policy on a given model.
+"""Finds the parts of a policy that have no effect on a given model.
 
-A policy that has none at all is an error. A part of one that has none is a warning, one for each cause.
+A policy without any effect is an error. A part without effect is a warning, one for each cause.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch._ops import HigherOrderOperator, OpOverloadPacket
@@ -38,8 +38,9 @@ def check_effect(
     decorated: whether a decorator puts the policy on.
     """
     if strict and not rules and has_effect(policy):
+        lines = "\n  ".join(unmatched)
         raise NoEffectError(
-            f"policy {policy.name} governs no module of {name}: {_lines(unmatched)}\nGive it a rule that matches, "
+            f"policy {policy.name} governs no module of {name}: {lines}\nGive it a rule that matches, "
             + (
                 "or put it on the model that has the layers: recompute.apply(model, policy)"
                 if decorated
@@ -51,7 +52,7 @@ def check_effect(
         unmatched = []
     for messages in (unmatched, beyond):
         if messages:
-            warn(f"policy {policy.name}: {_lines(messages)}")
+            warn(f"policy {policy.name}: " + "\n  ".join(messages))
     for message, indices in _doubtful_words(policy).items():
         warn(f"policy {policy.name}: {listed([f'rules[{index}]' for index in indices])}: keep: {message}")
 
@@ -67,10 +68,6 @@ def listed(names: Sequence[str]) -> str:
 
 
 _SHOWN = 5
-
-
-def _lines(messages: Iterable[str]) -> str:
-    return "\n  ".join(messages)
 
 
 def _doubtful_words(policy: Policy) -> dict[str, list[int]]:
@@ -94,7 +91,7 @@ def _doubts(word: str) -> Iterator[str]:
 
 
 def _meant(word: str) -> str | None:
-    """The family or the op that ``word`` may be meant for: it looks misspelled, or like a short form."""
+    """The family or the op that ``word`` probably misspells or shortens."""
     for family in FAMILIES:
         letters = iter(family)
         is_short_form = len(word) > 2 and word[0] == family[0] and all(letter in letters for letter in word)

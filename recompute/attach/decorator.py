@@ -52,15 +52,15 @@ def recompute(target: Any = None, *, policy: PolicyLike | None = None, state_hoo
     Use it as ``@recompute`` or ``@recompute(policy=...)``. Without a policy, the whole of what is decorated is treated
     as the preset ``elementwise`` treats a layer, which changes no bit of any gradient.
 
-    What is decorated is a ``block`` to the policy, whatever it is called. Only where it holds whole layers, as a model
-    does, these are the blocks, as under ``apply``.
+    To the policy, the decorated module is a ``block``, whatever its class is called. If it holds whole layers, as a
+    model does, these layers are the blocks, as under ``apply``.
 
     A class is decorated in place, and its instances get the policy when they first run. Module paths in the policy
     start at the decorated module, whose own path is empty. To a policy, a function is one module with an empty path,
     whose class name is the function's name. ``state_hooks`` are as ``apply`` takes them.
 
-    What is decorated has a ``recompute_handle`` with ``explain()`` and ``stats()``. That of a class is about all its
-    instances that have run. That of a module is what ``apply`` returns.
+    The decorated class, module or function has a ``recompute_handle`` with ``explain()`` and ``stats()``. A class's
+    handle is about all instances that have run. A module's handle is the one that ``apply`` returns.
 
     Raises ``PolicyError``, ``NoEffectError``, ``AlreadyAppliedError`` and ``UnsupportedError`` as ``apply`` does.
 
@@ -127,7 +127,7 @@ def _decorate_class(cls: Any, policy: Policy, cache: CaptureCache) -> type[nn.Mo
 
 @dataclass(frozen=True)
 class _Decorated:
-    """Stands where a runner stands otherwise, in an instance of a decorated class, whose own forward calls it."""
+    """Takes the place of a runner in an instance of a decorated class. The class's own forward calls it."""
 
     cls: type[nn.Module]
     runner: Runner | None
@@ -135,11 +135,11 @@ class _Decorated:
 
 
 def _attach_decorated(module: nn.Module, cls: type[nn.Module], policy: Policy, cache: CaptureCache) -> None:
-    vars(module)[RUNNER] = _Decorated(cls, None, [])  # whatever runs it from here on runs what was decorated
+    vars(module)[RUNNER] = _Decorated(cls, None, [])  # until it is attached, its own forward runs
     try:
         if has_effect(policy):
             warn_of_checkpointing(find_checkpointing(module), cls.__name__)
-        attachments = attachments_of(module, policy, cls.__name__, cache, decorated=True)
+        attachments = attachments_of(module, policy, cache, name=cls.__name__, decorated=True)
         attach([attachment for attachment in attachments if attachment.path])
     except BaseException:
         del vars(module)[RUNNER]

@@ -26,8 +26,8 @@ class Attachment:
 
     It does not keep the module alive, so that a module may lead to its own.
 
-    module: None of a decorated function.
-    class_name: by default that of the module's class.
+    module: None for a decorated function.
+    class_name: by default, the name of the module's class.
     """
 
     def __init__(
@@ -320,7 +320,7 @@ def _fitted(
 ) -> str:
     """A table of at most ``width`` columns. A row's note stands below it; ``below`` is the notes' header.
 
-    giving_way: so many columns of names, the first ones, are shortened where there is no room.
+    giving_way: how many of the first columns are shortened where there is no room.
     """
     widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
     while sum(widths) + 2 * (len(widths) - 1) > width and max(widths[:giving_way]) > _LEAST:

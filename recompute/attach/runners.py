@@ -89,7 +89,7 @@ def wrap_forward(inner: Callable[..., Any], module: nn.Module, runner: Runner) -
         return runner.run(self, of_self, args, kwargs)
 
     forward._recompute_inner = inner  # type: ignore[attr-defined]
-    with suppress(ValueError, TypeError):  # of what has no signature
+    with suppress(ValueError, TypeError):  # some callables have no signature
         signature, itself = inspect.signature(inner), inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
         whole = signature.replace(parameters=[itself, *signature.parameters.values()])
         forward.__signature__ = whole  # type: ignore[attr-defined]  # libraries look which arguments a model takes

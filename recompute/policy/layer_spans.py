@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 
 LAYERS = "a layer number, or '0-15', 'every 2', 'every 2 from 1', 'first 4' or 'last 4', or a list of these"
-"""What may be written."""
+"""How layers may be written."""
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ def unmatched_rules(policy: Policy, modules: Sequence[ModuleEntry], assignment: 
     return messages
 
 
-_SHOWN = 5  # of messages that are alike, so many are shown
+_SHOWN = 5  # so many messages of a kind are shown
 
 
 def layers_beyond(policy: Policy, modules: Sequence[ModuleEntry], assignment: Mapping[str, int]) -> list[str]:
@@ -78,7 +78,7 @@ def layers_beyond(policy: Policy, modules: Sequence[ModuleEntry], assignment: Ma
 
 
 class _Selector:
-    """A rule's three conditions, which can be asked one by one to tell which of them fails."""
+    """A rule's three conditions. Each can be asked by itself, to tell which of them fails."""
 
     def __init__(self, rule: Rule) -> None:
         self._rule, self._path = rule, _compile(rule.match)

@@ -73,7 +73,7 @@ class Meaning:
     price: float = PRICE
     """The bytes that may be held to save a second of running ops again."""
     hold: int | None = None
-    """The most bytes that a tape may hold, if ops that may run again can bring back the rest; None: the price says."""
+    """The most bytes that a tape holds, if ops that may run again can bring back the rest. None: the price decides."""
     kernels: Kernels = Kernels.NEVER
     capture: bool = False
     """Whether a module that has run alike for some steps may go on as straight code."""
@@ -84,7 +84,7 @@ class Meaning:
     regenerates: bool = True
     """Whether a tape may run any op again; if not, it holds what autograd saves."""
     compresses: bool = False
-    """Whether a tape, or a kernel, holds tensors whose readers tolerate rounding as codes of 8 bits."""
+    """Whether a tape, or a kernel, saves tensors as codes of 8 bits if their readers tolerate rounding."""
     tile: int | None = None
     """The tokens that a kernel computes of an MLP at a time; None: all."""
     offloading: Offloading | None = None

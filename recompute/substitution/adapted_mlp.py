@@ -75,7 +75,7 @@ class AdaptedMLPRunner(KernelRunner):
         # Equal layers are of one kind. It names no module, which would then live as long as the counts.
         shapes = tuple([(each.shape, each.dtype, each.requires_grad) for each in module.parameters()])
         kind = base_of(module), tile, tuple(map(type, module.modules())), shapes
-        return self.compute(kind, (only_argument(args, kwargs),), parameters, in_tiles, forward)
+        return self.compute(kind, only_argument(args, kwargs), parameters, in_tiles, forward)
 
 
 def is_adapted_mlp(module: nn.Module) -> bool:

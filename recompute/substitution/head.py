@@ -42,7 +42,7 @@ class KernelHeadRunner(KernelRunner):
     observe_logits: Callable[[], None] | None = field(default=None, init=False)
     """Called whenever logits are computed because something other than a loss reads them."""
     _readers: list[str] = field(default_factory=list, init=False)
-    """The functions that did."""
+    """The names of these functions."""
 
     def _what(self) -> str:
         room = "" if self.logits_bytes is None else f", with {humanize(self.logits_bytes)} for logits"
@@ -92,21 +92,21 @@ class KernelHeadRunner(KernelRunner):
 
 
 def is_head(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether kernels compute losses of what ``module`` gives. FSDP has gathered a sharded weight when it runs."""
+    """Whether kernels compute losses in place of ``module``. When it runs, FSDP has gathered a sharded weight."""
     return is_plain_linear(module) and (type(module.weight) in PLAIN_TENSORS or has_layout(module.weight))
 
 
 def why_no_head(module: nn.Module) -> str:
-    """Of a module that is none."""
+    """Why ``module`` is no head."""
     if not is_plain_linear(module):
         return f"a {type(module).__name__}, or has hooks; expected a plain nn.Linear"
     return f"a Linear whose weight is a {type(module.weight).__name__}, which no kernel takes"
 
 
 def held_by_loss(logits: Tensor, weight: Tensor, logits_bytes: float | None = None) -> int:
-    """The bytes that the loss of a head holds until backward without its logits, beside what it is given.
+    """The bytes that a head's loss holds until backward, beside its arguments, if it is computed without the logits.
 
-    logits: those of the head, (..., V), on any device. weight: (V, H).
+    logits: the head's, (..., V), on any device. weight: (V, H).
     logits_bytes: the memory for logits, as ``linear_cross_entropy`` takes it.
     """
     hidden = torch.empty((*logits.shape[:-1], weight.shape[1]), dtype=logits.dtype, device="meta")

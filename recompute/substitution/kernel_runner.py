@@ -39,13 +39,13 @@ class KernelRunner(Runner, ABC):
     compiled_region: CompiledRegion | None = field(default=None, init=False)
     """Applies the rule in compiled code; None where a runner around this one does."""
     compresses: bool = field(default=False, init=False)
-    """Whether the kernels hold as codes of 8 bits what tolerates rounding."""
+    """Whether the kernels save tensors that tolerate rounding as codes of 8 bits."""
     tile: int | None = field(default=None, init=False)
     """The tokens that kernels compute at a time where they can; None: all."""
     has_mlp = False
     """Whether it computes an MLP by a kernel, which may do so in tiles of tokens."""
     wants_tape = False
-    """Whether a tape around the kernels holds less, of what is not theirs, than the kernels alone."""
+    """Whether a tape around the kernels saves fewer of the other tensors than autograd does by itself."""
 
     def __post_init__(self) -> None:
         self.held = HeldMemoryCounter(self.statistics)
@@ -107,15 +107,15 @@ class KernelRunner(Runner, ABC):
     def compute(
         self,
         kind: tuple[Any, ...],
-        inputs: Sequence[Tensor],
+        x: Tensor,
         weights: Sequence[Tensor | None],
         kernels: Compute,
         as_written: Compute,
     ) -> Any:
-        """``kernels(*inputs)``, with what they hold for backward counted: see ``HeldMemoryCounter.count``."""
-        self.held.count(kind, inputs, weights, kernels, as_written)
+        """``kernels(x)``, with what they hold for backward counted: see ``HeldMemoryCounter.count``."""
+        self.held.count(kind, x, weights, kernels, as_written)
         with CreditedTo(self.statistics):
-            return kernels(*inputs)
+            return kernels(x)
 
 
 class PlainRunner(Runner):
@@ -172,7 +172,7 @@ def is_plain_linear(module: nn.Module | None) -> TypeGuard[nn.Linear]:
 def is_hooked(module: nn.Module) -> bool:
     """Whether calling ``module`` does more than its class's forward does."""
     return bool(
-        not callable(module.forward)  # torch's frontend makes a guard of this, and none of what ``vars`` has
+        not callable(module.forward)  # torch's frontend guards this, and nothing in ``vars``
         or "forward" in vars(module)
         or type(module).__call__ is not nn.Module.__call__
         or module._forward_hooks

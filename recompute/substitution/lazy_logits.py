@@ -52,11 +52,11 @@ class LazyLogits(LazyTensor):
 
     _head: HeadOperands
     _family: list[weakref.ref[LazyTensor]]
-    """All that is lazy and was made from the output of one run of the head."""
+    """All lazy tensors that were made from the output of one run of the head."""
     _entropies: Tensor | None
-    """Those that came with log-probabilities."""
+    """The entropies that came with log-probabilities."""
     _detached: Callable[[], LazyLogits | None]
-    """What ``constant`` has returned, as long as somebody has it."""
+    """Returns the result of ``constant``, as long as somebody has it."""
 
     @staticmethod
     def of(
@@ -155,7 +155,7 @@ class LazyLogits(LazyTensor):
         return found.to(self.dtype) if found.is_floating_point() else found
 
     def _sums(self) -> Tensor:
-        """The sum of each row's logits, in float32: of a product it is the product with a sum."""
+        """The sum of each row's logits, in float32: the sum of a product is a product with a sum."""
         wide = wide_dtype(self._head.hidden)
         hidden, weight, bias, *adapter = self.operands
         pairs = [(hidden, weight), *([tuple(adapter)] if adapter else [])]
@@ -180,7 +180,7 @@ class LazyLogits(LazyTensor):
         return self._head.scored(logits).reshape(words.shape)
 
     def _plus(self, function: Any, one: Any, other: Any) -> Any:
-        """Logits and a vector, as BART adds, or and those of a thinner head, as a LoRA adapter gives."""
+        """Logits plus a vector, as BART adds, or plus those of a thinner head, as a LoRA adapter has."""
         head = self._head.settled()
         if head.cap_steps or not all(isinstance(each, Tensor) for each in (one, other)):
             return NotImplemented
@@ -211,7 +211,7 @@ class LazyLogits(LazyTensor):
             return self._then(Tensor.detach, self._head)
 
     def constant(self) -> LazyLogits:
-        """These, as what is made of them where gradients are off sees them: they give none, wherever that is used."""
+        """These logits without a gradient, for what is made where gradients are off, wherever it is used."""
         found = self._detached() if self.requires_grad else self
         if found is None:
             found = self._without_gradients()
@@ -242,7 +242,7 @@ class LazyLogits(LazyTensor):
         return self._then(lambda value: function(value, *rest, **kwargs), head)
 
     def of_leading(self, order: list[int]) -> Any:
-        """With the leading dimensions in another order."""
+        """The same with its leading dimensions in another order."""
         if order == sorted(order):
             return self
         head = self._head.moved(lambda rows: rows.permute(*order, -1))
@@ -284,7 +284,7 @@ class LazyLogits(LazyTensor):
         return self._then(lambda value: function(value, *rest), head)
 
     def loss(self, function: Any, dim: int, *args: Any, **kwargs: Any) -> Any:
-        """``cross_entropy`` of logits whose words PyTorch has in dimension ``dim``; or NotImplemented."""
+        """``cross_entropy`` of logits, with the words in PyTorch's dimension ``dim``; or NotImplemented."""
         dtype = self.dtype
         if mode_of(self.device)[1] and dtype is not torch.float64:
             dtype = torch.float32  # of PyTorch's log-probabilities and loss under autocast
@@ -304,7 +304,7 @@ class LazyLogits(LazyTensor):
         return head.moved(lambda rows: rows.reshape(-1, rows.shape[-1]))
 
     def divergence(self, other: LazyLogits, kind: str, beta: float) -> Any:
-        """That of this and the other, (...), as ``KnownSum`` has it; NotImplemented for what no kernel computes."""
+        """The divergence of the two, (...), as ``KnownSum`` defines it; NotImplemented if no kernel computes it."""
         student, teacher = (self, other) if self.requires_grad else (other, self)
         if kind == "kl":
             kind = "reverse_kl" if student is self else "forward_kl"
@@ -362,7 +362,7 @@ class LazyLogits(LazyTensor):
         return log_probs
 
     def entropies(self) -> Tensor:
-        """(...). Its backward is one with that of the log-probabilities, if these were asked for."""
+        """(...). They share a backward with the log-probabilities, if these were asked for."""
         trains = torch.is_grad_enabled() and self.requires_grad
         if self._entropies is None or (trains and not self._entropies.requires_grad):
             self.log_probs(torch.zeros(self.shape[:-1], dtype=torch.int64, device=self.device))

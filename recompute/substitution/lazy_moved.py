@@ -1,4 +1,4 @@
-"""A head's output, or what is made of it, whose words are in another dimension than the last."""
+"""A head's output, or a function of it, with its words in another dimension than the last."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SAME_SHAPE = (
 
 
 class LazyMoved(LazyTensor):
-    """What a cross-entropy takes of several dimensions: its classes are in the second."""
+    """Logits of several dimensions as a cross-entropy takes them, with the classes in the second one."""
 
     _rows: Any
     """``LazyLogits`` or ``LazyRows``, which import this file: the words are in their last dimension."""
@@ -68,7 +68,7 @@ class LazyMoved(LazyTensor):
 
 
 def as_constant(rows: Any) -> Any:
-    """What is lazy as code without gradients sees it: it gives none, wherever that is used."""
+    """``rows`` as code without gradients sees it: without one, wherever the result is used."""
     trains = isinstance(rows, LazyTensor) and rows.requires_grad
     return rows if torch.is_grad_enabled() or not trains else rows.fused(Tensor.detach, (rows,), {})
 

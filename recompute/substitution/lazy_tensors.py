@@ -83,8 +83,8 @@ class _Deferred:
 class _Node(Function):
     """The autograd node of a lazy tensor.
 
-    Gradients come here from what was given the tensor past torch's own functions, as a custom ``autograd.Function`` is.
-    All other readers were given the values. Their backward frees the graph of these, so this one makes another.
+    Gradients come here from readers that got the tensor past torch's own functions, as a custom ``autograd.Function``
+    does. All other readers got the values. Their backward frees the graph of the values, so this one makes another.
     """
 
     @staticmethod
@@ -111,11 +111,11 @@ class _Asking(threading.local):
 
 
 _asking = _Asking()
-"""Which function has this thread compute values."""
+"""The function for which this thread computes values."""
 
 
 class _OfFunction(Function):
-    """Values that were made without gradients, of a lazy tensor that a Function then gave its gradient."""
+    """Passes on the gradient of values that were made without one, of a lazy tensor that a custom Function returned."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, lazy: Tensor) -> Tensor:
@@ -192,7 +192,7 @@ class LazyTensor(Tensor):
 
     @property
     def trains(self) -> bool | None:
-        """Whether it has a gradient, from what it is made of; None where a custom ``autograd.Function`` returned it."""
+        """Whether it has a gradient from its operands; None where a custom ``autograd.Function`` returned it."""
         return None if self.requires_grad and not self._mode[0] else self.requires_grad
 
     @property
@@ -295,7 +295,7 @@ class LazyTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """An op that torch's own functions did not see, as that of a compiled extension. ``_Node`` has its gradient."""
+        """Runs an op that came past torch's own functions, as a compiled extension's. ``_Node`` has its gradient."""
         if function._schema.is_mutable:
             raise UnsupportedError(
                 f"{function} was given the output of a module for which a kernel stands in, to change it in place. "
@@ -341,21 +341,21 @@ def is_last(tensor: Tensor, args: tuple, kwargs: dict[str, Any]) -> bool:
 
 
 def gathered_words(tensor: Tensor, dim: Any = None, index: Any = None, **others: Any) -> Tensor | None:
-    """The index of a gather with these arguments, if that is of a few words for each row."""
+    """The index of a gather with these arguments, if it names a few words for each row."""
     fits = isinstance(index, Tensor) and index.dtype is torch.int64 and index.shape[:-1] == tensor.shape[:-1]
     fits = fits and dim in (-1, tensor.dim() - 1) and not others
     return index if fits and 0 < index.shape[-1] <= MOST_WORDS else None
 
 
 def fixed(index: Any) -> Any:
-    """An index that stays what it is, whatever becomes of the tensors that it was made of."""
+    """A copy of an index, which stays the same if its tensors change."""
     if isinstance(index, tuple):
         return tuple(fixed(each) for each in index)
     return index.clone() if isinstance(index, Tensor) else index
 
 
 def values_of(tensor: Tensor) -> Tensor:
-    """The tensor, or what it stands for: a kernel that is given a lazy one has to have its values."""
+    """``tensor``, or the values of a lazy one, for a kernel."""
     return tensor.value() if isinstance(tensor, LazyTensor) else tensor
 
 
@@ -377,9 +377,9 @@ def autocast_as(mode: Mode, device: torch.device) -> AbstractContextManager[Any]
 
 
 def _waits_for_backward(hook: Any) -> bool:
-    """Whether a hook only waits for backward to begin, as FSDP's does: it registers one on all that a model returns.
+    """Whether a hook only waits for backward to begin, as FSDP's does.
 
-    What a kernel has computed of logits, a loss, has it as well.
+    FSDP registers it on all that a model returns, so the loss that a kernel computed of logits has it, too.
     """
     function = getattr(hook, "func", hook)  # of a partial
     return (getattr(function, "__module__", None) or "").startswith("torch.distributed.")

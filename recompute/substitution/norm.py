@@ -142,7 +142,7 @@ class _Formulas:
         self.parameters = len(list(module.parameters()))
         own = next((each.dtype for each in module.parameters()), torch.float32)
         self.own = own if own in _DTYPES else torch.float32
-        """The dtype of the module, as far as it is one of those that are looked at."""
+        """The dtype of the module, if norms are traced in it; else float32."""
         self._known: dict[Conditions, Formula | None] = {}
 
     def of(self, x: torch.dtype, weight: torch.dtype | None = None, **others: Any) -> Formula | None:
@@ -158,7 +158,7 @@ class _Formulas:
 
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Those in which both input and weight are looked at; and then two of them, of which each cast tells its own."""
+"""A norm is traced with input and weight in each of these. Then they get two of these, so that casts differ."""
 
 
 def _norm_of(formulas: _Formulas, written_out: bool) -> KernelNorm | None:
@@ -173,7 +173,7 @@ def _norm_of(formulas: _Formulas, written_out: bool) -> KernelNorm | None:
 
 
 def _functional(formulas: _Formulas) -> KernelNorm | None:
-    """A call of a function of torch, or one of ``layer_norm`` on all in float32, whose result is cast back."""
+    """A norm that calls torch's function, or casts all to float32 for ``layer_norm``, and the result back."""
 
     def are_alike() -> bool:
         return len({formulas.of(dtype) for dtype in _DTYPES}) == 1
@@ -202,7 +202,7 @@ Pattern = Callable[..., Formula]
 
 
 def _matched(formulas: _Formulas, pattern: Pattern, *given: Any) -> float | None:
-    """The epsilon with which a module computes what a pattern does, in whichever dtypes."""
+    """The epsilon of a module, if it computes what the pattern does in all dtypes; else None."""
     eps = None
     for dtypes in (*zip(_DTYPES, _DTYPES, strict=True), (torch.float16, torch.bfloat16)):
         found = _epsilon(formulas.of(*dtypes), pattern(*dtypes, *given))
@@ -213,7 +213,7 @@ def _matched(formulas: _Formulas, pattern: Pattern, *given: Any) -> float | None
 
 
 def _epsilon(formula: Formula, pattern: Formula) -> float | None:
-    """What a formula has in the place of a pattern's epsilon; None if it is another formula."""
+    """The number that a formula has in place of a pattern's epsilon; None if it is another formula."""
     if pattern is _EPS:
         return formula if type(formula) is float else None
     if not isinstance(pattern, tuple) or not isinstance(formula, tuple) or len(pattern) != len(formula):
@@ -301,4 +301,4 @@ class KernelNormRunner(KernelRunner):
         def kernel(x: Tensor) -> Tensor:
             return self.norm.compute(x, *operands)
 
-        return self.compute((base_of(module),), (x,), operands, kernel, forward)
+        return self.compute((base_of(module),), x, operands, kernel, forward)
