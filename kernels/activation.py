@@ -38,7 +38,7 @@ from recompute.kernels.launch import jit, tl
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2")
 GATE_ACTIVATIONS = ACTIVATIONS[:3]
-"""Those of a gate."""
+"""The activations of a gate."""
 APPROXIMATE = {"gelu": "none", "gelu_tanh": "tanh"}
 """Activations that are a GELU, and its argument ``approximate``."""
 

@@ -1,4 +1,4 @@
-"""The layouts of a call's arguments, as a key for what ops have decided about such a call."""
+"""The layouts of a call's arguments, as a key for decisions of ops about such a call."""
 
 from __future__ import annotations
 

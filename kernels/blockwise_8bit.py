@@ -155,7 +155,7 @@ def quantize_blockwise(x: Tensor, block: int = BLOCK, format: str | None = None)
 def quantize_blockwise_with_error(
     x: Tensor, block: int = BLOCK, format: str | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As ``quantize_blockwise``, and the worst error in the same pass.
+    """``quantize_blockwise``, and the worst error in the same pass.
 
     Args:
         x, block, format: as for ``quantize_blockwise``.
@@ -281,7 +281,7 @@ def _dequantize(codes: Tensor, scales: Tensor, dtype: torch.dtype, block: int) -
 
 
 def _largest_exponent(dtype: torch.dtype) -> int:
-    """That of the dtype's largest number, as float32 writes it."""
+    """The exponent of the dtype's largest number, as float32 writes it."""
     return 142 if dtype is torch.float16 else 254
 
 

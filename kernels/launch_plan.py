@@ -50,7 +50,7 @@ class Launch(NamedTuple):
     arguments: tuple[Any, ...]
     settings: dict[str, Any]
     compiled: Any
-    """What Triton compiled for it; None where Triton looks that up for each launch."""
+    """Triton's compiled kernel; None where Triton looks it up for each launch."""
     constants: tuple[Any, ...]
     """The constants among the settings, in the order of the kernel's parameters."""
     hooks: tuple[Any, ...] = ()
@@ -109,7 +109,7 @@ class PlansByLayout:
         self._calls: dict[Any, PlannedCall] = {}
         """The calls of layouts without a plan."""
         self.by_layouts: dict[Any, Callable[..., Any]] = {}
-        """What to call: the plan, or the implementation where there can be none."""
+        """The function to call: the plan, or the implementation where there can be none."""
 
     def run(self, *arguments: Any) -> Any:
         """The op's results."""

@@ -130,8 +130,7 @@ def linear_cross_entropy(
 
     Raises:
         KernelError: for other shapes, dtypes or options, mixed dtypes, or tensors on several devices.
-        IndexError: for a target that is neither a class nor ``ignore_index``, on the CPU. On CUDA an assertion on the
-            device fails, as PyTorch's own does, which the next wait for the device reports.
+        IndexError: as ``cross_entropy`` does.
 
     >>> linear_cross_entropy(torch.ones(2, 8), torch.zeros(4, 8), torch.tensor([1, 3]))  # log(4)
     tensor(1.3863)
@@ -195,7 +194,7 @@ def _scored_logits(head: Head, settings: LossSettings) -> Tensor:
 def held_nbytes(hidden: Tensor, weight: Tensor, logits_bytes: float | None = None) -> int:
     """Bytes that ``linear_cross_entropy(hidden, weight, …)`` holds beside its arguments until the first backward.
 
-    logits_bytes: as it is given.
+    logits_bytes: as ``linear_cross_entropy`` takes it.
     """
     head, itemsize = Head(hidden, weight, None), hidden.dtype.itemsize
     nbytes = logits_nbytes("held_nbytes", logits_bytes, head.tokens, len(weight), itemsize)

@@ -74,8 +74,7 @@ def linear_log_probs(
 
     Raises:
         KernelError: for other shapes, dtypes or options, mixed dtypes, or tensors on several devices.
-        IndexError: for a target that is neither a class nor ``ignore_index``, on the CPU. On CUDA an assertion on the
-            device fails, as PyTorch's own does, which the next wait for the device reports.
+        IndexError: as ``cross_entropy`` does.
 
     >>> linear_log_probs(torch.ones(2, 8), torch.zeros(4, 8), torch.tensor([1, 3]))  # -log(4)
     tensor([-1.3863, -1.3863])

@@ -131,7 +131,7 @@ def may_hold(head: Head) -> bool:
 def run_backward(
     ctx: Any, op: Callable[..., Any], held_op: Callable[..., Any], weight: Tensor, arguments: Sequence[Any]
 ) -> tuple[Tensor | None, ...]:
-    """The gradients that ``op(*arguments)`` returns: of hidden states, of ``weight``, and others.
+    """The gradients of hidden states, of ``weight`` and others, as ``op(*arguments)`` returns them.
 
     ``held_op`` writes over the memory that forward has left in ``ctx.held``: the weight's gradient, then logits. So a
     second backward has none of it.
@@ -149,7 +149,7 @@ class Blocks:
     """The blocks of a plan's logits: where each is, and the matrix product that makes it."""
 
     def __init__(self, plan: BlockPlan, head: Head, dweight: Tensor | None, kept: Tensor | None):
-        """head: of tokens in one dimension."""
+        """head: with tokens in one dimension."""
         self.plan, self.head = plan, head
         self.size = head.tokens * plan.stride
         self.dweight = None if dweight is None else dweight.view(-1)[: _aligned(dweight.numel())]

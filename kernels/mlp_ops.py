@@ -163,13 +163,10 @@ def _of_all_arguments(ctx: Any, dy: Tensor | None, gradients: Callable[..., Any]
         return (None,) * 7 + others
     with without_autocast(dy.device.type):
         if torch.is_grad_enabled():
-            gradients = _differentiable_gradients
+            inputs = (*ctx.saved_tensors[:7], ctx.is_gated, ctx.activation, ctx.narrow)
+            found = launch.differentiable_gradients(mlp_reference, inputs, (*needed, False, False, False), dy)
+            return found[:7] + others
         return gradients(ctx, needed, dy) + others
-
-
-def _differentiable_gradients(ctx: Any, needed: tuple[bool, ...], dy: Tensor) -> tuple[Tensor | None, ...]:
-    inputs = (*ctx.saved_tensors[:7], ctx.is_gated, ctx.activation, ctx.narrow)
-    return launch.differentiable_gradients(mlp_reference, inputs, (*needed, False, False, False), dy)[:7]
 
 
 def _gradients(ctx: Any, needed: tuple[bool, ...], dy: Tensor) -> tuple[Tensor | None, ...]:

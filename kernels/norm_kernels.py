@@ -178,7 +178,7 @@ def _dots_kernel(
     dy, x, weight, mean, rstd, dots, shifts, H, inner, outer_stride, inner_stride,
     CASTING: tl.constexpr, BLOCK_H: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Of rows of any width, one a program: mean(dy · gain · h, over H), and for a LayerNorm mean(dy · gain, over H)."""
+    """mean(dy · gain · h, over H), and for a LayerNorm mean(dy · gain, over H), of rows of any width, one a program."""
     row = tl.program_id(0)
     offset = row.to(tl.int64) * H
     start = _starts(row, inner, outer_stride, inner_stride)

@@ -1,4 +1,4 @@
-"""``recompute.ablate`` compares policies on a model of the caller's own; the command, on what it is asked for."""
+"""``recompute.ablate`` compares policies on a model of the caller's own; the command, on models of a configuration."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from recompute.policy.loading import load_policy
 
 @dataclass(frozen=True)
 class Ablation:
-    """What each policy and peer did. Printed, it is a table."""
+    """The results of each policy and peer. Printed, it is a table."""
 
     rows: tuple[AblationRow, ...]
     """The baseline ``none`` first. One that failed has an ``error``."""
@@ -51,7 +51,7 @@ class Ablation:
     """The same as ``results.json`` has it, with ``machine`` and ``config``: what was run where."""
 
     def row(self, policy: str) -> AblationRow:
-        """That of a policy or peer. Raises ``KeyError`` if there is none."""
+        """The row of a policy or peer. Raises ``KeyError`` if there is none."""
         return {row.policy: row for row in self.rows}[policy]
 
     def table(self) -> str:
@@ -197,7 +197,7 @@ def policies_by_name(policies: Any) -> dict[str, PolicyLike]:
 
 
 class AblationOutcome(NamedTuple):
-    """What an ablation found, for a terminal: the verdict with the rows, and the names of what was written."""
+    """The outcome of an ablation, for a terminal: the verdict with the rows, and the names of the files written."""
 
     table: str
     problems: list[str]

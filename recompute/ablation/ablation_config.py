@@ -261,12 +261,12 @@ class Comparison:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What tells the rows of this comparison from those of others."""
+        """The values that tell the rows of this comparison from others."""
         return {axis: getattr(self, axis) for axis in AXES}
 
     @property
     def place(self) -> str:
-        """What follows a policy's name where progress is told."""
+        """The text that follows a policy's name in progress."""
         return place_of(self.facts, varied(each.facts for each in self.config.comparisons()))
 
 

@@ -140,7 +140,7 @@ _LEGEND = {
 
 
 def _legend(cells: Sequence[Sequence[str]], machine: Mapping[str, Any]) -> list[str]:
-    """What the words and marks of a table mean, as far as it has them."""
+    """The meanings of the words and marks that a table has."""
     shown = {_NUMBER.sub("…", cell) for line in cells for cell in line}
     lines = [f"**{word}**: {meaning}" for word, meaning in _LEGEND.items() if word in shown]
     if machine["gpu"] is None and {"kernel", "auto"} & {line[0] for line in cells}:

@@ -38,7 +38,7 @@ COMPILED = "+compile"
 EXACT_PEERS = (
     "torch-checkpoint", "torch-selective", "torch-save-on-cpu", "torch-remat", "torch-remat-full", "torchtune-offload",
 )  # fmt: skip
-"""Those that promise the baseline's bits. The others round in their own ways."""
+"""The peers that promise the baseline's bits. The others round in their own ways."""
 
 Match = str | Sequence[str] | None
 _MEMORY_BUDGET = re.compile(r"torch-budget-(0\.\d+)")

@@ -1,4 +1,4 @@
-"""Trains every model of a configuration under every policy and peer, in turn, and keeps what they gave, row by row."""
+"""Trains every model of a configuration under every policy and peer, in turn, and keeps the results, row by row."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PREFIX = "recompute-ablation-"
 
 
 class RowRecorder:
-    """The rows so far, by what they are of, and the file that holds them. To iterate over it is to train.
+    """The rows so far, and the file that holds them. Iterating over it trains.
 
     results: what the file holds beside the rows. The key ``rows`` is set, and ``complete``, which is false until all
         rows are there.
@@ -259,7 +259,7 @@ def isolated(comparison: Comparison, progress: Progress) -> Iterator[Ask]:
 def _answer(
     comparison: Comparison, task: str, policy: str, folder: Path, tolerance: Any, threads: int, progress: Progress
 ) -> tuple[Any, str | None, Any]:
-    """What an ``Experiment`` answers, or an error; and the tolerance, once it has been sought."""
+    """An ``Experiment``'s answer, or an error; and the tolerance, once it has been sought."""
     torch.set_num_threads(threads)
     config, saved = comparison.config, folder / "baseline.pt"
     device = resolve_device(config.device)

@@ -93,7 +93,7 @@ def put_on(
     decorated: bool = False,
     state_hooks: Sequence[StateHook] = (),
 ) -> AppliedPolicy:
-    """What ``apply`` does. decorated: whether the decorator does it: then ``model`` is one block."""
+    """``apply``, also for the decorator. decorated: whether the decorator calls it: then ``model`` is one block."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"recompute.apply takes a torch.nn.Module, got {type(model).__name__}")
     policy = load_policy(policy)
@@ -158,7 +158,7 @@ class _OnModel:
 
 
 _on: weakref.WeakKeyDictionary[nn.Module, _OnModel] = weakref.WeakKeyDictionary()
-"""By the models that ``apply`` was given. No value leads to its model: that would keep the model alive."""
+"""The policies, by the models that they are on. No value leads to its model: that would keep the model alive."""
 
 
 def policy_on(model: nn.Module) -> Policy | None:
@@ -187,8 +187,8 @@ def _take_off_all(model: nn.Module, undo: ExitStack) -> list[_OnModel]:
 class PolicyReport:
     """What a policy does to the modules that it governs, or to a decorated function.
 
-    A decorator leaves one at what it decorates, as ``recompute_handle``. Of a class it is about all instances that live
-    and have run.
+    A decorator leaves one on what it decorates, as ``recompute_handle``. On a class it is about all living instances
+    that have run.
     """
 
     def __init__(self, policy: Policy, find: Callable[[], list[Attachment]]):
@@ -225,7 +225,7 @@ class PolicyReport:
             attachment.runner.statistics.regenerated.stopwatch = self._stopwatch
 
     def plans(self) -> dict[str, SavePlan]:
-        """What the last forward of each module on a tape kept and dropped, by module path; "" is the model.
+        """The plan of what each module on a tape kept and dropped in its last forward, by module path; "" is the model.
 
         These are the modules under ``recompute``, or under ``checkpoint`` with a ``keep``. Fake tensors work, too. The
         plan of a module is missing if its last forward took other steps than the one before: run forward once more.

@@ -40,7 +40,7 @@ def attachments_of(
 ) -> list[Attachment]:
     """The modules that the policy governs, with their runners. Nothing is changed yet.
 
-    cache: what these regions share with equal ones of other instances.
+    cache: shared with the regions of other instances.
     name: the model's class has this name to the rules; None: its own.
     strict: as ``apply`` takes it.
     decorated: whether a decorator is on the model. Then it is among the modules, whatever the rules are.
@@ -172,7 +172,7 @@ def refuse_governed(model: nn.Module) -> None:
 
 
 _policed_classes: weakref.WeakValueDictionary[type[nn.Module], type[nn.Module]] = weakref.WeakValueDictionary()
-"""By their bases. One lives as long as there are modules of it: neither it nor its base is kept alive here."""
+"""Policed classes, by their bases. A class lives while it has modules: nothing here keeps it or its base alive."""
 
 
 def _policed(base: Any) -> type[nn.Module]:
@@ -235,7 +235,7 @@ def deepcopy_without_policy(base: Any) -> Callable[..., Any]:
 
 @contextmanager
 def _without_policy(module: nn.Module, base: Any) -> Iterator[None]:
-    """Inside, ``module`` is as it is without the policy. However it copies itself there, the copy has none either."""
+    """Inside, ``module`` is without its policy. So any copy that it makes of itself there has none either."""
     kind, runner = type(module), vars(module).pop(RUNNER, None)
     module.__class__ = base
     try:

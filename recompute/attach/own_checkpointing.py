@@ -76,7 +76,7 @@ def said_of(found: Sequence[Checkpointing], name: str) -> str:
 
 
 def how_to_turn_off(found: Sequence[Checkpointing]) -> str:
-    """What to do about it: an imperative sentence without its end."""
+    """How to turn it off: an imperative sentence without its end."""
     return " and ".join(dict.fromkeys(_WAYS[each.attribute] for each in found))
 
 

@@ -39,7 +39,7 @@ class OuterRunner(Runner):
     compiled_region: CompiledRegion | None = None
     """Applies the rule in compiled code; None where nothing does, or the inner runner."""
     cache: CaptureCache | None = None
-    """What the modules under one policy share; None of a runner that drops nothing itself."""
+    """The cache that the modules under one policy share; None if this runner drops nothing itself."""
 
     def run_compiled(self, module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
         if self.inner is not None:
@@ -116,7 +116,7 @@ class RegionRunner(OuterRunner):
         module: nn.Module | None,
         inner: Runner | None = None,
     ):
-        """module: None of a decorated function."""
+        """module: None for a decorated function."""
         self.statistics = statistics
         self.inner = inner
         self.cache = cache if meaning.has_effect else None
@@ -201,13 +201,13 @@ def region_in(runner: Runner | None) -> CapturedRegion | None:
 def choose_runners(
     path: str, module: nn.Module, meaning: Meaning, governed: Collection[str], cache: CaptureCache
 ) -> Iterator[tuple[str, nn.Module, Runner]]:
-    """The modules that a rule on ``module`` makes run in another way, with their paths and runners.
+    """The modules that run in another way because of a rule on ``module``, with their paths and runners.
 
     These are ``module`` itself and modules inside it. Kernels stand in for those inside that have no rule of their own.
 
-    meaning: that of the rule.
+    meaning: the rule's.
     governed: the paths of all modules that have a rule.
-    cache: what the modules under one policy share.
+    cache: the one that the modules under one policy share.
     """
     statistics = RegionStatistics(f"{path} ({type(module).__name__})" if path else type(module).__name__)
     kernel = find_kernel(statistics, module, meaning)

@@ -11,7 +11,7 @@ LAYERS = "a layer number, or '0-15', 'every 2', 'every 2 from 1', 'first 4' or '
 
 @dataclass(frozen=True)
 class LayerSpan:
-    """Some indices of a ModuleList. ``spelling`` is how the policy writes them, ``span`` what that means."""
+    """Some indices of a ModuleList. ``spelling`` is the policy's text for them, ``span`` the indices."""
 
     spelling: int | str
     span: slice = field(compare=False, repr=False)

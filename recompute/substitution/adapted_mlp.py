@@ -24,7 +24,7 @@ from recompute.substitution.feed_forward import find_kernel_mlp
 from recompute.substitution.kernel_runner import KernelRunner, is_hooked, only_argument
 
 _BY_ROWS = (nn.Linear, nn.Dropout, nn.Identity, nn.ModuleDict, nn.ModuleList, nn.ParameterDict, nn.ParameterList)
-"""What an adapter may be made of, so that it computes each row of its input by itself."""
+"""The parts that an adapter may have, so that it computes each row of its input by itself."""
 
 
 class _InTiles(torch.autograd.Function):

@@ -205,7 +205,7 @@ class KernelMLP:
     """An MLP that the kernels can compute, with the activation that it had when it was recognized."""
 
     linears: tuple[tuple[str, KernelLinear], ...]
-    """With the names of their parts: ``gate``, ``up`` and ``down``."""
+    """Its Linears, with the names of their parts: ``gate``, ``up`` and ``down``."""
     activation: str
     dropout: str | None
     """The name of a dropout of the output, as GPT-2 has it; None: there is none, or it drops nothing."""

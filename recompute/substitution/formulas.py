@@ -41,9 +41,9 @@ class Conditions(NamedTuple):
     training: bool = True
     """In training gradients are on and autocast is off, else the other way round: a forward may ask for either."""
     rows: tuple[int, int] | None = (2, 3)
-    """The input is (*rows, width); None: of any rows."""
+    """The input is (*rows, width); None: it has any rows."""
     dtype: torch.dtype = torch.float32
-    """Of the input."""
+    """The dtype of the input."""
     parameters: torch.dtype = torch.float32
 
 
@@ -229,7 +229,7 @@ class _Graphs(GuardedCalls):
 
 
 _graphs: dict[Any, _Graphs] = {}
-"""By the forward that they were taken of."""
+"""Graphs by the forward that they were taken of."""
 _lock = threading.RLock()
 
 

@@ -30,13 +30,13 @@ from recompute.engine.thread_state import local
 from recompute.kernels.linears import autocast_dtype
 
 Compute = Callable[..., Any]
-"""What a module, or the kernels in its place, compute from a tensor of rows."""
+"""A module's computation on a tensor of rows, or that of the kernels in its place."""
 
 _ROWS = 16  # the first dry run has so many; the second has twice as many
 
 
 class HeldMemory(NamedTuple):
-    """What is alive after forward because backward needs it, without parameters."""
+    """The bytes that are alive after forward because backward needs them, without parameters."""
 
     fixed_nbytes: int
     """Bytes that do not depend on the number of rows."""
@@ -50,7 +50,7 @@ class HeldMemory(NamedTuple):
 
 
 class KernelAndEager(NamedTuple):
-    """What the kernels hold, and what the module's own code would hold."""
+    """The memory that the kernels hold, and that the module's own code would hold."""
 
     kernels: HeldMemory
     eager: HeldMemory

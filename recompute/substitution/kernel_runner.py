@@ -56,7 +56,7 @@ class KernelRunner(Runner, ABC):
 
     @abstractmethod
     def _what(self) -> str:
-        """What runs, for explanations."""
+        """The name of the kernels, for explanations."""
 
     @abstractmethod
     def run_kernel(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:

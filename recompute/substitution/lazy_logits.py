@@ -87,7 +87,7 @@ class LazyLogits(LazyTensor):
 
     @property
     def family_trains(self) -> bool:
-        """Whether a backward may come to this or to what it was made from."""
+        """Whether a backward may come to this or to a tensor that it was made from."""
         members = [reference() for reference in self._family]
         return any(each is not None and each.requires_grad for each in members)
 

@@ -33,7 +33,7 @@ class LazyMoved(LazyTensor):
     _rows: Any
     """``LazyLogits`` or ``LazyRows``, which import this file: the words are in their last dimension."""
     _dim: int
-    """Where the words are here."""
+    """The dimension of the words here."""
 
     @staticmethod
     def of(rows: Any, dim: int) -> Any:
@@ -91,7 +91,7 @@ def rows_of(tensor: Tensor, function: Any, args: tuple, kwargs: dict[str, Any]) 
 
 
 def _order(function: Any, dims: int, rest: tuple, kwargs: dict[str, Any]) -> list[int]:
-    """Which dimension comes in each place."""
+    """The dimension that comes in each place."""
     return [size - 1 for size in outline(function, range(1, dims + 1), rest, kwargs).shape]
 
 

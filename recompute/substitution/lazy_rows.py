@@ -39,12 +39,10 @@ from recompute.substitution.lazy_tensors import (
     values_of,
 )
 from recompute.substitution.word_terms import (
-    ABSOLUTES,
     ADDITIONS,
     DIFFERENCES,
     DIVISIONS,
-    EXPONENTIALS,
-    LOGARITHMS,
+    ELEMENTWISE,
     NEGATIONS,
     Terms,
     combined,
@@ -65,8 +63,6 @@ REDUCTIONS = TOTALS | LOGSUMEXPS | {Tensor.argmax, torch.argmax, Tensor.amax, to
 """Functions that make one number of a row."""
 _SUMS = frozenset({Tensor.sum, torch.sum})
 _LINEAR = PRODUCTS | NEGATIONS | ADDITIONS | DIFFERENCES | DIVISIONS
-_OTHERS = frozenset({Tensor.__rsub__, Tensor.square, torch.square, torch.logaddexp})
-_ELEMENTWISE = _LINEAR | EXPONENTIALS | LOGARITHMS | ABSOLUTES | _OTHERS
 _NO_WORD = -(2**62)
 """No index is ignored: PyTorch's ``gather`` refuses what is out of bounds."""
 
@@ -130,7 +126,7 @@ class LazyRows(LazyTensor):
     def fused(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if not all(each.is_lazy for each in self._logits):  # they are there, so use them
             return NotImplemented
-        if function in _ELEMENTWISE:
+        if function in ELEMENTWISE:
             return NotImplemented if kwargs else _combined(function, args)
         if function is F.kl_div:
             return _divergence(*args, **kwargs)

@@ -145,7 +145,7 @@ class LazyTensor(Tensor):
     """None once there are the values."""
     _value: Tensor | None
     _mode: Mode
-    """What ``mode_of`` returned where this was made."""
+    """The result of ``mode_of`` where this was made."""
     _sources: Sequence[Tensor]
     """The tensors from which the values have a gradient."""
     _parents: Sequence[LazyTensor]
@@ -201,7 +201,7 @@ class LazyTensor(Tensor):
         return self._value is None
 
     def value(self) -> Tensor:
-        """What this stands for, computed when first asked for."""
+        """The values, computed when they are first asked for."""
         if self._value is None:
             assert self._deferred is not None, "it is there until there are values"
             self._value, was, self._deferred = self._deferred.value(), self.trains, None

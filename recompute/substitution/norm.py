@@ -26,7 +26,7 @@ from recompute.substitution.kernel_runner import PLAIN_TENSORS, KernelRunner, on
 from recompute.substitution.settings import ANY_SETTINGS, Settings
 
 Operands = tuple[Tensor | None, ...]
-"""What a norm's kernel reads beside the input: a weight, and for a LayerNorm a bias."""
+"""A norm's kernel reads these beside the input: a weight, and for a LayerNorm a bias."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class KernelRMSNorm:
         return f"rms_norm ({self.casting} casting)"
 
     def operands(self, module: nn.Module, x: Tensor) -> Operands | None:
-        """The weight; None where ``module`` is another than it was, or broadcasts it, which the kernel does not do."""
+        """The weight; None where ``module`` has changed, or broadcasts it, which the kernel does not do."""
         if not self.settings.are_those_of(module):
             return None
         if self.weight is None:
@@ -70,7 +70,7 @@ class KernelLayerNorm:
     width: int | None
     """How many columns the module takes; None: as many as the weight has."""
     is_functional: bool
-    """Whether the module calls ``torch.nn.functional.layer_norm`` on what it is given. That wants parameters of the
+    """Whether the module calls ``torch.nn.functional.layer_norm`` on its input. That wants parameters of the
     input's dtype, and autocast casts all of them. Else the module itself computes in float32."""
     settings: Settings = field(default=ANY_SETTINGS, compare=False)
 
@@ -78,10 +78,7 @@ class KernelLayerNorm:
         return "layer_norm"
 
     def operands(self, module: nn.Module, x: Tensor) -> Operands | None:
-        """Weight and bias; None where the kernel does not take what the module takes, or takes what it refuses.
-
-        None also where ``module`` is another than it was.
-        """
+        """Weight and bias; None where only one of kernel and module takes ``x``, or where ``module`` has changed."""
         operands = tuple([None if name is None else getattr(module, name) for name in (self.weight, self.bias)])
         if self.width is not None and x.shape[-1:] != (self.width,):
             return None
@@ -233,7 +230,7 @@ def _in_float32(x: torch.dtype, weight: torch.dtype, norm: KernelLayerNorm) -> F
 
 
 def _layer_norm_by(x: torch.dtype, parameters: torch.dtype, weight: str | None, bias: str | None) -> Formula:
-    """As Cohere writes it."""
+    """A LayerNorm as Cohere writes it."""
     wide = cast(INPUT, x, torch.float32)
     centered = ("sub", wide, ("mean", wide))
     normed = mul(centered, ("rsqrt", add(("mean", mul(centered, centered)), _EPS)))

@@ -20,7 +20,7 @@ from recompute.substitution.lazy_tensors import PRODUCTS
 Mixture = frozenset[tuple[int, float]]
 """Probabilities and their weights, which add up to 1."""
 Distance = frozenset[int]
-"""Of two probabilities."""
+"""The distance of two probabilities, by their logits."""
 Terms = dict[tuple["int | Distance", "int | Mixture"], float]
 
 LOG_SOFTMAXES = frozenset({F.log_softmax, torch.log_softmax, Tensor.log_softmax, torch.special.log_softmax})
@@ -217,3 +217,4 @@ _RULES: dict[Any, Callable[..., Terms | None]] = {
     **dict.fromkeys(DIVISIONS, _quotient),
     torch.logaddexp: lambda a, b: log_of_sum(a, b),
 }
+ELEMENTWISE = _RULES.keys() | {Tensor.square, torch.square}
