@@ -76,7 +76,7 @@ def _slope(gate, share, rest, ACTIVATION: tl.constexpr):
 @jit
 def _activated(gate, ACTIVATION: tl.constexpr):
     if ACTIVATION == "relu" or ACTIVATION == "relu2":
-        positive = tl.where(gate < 0.0, 0.0, gate)  # which leaves NaN as it is
+        positive = tl.where(gate < 0.0, 0.0, gate)  # NaN stays NaN
         return positive * positive if ACTIVATION == "relu2" else positive
     share, _ = _shares(gate, ACTIVATION)
     return gate * share

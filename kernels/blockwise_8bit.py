@@ -39,6 +39,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from recompute.engine.compression import Codes
 from recompute.errors import KernelError
 from recompute.kernels import launch
 from recompute.kernels.launch import jit, tl
@@ -192,6 +193,16 @@ def dequantize_blockwise(codes: Tensor, scales: Tensor, dtype: torch.dtype, bloc
     check_codes("dequantize_blockwise", codes, scales, block)
     launch.check_dtype("dequantize_blockwise", "dtype", dtype)
     return dequantize_op(codes, scales, dtype, block)
+
+
+class Blockwise8Bit:
+    """The codec of regions that compress: ``native_format``, with one scale for 128 elements."""
+
+    def encode(self, tensor: Tensor) -> Codes:
+        return Codes(*quantize_blockwise_with_error(tensor))
+
+    def decode(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        return dequantize_blockwise(codes, scales, dtype)
 
 
 @functools.cache

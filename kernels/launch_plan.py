@@ -298,7 +298,7 @@ class _Writer:
         alike = {name: tensor for name, tensor in self._known.items() if tensor.dtype is value.dtype}
         own = [name for name, tensor in alike.items() if tensor is value]
         own = own or [name for name, tensor in alike.items() if address_of(tensor) == address_of(value)]
-        if own:  # a kernel is given the address alone, at which another tensor need not begin in later calls
+        if own:  # a kernel gets the address alone, and later another tensor need not begin there
             return None if len(own) > 1 and alike[own[0]].numel() else self._address(own[0]) if as_address else own[0]
         around = [name for name, tensor in alike.items() if _share_memory(tensor, value)]
         if len(around) != 1:  # in later calls several tensors may not lie in one memory

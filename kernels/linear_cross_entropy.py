@@ -306,7 +306,7 @@ def _gradients(
     plan = head.plan(logits_bytes, holds, dweight is not None)
     blocks = head.blocks(plan, dweight, kept)
     dlosses = row_gradients(dloss, total, target.numel())
-    if dentropy is None:  # as where an entropy is only looked at: it costs nothing here
+    if dentropy is None:  # if an entropy is only looked at, it costs nothing here
         normalizers = normalizers[:, :2].contiguous()
     dentropies = None if dentropy is None else row_gradients(dentropy, None, head.tokens)
 

@@ -95,5 +95,5 @@ def linear_log_probs(
     settings = settings._replace(with_entropy=bool(entropy), **words._asdict())
     operands = (hidden, weight, bias, adapter, target, None)
     losses, _, _, entropies = head_losses(op, *operands, settings, logits_bytes, hold_logits)
-    log_probs = 0.0 - losses  # which has no zeros with a sign
+    log_probs = 0.0 - losses  # and not -losses, which has zeros with a sign
     return log_probs if entropies is None else (log_probs, entropies)

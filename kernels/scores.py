@@ -65,7 +65,7 @@ def score(x, outer, inner, FORM: tl.constexpr):
     if FORM == 2:
         tanh = _tanh(x / inner)
     if FORM != 0:
-        x = tl.fma(outer, tanh, 0.0)  # rounded here: a product could be fused with what subtracts the rounded maximum
+        x = tl.fma(outer, tanh, 0.0)  # rounded here: a product could be fused with the subtraction of the maximum
     return x, tanh
 
 

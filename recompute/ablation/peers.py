@@ -174,7 +174,7 @@ def _cut_cross_entropy(peer: str, model: Any, match: Match, stack: ExitStack) ->
             f"{type(model).__name__}"
         )
     softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-    bias = {} if head.bias is None else {"bias": head.bias}  # which the package's release 25.1 does not know
+    bias = {} if head.bias is None else {"bias": head.bias}  # the package's release 25.1 does not know a bias
 
     def forward(input_ids: Tensor, labels: Tensor) -> CausalLMOutput:
         hidden = decoder(input_ids=input_ids).last_hidden_state

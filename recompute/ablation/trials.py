@@ -273,7 +273,7 @@ Look = Callable[[int, nn.Module], Any]
 def is_out_of_memory(error: str) -> bool:
     """Whether a row's error says that there was no memory left."""
     of_torch = ("OutOfMemoryError", "MemoryError", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory")
-    signs = (*of_torch, "out of memory", signal.SIGKILL.name)  # CUDA's, and the kernel's who ends what takes all
+    signs = (*of_torch, "out of memory", signal.SIGKILL.name)  # of CUDA, and of the kernel that ends such a process
     return any(sign in error for sign in signs)
 
 

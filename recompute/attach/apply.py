@@ -45,8 +45,8 @@ def apply(
     """Put ``model`` under ``policy``, in place.
 
     Module names, ``state_dict``, and copies and pickles of the model are the same as without a policy. Where gradients
-    are off or a module is in ``eval()`` mode, the policy does nothing, except that kernels stand in there, too. A
-    warning says so of the first forward in ``eval()`` mode with gradients. If this raises, the model is as before.
+    are off or a module is in ``eval()`` mode, the policy does nothing, except that kernels stand in there, too. The
+    first forward in ``eval()`` mode with gradients warns of that. If this raises, the model is as before.
 
     policy: a ``Policy``, a mapping, the path of a policy file, or the name of a preset. The default changes no bit of
         any gradient.
@@ -121,7 +121,7 @@ def put_on(
 
 
 def checked_hooks(state_hooks: Any) -> tuple[StateHook, ...]:
-    """``state_hooks``, if they are what ``apply`` takes."""
+    """``state_hooks``, once they are checked."""
     hooks = tuple(state_hooks)
     for hook in hooks:
         if not (isinstance(hook, (tuple, list)) and len(hook) == 2 and all(map(callable, hook))):
@@ -152,7 +152,7 @@ class _OnModel:
             undo()
 
     def free_host_memory(self) -> None:
-        """Free what was offloaded to, except what graphs still need."""
+        """Free the host memory that was offloaded to, except the part that graphs still need."""
         if any(meaning_of(rule).offloading is not None for rule in self.policy.rules):
             POOL.free_unused()
 

@@ -82,7 +82,10 @@ def attach(attachments: list[Attachment]) -> None:
     """Have the modules run by their runners: all of them, or none if one cannot be."""
     living = [(each, module) for each in attachments if (module := each.module) is not None]
     for attachment, module in living:
-        if "forward" in vars(module) and not _is_bare_root(attachment):
+        runner = attachment.runner
+        # A forward that another library has put on the model itself may stay if the model is under no rule.
+        is_bare_root = not attachment.path and isinstance(runner, RootRunner) and runner.inner is None
+        if "forward" in vars(module) and not is_bare_root:
             raise UnsupportedError(
                 f"{_name(attachment.path, module)} has had its forward replaced on the instance, where a "
                 "policy cannot reach it. Apply the policy before whatever replaces it."
@@ -94,7 +97,7 @@ def attach(attachments: list[Attachment]) -> None:
             if "forward" in vars(module):
                 module.__dict__["forward"] = wrap_forward(vars(module)["forward"], module, attachment.runner)
             if any("_recompute_base" in vars(base) for base in type(module).__mro__):
-                continue  # a policy, removed since, has left its class under one put over it, as ``fully_shard`` does
+                continue  # a removed policy's class is still under another, as that of ``fully_shard``
             try:
                 module.__class__ = _policed(type(module))
             except TypeError as error:
@@ -109,9 +112,9 @@ def detach(module: nn.Module, runner: Runner) -> None:
     if module.__dict__.get(RUNNER) is runner:
         del module.__dict__[RUNNER]
         if (inner := unwrap_forward(vars(module).get("forward"))) is not None:
-            module.__dict__["forward"] = inner  # else something is around ours, which does nothing from now on
+            module.__dict__["forward"] = inner  # else something is around ours, and ours does nothing from now on
         if (base := vars(type(module)).get("_recompute_base")) is not None:
-            module.__class__ = base  # else another class was put over ours, which does nothing from now on
+            module.__class__ = base  # else another class was put over ours, and ours does nothing from now on
 
 
 def detach_all(model: nn.Module) -> Callable[[], None]:
@@ -135,12 +138,6 @@ def detach_all(model: nn.Module) -> Callable[[], None]:
             module.__class__ = cls
 
     return put_back
-
-
-def _is_bare_root(attachment: Attachment) -> bool:
-    """Whether this is the model itself, under no rule. Then a forward that another library has put on it may stay."""
-    runner = attachment.runner
-    return not attachment.path and isinstance(runner, RootRunner) and runner.inner is None
 
 
 def _name(path: str, module: nn.Module) -> str:

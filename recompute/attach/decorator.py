@@ -107,7 +107,7 @@ def _decorate_class(cls: Any, policy: Policy, cache: CaptureCache) -> type[nn.Mo
         decorated = vars(self)[RUNNER]
         if decorated.cls is not cls or decorated.runner is None:  # a decorated subclass's policy goes before
             return original(self, *args, **kwargs)
-        bind = functools.partial if torch.compiler.is_compiling() else MethodType  # which Dynamo does not know
+        bind = functools.partial if torch.compiler.is_compiling() else MethodType  # Dynamo does not know the latter
         return decorated.runner.run(self, bind(original, self), args, kwargs)
 
     cls.__reduce_ex__ = reduce_without_policy(cls)

@@ -282,7 +282,7 @@ def _tensors(title: str, statistics: RegionStatistics, width: int | None) -> str
         totals = _tensor_totals(rows, statistics, lambda nbytes: f"{nbytes:,} bytes")
         lines = [(*of_row, row.reason) for of_row, row in zip(cells, rows, strict=True)]
         return f"{title}: {totals}\n{tabulate(lines, (*_TENSOR_HEADERS, 'because'), disable_numparse=True)}"
-    reasons = ["" if row.fate == "alive" else row.reason for row in rows]  # which says the same
+    reasons = ["" if row.fate == "alive" else row.reason for row in rows]  # "alive" says the same
     totals = _tensor_totals(rows, statistics, humanize)
     fits = len(title) + len(totals) + 2 <= width
     head = f"{title}: {totals}" if fits else f"{title}:\n{_wrapped('    ' + totals, width)}"

@@ -88,10 +88,11 @@ def _blocks(model: nn.Module, name: str, decorated: bool) -> dict[str, Place]:
 
 
 def _heads(parent: nn.Module, blocks: Collection[str], size: tuple[int, int] | None, path: str = "") -> Iterator[str]:
-    """The paths of what gives a language model's logits: what ``type: head`` selects.
+    """The paths of the modules that compute a language model's logits: ``type: head`` selects them.
 
-    It is a Linear as large as the words' Embedding and in no block. Weights need not be tied. Or else it is called
-    lm_head: a kernel stands in for Linears alone, so where lm_head has such a Linear inside, as RoBERTa's, that counts.
+    Such a module is a Linear as large as the words' Embedding, in no block. Weights need not be tied. Otherwise it is a
+    module called lm_head. Kernels stand in for Linears alone, so if lm_head has such a Linear inside, as RoBERTa's has,
+    the Linear counts in its place.
     A thinner Linear beside it with as many outputs is the second half of an adapter. Its logits are added.
 
     size: rows and columns of the words' Embedding.

@@ -25,8 +25,8 @@ from recompute.engine.region_statistics import RegionStatistics
 from recompute.engine.scopes import KeepScope, RecipeScope, is_recording
 from recompute.engine.tape.recorder import TapeRegion
 from recompute.errors import warn
+from recompute.kernels.blockwise_8bit import Blockwise8Bit
 from recompute.policy.meaning import Kernels, Meaning, Mechanism
-from recompute.substitution.codec import Blockwise8Bit
 from recompute.substitution.head import KernelHeadRunner
 from recompute.substitution.recognition import find_kernel, kernels_inside
 from recompute.substitution.whole_heads import WholeHeads
@@ -219,7 +219,7 @@ def choose_runners(
         taped = RegionRunner(statistics, replace(meaning, offloading=None), cache, module)
         kernel.compiled_region = taped.compiled_region
         if kernel.fallback is not None and not is_head:
-            kernel.fallback = taped
+            kernel.fallback = taped  # off CUDA, the module's own ops are taped
         alone = replace(meaning, mechanism=Mechanism.KEEP)  # no tape around it, only what offloads
         offloads = meaning.offloading is not None
         yield path, module, RegionRunner(statistics, alone, cache, module, kernel) if offloads else kernel

@@ -125,7 +125,7 @@ def _why_unmatched(rule: Rule, modules: Sequence[ModuleEntry], assignment: Mappi
     selector = _Selector(rule)
     by_path = [module for module in modules if selector.has_path(module)]
     if not by_path:
-        first: dict[str, str] = {}  # of paths that differ in numbers only, as those of layers do
+        first: dict[str, str] = {}  # the first of paths that differ in numbers only, as layers' do
         for module in modules:
             first.setdefault(re.sub(r"\d+", "0", module.path), module.path)
         return f"match {_quoted(rule.match)} is the path of no module{_nearest(rule.match, first.values())}"

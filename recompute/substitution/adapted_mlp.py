@@ -72,7 +72,7 @@ class AdaptedMLPRunner(KernelRunner):
         def in_tiles(x: Tensor) -> Tensor:
             return _InTiles.apply(x, forward, tile, *parameters)
 
-        # Equal layers are of one kind. It names no module, which would then live as long as the counts.
+        # Equal layers are of one kind. A kind names no module: that would live as long as the counts.
         shapes = tuple([(each.shape, each.dtype, each.requires_grad) for each in module.parameters()])
         kind = base_of(module), tile, tuple(map(type, module.modules())), shapes
         return self.compute(kind, only_argument(args, kwargs), parameters, in_tiles, forward)

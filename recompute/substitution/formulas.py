@@ -59,7 +59,7 @@ def formula_of(module: nn.Module, conditions: Conditions) -> Formula | None:
         return _formula_of(module, conditions)
     key = conditions, _likeness(module)
     if key not in known:
-        known[key] = _formula_of(module, conditions), module  # which stays, so that nothing else gets the id of a part
+        known[key] = _formula_of(module, conditions), module  # it stays, so that nothing else gets the id of a part
     return known[key][0]
 
 

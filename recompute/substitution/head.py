@@ -83,7 +83,7 @@ class KernelHeadRunner(KernelRunner):
             return forward(*args, **kwargs)
         if torch.compiler.is_compiling():
             return forward(*args, **kwargs)
-        return self.run_kernel(module, forward, args, kwargs)  # as of a model that others are compared with
+        return self.run_kernel(module, forward, args, kwargs)  # as for a reference model
 
     def _count(self, hidden: Tensor, weight: Tensor, logits_nbytes: int) -> None:
         """Count a loss that was computed without logits. With them it would hold ``logits_nbytes``."""
@@ -121,5 +121,5 @@ def _warn_of_logits(name: str) -> None:
     )
 
 
-# As torch._dynamo.assume_constant_result does, which would load the compiler: it is called when code is compiled.
+# torch._dynamo.assume_constant_result does this, too, but loads the compiler. It is called when code is compiled.
 _warn_of_logits._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -129,7 +129,7 @@ class _OfFunction(Function):
 def _unseen_by_compilers(function: Any) -> Any:
     """Compiled code that is given a lazy tensor breaks its graph where it calls this, and compiles nothing inside.
 
-    As ``torch.compiler.disable`` does, which would load the compiler.
+    ``torch.compiler.disable`` does this, too, but would load the compiler.
     """
 
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
@@ -151,9 +151,9 @@ class LazyTensor(Tensor):
     _parents: Sequence[LazyTensor]
     """The lazy tensors that it was made of."""
     _is_passed_by: bool
-    """Whether a kernel has computed something of this without its values: the gradient of that does not come by."""
+    """Whether a kernel has computed something of this without its values: its gradient does not come by here."""
     _waiting: OrderedDict[int, Callable[[Tensor], Any]]
-    """Hooks that wait for backward to begin, and are the values' if there ever are any."""
+    """Hooks that wait for backward to begin. If values are computed, they get these hooks."""
 
     @staticmethod
     def __new__(

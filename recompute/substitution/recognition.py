@@ -37,7 +37,7 @@ def kernels_inside(
     """
     if meaning.kernels is Kernels.NEVER:
         return
-    # In captured code, generated kernels fuse what a norm or an MLP writes out in ops with more than these are.
+    # In captured code, generated kernels fuse the written-out ops of a norm or an MLP, and more ops around them.
     generates = meaning.capture and meaning.compiled and is_generating(torch.device("cuda"))
     written_out = meaning.kernels is Kernels.EVERYWHERE or not generates
     for name, child in module.named_children():
