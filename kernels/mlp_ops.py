@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from recompute.engine.compression import Codes, note_compressed
-from recompute.engine.thread_state import local
+from recompute.engine.thread_state import is_tracing, local
 from recompute.errors import KernelError
 from recompute.kernels import launch
 from recompute.kernels.activation import (
@@ -84,7 +84,9 @@ def run_mlp(
     narrow = autocast_dtype(x.device.type)
     _check(op, x, activation, narrow, *parameters)
     operands, is_gated = cast_if_made(parameters, narrow), op == "gated_mlp"
-    if tile is None or torch.compiler.is_compiling():
+    if tile is None or (
+        torch.compiler.is_compiling() and not is_tracing()
+    ):  # a compiler traces no autograd in backward
         return _MLP.apply(x, *operands, is_gated, activation, narrow, compress, True)
     if tile < 1:
         raise KernelError(f"{op}: tile is {tile}; expected at least 1 token, or None.")

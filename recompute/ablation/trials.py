@@ -280,6 +280,7 @@ def is_out_of_memory(error: str) -> bool:
 def attempted(work: Callable[[], Any], only: Callable[[str], bool] = lambda error: True) -> tuple[Any, str | None]:
     """The result of ``work``, or the error that it raises. only: which errors are returned; the others are raised."""
     gc.collect()  # Hugging Face modules form reference cycles, and no model may outlive its row
+    torch.cuda.empty_cache()  # after a row without enough memory cuBLAS would find none for itself
     try:
         return work(), None
     except Exception as error:

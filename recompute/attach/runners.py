@@ -27,6 +27,7 @@ from recompute.engine.tape.recorder import TapeRegion
 from recompute.errors import warn
 from recompute.kernels.blockwise_8bit import Blockwise8Bit
 from recompute.policy.meaning import Kernels, Meaning, Mechanism
+from recompute.substitution.adapted_mlp import is_adapted_mlp
 from recompute.substitution.head import KernelHeadRunner
 from recompute.substitution.recognition import find_kernel, kernels_inside
 from recompute.substitution.whole_heads import WholeHeads
@@ -123,13 +124,23 @@ class RegionRunner(OuterRunner):
         self.note = meaning.note if inner is None else f"{inner.note}; {meaning.note}"
         self.regions = _regions(statistics, meaning, cache, module, inner)
         self.compiled_region = compiled_region(meaning)
+        self._tile = meaning.tile
 
     def run_training(self, module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        has_several_tiles = self._tile is not None and self._has_several_tiles(self._tile, args, kwargs)
         if self.inner is not None:
             forward, args, kwargs = self.inner.run, (module, forward, args, kwargs), {}
         for region in self.regions:
-            forward, args, kwargs = region.run, (forward, args, kwargs), {}
+            run = region.run_by_tape if has_several_tiles and isinstance(region, CapturedRegion) else region.run
+            forward, args, kwargs = run, (forward, args, kwargs), {}
         return forward(*args)
+
+    @staticmethod
+    def _has_several_tiles(tile: int, args: tuple, kwargs: dict) -> bool:
+        """Whether MLPs run in several tiles, for a long sequence. There a tape holds less than captured code, in which
+        the gradient of the region's output lives until the region's backward ends."""
+        given = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), None)
+        return given is not None and given.numel() > tile * given.shape[-1]
 
 
 class _KeepRegion:
@@ -210,6 +221,8 @@ def choose_runners(
     cache: the one that the modules under one policy share.
     """
     statistics = RegionStatistics(f"{path} ({type(module).__name__})" if path else type(module).__name__)
+    if meaning.tile is not None and any(map(is_adapted_mlp, module.modules())):
+        meaning = replace(meaning, capture=False)  # no graph has the call that runs such an MLP's own code in tiles
     kernel = find_kernel(statistics, module, meaning)
     inside = kernels_inside(path, module, meaning, governed) if kernel is None else ()
     is_head = isinstance(kernel, KernelHeadRunner)

@@ -140,8 +140,7 @@ def meaning_of(rule: Rule) -> Meaning:
         rule.price,
         rule.hold,
         _KERNELS[rule.via],
-        # Captured code holds its values as they are, and a tile's backward calls autograd.
-        rule.capture and not rule.compress and rule.tile is None,
+        rule.capture and not rule.compress,  # captured code holds its values as they are
         compiled=rule.compiled,
         drops_outputs=True,
         compresses=rule.compress,

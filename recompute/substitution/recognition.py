@@ -56,10 +56,10 @@ def _find(
     statistics: RegionStatistics, module: nn.Module, meaning: Meaning, *, written_out: bool
 ) -> KernelRunner | None:
     """written_out: whether it may be what a module writes out in several ops, such as an MLP, and not only a norm that
-    is one op of torch's."""
+    is one op of torch's. An MLP that runs over some tokens at a time always may."""
     fallback = PlainRunner(statistics) if meaning.kernels is Kernels.ON_CUDA else None
     found: KernelRunner | None = None
-    if written_out and (mlp := find_kernel_mlp(module)) is not None:
+    if (written_out or meaning.tile is not None) and (mlp := find_kernel_mlp(module)) is not None:
         found = KernelMLPRunner(statistics, fallback, mlp)
     elif meaning.tile is not None and is_adapted_mlp(module):
         found = AdaptedMLPRunner(statistics, fallback)

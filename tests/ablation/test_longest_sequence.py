@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from recompute.ablation.ablation_config import LongestSequence
 from recompute.ablation.subjects import experiment_of
-from recompute.ablation.trials import Experiment, is_out_of_memory
+from recompute.ablation.trials import Experiment, attempted, is_out_of_memory
 from recompute.errors import AblationError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -124,3 +124,16 @@ def test_what_has_no_room_is_too_long_and_any_other_failure_is_the_rows(failure,
     monkeypatch.setattr(Experiment, "ask", ask)
     (row,) = run(tmp_path, SEARCHED)
     assert (row.longest_sequence, row.error) == (longest, error)
+
+
+@pytest.mark.gpu
+def test_a_row_finds_the_memory_that_a_failed_one_before_it_had():
+    """Also such as torch does not allocate, as cuBLAS's handles."""
+
+    def fails():
+        held = torch.empty(1 << 28, device="cuda")
+        raise torch.OutOfMemoryError(f"CUDA out of memory beside {held.nbytes} bytes")
+
+    assert "OutOfMemoryError" in attempted(fails)[1]
+    assert torch.cuda.memory_reserved() >= 1 << 28
+    assert attempted(torch.cuda.memory_reserved)[0] < 1 << 28

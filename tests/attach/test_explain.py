@@ -385,9 +385,3 @@ def test_both_widths_tell_of_the_same_modules_and_tensors_in_the_same_order(poli
         if row["class"]:
             told_rule = f"    {row['class']}, {row['rule']}; {row['in backward']}".replace(", -; ", "; ")
             assert told_rule in text.splitlines()
-
-
-def test_a_rule_that_offloads_names_the_kernels_that_stand_in():
-    with recompute.apply(decoder(), rules(rule("TinyMLP", "recompute", via="kernel", offload=True))) as handle:
-        told = "kernel: gated_mlp (silu); cheap ops run again; what is held comes back from the host"
-        assert told in handle.explain(wide=True)

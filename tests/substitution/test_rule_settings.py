@@ -90,6 +90,19 @@ def test_tiles_hold_less_and_their_peak_is_lower(make):
     assert tiled.peak_bytes < whole.peak_bytes
 
 
+@pytest.mark.parametrize(
+    ("make", "tile", "captured"),
+    [(lambda: make("llama"), 256, True), (lambda: make("llama"), 255, False), (adapted, 256, False)],
+    ids=["one tile", "several", "adapted"],
+)
+def test_layers_whose_mlps_are_one_tile_go_on_as_captured_code(make, tile, captured):
+    model, batch = make(), batch_of("llama", length=128, size=2)
+    with recompute.apply(model, rules(**LONG | {"tile": tile})) as handle:
+        for _ in range(12):
+            model(**batch).loss.backward()
+        assert (f"{LAYERS} of {LAYERS} run as captured code" in handle.explain()) is captured
+
+
 @pytest.mark.parametrize(("settings", "held"), [*slow((TILES, 0)), (CODES, 1 + 4 / 128)], ids=["tiles", "codes"])
 @pytest.mark.parametrize(
     ("family", "type_name"), [("llama", "block"), *slow(("llama", "*MLP"), ("starcoder2", "block"))]
