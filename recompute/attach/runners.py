@@ -124,23 +124,13 @@ class RegionRunner(OuterRunner):
         self.note = meaning.note if inner is None else f"{inner.note}; {meaning.note}"
         self.regions = _regions(statistics, meaning, cache, module, inner)
         self.compiled_region = compiled_region(meaning)
-        self._tile = meaning.tile
 
     def run_training(self, module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        has_several_tiles = self._tile is not None and self._has_several_tiles(self._tile, args, kwargs)
         if self.inner is not None:
             forward, args, kwargs = self.inner.run, (module, forward, args, kwargs), {}
         for region in self.regions:
-            run = region.run_by_tape if has_several_tiles and isinstance(region, CapturedRegion) else region.run
-            forward, args, kwargs = run, (forward, args, kwargs), {}
+            forward, args, kwargs = region.run, (forward, args, kwargs), {}
         return forward(*args)
-
-    @staticmethod
-    def _has_several_tiles(tile: int, args: tuple, kwargs: dict) -> bool:
-        """Whether MLPs run in several tiles, for a long sequence. There a tape holds less than captured code, in which
-        the gradient of the region's output lives until the region's backward ends."""
-        given = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), None)
-        return given is not None and given.numel() > tile * given.shape[-1]
 
 
 class _KeepRegion:
