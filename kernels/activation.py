@@ -38,7 +38,7 @@ from recompute.kernels.launch import jit, tl
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2")
 GATE_ACTIVATIONS = ACTIVATIONS[:3]
-"""Those of a gate."""
+"""The activations of a gate."""
 APPROXIMATE = {"gelu": "none", "gelu_tanh": "tanh"}
 """Activations that are a GELU, and its argument ``approximate``."""
 
@@ -76,7 +76,7 @@ def _slope(gate, share, rest, ACTIVATION: tl.constexpr):
 @jit
 def _activated(gate, ACTIVATION: tl.constexpr):
     if ACTIVATION == "relu" or ACTIVATION == "relu2":
-        positive = tl.where(gate < 0.0, 0.0, gate)  # which leaves NaN as it is
+        positive = tl.where(gate < 0.0, 0.0, gate)  # NaN stays NaN
         return positive * positive if ACTIVATION == "relu2" else positive
     share, _ = _shares(gate, ACTIVATION)
     return gate * share
@@ -263,7 +263,7 @@ def _launch_from_codes(
 def decoded_gates(
     gate: Tensor, gate_scales: Tensor, up: Tensor | None, up_scales: Tensor | None, block: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
-    """Gate and up of their codes, in ``dtype``."""
+    """Gate and up, decoded to ``dtype``."""
     gate = dequantize_op(gate, gate_scales, dtype, block)
     return gate, None if up is None else dequantize_op(up, up_scales, dtype, block)
 

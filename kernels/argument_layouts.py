@@ -1,4 +1,4 @@
-"""What a call's arguments look like, as a key under which ops keep what they have decided for such a call."""
+"""The layouts of a call's arguments, as a key for decisions of ops about such a call."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _VALUES = (int, float, bool, str, type(None), torch.dtype)
 
 
 def layouts_of(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Of each tensor everything but its address and its values. All else stands for itself, as do tensor subclasses."""
+    """For each tensor everything but its address and values. All else, and tensor subclasses, stand for themselves."""
     return tuple(
         [
             (each.dtype, each.device, each.shape, each.stride())

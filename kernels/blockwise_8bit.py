@@ -39,6 +39,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from recompute.engine.compression import Codes
 from recompute.errors import KernelError
 from recompute.kernels import launch
 from recompute.kernels.launch import jit, tl
@@ -155,7 +156,7 @@ def quantize_blockwise(x: Tensor, block: int = BLOCK, format: str | None = None)
 def quantize_blockwise_with_error(
     x: Tensor, block: int = BLOCK, format: str | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As ``quantize_blockwise``, and the worst error in the same pass.
+    """``quantize_blockwise``, and the worst error in the same pass.
 
     Args:
         x, block, format: as for ``quantize_blockwise``.
@@ -174,7 +175,7 @@ def quantize_blockwise_with_error(
 
 
 def dequantize_blockwise(codes: Tensor, scales: Tensor, dtype: torch.dtype, block: int = BLOCK) -> Tensor:
-    """The values that ``quantize_blockwise`` made ``codes`` and ``scales`` of, as near as these hold them.
+    """The values that ``codes`` and ``scales`` of ``quantize_blockwise`` stand for.
 
     Args:
         codes: any shape, dense; ``torch.float8_e4m3fn`` or ``torch.int8``.
@@ -192,6 +193,16 @@ def dequantize_blockwise(codes: Tensor, scales: Tensor, dtype: torch.dtype, bloc
     check_codes("dequantize_blockwise", codes, scales, block)
     launch.check_dtype("dequantize_blockwise", "dtype", dtype)
     return dequantize_op(codes, scales, dtype, block)
+
+
+class Blockwise8Bit:
+    """The codec of regions that compress: ``native_format``, with one scale for 128 elements."""
+
+    def encode(self, tensor: Tensor) -> Codes:
+        return Codes(*quantize_blockwise_with_error(tensor))
+
+    def decode(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        return dequantize_blockwise(codes, scales, dtype)
 
 
 @functools.cache
@@ -281,7 +292,7 @@ def _dequantize(codes: Tensor, scales: Tensor, dtype: torch.dtype, block: int) -
 
 
 def _largest_exponent(dtype: torch.dtype) -> int:
-    """That of the dtype's largest number, as float32 writes it."""
+    """The exponent of the dtype's largest number, as float32 writes it."""
     return 142 if dtype is torch.float16 else 254
 
 

@@ -1,4 +1,4 @@
-"""Cross-entropy of logits, without a float32 copy of them. Options for which eager needs further passes cost none here.
+"""Cross-entropy of logits, without a float32 copy of them. Options that take eager further passes take none here.
 
 With logits: (M, V), target y: (M,), class weights c: (V,), all 1 if not given, computed in float32 and p = softmax(s):
 
@@ -119,7 +119,7 @@ def with_extras(
     return_argmax: bool,
     logits: Tensor | None = None,
 ) -> Tensor | CrossEntropy:
-    """What the op returns: the loss, or a ``CrossEntropy`` of the loss and the extras that were asked for."""
+    """The op's result: the loss, or a ``CrossEntropy`` of the loss and the extras that were asked for."""
     accuracy = None
     if return_token_accuracy:
         counts = target != settings.ignore_index
@@ -179,9 +179,9 @@ def _backward(
 
 
 def reduced(losses: Losses, shape: torch.Size, tokens: torch.Size, reduction: str) -> tuple[Tensor | None, ...]:
-    """What forward returns: loss, normalizers, the divisor of a mean, max logit, arg-max, entropy.
+    """Forward's results: loss, normalizers, the divisor of a mean, max logit, arg-max, entropy.
 
-    shape: the target's. tokens: that of what each token has.
+    shape: the target's. tokens: the shape of one number a token.
     """
     total = losses.weights.sum() if reduction == "mean" else None
     loss = losses.loss.view(shape) if reduction == "none" else losses.loss.sum()
@@ -217,7 +217,7 @@ def cross_entropy_reference(
 
 
 def _losses_and_entropy(s: Tensor, target: Tensor, settings: LossSettings) -> Tensor | tuple[Tensor, Tensor]:
-    """Of each target, without the options of a loss. A token may have several targets."""
+    """The loss of each target, without options, and the entropy. A token may have several targets."""
     labels = target if target.dim() == s.dim() else target[..., None]
     counts, log_p = labels != settings.ignore_index, torch.log_softmax(s, -1)
     losses = -log_p.gather(-1, labels.where(counts, 0)).where(counts, 0.0).view(target.shape)
@@ -227,7 +227,7 @@ def _losses_and_entropy(s: Tensor, target: Tensor, settings: LossSettings) -> Te
 
 
 def loss_outputs(like: Tensor, target: Tensor, settings: LossSettings) -> tuple[Tensor | None, ...]:
-    """Room for what ``reduced`` returns. ``like``: (..., any)."""
+    """Empty tensors for the results of ``reduced``. ``like``: (..., any)."""
     dtype, tokens = wide_dtype(like), like.shape[:-1]
     loss = like.new_empty(target.shape if settings.reduction == "none" else (), dtype=dtype)
     total = like.new_empty((), dtype=dtype) if settings.reduction == "mean" else None

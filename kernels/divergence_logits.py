@@ -1,4 +1,4 @@
-"""The logits of a student and of a teacher, from which forward takes a divergence: by blocks of columns, or by rows."""
+"""The divergence of the logits of a student and a teacher, in forward: by blocks of columns, or by rows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from recompute.kernels.loss_settings import Targets, wide_dtype
 from recompute.kernels.row_statistics import new_statistics
 
 FEWEST_ROWS, ROW_STEP = 256, 64
-"""Of whole rows, made at a time: fewer would read the weights more often than a second product costs."""
+"""The fewest whole rows that are made at a time. To read the weights more often costs more than a second product."""
 
 
 class BothHeads(NamedTuple):
@@ -37,7 +37,7 @@ class BothHeads(NamedTuple):
         return cls(Head(*operands[:3]), Head(*operands[3:6]))
 
     def plans(self, logits_bytes: int, hold: bool, trains_weight: bool) -> tuple[BlockPlan, BlockPlan]:
-        """Of the same blocks: each has its part of the memory."""
+        """The plans of both, with the same blocks. Each has its part of the memory."""
         sizes = [max(head.tokens, 1) * head.hidden.dtype.itemsize for head in self]
         columns = logits_bytes // sum(sizes)
         trains = (trains_weight, False)
@@ -47,7 +47,7 @@ class BothHeads(NamedTuple):
         return ours, theirs
 
     def rows_at_a_time(self, kind: int, logits_bytes: int, hold: bool, trains_weight: bool) -> int:
-        """Of how many tokens forward makes whole rows of logits; 0 where it makes blocks of columns of all tokens."""
+        """For how many tokens at a time forward makes whole rows of logits; 0 if it makes blocks of columns of all."""
         plans = self.plans(logits_bytes, hold, trains_weight)
         are_held = all(plan.in_gradient + plan.beside == plan.blocks for plan in plans)
         if kind in (FORWARD_KL, REVERSE_KL) or are_held:

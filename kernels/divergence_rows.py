@@ -36,7 +36,7 @@ class DivergenceSettings(NamedTuple):
     teacher_softcap: float
 
     def losses(self, teacher: bool) -> LossSettings:
-        """As ``observe`` takes them, for the logits of the teacher or the student."""
+        """The settings that ``observe`` takes, for the logits of the teacher or the student."""
         scale, softcap = self[5:] if teacher else self[3:5]
         return LossSettings(-100, 0.0, 0.0, softcap, "none", False, False, scale, self.temperature)
 
@@ -53,7 +53,7 @@ DIVERGENCE_SCHEMA = (
 
 
 class Normalizers(NamedTuple):
-    """What makes probabilities of scores: (M,) each, as ``cross_entropy_rows`` keeps them."""
+    """These numbers turn scores into probabilities: (M,) each, as ``cross_entropy_rows`` keeps them."""
 
     student_maxima: Tensor
     student_sums: Tensor
@@ -80,7 +80,7 @@ def _normalizer(maxima, sums, row):
 
 @jit
 def _probabilities(logits, columns, mask, normalizer, outer, inner, FORM: tl.constexpr):
-    """Of some columns of a row: p, log(p), and the tanh of a cap."""
+    """p, log(p) and the tanh of a cap, for some columns of a row."""
     m, inverse, log_z = normalizer
     s, tanh = score(tl.load(logits + columns, mask=mask, other=0.0).to(tl.float32), outer, inner, FORM)
     return tl.exp(s - m) * inverse, gap(s, m) - log_z, tanh
@@ -236,7 +236,7 @@ def conclude(statistics: Sequence[Statistics], kls: Tensor | None, kind: int) ->
 
 
 def divergence_terms(log_p: Tensor, log_q: Tensor, kind: int, beta: float) -> tuple[Tensor, Tensor]:
-    """What each word adds to the divergence of a student p and a teacher q, in plain PyTorch; and to ``means``."""
+    """Each word's term of the divergence of a student p and a teacher q, and of ``means``, in plain PyTorch."""
     p, q = log_p.exp(), log_q.exp()
     if kind == FORWARD_KL:
         terms = q * (log_q - log_p)

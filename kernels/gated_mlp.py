@@ -59,8 +59,7 @@ def gated_mlp(
         compress: whether gate and up are held as codes of 8 bits (``blockwise_8bit``), which backward reads. Then the
             gradients are those of slightly different gates and ups. Those of float64 are held as they are.
         tile: compute so many tokens at a time, and hold ``x`` alone: backward runs the tiles again (``mlp_ops``).
-            Compiled code makes no tiles.
-            None: all at once.
+            Compiled code makes no tiles. None: all at once.
 
     Returns:
         (..., O). Saved for backward are ``x``, weights and biases, and gate and up: 2 · I elements a token.

@@ -275,7 +275,7 @@ def check_same_shape(op: str, **tensors: Tensor) -> None:
 def differentiable_gradients(
     reference: Callable[..., Any], inputs: tuple[Any, ...], needed: tuple[bool, ...], gradient: Any
 ) -> tuple[Tensor | None, ...]:
-    """What a backward returns that will itself be differentiated: gradients of ``reference``, by autograd.
+    """The gradients of ``reference``, by autograd, for a backward that is itself differentiated.
 
     Args:
         reference: computes the op's output from ``inputs`` in plain PyTorch.

@@ -1,4 +1,4 @@
-"""Calls of an op on arguments of layouts that it had before: its launches alone, without what led to them.
+"""Repeats an op on arguments of layouts that it had before: its launches alone, not the code that led to them.
 
 An op's implementation looks at layouts and dtypes, allocates, and decides how to launch. On arguments of the same
 layouts all of that comes out the same. So we note once what the implementation allocates and launches, and make a
@@ -43,18 +43,18 @@ address_of = torch._C.TensorBase.data_ptr
 
 
 class Launch(NamedTuple):
-    """What ``launch.run`` has launched."""
+    """A launch that ``launch.run`` has made."""
 
     kernel: Any
     programs: int
     arguments: tuple[Any, ...]
     settings: dict[str, Any]
     compiled: Any
-    """What Triton compiled for it; None where Triton looks that up for each launch."""
+    """Triton's compiled kernel; None where Triton looks it up for each launch."""
     constants: tuple[Any, ...]
     """The constants among the settings, in the order of the kernel's parameters."""
     hooks: tuple[Any, ...] = ()
-    """Of Triton, for launches: where one of them has ``calls``, Triton itself is to launch."""
+    """Triton's hooks for launches. If one of them has ``calls``, Triton itself has to launch."""
 
 
 class _Noting(threading.local):
@@ -81,7 +81,7 @@ class PlannedCall:
     def __init__(self, implementation: Callable[..., Any], unplanned: int = 0):
         self._implementation = implementation
         self.planned: Callable[..., Any] | None = None
-        """What makes the launches of a call; None while they are not known."""
+        """The function that makes the launches of a call; None while they are not known."""
         self._attempts = -unplanned
 
     @property
@@ -107,9 +107,9 @@ class PlansByLayout:
     def __init__(self, implementation: Callable[..., Any]):
         self._implementation = implementation
         self._calls: dict[Any, PlannedCall] = {}
-        """Those of layouts without a plan."""
+        """The calls of layouts without a plan."""
         self.by_layouts: dict[Any, Callable[..., Any]] = {}
-        """What to call: the plan, or the implementation where there can be none."""
+        """The function to call: the plan, or the implementation where there can be none."""
 
     def run(self, *arguments: Any) -> Any:
         """The op's results."""
@@ -171,7 +171,7 @@ def _are_apart(arguments: tuple[Any, ...]) -> bool:
 def _noted_call(
     implementation: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> tuple[Any, Callable[..., Any] | None]:
-    """What the implementation returns, and a plan for the calls to come if there can be one."""
+    """The implementation's result, and a plan for the calls to come; None if there can be none."""
     with noted_launches() as launches, _Allocations() as made:
         result = implementation(*arguments)
     if not launches or made.does_more:
@@ -228,7 +228,7 @@ def _planned(
 
 
 class _Writer:
-    """Writes the function."""
+    """Writes the function of a plan."""
 
     def __init__(self, implementation: Callable[..., Any], given: dict[str, Tensor]):
         self._names: dict[str, Any] = {
@@ -298,7 +298,7 @@ class _Writer:
         alike = {name: tensor for name, tensor in self._known.items() if tensor.dtype is value.dtype}
         own = [name for name, tensor in alike.items() if tensor is value]
         own = own or [name for name, tensor in alike.items() if address_of(tensor) == address_of(value)]
-        if own:  # a kernel is given the address alone, at which another tensor need not begin in later calls
+        if own:  # a kernel gets the address alone, and later another tensor need not begin there
             return None if len(own) > 1 and alike[own[0]].numel() else self._address(own[0]) if as_address else own[0]
         around = [name for name, tensor in alike.items() if _share_memory(tensor, value)]
         if len(around) != 1:  # in later calls several tensors may not lie in one memory

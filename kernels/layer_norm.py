@@ -15,12 +15,8 @@ With x, dy: (M, H) and weight, bias: (H,) or missing, and means over H:
 A sum of many numbers errs in float32, and with it a mean, which matters where it is large beside the deviation. So the
 mean of x - mean, which would be 0, is taken along with that of its square: the mean is corrected by it, and the square.
 
-Backward regenerates h from x, mean and rstd, so x is saved and not y, from which h could not be computed where a weight
-is 0. dresidual is a gradient of x from elsewhere: that of the residual stream that the norm reads.
-
-Forward moves 2MH elements, backward 3MH (and MH more for dresidual). Rows wider than a program's registers are read
-three times in forward, the second and third time from L2, and twice in backward, which then moves 5MH. norm_ops.py has
-what a residual adds.
+Backward regenerates h from x, mean and rstd. rms_norm.py says why not from y, what dresidual is, and how much is moved.
+Here, forward reads rows once more that are wider than a program's registers: from L2.
 """
 
 from __future__ import annotations
@@ -37,10 +33,9 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     float64 input) and rounded once, to ``x.dtype``.
 
     Args:
-        x: (..., H), float16, bfloat16, float32 or float64, of any strides. Rows that are contiguous, with leading
-            dimensions in any order, are read in place.
-        weight: (H,), of any of these dtypes; None does not scale.
-        bias: (H,), of any of these dtypes; None does not shift.
+        x: (..., H), as ``rms_norm`` takes it.
+        weight: (H,), of any dtype that ``x`` may have; None does not scale.
+        bias: (H,), likewise; None does not shift.
         eps: added to the variance.
 
     Returns:
@@ -63,14 +58,12 @@ def add_layer_norm(
     """Add ``x`` to the residual stream and normalize that: ``h = x + residual; y = layer_norm(h, weight, bias, eps)``.
 
     Args:
-        x: (..., H), float16, bfloat16, float32 or float64, of any strides.
-        residual: of the same shape, of any of these dtypes and any strides; None where ``x`` is the stream already.
+        x, residual: as ``add_rms_norm`` takes them.
         weight, bias, eps: as for ``layer_norm``.
 
     Returns:
         y: (..., H), as ``layer_norm(h)`` returns it.
-        h: (..., H), contiguous, of the promoted dtype of ``x`` and ``residual``; without a residual a view of ``x``.
-            For backward ``h``, weight, bias and two float32 a row are saved. It must not be changed in place.
+        h: as ``add_rms_norm`` returns it. For backward ``h``, weight, bias and two float32 a row are saved.
 
     Raises:
         KernelError: for other dtypes or shapes, or tensors on several devices.

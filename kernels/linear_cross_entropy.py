@@ -130,8 +130,7 @@ def linear_cross_entropy(
 
     Raises:
         KernelError: for other shapes, dtypes or options, mixed dtypes, or tensors on several devices.
-        IndexError: for a target that is neither a class nor ``ignore_index``, on the CPU. On CUDA an assertion on the
-            device fails, as PyTorch's own does, which the next wait for the device reports.
+        IndexError: as ``cross_entropy`` does.
 
     >>> linear_cross_entropy(torch.ones(2, 8), torch.zeros(4, 8), torch.tensor([1, 3]))  # log(4)
     tensor(1.3863)
@@ -195,7 +194,7 @@ def _scored_logits(head: Head, settings: LossSettings) -> Tensor:
 def held_nbytes(hidden: Tensor, weight: Tensor, logits_bytes: float | None = None) -> int:
     """Bytes that ``linear_cross_entropy(hidden, weight, …)`` holds beside its arguments until the first backward.
 
-    logits_bytes: as it is given.
+    logits_bytes: as ``linear_cross_entropy`` takes it.
     """
     head, itemsize = Head(hidden, weight, None), hidden.dtype.itemsize
     nbytes = logits_nbytes("held_nbytes", logits_bytes, head.tokens, len(weight), itemsize)
@@ -251,7 +250,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _narrowed(head: Sequence[Tensor | None], narrow: torch.dtype | None) -> tuple[Any, ...]:
-    """A head's operands, with parameters as autocast has them."""
+    """A head's operands, with parameters as autocast casts them."""
     return Head(head[0], *cast(head[1:], narrow))  # type: ignore[arg-type]
 
 
@@ -307,7 +306,7 @@ def _gradients(
     plan = head.plan(logits_bytes, holds, dweight is not None)
     blocks = head.blocks(plan, dweight, kept)
     dlosses = row_gradients(dloss, total, target.numel())
-    if dentropy is None:  # as where an entropy is only looked at: it costs nothing here
+    if dentropy is None:  # if an entropy is only looked at, it costs nothing here
         normalizers = normalizers[:, :2].contiguous()
     dentropies = None if dentropy is None else row_gradients(dentropy, None, head.tokens)
 

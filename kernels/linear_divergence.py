@@ -121,7 +121,8 @@ def linear_divergence(
         operands = (student, student_weight, student_bias, None, teacher_indices, None, settings.losses(False))
         log_p = -head_losses(op, *operands, logits_bytes, hold_logits)[0]
         return _divergence_of_words(log_p, teacher, teacher_indices, teacher_logsumexp, settings)
-    teacher_weight = _given(teacher_weight)
+    if teacher_weight is None:
+        raise KernelError(f"{op}: expected teacher_weight, or teacher_indices; found neither.")
     launch.check(op, student=student, teacher=teacher, teacher_weight=teacher_weight, teacher_bias=teacher_bias)
     check_head(op, "teacher", teacher, teacher_weight, teacher_bias)
     if teacher.shape[:-1] != student.shape[:-1] or len(teacher_weight) != len(student_weight):
@@ -148,12 +149,6 @@ def _checked_kind(kind: str, beta: float) -> tuple[int, float]:
     if kind == "jsd" and beta in (0.0, 1.0):
         return (REVERSE_KL if beta else FORWARD_KL), 0.5
     return KINDS.index(kind), float(beta)
-
-
-def _given(teacher_weight: Tensor | None) -> Tensor:
-    if teacher_weight is None:
-        raise KernelError("linear_divergence: expected teacher_weight, or teacher_indices; found neither.")
-    return teacher_weight
 
 
 def _check_words(
@@ -186,7 +181,7 @@ def _check_words(
 def _divergence_of_words(
     log_p: Tensor, logits: Tensor, indices: Tensor, logsumexp: Tensor | None, settings: DivergenceSettings
 ) -> Tensor:
-    """Of the words that a teacher lists and of all others as one, in plain PyTorch on (..., K + 1)."""
+    """The divergence over a teacher's listed words, with all others as one, in plain PyTorch on (..., K + 1)."""
     counts, finest = indices != -100, torch.finfo(log_p.dtype)
     scores = scored(logits, settings.scores[1]).to(log_p.dtype).masked_fill(~counts, finest.min)
     log_q = scores.log_softmax(-1) if logsumexp is None else scores - logsumexp.detach().to(log_p.dtype)[..., None]
@@ -239,7 +234,7 @@ class _LinearDivergence(torch.autograd.Function):
 
 
 def _narrowed(operands: Sequence[Any], narrow: torch.dtype | None) -> list[Any]:
-    """With weights and biases as autocast has them."""
+    """The operands, with weights and biases as autocast casts them."""
     return [operands[0], *cast(operands[1:3], narrow), operands[3], *cast(operands[4:6], narrow)]
 
 

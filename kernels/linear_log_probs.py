@@ -74,8 +74,7 @@ def linear_log_probs(
 
     Raises:
         KernelError: for other shapes, dtypes or options, mixed dtypes, or tensors on several devices.
-        IndexError: for a target that is neither a class nor ``ignore_index``, on the CPU. On CUDA an assertion on the
-            device fails, as PyTorch's own does, which the next wait for the device reports.
+        IndexError: as ``cross_entropy`` does.
 
     >>> linear_log_probs(torch.ones(2, 8), torch.zeros(4, 8), torch.tensor([1, 3]))  # -log(4)
     tensor([-1.3863, -1.3863])
@@ -96,5 +95,5 @@ def linear_log_probs(
     settings = settings._replace(with_entropy=bool(entropy), **words._asdict())
     operands = (hidden, weight, bias, adapter, target, None)
     losses, _, _, entropies = head_losses(op, *operands, settings, logits_bytes, hold_logits)
-    log_probs = 0.0 - losses  # which has no zeros with a sign
+    log_probs = 0.0 - losses  # and not -losses, which has zeros with a sign
     return log_probs if entropies is None else (log_probs, entropies)

@@ -62,7 +62,7 @@ def head_operands(
     narrow: torch.dtype | None,
     adapter: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Any, ...]:
-    """What a Function takes of a head under autocast to ``narrow``; refuses several dtypes. ``prefix``: see above."""
+    """A head's operands for a Function, under autocast to ``narrow``. Refuses several dtypes. ``prefix``: see above."""
     thin, up = adapter or (None, None)
     named = dict(zip(_names(prefix), (hidden, weight, bias), strict=True)) | {"thin": thin, "up": up}
     check_dtypes(op, {}, named, narrow)
@@ -71,7 +71,7 @@ def head_operands(
 
 
 def cast(tensors: Sequence[Tensor | None], narrow: torch.dtype | None) -> tuple[Any, ...]:
-    """What autocast to ``narrow`` would have of these tensors; None: autocast is off."""
+    """These tensors as autocast to ``narrow`` would cast them; None: autocast is off."""
     if narrow is None:
         return tuple(tensors)
     return tuple(
@@ -80,7 +80,7 @@ def cast(tensors: Sequence[Tensor | None], narrow: torch.dtype | None) -> tuple[
 
 
 def cast_if_made(parameters: Sequence[Tensor | None], narrow: torch.dtype | None) -> tuple[Any, ...]:
-    """What a Function takes that casts its parameters to ``narrow`` itself, in forward and again in backward.
+    """Parameters for a Function that casts them to ``narrow`` itself, in forward and again in backward.
 
     Parameters are alive anyway: then no copy of them is held for backward. What was made in forward is cast here, so
     that the Function holds the smaller of the two.
@@ -96,7 +96,7 @@ def _is_alive_anyway(tensor: Tensor) -> bool:
 
 
 def in_dtypes_of(parameters: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """The gradients of what ``cast`` gave, as those of ``parameters``."""
+    """The gradients of parameters that were cast, in the dtypes of ``parameters``."""
     return tuple(
         gradient if gradient is None or parameter is None else in_dtype(gradient, parameter.dtype)
         for parameter, gradient in zip(parameters, gradients, strict=True)
@@ -167,13 +167,12 @@ def linear_gradients(
     inputs: Tensor | None,
     needs_dweight: bool,
     needs_dbias: bool,
-    *,
-    weight: Tensor | None = None,
+    weight: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of a Linear's weight and bias. ``inputs`` may be None where the weight's is not needed.
 
-    weight: if it is given, its gradient gets the order in memory that it has. A transposed weight of GPT-2 has a
-    gradient that autograd would otherwise copy into that order.
+    weight: its gradient gets the order in memory that it has. A transposed weight of GPT-2 has a gradient that autograd
+    would otherwise copy into that order.
     """
     if doutput is None:
         return None, None

@@ -46,7 +46,7 @@ def plan_blocks(
     Args:
         logits_bytes: memory for logits. If it is less than the narrowest block takes, that much is used.
         hold: whether forward is to hold logits for backward.
-        trains_weight: whether the weight has a gradient, in whose memory some can be held.
+        trains_weight: whether the weight has a gradient. Its memory can hold some of them.
     """
     column_nbytes = max(tokens, 1) * itemsize
     columns = logits_bytes // column_nbytes
@@ -82,13 +82,13 @@ def logits_nbytes(op: str, logits_bytes: float | None, tokens: int, vocabulary: 
 
 
 class Head(NamedTuple):
-    """The operands of a head, as ops are given them."""
+    """The operands of a head, as ops take them."""
 
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
     thin: Tensor | None = None
-    """(..., R): what an adapter adds the product of, with ``up``."""
+    """(..., R): an adapter adds its product with ``up``."""
     up: Tensor | None = None
     """(V, R)"""
 
@@ -122,7 +122,7 @@ class Head(NamedTuple):
 
 
 def may_hold(head: Head) -> bool:
-    """Whether a backward is to come for which logits may be held."""
+    """Whether a backward is to come, and logits may be held for it."""
     trains = torch.is_grad_enabled() and any(operand is not None and operand.requires_grad for operand in head)
     # Compiled code would have to copy the memory that backward writes over.
     return trains and not torch.compiler.is_compiling()
@@ -131,9 +131,9 @@ def may_hold(head: Head) -> bool:
 def run_backward(
     ctx: Any, op: Callable[..., Any], held_op: Callable[..., Any], weight: Tensor, arguments: Sequence[Any]
 ) -> tuple[Tensor | None, ...]:
-    """The gradients that ``op(*arguments)`` returns: of hidden states, of ``weight``, and others.
+    """The gradients of hidden states, of ``weight`` and others, as ``op(*arguments)`` returns them.
 
-    ``held_op`` writes over what forward has left in ``ctx.held``, first the memory of the weight's gradient. So a
+    ``held_op`` writes over the memory that forward has left in ``ctx.held``: the weight's gradient, then logits. So a
     second backward has none of it.
     """
     if ctx.held is None or torch.compiler.is_compiling():
@@ -149,7 +149,7 @@ class Blocks:
     """The blocks of a plan's logits: where each is, and the matrix product that makes it."""
 
     def __init__(self, plan: BlockPlan, head: Head, dweight: Tensor | None, kept: Tensor | None):
-        """head: of tokens in one dimension."""
+        """head: with tokens in one dimension."""
         self.plan, self.head = plan, head
         self.size = head.tokens * plan.stride
         self.dweight = None if dweight is None else dweight.view(-1)[: _aligned(dweight.numel())]

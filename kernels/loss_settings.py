@@ -1,4 +1,4 @@
-"""What a loss is told: its settings, and the classes of its rows."""
+"""What a loss is given: its settings, and the classes of its rows."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def check_target(
 
 
 class Targets(NamedTuple):
-    """The rows' classes, and what a loss makes of them."""
+    """The rows' classes, and the settings of their loss."""
 
     labels: Tensor
     """(M · K,), contiguous."""
@@ -110,7 +110,7 @@ class Targets(NamedTuple):
 
     @classmethod
     def of(cls, target: Tensor, class_weights: Tensor | None, logits: Tensor, vocabulary: int, flat: Any) -> Targets:
-        """As the kernels read them.
+        """The targets as the kernels read them.
 
         target: (...), or (..., K). ``logits``: (..., any), of their dtype; ``flat``: the fields of the settings.
         """
@@ -120,12 +120,6 @@ class Targets(NamedTuple):
         settings = LossSettings(*flat)
         vocabulary = settings.vocabulary or vocabulary
         return cls(launch.dense(target.reshape(-1)), per_row, class_weights, vocabulary, settings)
-
-    def weight_sum(self) -> Tensor | None:
-        """The sum of the class weights, for label smoothing."""
-        return (
-            self.class_weights.sum() if self.class_weights is not None and self.settings.label_smoothing > 0 else None
-        )
 
     def are_in_bounds(self) -> Tensor:
         """Which of them are classes, or ignored."""
@@ -141,5 +135,5 @@ class Targets(NamedTuple):
 
 
 def wide_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype that ``launch.widen`` gives."""
+    """The dtype of ``launch.widen(tensor)``."""
     return torch.float64 if tensor.dtype is torch.float64 else torch.float32

@@ -14,9 +14,8 @@ With x: (M, H), up_weight: (I, H), down_weight: (O, I), where O is H in those mo
 
 and the biases' gradients are dup and dy summed over M.
 
-Of forward's (M, I) tensors only up is saved, where eager also saves active. The kernel that computes dup also
-regenerates active, and writes it over dactive, which nobody else holds. So at most three such tensors are alive, and
-two once up has been read. The matrix products are PyTorch's, and as many as eager runs.
+Of forward's (M, I) tensors only up is saved, where eager also saves active. As in gated_mlp.py, active is written over
+dactive. So at most three such tensors are alive, and two once up has been read.
 """
 
 from __future__ import annotations
@@ -52,11 +51,8 @@ def mlp(
             ``relu`` or ``relu2``, its square.
         up_bias: (I,).
         down_bias: (O,).
-        compress: whether ``up(x)`` is held as codes of 8 bits (``blockwise_8bit``), which backward reads. Then the
-            gradients are those of a slightly different ``up(x)``. That of float64 is held as it is.
-        tile: compute so many tokens at a time, and hold ``x`` alone: backward runs the tiles again (``mlp_ops``).
-            Compiled code makes no tiles.
-            None: all at once.
+        compress: whether ``up(x)`` is held as codes, as gate and up are in ``gated_mlp``.
+        tile: as for ``gated_mlp``.
 
     Returns:
         (..., O). Saved for backward are ``x``, weights and biases, and ``up(x)``: I elements a token.

@@ -1,13 +1,13 @@
 """What ``mlp`` and ``gated_mlp`` share: an MLP as one autograd node, of all tokens at once or of some at a time.
 
-gated_mlp.py and mlp.py have the formulas. Of an ungated MLP the Linear before the activation is ``gate`` here, and
-there is no ``up``; of a packed one, ``gate`` is both.
+gated_mlp.py and mlp.py have the formulas. In an ungated MLP the Linear before the activation is called ``gate`` here,
+and there is no ``up``. In a packed one, ``gate`` is both.
 
 In tiles, none of the (M, I) tensors is ever whole. With x: (M, H) in tiles of at most T rows:
 
     y[tile] = mlp(x[tile])                                                     (T, H)
 
-    dx[tile] = what autograd gives of mlp(x[tile]), which runs again           (T, H)
+    dx[tile] = the gradient, by autograd, of mlp(x[tile]), which runs again    (T, H)
     d(weights) = Σ over tiles, in float32, rounded once at the end
 
 Saved is x alone. Alive at once are five tensors of (T, I) in the place of five of (M, I). Backward runs the matrix
@@ -57,7 +57,7 @@ class MLPForm(NamedTuple):
     """A kind of MLP: what its op takes."""
 
     names: tuple[str | None, ...]
-    """Of the weights of gate, up and down, and of their biases; None: it has none."""
+    """The names of the weights of gate, up and down, and of their biases; None: there is none."""
     activations: tuple[str, ...]
     expected: str
 
@@ -150,7 +150,7 @@ def _ops(is_gated: bool) -> Any:
 
 
 def _codes_of(tensor: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Codes and scales of what an MLP holds, counted in the statistics of the region around."""
+    """Codes and scales of a tensor that an MLP saves, counted in the statistics of the region around."""
     if tensor is None:
         return None, None
     encoded = Codes(*quantize_op(tensor, BLOCK, None, True))
@@ -165,13 +165,10 @@ def _of_all_arguments(ctx: Any, dy: Tensor | None, gradients: Callable[..., Any]
         return (None,) * 7 + others
     with without_autocast(dy.device.type):
         if torch.is_grad_enabled():
-            gradients = _differentiable_gradients
+            inputs = (*ctx.saved_tensors[:7], ctx.is_gated, ctx.activation, ctx.narrow)
+            found = launch.differentiable_gradients(mlp_reference, inputs, (*needed, False, False, False), dy)
+            return found[:7] + others
         return gradients(ctx, needed, dy) + others
-
-
-def _differentiable_gradients(ctx: Any, needed: tuple[bool, ...], dy: Tensor) -> tuple[Tensor | None, ...]:
-    inputs = (*ctx.saved_tensors[:7], ctx.is_gated, ctx.activation, ctx.narrow)
-    return launch.differentiable_gradients(mlp_reference, inputs, (*needed, False, False, False), dy)[:7]
 
 
 def _gradients(ctx: Any, needed: tuple[bool, ...], dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -197,13 +194,13 @@ def _gradients(ctx: Any, needed: tuple[bool, ...], dy: Tensor) -> tuple[Tensor |
             gate, up = decoded_gates(gate, gate_scales, up, up_scales, BLOCK, down_weight.dtype)
         product = rows(_ops(ctx.is_gated).forward(gate, up, ctx.activation))
     del gate, up
-    ddown_weight, ddown_bias = linear_gradients(dy, product, down_trains, down_bias_trains, weight=down_weight)
+    ddown_weight, ddown_bias = linear_gradients(dy, product, down_trains, down_bias_trains, down_weight)
     del product
     dx = sum_of_products(((dgate, gate_weight), (dup, up_weight)), dtype) if needs_dx else None
     n = in_dtype(x, gate_weight.dtype) if gate_trains or up_trains else None
-    dgate_weight, dgate_bias = linear_gradients(dgate, n, gate_trains, gate_bias_trains, weight=gate_weight)
+    dgate_weight, dgate_bias = linear_gradients(dgate, n, gate_trains, gate_bias_trains, gate_weight)
     del dgate
-    dup_weight, dup_bias = linear_gradients(dup, n, up_trains, up_bias_trains, weight=up_weight)
+    dup_weight, dup_bias = linear_gradients(dup, n, up_trains, up_bias_trains, up_weight)
     gradients = (dgate_weight, dup_weight, ddown_weight, dgate_bias, dup_bias, ddown_bias)
     return None if dx is None else dx.view(shape), *in_dtypes_of(parameters, gradients)
 
@@ -286,10 +283,10 @@ def gradients_of_tiles(
     needs_dx: bool,
     parameters: Sequence[Tensor | None],
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """The gradients of x, and of those of the parameters that require one, for what runs on tiles of rows.
+    """The gradients of x, and of the parameters that require one, for a function that runs on tiles of rows.
 
-    run: computes a tile of the output of one of the input. A parameter's gradient is summed up in
-    float32, and rounded once.
+    run: computes a tile of the output from a tile of the input. A parameter's gradient is summed up in float32, and
+    rounded once.
     """
     wanted = {place: each for place, each in enumerate(parameters) if each is not None and each.requires_grad}
     dx = x.new_empty(x.shape) if needs_dx else None

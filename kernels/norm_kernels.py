@@ -178,7 +178,7 @@ def _dots_kernel(
     dy, x, weight, mean, rstd, dots, shifts, H, inner, outer_stride, inner_stride,
     CASTING: tl.constexpr, BLOCK_H: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Of rows of any width, one a program: mean(dy · gain · h, over H), and for a LayerNorm mean(dy · gain, over H)."""
+    """mean(dy · gain · h, over H), and for a LayerNorm mean(dy · gain, over H), of rows of any width, one a program."""
     row = tl.program_id(0)
     offset = row.to(tl.int64) * H
     start = _starts(row, inner, outer_stride, inner_stride)
@@ -230,7 +230,7 @@ def _starts(rows, inner, outer_stride, inner_stride):
 
 @jit
 def _stream(x, residual, h, at_x, at, mask):
-    """x, or x + residual rounded to what h holds."""
+    """x, or x + residual rounded to the dtype of h."""
     values = tl.load(x + at_x, mask=mask, other=0.0).to(tl.float32)
     if residual is not None:
         values += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)

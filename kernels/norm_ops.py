@@ -64,7 +64,7 @@ def add_norm(
 
 
 class _Norm(torch.autograd.Function):
-    """``with_stream``: whether the stream that is normalized is an output, too, and with it what is known of rows."""
+    """``with_stream``: whether the normalized stream is an output, too, and with it the rows' means and deviations."""
 
     seen_by_dispatcher = True  # so that a tape around may run again what forward runs
 
@@ -119,7 +119,7 @@ class _Norm(torch.autograd.Function):
 def _in_memory_order(tensor_of: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Let an implementation see leading dimensions in the order that x has in memory, as heads have.
 
-    tensor_of: gives x of the arguments, or None for dimensions as they are.
+    tensor_of: finds x among the arguments. None leaves the dimensions as they are.
     """
 
     def decorate(implementation: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:

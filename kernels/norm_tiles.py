@@ -84,7 +84,7 @@ def tiles_of(is_forward: bool, hidden: int, nbytes: int, device: torch.device, i
     width = next((width for width in table if hidden <= width), WIDE)
     rows, warps, stages, programs = table[width]
     columns = WIDE_BLOCK if width == WIDE else max(64, 1 << max(hidden - 1, 0).bit_length())
-    room = _shared_memory(device) // max(programs, 1) - 4096  # beside the tiles: a few numbers a row, what CUDA takes
+    room = _shared_memory(device) // max(programs, 1) - 4096  # the rest is for a few numbers a row, and for CUDA
     # One stage needs no buffer but registers. In loops over columns Triton may give each stage one.
     buffers = room // (rows * columns * nbytes)
     stages = min(stages, max(1, buffers) if width == WIDE else 1 + buffers)

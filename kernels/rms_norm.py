@@ -9,7 +9,7 @@ With x, dy: (M, H) and weight, gain: (H,), where gain is 1 + weight in Gemma's m
     dweight = sum(dy · h, over M)                (H,)
     dx      = rstd · (dy · gain - h · mean(dy · gain · h, over H)) + dresidual
 
-Backward regenerates h from x and rstd. So x is saved and not y, from which h could not be computed where a gain is 0.
+Backward regenerates h from x and rstd. It could not do so from y where a gain is 0, so x is saved, and not y.
 dresidual is a gradient of x from elsewhere: that of the residual stream that the norm reads.
 
 Forward moves 2MH elements, backward 3MH, and MH more for dresidual. Rows wider than a program's registers are read

@@ -1,4 +1,4 @@
-"""What is kept of each row of logits, and in plain PyTorch what the kernels of ``cross_entropy_rows`` compute of it."""
+"""The numbers that are kept of each row of logits, and the kernels of ``cross_entropy_rows`` in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from recompute.kernels.scores import finite_gap, scored, unscored
 
 
 class Statistics(NamedTuple):
-    """What ``observe`` has found: (blocks, M) for each block of columns of each row, and (M,) for each row's target."""
+    """The results of ``observe``: (blocks, M) for each block of columns of each row, and (M,) for each row's target."""
 
     maxima: Tensor
     sums: Tensor
@@ -26,7 +26,7 @@ class Statistics(NamedTuple):
     target_logits: Tensor
 
     def of_rows(self) -> Statistics:
-        """As if one block had whole rows."""
+        """The same statistics, as if one block had whole rows."""
         highest, blocks = self.maxima.max(0, keepdim=True)
         factors = torch.exp(self.maxima - highest)
         moments = self.moments
@@ -41,12 +41,12 @@ class Statistics(NamedTuple):
 
 class Losses(NamedTuple):
     loss: Tensor
-    """(M · K,): of each target; 0 where it is ignored."""
+    """(M · K,): the loss of each target; 0 where it is ignored."""
     normalizers: Tensor
     """(M, 2): the maximum, and the sum of exp(s - maximum). They are kept apart because lse, which combines them, would
     be rounded, and so give a whole row of p the same error. For the entropy, (M, 3): the mean of s - maximum, too."""
     weights: Tensor
-    """(M · K,): of the target's class; 0 where it is ignored."""
+    """(M · K,): the weight of the target's class; 0 where it is ignored."""
     max_logit: Tensor | None
     """(M,), as what follows."""
     argmax: Tensor | None

@@ -1,4 +1,4 @@
-"""What a softmax is taken of, which every loss of logits computes in float32 as it reads them.
+"""The scores that a softmax takes. Every loss computes them in float32 as it reads logits.
 
 With tanh = tanh(scale · logits / softcap):
 
@@ -21,7 +21,7 @@ PLAIN, SCALED, CAPPED = range(3)
 
 
 class Scores(NamedTuple):
-    """What a softmax is taken of: ``outer · tanh(logits / inner)``, ``outer · logits``, or the logits themselves."""
+    """A softmax takes these scores: ``outer · tanh(logits / inner)``, ``outer · logits``, or the logits themselves."""
 
     outer: float
     inner: float
@@ -60,18 +60,18 @@ def _tanh(x):
 
 @jit
 def score(x, outer, inner, FORM: tl.constexpr):
-    """What ``Scores`` says of logits x, and the tanh in it."""
+    """The scores of logits x, and the tanh in them."""
     tanh = x
     if FORM == 2:
         tanh = _tanh(x / inner)
     if FORM != 0:
-        x = tl.fma(outer, tanh, 0.0)  # rounded here: a product could be fused with what subtracts the rounded maximum
+        x = tl.fma(outer, tanh, 0.0)  # rounded here: a product could be fused with the subtraction of the maximum
     return x, tanh
 
 
 @jit
 def unscore(d, tanh, slope, FORM: tl.constexpr):
-    """The gradient of logits, of that of their scores."""
+    """The gradient of logits, from the gradient of their scores."""
     if FORM == 2:
         d *= (1.0 - tanh * tanh) * slope
     if FORM == 1:
@@ -86,7 +86,7 @@ def gap(a, b):
 
 
 def scored(logits: Tensor, scores: Scores) -> Tensor:
-    """What a softmax is taken of, in the dtype that the references compute in."""
+    """The scores that a softmax takes, in the dtype that the references compute in."""
     logits = launch.widen(logits)
     if scores.form == CAPPED:
         return scores.outer * torch.tanh(logits / scores.inner)
@@ -94,7 +94,7 @@ def scored(logits: Tensor, scores: Scores) -> Tensor:
 
 
 def unscored(ds: Tensor, logits: Tensor, scores: Scores) -> Tensor:
-    """The gradient of logits, from that of what ``scored`` makes of them."""
+    """The gradient of logits, from the gradient of what ``scored`` returned."""
     if scores.form == CAPPED:
         return ds * (1.0 - torch.tanh(launch.widen(logits) / scores.inner).square()) * scores.slope
     return ds if scores.form == PLAIN else ds * scores.slope

@@ -94,7 +94,7 @@ def glu_backward_from_codes(
     with_product: bool = False,
     block: int = BLOCK,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of gate and up, and the product again: bitwise those of what ``dequantize_blockwise`` gives.
+    """Gradients of gate and up, and the product again: bitwise those for the output of ``dequantize_blockwise``.
 
     One pass reads the codes where these are contiguous and, if packed, each half of a row is whole blocks. Otherwise
     the codes are decoded first. Nothing here is differentiated a second time.

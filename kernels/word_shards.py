@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Words(NamedTuple):
-    """Which of all words a rank has, as ``LossSettings`` has it."""
+    """The words that a rank has, as ``LossSettings`` has them."""
 
     group: str = ""
     first: int = 0
@@ -34,7 +34,7 @@ class Words(NamedTuple):
 
 
 def words_of(op: str, weight: Tensor, group: ProcessGroup | None, vocabulary: int | None) -> Words:
-    """The words of which this rank has ``weight``'s rows.
+    """The words of this rank, which has their rows in ``weight``.
 
     vocabulary: the words of all ranks; None: each has as many as this one.
     """
@@ -59,7 +59,7 @@ def words_of(op: str, weight: Tensor, group: ProcessGroup | None, vocabulary: in
 def local_parts(
     op: str, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, ProcessGroup | None, int | None]:
-    """Of a weight that is a DTensor: this rank's parts of all, the group that shares its words, and how many these are.
+    """This rank's parts of all, the group that shares the words, and their number, where ``weight`` is a DTensor.
 
     The others may be DTensors of the same mesh, of any placement, or plain tensors that every rank has.
     """

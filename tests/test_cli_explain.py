@@ -16,7 +16,7 @@ from recompute import apply
 from recompute.errors import ModelError
 from recompute.estimation.build_model import build, build_fake
 from recompute.estimation.factories import describe
-from recompute.kernels import rms_norm as kernel_module
+from recompute.substitution import norm as kernel_module
 
 ROOT = Path(__file__).resolve().parents[1]
 LLAMA_8B = ROOT / "examples" / "ablation" / "llama-8b.yaml"

@@ -1,4 +1,4 @@
-"""``recompute.ablate`` compares policies on a model of the caller's own; the command, on what it is asked for."""
+"""``recompute.ablate`` compares policies on a model of the caller's own; the command, on models of a configuration."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from recompute.policy.loading import load_policy
 
 @dataclass(frozen=True)
 class Ablation:
-    """What each policy and peer did. Printed, it is a table."""
+    """The results of each policy and peer. Printed, it is a table."""
 
     rows: tuple[AblationRow, ...]
     """The baseline ``none`` first. One that failed has an ``error``."""
@@ -51,7 +51,7 @@ class Ablation:
     """The same as ``results.json`` has it, with ``machine`` and ``config``: what was run where."""
 
     def row(self, policy: str) -> AblationRow:
-        """That of a policy or peer. Raises ``KeyError`` if there is none."""
+        """The row of a policy or peer. Raises ``KeyError`` if there is none."""
         return {row.policy: row for row in self.rows}[policy]
 
     def table(self) -> str:
@@ -109,8 +109,8 @@ def ablate(
         and "liger-loss" (Llama alone), "cut-cross-entropy" (models of transformers).
     layers: globs over the paths of what peers and ``compile`` take for layers; None: classes ``*Layer`` and ``*Block``.
     compile: whether each policy also runs, as ``POLICY+compile``, with these layers compiled.
-    loss: a scalar of what the model returns; None: its own ``loss`` (attribute or key), or the sum of what it returns.
-    optimizer: makes one of the parameters; None: AdamW with a learning rate of 1e-3.
+    loss: computes a scalar from the model's output; None: the output's ``loss`` (attribute or key), or its sum.
+    optimizer: makes an optimizer of the parameters; None: AdamW with a learning rate of 1e-3.
     steps: training steps for each policy. The first ``warmup`` of them are not timed, unless no other is left.
     seed: for the weights, and for what training draws, such as dropout.
     dtype: of the model and the batch's floats; None: as they are. device: "auto", "cpu", "cuda" or a ``torch.device``.
@@ -157,7 +157,7 @@ def record(
     recording: Mapping[str, Any] = MappingProxyType({}),
     **options: Any,
 ) -> RowRecorder:
-    """To iterate over it is to train a function's models, as the configuration says how.
+    """A recorder that trains a function's models, by the configuration, while one iterates over it.
 
     recording: further options of the ``RowRecorder``. options: of ``factory_experiment``; None: by default.
     """
@@ -197,7 +197,7 @@ def policies_by_name(policies: Any) -> dict[str, PolicyLike]:
 
 
 class AblationOutcome(NamedTuple):
-    """What an ablation found, for a terminal: the verdict with the rows, and the names of what was written."""
+    """The outcome of an ablation, for a terminal: the verdict with the rows, and the names of the files written."""
 
     table: str
     problems: list[str]

@@ -242,7 +242,7 @@ class AblationConfig(BaseModel):
 
 
 def is_factory(source: Any) -> bool:
-    """Whether this names a function that makes a model, whose sizes are its own."""
+    """Whether this names a function that makes a model. That model has sizes of its own."""
     return isinstance(source, str) and names_factory(source)
 
 
@@ -252,21 +252,21 @@ class Comparison:
 
     config: AblationConfig
     model: str | None = None
-    """The name of ``source`` in the configuration. None, as is all else, for a function that makes models."""
+    """The name of ``source`` in the configuration. None, like all other fields, for a function that makes models."""
     source: ModelSource | None = None
     sequence_length: int | None = None
-    """None, as is the batch size, for a factory, whose batches are its own."""
+    """None for a factory, as is the batch size: it makes its own batches."""
     batch_size: int | None = None
     dtype: Dtype | None = None
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What tells the rows of this comparison from those of others."""
+        """The values that tell the rows of this comparison from others."""
         return {axis: getattr(self, axis) for axis in AXES}
 
     @property
     def place(self) -> str:
-        """What follows a policy's name where progress is told."""
+        """The text that follows a policy's name in progress."""
         return place_of(self.facts, varied(each.facts for each in self.config.comparisons()))
 
 

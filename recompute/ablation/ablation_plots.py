@@ -31,7 +31,8 @@ def pictures(rows: Sequence[RowDict]) -> dict[str, bytes]:
     if any(row.get("longest_sequence") is not None for row in rows):
         of_all = ({**row, "sequence_length": None} for row in rows)
         once = {(place(one), one["policy"]): one for one in of_all}
-        figures["longest.png"] = _bars([*once.values()], _length, "Longest sequence that fits", "tokens", 1)
+        length: Parts = lambda row, base: {"tokens": row.get("longest_sequence") or 0}  # noqa: E731
+        figures["longest.png"] = _bars([*once.values()], length, "Longest sequence that fits", "tokens", 1)
     return {name: png_of(figure) for name, figure in figures.items()}
 
 
@@ -118,10 +119,6 @@ def _bars(rows: Sequence[RowDict], parts: Parts, title: str, label: str, unit: f
         if len(axes.containers) > 1:
             axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
-
-
-def _length(row: RowDict, base: RowDict) -> Mapping[str, float]:
-    return {"tokens": row.get("longest_sequence") or 0}
 
 
 def _memory_parts(row: RowDict, base: RowDict) -> Mapping[str, float]:

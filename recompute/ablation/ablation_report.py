@@ -86,7 +86,7 @@ def verdicts(rows: Sequence[RowDict]) -> list[str]:
 
 
 def _verdict(rows: Sequence[RowDict]) -> str:
-    """Of the rows of one comparison. Nothing where there is nothing to compare, or nothing to compare with."""
+    """The verdict on the rows of one comparison; empty if there is nothing to compare, or to compare with."""
     measured = {row["policy"]: row for row in rows if row["error"] is None}
     base = measured.pop(BASELINE, None)
     if base is None or not measured:
@@ -113,7 +113,7 @@ def _verdict(rows: Sequence[RowDict]) -> str:
 
 
 _STEADY = 0.25
-"""The most that the quartiles of a row's steps are apart, as a part of their median, if its time says something."""
+"""A row's time says something if its steps' quartiles are apart by at most this part of their median."""
 
 
 def _spread(row: RowDict) -> float:
@@ -140,7 +140,7 @@ _LEGEND = {
 
 
 def _legend(cells: Sequence[Sequence[str]], machine: Mapping[str, Any]) -> list[str]:
-    """What the words and marks of a table mean, as far as it has them."""
+    """The meanings of the words and marks that a table has."""
     shown = {_NUMBER.sub("…", cell) for line in cells for cell in line}
     lines = [f"**{word}**: {meaning}" for word, meaning in _LEGEND.items() if word in shown]
     if machine["gpu"] is None and {"kernel", "auto"} & {line[0] for line in cells}:

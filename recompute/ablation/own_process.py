@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 _LOG, _LAST_LINES = "log.txt", 3
-"""What a process prints; and the lines of it that are told where the process has ended."""
+"""The file that a process prints to, and how many of its last lines an error shows."""
 
 Work = Callable[[Callable[..., None]], Any]
 """Called with a function whose arguments go to ``progress``. It is pickled, and so is what it returns."""
@@ -24,12 +24,12 @@ Work = Callable[[Callable[..., None]], Any]
 def run_apart(
     work: Work, folder: Path, progress: Callable[..., None], timeout_seconds: float | None = None
 ) -> tuple[Any, str | None]:
-    """What ``work`` returns in a new process, or what ended that.
+    """The result of ``work`` in a new process, or the reason why the process ended without one.
 
     folder: takes a log of what is printed. The new process removes it once this one is gone.
     """
     log = folder / _LOG
-    log.write_text("", encoding="utf-8")  # what a process of before printed is none of this one's
+    log.write_text("", encoding="utf-8")  # without what an earlier process has printed
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe(duplex=False)
     process = context.Process(target=_run, args=(there, work, log))

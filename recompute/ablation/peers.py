@@ -1,4 +1,4 @@
-"""What a model is compared under: a policy of ours, or a peer, which is what another library offers in its place."""
+"""What a model is compared under: a policy of ours, or a peer, which is another library's means to the same end."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ COMPILED = "+compile"
 EXACT_PEERS = (
     "torch-checkpoint", "torch-selective", "torch-save-on-cpu", "torch-remat", "torch-remat-full", "torchtune-offload",
 )  # fmt: skip
-"""Those that promise the baseline's bits. The others round in their own ways."""
+"""The peers that promise the baseline's bits. The others round in their own ways."""
 
 Match = str | Sequence[str] | None
 _MEMORY_BUDGET = re.compile(r"torch-budget-(0\.\d+)")
@@ -91,14 +91,14 @@ def without_adapters(model: Any) -> Any:
 
 
 def decoder_of(model: nn.Module) -> nn.Module | None:
-    """What a model of transformers runs below its head; None for any other model, and for one without a head."""
+    """The part of a transformers model below its head; None for any other model, and for one without a head."""
     model = without_adapters(model)
     decoder = model.get_decoder() if isinstance(model, PreTrainedModel) else None
     return decoder if isinstance(decoder, nn.Module) and decoder is not model else None
 
 
 def _wrap_layers(model: nn.Module, match: Match, wrapped: Callable[[Any], Any]) -> None:
-    """Have each layer run by what ``wrapped`` makes of its forward."""
+    """Replace each layer's forward by ``wrapped(forward)``."""
     layers: list[Any] = list(find_regions(model, match).values())
     for layer in layers:
         layer.forward = wrapped(layer.forward)
@@ -174,7 +174,7 @@ def _cut_cross_entropy(peer: str, model: Any, match: Match, stack: ExitStack) ->
             f"{type(model).__name__}"
         )
     softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-    bias = {} if head.bias is None else {"bias": head.bias}  # which the package's release 25.1 does not know
+    bias = {} if head.bias is None else {"bias": head.bias}  # the package's release 25.1 does not know a bias
 
     def forward(input_ids: Tensor, labels: Tensor) -> CausalLMOutput:
         hidden = decoder(input_ids=input_ids).last_hidden_state
@@ -213,7 +213,7 @@ _WAYS: dict[str, Callable[[str, Any, Match, ExitStack], None]] = {
     **dict.fromkeys(("liger", "liger-loss"), _liger),
     "cut-cross-entropy": _cut_cross_entropy,
 }
-"""How a model is put under a peer. The stack takes back what that changes elsewhere."""
+"""These put a model under a peer. The stack takes back what they change elsewhere."""
 
 _SELECTIVE = partial(
     create_selective_checkpoint_contexts,

@@ -20,7 +20,7 @@ from recompute.files import user_path, write_file
 NAME = "results.json"
 TIMED = ("step", "forward", "backward", "optimizer", "forward_cpu", "regenerating")
 Timings = dict[str, tuple[float, ...]]
-"""The seconds of each timed step, by what they are of: ``TIMED``."""
+"""The seconds of each timed step, by the names in ``TIMED``."""
 
 RowDict = Mapping[str, Any]
 """A row as ``results.json`` holds it. Results from before a key was known lack it."""
@@ -28,7 +28,7 @@ RowDict = Mapping[str, Any]
 
 @dataclass(frozen=True, config={"extra": "ignore"})  # results of another version may have other keys
 class AblationRow:
-    """What training under one policy, or peer, took and gave. If it failed, ``error`` says how.
+    """The memory, time and results of training under one policy or peer. If it failed, ``error`` says how.
 
     What was not measured is None; so are the sizes of a model of the caller's own.
 
@@ -86,7 +86,7 @@ class AblationRow:
     grad_error_last: float | None = None
     grad_tolerance: float | None = None
     longest_sequence: int | None = None
-    """Of those that were tried, the longest whose whole step fits the budget; 0 if none does."""
+    """The longest of the tried lengths at which a whole step fits the budget; 0 if none does."""
     timings: tuple[Timings, ...] = ()
     error: str | None = None
 
@@ -117,7 +117,7 @@ def varied(rows: Iterable[RowDict]) -> frozenset[str]:
 
 
 def place_of(row: RowDict, axes: Iterable[str]) -> str:
-    """What follows a policy's name: the sequence length, and the row's values on these axes."""
+    """The text that follows a policy's name: the sequence length, and the row's values on these axes."""
     words, shown = {"sequence_length": "sequence ", "batch_size": "batch "}, {"sequence_length", *axes}
     found = [f", {words.get(axis, '')}{row[axis]}" for axis in AXES if axis in shown and row.get(axis) is not None]
     return "".join(found)
@@ -134,7 +134,7 @@ def grouped(rows: Sequence[RowDict], axes: Sequence[str]) -> list[tuple[str, lis
 
 
 def package_version() -> str | None:
-    """That of torch-recompute; None for a checkout that is not installed."""
+    """The version of torch-recompute; None for a checkout that is not installed."""
     try:
         return metadata.version("torch-recompute")
     except metadata.PackageNotFoundError:
@@ -229,7 +229,7 @@ def compare(one: Path, other: Path) -> str:
 
 
 def _rows(results: Mapping[str, Any]) -> dict[tuple[Any, ...], dict[str, Any]]:
-    """The rows by what they are of. What rows of older results do not say is read from their configuration."""
+    """The rows by comparison and policy. If older rows lack a key, it is read from their configuration."""
     config = results["config"]
     of_llama = isinstance(config.get("model"), dict) and not config.get("models")
     known = {"model": "llama", **{key: config.get(key) for key in ("batch_size", "dtype")}} if of_llama else {}

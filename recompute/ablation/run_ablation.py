@@ -1,4 +1,4 @@
-"""Trains every model of a configuration under every policy and peer, in turn, and keeps what they gave, row by row."""
+"""Trains every model of a configuration under every policy and peer, in turn, and keeps the results, row by row."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PREFIX = "recompute-ablation-"
 
 
 class RowRecorder:
-    """The rows so far, by what they are of, and the file that holds them. To iterate over it is to train.
+    """The rows so far, and the file that holds them. Iterating over it trains.
 
     results: what the file holds beside the rows. The key ``rows`` is set, and ``complete``, which is false until all
         rows are there.
@@ -39,7 +39,7 @@ class RowRecorder:
     total: how many cells there are. A cell is one training, or one search.
     resume: go on with the rows that the file has, if there is one, and measure again what failed. Raises
         ``AblationError`` where they are of another run.
-    tell: is told that a row cannot be written, and that the training goes on.
+    tell: called with a message if a row cannot be written. The training goes on.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class RowRecorder:
 
         What has a row without an error, and as many timings, is not trained again. Yields each row that has changed.
         """
-        has_gradients = False  # those of the baseline, with which the others are compared
+        has_gradients = False  # of the baseline: the others are compared with these
         for repeat, name in product(range(repeats), names):
             key = place(facts), name
             row = None if key in self._failed_before else self._rows.get(key)
@@ -207,7 +207,7 @@ def run(config: AblationConfig, out: Path, *, command: str, progress: Progress, 
 def _longest(
     comparison: Comparison, asked: Any, budget_nbytes: int | None, most: int, policy: str
 ) -> tuple[int | None, str | None]:
-    """The longest sequence whose step fits under a policy or peer, or why none can be found. most: of the text."""
+    """The longest sequence whose step fits under a policy or peer, or why none is found. most: the text's length."""
     search = comparison.config.longest_sequence
     assert search is not None, "nothing is searched for that is not asked for"
     failures = []
@@ -259,7 +259,7 @@ def isolated(comparison: Comparison, progress: Progress) -> Iterator[Ask]:
 def _answer(
     comparison: Comparison, task: str, policy: str, folder: Path, tolerance: Any, threads: int, progress: Progress
 ) -> tuple[Any, str | None, Any]:
-    """What an ``Experiment`` answers, or an error; and the tolerance, once it has been sought."""
+    """An ``Experiment``'s answer, or an error; and the tolerance, once it has been sought."""
     torch.set_num_threads(threads)
     config, saved = comparison.config, folder / "baseline.pt"
     device = resolve_device(config.device)

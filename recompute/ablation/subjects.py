@@ -32,7 +32,7 @@ _TEXT_NBYTES = 4 << 20  # of the standard library: more than a run's batches can
 
 
 def experiment_of(comparison: Comparison, text: bytes, device: torch.device, progress: Progress) -> Experiment:
-    """What trains the model of a comparison under a policy or peer, and measures it.
+    """The experiment that trains the model of a comparison under a policy or peer, and measures it.
 
     Raises ``ModelError`` or ``AblationError`` for a model that cannot be made.
     """
@@ -76,7 +76,7 @@ def experiment_of(comparison: Comparison, text: bytes, device: torch.device, pro
 
 
 def model_source(comparison: Comparison) -> Any:
-    """What the model is made of: a factory, or what ``build`` takes.
+    """The source of the model: a factory, or what ``build`` takes.
 
     Raises ``ModelError`` where there is no such factory, and where transformers knows no such model.
     """
@@ -145,7 +145,7 @@ def factory_experiment(
     loss: Callable[[Any], Tensor] | None = None,
     **options: Any,
 ) -> Experiment:
-    """What trains the models that a function of the caller's own makes. options: further ones of an ``Experiment``."""
+    """The experiment on the models that a caller's own function makes. options: further ones of an ``Experiment``."""
     name, seed = getattr(factory, "__qualname__", type(factory).__name__), comparison.config.seed
     factories.check_factory(factory, name)
 

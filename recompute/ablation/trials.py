@@ -59,7 +59,7 @@ class Baseline:
 
 
 class Training(NamedTuple):
-    """What a training gave. looks: what was seen of the gradients in the first step and in the last, by number."""
+    """The results of a training. looks: those at the gradients of the first step and of the last, by number."""
 
     losses: tuple[float, ...]
     looks: dict[int, Any]
@@ -68,7 +68,7 @@ class Training(NamedTuple):
 
 @dataclass
 class Experiment:
-    """What the trainings under all policies have in common, and the baseline's training once it has run.
+    """Everything that trainings under all policies share, and the baseline's training once it has run.
 
     comparison: what is trained, at which sizes, and how.
     make: makes the model in training mode, on ``device``, with the same weights each time it is called.
@@ -125,7 +125,7 @@ class Experiment:
         return relative_error(*_in_pieces(self.baseline.gradients[0], _gradients(model)))
 
     def ask(self, task: str, policy: str) -> tuple[Any, str | None]:
-        """What "row", "timings" or "step_peak" returns for a policy or peer, or the error that it raises."""
+        """The result of "row", "timings" or "step_peak" for a policy or peer, or the error that it raises."""
         return attempted(lambda: getattr(self, task)(policy))
 
     def row(self, policy: str) -> AblationRow:
@@ -267,18 +267,18 @@ class Experiment:
 
 
 Look = Callable[[int, nn.Module], Any]
-"""Called with the number of a step and the model, which has gradients; returns what is to be known of them."""
+"""Called with the number of a step and the model, which has gradients; returns a note on them."""
 
 
 def is_out_of_memory(error: str) -> bool:
     """Whether a row's error says that there was no memory left."""
     of_torch = ("OutOfMemoryError", "MemoryError", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory")
-    signs = (*of_torch, "out of memory", signal.SIGKILL.name)  # CUDA's, and the kernel's who ends what takes all
+    signs = (*of_torch, "out of memory", signal.SIGKILL.name)  # of CUDA, and of the kernel that ends such a process
     return any(sign in error for sign in signs)
 
 
 def attempted(work: Callable[[], Any], only: Callable[[str], bool] = lambda error: True) -> tuple[Any, str | None]:
-    """What ``work`` returns, or the error that it raises. only: which errors are returned; the others are raised."""
+    """The result of ``work``, or the error that it raises. only: which errors are returned; the others are raised."""
     gc.collect()  # Hugging Face modules form reference cycles, and no model may outlive its row
     torch.cuda.empty_cache()  # after a row without enough memory cuBLAS would find none for itself
     try:
@@ -318,7 +318,7 @@ def _compared(trained: Training, baseline: Baseline, exact: bool, tolerance: flo
 
 
 def _static_bytes(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """What lives all through training, by the names of a row's fields."""
+    """The bytes that live all through training, by the names of a row's fields."""
     parameters = list(model.parameters())
     return {
         "parameter_bytes": nbytes_of(parameters),

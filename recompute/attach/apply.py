@@ -45,8 +45,8 @@ def apply(
     """Put ``model`` under ``policy``, in place.
 
     Module names, ``state_dict``, and copies and pickles of the model are the same as without a policy. Where gradients
-    are off or a module is in ``eval()`` mode, the policy does nothing, except that kernels stand in there, too. A
-    warning says so of the first forward in ``eval()`` mode with gradients. If this raises, the model is as before.
+    are off or a module is in ``eval()`` mode, the policy does nothing, except that kernels stand in there, too. The
+    first forward in ``eval()`` mode with gradients warns of that. If this raises, the model is as before.
 
     policy: a ``Policy``, a mapping, the path of a policy file, or the name of a preset. The default changes no bit of
         any gradient.
@@ -73,9 +73,6 @@ def apply(
     >>> handle.stats().dropped_nbytes
     64
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"recompute.apply takes a torch.nn.Module, got {type(model).__name__}")
-    policy = load_policy(policy)
     return put_on(
         model,
         policy,
@@ -88,7 +85,7 @@ def apply(
 
 def put_on(
     model: nn.Module,
-    policy: Policy,
+    policy: PolicyLike,
     *,
     strict: bool = True,
     replace: bool = False,
@@ -96,7 +93,10 @@ def put_on(
     decorated: bool = False,
     state_hooks: Sequence[StateHook] = (),
 ) -> AppliedPolicy:
-    """What ``apply`` does. decorated: whether the decorator does it: then ``model`` is one block."""
+    """``apply``, also for the decorator. decorated: whether the decorator calls it: then ``model`` is one block."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"recompute.apply takes a torch.nn.Module, got {type(model).__name__}")
+    policy = load_policy(policy)
     model = uncompiled(model)
     cache = CaptureCache(checked_hooks(state_hooks))
     with ExitStack() as undo:
@@ -106,7 +106,7 @@ def put_on(
         if not replace_checkpointing:
             warn_of_checkpointing(checkpointing, type(model).__name__)
             checkpointing = []
-        attachments = attachments_of(model, policy, cache=cache, strict=strict, decorated=decorated)
+        attachments = attachments_of(model, policy, cache, strict=strict, decorated=decorated)
         on_model = _OnModel(policy, checkpointing)
         undo.callback(on_model.end)
         attach(attachments)
@@ -121,7 +121,7 @@ def put_on(
 
 
 def checked_hooks(state_hooks: Any) -> tuple[StateHook, ...]:
-    """``state_hooks``, if they are what ``apply`` takes."""
+    """``state_hooks``, once they are checked."""
     hooks = tuple(state_hooks)
     for hook in hooks:
         if not (isinstance(hook, (tuple, list)) and len(hook) == 2 and all(map(callable, hook))):
@@ -133,7 +133,7 @@ def checked_hooks(state_hooks: Any) -> tuple[StateHook, ...]:
 
 
 class _OnModel:
-    """A policy that is on a model, and what it takes to end it but for the modules' runners."""
+    """A policy that is on a model. It knows all that has to end with it, except the modules' runners."""
 
     def __init__(self, policy: Policy, checkpointing: Sequence[Checkpointing]):
         """checkpointing: the model's own, which is off meanwhile."""
@@ -152,13 +152,13 @@ class _OnModel:
             undo()
 
     def free_host_memory(self) -> None:
-        """Free what was offloaded to, except what graphs still need."""
+        """Free the host memory that was offloaded to, except the part that graphs still need."""
         if any(meaning_of(rule).offloading is not None for rule in self.policy.rules):
             POOL.free_unused()
 
 
 _on: weakref.WeakKeyDictionary[nn.Module, _OnModel] = weakref.WeakKeyDictionary()
-"""By the models that ``apply`` was given. No value leads to its model, which would keep that alive."""
+"""The policies, by the models that they are on. No value leads to its model: that would keep the model alive."""
 
 
 def policy_on(model: nn.Module) -> Policy | None:
@@ -187,12 +187,12 @@ def _take_off_all(model: nn.Module, undo: ExitStack) -> list[_OnModel]:
 class PolicyReport:
     """What a policy does to the modules that it governs, or to a decorated function.
 
-    A decorator leaves one at what it decorates, as ``recompute_handle``. Of a class it is about all instances that live
-    and have run.
+    A decorator leaves one on what it decorates, as ``recompute_handle``. On a class it is about all living instances
+    that have run.
     """
 
     def __init__(self, policy: Policy, find: Callable[[], list[Attachment]]):
-        """find: called for what the policy governs now."""
+        """find: returns the attachments of the modules that the policy governs now."""
         self.policy = policy
         self._find = find
         self._stopwatch: Stopwatch | None = None
@@ -225,7 +225,7 @@ class PolicyReport:
             attachment.runner.statistics.regenerated.stopwatch = self._stopwatch
 
     def plans(self) -> dict[str, SavePlan]:
-        """What the last forward of each module on a tape kept and dropped, by module path; "" is the model.
+        """The plan of what each module on a tape kept and dropped in its last forward, by module path; "" is the model.
 
         These are the modules under ``recompute``, or under ``checkpoint`` with a ``keep``. Fake tensors work, too. The
         plan of a module is missing if its last forward took other steps than the one before: run forward once more.
@@ -312,7 +312,7 @@ class AppliedPolicy(PolicyReport):
     def remove(self) -> None:
         """Take the policy off: the model is what it was. Graphs that were built under it still run backward.
 
-        That is, unless ``torch.utils.checkpoint`` is to run a module again that was under it: see the limits.
+        The exception: ``torch.utils.checkpoint`` is still to run a module again that was under it. See the limits.
 
         Host memory that the policy offloaded to is freed, except what such graphs still need.
         """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copyreg
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -15,14 +15,14 @@ from torch.nn.parameter import is_lazy
 
 from recompute.attach.check_effect import check_effect, listed
 from recompute.attach.explain import Attachment
-from recompute.attach.module_entries import module_entries
+from recompute.attach.module_entries import module_entries, paths_around
 from recompute.attach.runners import RootRunner, choose_runners, unwrap_forward, wrap_forward
 from recompute.compiled.captured_region import CaptureCache
 from recompute.compiled.runner import Runner
 from recompute.engine.checkpoint.module_state import RUNNER
 from recompute.engine.region_statistics import RegionStatistics
 from recompute.errors import AlreadyAppliedError, UnsupportedError, warn
-from recompute.policy.matching import assign
+from recompute.policy.matching import assign, layers_beyond, unmatched_rules
 from recompute.policy.meaning import Kernels, meaning_of
 from recompute.policy.rules import Policy
 from recompute.substitution.formulas import is_decorated, looking_once
@@ -32,33 +32,34 @@ from recompute.substitution.kernel_runner import kernel_of
 def attachments_of(
     model: nn.Module,
     policy: Policy,
-    name: str | None = None,
-    cache: CaptureCache | None = None,
+    cache: CaptureCache,
     *,
+    name: str | None = None,
     strict: bool = True,
     decorated: bool = False,
 ) -> list[Attachment]:
     """The modules that the policy governs, with their runners. Nothing is changed yet.
 
-    name: is taken for the name of the model's class.
-    cache: what these regions share with equal ones of other instances.
+    cache: shared with the regions of other instances.
+    name: the model's class has this name to the rules; None: its own.
     strict: as ``apply`` takes it.
-    decorated: whether the model is what a decorator is on. Then it is among the modules, whatever the rules are.
+    decorated: whether a decorator is on the model. Then it is among the modules, whatever the rules are.
     """
-    cache = CaptureCache() if cache is None else cache
     name = name or type(model).__name__
     entries, modules = module_entries(model, name, decorated=decorated)
     rules = assign(policy, entries)
-    check_effect(policy, name, entries, rules, strict=strict, decorated=decorated)
+    unmatched, beyond = unmatched_rules(policy, entries, rules), layers_beyond(policy, entries, rules)
+    check_effect(policy, name, rules, unmatched, beyond, strict=strict, decorated=decorated)
     without_kernel: dict[int, dict[str, None]] = {}
     chosen: dict[int, Attachment] = {}
     meanings = [meaning_of(rule) for rule in policy.rules]
-    parts = {path for path, i in rules.items() if meanings[i].extends_inward and _rule_around(path, rules) == i}
-    governed = rules.keys() - parts
+    governed = {}
+    for path, index in rules.items():
+        around = next((rules[each] for each in paths_around(path) if each in rules), None)
+        if not (meanings[index].extends_inward and around == index):  # else a part of the region of that module
+            governed[path] = index
     with looking_once():
-        for path, index in rules.items():
-            if path in parts:  # of the region of the module around it
-                continue
+        for path, index in governed.items():
             meaning = meanings[index]
             found = list(choose_runners(path, modules[path], meaning, governed, cache))
             for inside, module, runner in found:
@@ -77,20 +78,14 @@ def attachments_of(
     return list(chosen.values())
 
 
-def _rule_around(path: str, rules: Mapping[str, int]) -> int | None:
-    """The rule of the nearest module around ``path`` that has one."""
-    while path:
-        path = path.rpartition(".")[0]
-        if path in rules:
-            return rules[path]
-    return None
-
-
 def attach(attachments: list[Attachment]) -> None:
     """Have the modules run by their runners: all of them, or none if one cannot be."""
     living = [(each, module) for each in attachments if (module := each.module) is not None]
     for attachment, module in living:
-        if "forward" in vars(module) and not _is_bare_root(attachment):
+        runner = attachment.runner
+        # A forward that another library has put on the model itself may stay if the model is under no rule.
+        is_bare_root = not attachment.path and isinstance(runner, RootRunner) and runner.inner is None
+        if "forward" in vars(module) and not is_bare_root:
             raise UnsupportedError(
                 f"{_name(attachment.path, module)} has had its forward replaced on the instance, where a "
                 "policy cannot reach it. Apply the policy before whatever replaces it."
@@ -102,7 +97,7 @@ def attach(attachments: list[Attachment]) -> None:
             if "forward" in vars(module):
                 module.__dict__["forward"] = wrap_forward(vars(module)["forward"], module, attachment.runner)
             if any("_recompute_base" in vars(base) for base in type(module).__mro__):
-                continue  # a policy, removed since, has left its class under one put over it, as ``fully_shard`` does
+                continue  # a removed policy's class is still under another, as that of ``fully_shard``
             try:
                 module.__class__ = _policed(type(module))
             except TypeError as error:
@@ -117,9 +112,9 @@ def detach(module: nn.Module, runner: Runner) -> None:
     if module.__dict__.get(RUNNER) is runner:
         del module.__dict__[RUNNER]
         if (inner := unwrap_forward(vars(module).get("forward"))) is not None:
-            module.__dict__["forward"] = inner  # else something is around ours, which does nothing from now on
+            module.__dict__["forward"] = inner  # else something is around ours, and ours does nothing from now on
         if (base := vars(type(module)).get("_recompute_base")) is not None:
-            module.__class__ = base  # else another class was put over ours, which does nothing from now on
+            module.__class__ = base  # else another class was put over ours, and ours does nothing from now on
 
 
 def detach_all(model: nn.Module) -> Callable[[], None]:
@@ -143,12 +138,6 @@ def detach_all(model: nn.Module) -> Callable[[], None]:
             module.__class__ = cls
 
     return put_back
-
-
-def _is_bare_root(attachment: Attachment) -> bool:
-    """Whether this is the model itself, under no rule. Then a forward that another library has put on it may stay."""
-    runner = attachment.runner
-    return not attachment.path and isinstance(runner, RootRunner) and runner.inner is None
 
 
 def _name(path: str, module: nn.Module) -> str:
@@ -180,7 +169,7 @@ def refuse_governed(model: nn.Module) -> None:
 
 
 _policed_classes: weakref.WeakValueDictionary[type[nn.Module], type[nn.Module]] = weakref.WeakValueDictionary()
-"""By their bases. One lives as long as there are modules of it: neither it nor its base is kept alive here."""
+"""Policed classes, by their bases. A class lives while it has modules: nothing here keeps it or its base alive."""
 
 
 def _policed(base: Any) -> type[nn.Module]:
@@ -243,7 +232,7 @@ def deepcopy_without_policy(base: Any) -> Callable[..., Any]:
 
 @contextmanager
 def _without_policy(module: nn.Module, base: Any) -> Iterator[None]:
-    """Inside, ``module`` is as it is without the policy. However it copies itself there, the copy has none either."""
+    """Inside, ``module`` is without its policy. So any copy that it makes of itself there has none either."""
     kind, runner = type(module), vars(module).pop(RUNNER, None)
     module.__class__ = base
     try:

@@ -1,12 +1,12 @@
-"""Finds what has no effect in a policy on a given model.
+"""Finds the parts of a policy that have no effect on a given model.
 
-A policy that has none at all is an error. A part of one that has none is a warning, one for each cause.
+A policy without any effect is an error. A part without effect is a warning, one for each cause.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch._ops import HigherOrderOperator, OpOverloadPacket
@@ -15,31 +15,32 @@ from recompute.engine.cut.ops import facts
 from recompute.engine.cut.reviewed_ops import PURE
 from recompute.errors import NoEffectError, warn
 from recompute.policy.loading import is_preset
-from recompute.policy.matching import ModuleEntry, layers_beyond, unmatched_rules
 from recompute.policy.meaning import meaning_of
-from recompute.policy.rules import FAMILIES, Policy, is_op_name, is_tensor_name
+from recompute.policy.rules import FAMILIES, Policy
 
 
 def check_effect(
     policy: Policy,
     name: str,
-    modules: Sequence[ModuleEntry],
     rules: Mapping[str, int],
+    unmatched: Sequence[str],
+    beyond: Sequence[str],
     *,
     strict: bool,
     decorated: bool = False,
 ) -> None:
-    """Raise ``NoEffectError`` if ``policy`` governs none of ``modules``; warn of each part of it that has no effect.
+    """Raise ``NoEffectError`` if ``policy`` governs no module; warn of each part of it that has no effect.
 
     name: the name of the model's class.
     rules: what ``assign`` returned.
+    unmatched, beyond: the messages of ``unmatched_rules`` and of ``layers_beyond``.
     strict: False to warn where an error would be raised.
     decorated: whether a decorator puts the policy on.
     """
-    unmatched = unmatched_rules(policy, modules, rules)
     if strict and not rules and has_effect(policy):
+        lines = "\n  ".join(unmatched)
         raise NoEffectError(
-            f"policy {policy.name} governs no module of {name}: {_lines(unmatched)}\nGive it a rule that matches, "
+            f"policy {policy.name} governs no module of {name}: {lines}\nGive it a rule that matches, "
             + (
                 "or put it on the model that has the layers: recompute.apply(model, policy)"
                 if decorated
@@ -47,10 +48,11 @@ def check_effect(
                 "recompute.apply(model, policy, strict=False)"
             )
         )
-    if unmatched and not (rules and is_preset(policy)):  # a preset has rules for many models, and no model needs all
-        warn(f"policy {policy.name}: {_lines(unmatched)}")
-    if beyond := layers_beyond(policy, modules, rules):
-        warn(f"policy {policy.name}: {_lines(beyond)}")
+    if unmatched and rules and is_preset(policy):  # it has rules for many models, and no model needs all
+        unmatched = []
+    for messages in (unmatched, beyond):
+        if messages:
+            warn(f"policy {policy.name}: " + "\n  ".join(messages))
     for message, indices in _doubtful_words(policy).items():
         warn(f"policy {policy.name}: {listed([f'rules[{index}]' for index in indices])}: keep: {message}")
 
@@ -68,10 +70,6 @@ def listed(names: Sequence[str]) -> str:
 _SHOWN = 5
 
 
-def _lines(messages: Iterable[str]) -> str:
-    return "\n  ".join(messages)
-
-
 def _doubtful_words(policy: Policy) -> dict[str, list[int]]:
     """Messages on words in ``keep`` that may name nothing, and the indices of the rules that each is about."""
     words: dict[str, list[int]] = {}
@@ -82,18 +80,18 @@ def _doubtful_words(policy: Policy) -> dict[str, list[int]]:
 
 
 def _doubts(word: str) -> Iterator[str]:
-    if is_op_name(word):
+    if "." in word:
         if not is_op(word):
             yield (
                 f"no op is called {word}; a region's explain() names those that it runs, as they are below autograd "
                 "('aten._softmax', not 'aten.softmax')"
             )
-    elif is_tensor_name(word) and (meant := _meant(word)) is not None:
+    elif word not in FAMILIES and (meant := _meant(word)) is not None:
         yield f"{word} is the name of a tensor, as recompute.keep(tensor, {word!r}) gives it; did you mean {meant!r}?"
 
 
 def _meant(word: str) -> str | None:
-    """The family or the op that ``word`` may be meant for: it looks misspelled, or like a short form."""
+    """The family or the op that ``word`` probably misspells or shortens."""
     for family in FAMILIES:
         letters = iter(family)
         is_short_form = len(word) > 2 and word[0] == family[0] and all(letter in letters for letter in word)

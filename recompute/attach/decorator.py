@@ -18,7 +18,7 @@ from recompute.attach.attachments import attach, attachments_of, deepcopy_withou
 from recompute.attach.check_effect import check_effect, has_effect
 from recompute.attach.explain import Attachment
 from recompute.attach.own_checkpointing import find_checkpointing, warn_of_checkpointing
-from recompute.attach.runners import runner_without_kernels
+from recompute.attach.runners import RegionRunner
 from recompute.compiled.captured_region import CaptureCache
 from recompute.compiled.runner import Forward, Runner
 from recompute.compiled.under_torch_compile import refuse_first_run
@@ -27,7 +27,7 @@ from recompute.engine.checkpoint.region import StateHook
 from recompute.engine.region_statistics import RegionStatistics
 from recompute.errors import AlreadyAppliedError, UnsupportedError
 from recompute.policy.loading import load_policy
-from recompute.policy.matching import ModuleEntry, assign
+from recompute.policy.matching import ModuleEntry, assign, unmatched_rules
 from recompute.policy.meaning import Kernels, meaning_of
 from recompute.policy.rules import Policy, Rule
 from recompute.substitution.settings import transformers_layer
@@ -52,15 +52,15 @@ def recompute(target: Any = None, *, policy: PolicyLike | None = None, state_hoo
     Use it as ``@recompute`` or ``@recompute(policy=...)``. Without a policy, the whole of what is decorated is treated
     as the preset ``elementwise`` treats a layer, which changes no bit of any gradient.
 
-    What is decorated is a ``block`` to the policy, whatever it is called. Only where it holds whole layers, as a model
-    does, these are the blocks, as under ``apply``.
+    To the policy, the decorated module is a ``block``, whatever its class is called. If it holds whole layers, as a
+    model does, these layers are the blocks, as under ``apply``.
 
     A class is decorated in place, and its instances get the policy when they first run. Module paths in the policy
     start at the decorated module, whose own path is empty. To a policy, a function is one module with an empty path,
     whose class name is the function's name. ``state_hooks`` are as ``apply`` takes them.
 
-    What is decorated has a ``recompute_handle`` with ``explain()`` and ``stats()``. That of a class is about all its
-    instances that have run. That of a module is what ``apply`` returns.
+    The decorated class, module or function has a ``recompute_handle`` with ``explain()`` and ``stats()``. A class's
+    handle is about all instances that have run. A module's handle is the one that ``apply`` returns.
 
     Raises ``PolicyError``, ``NoEffectError``, ``AlreadyAppliedError`` and ``UnsupportedError`` as ``apply`` does.
 
@@ -107,7 +107,7 @@ def _decorate_class(cls: Any, policy: Policy, cache: CaptureCache) -> type[nn.Mo
         decorated = vars(self)[RUNNER]
         if decorated.cls is not cls or decorated.runner is None:  # a decorated subclass's policy goes before
             return original(self, *args, **kwargs)
-        bind = functools.partial if torch.compiler.is_compiling() else MethodType  # which Dynamo does not know
+        bind = functools.partial if torch.compiler.is_compiling() else MethodType  # Dynamo does not know the latter
         return decorated.runner.run(self, bind(original, self), args, kwargs)
 
     cls.__reduce_ex__ = reduce_without_policy(cls)
@@ -127,7 +127,7 @@ def _decorate_class(cls: Any, policy: Policy, cache: CaptureCache) -> type[nn.Mo
 
 @dataclass(frozen=True)
 class _Decorated:
-    """Stands where a runner stands otherwise, in an instance of a decorated class, whose own forward calls it."""
+    """Takes the place of a runner in an instance of a decorated class. The class's own forward calls it."""
 
     cls: type[nn.Module]
     runner: Runner | None
@@ -135,11 +135,11 @@ class _Decorated:
 
 
 def _attach_decorated(module: nn.Module, cls: type[nn.Module], policy: Policy, cache: CaptureCache) -> None:
-    vars(module)[RUNNER] = _Decorated(cls, None, [])  # whatever runs it from here on runs what was decorated
+    vars(module)[RUNNER] = _Decorated(cls, None, [])  # until it is attached, its own forward runs
     try:
         if has_effect(policy):
             warn_of_checkpointing(find_checkpointing(module), cls.__name__)
-        attachments = attachments_of(module, policy, cls.__name__, cache, decorated=True)
+        attachments = attachments_of(module, policy, cache, name=cls.__name__, decorated=True)
         attach([attachment for attachment in attachments if attachment.path])
     except BaseException:
         del vars(module)[RUNNER]
@@ -155,7 +155,7 @@ def _decorate_function(function: Forward, policy: Policy, cache: CaptureCache) -
     entries = [ModuleEntry("", name, is_block=True)]
     rules = assign(policy, entries)
     what = f"the function {name}, one of an empty path and that class"
-    check_effect(policy, what, entries, rules, strict=True, decorated=True)
+    check_effect(policy, what, rules, unmatched_rules(policy, entries, rules), [], strict=True, decorated=True)
     if not rules:
         return function
     (index,) = rules.values()
@@ -165,7 +165,7 @@ def _decorate_function(function: Forward, policy: Policy, cache: CaptureCache) -
     if not meaning.has_effect:
         return function
     statistics = RegionStatistics(name)
-    runner = runner_without_kernels(statistics, None, meaning, cache)
+    runner = RegionRunner(statistics, meaning, cache, None)
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:

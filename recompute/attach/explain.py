@@ -26,8 +26,8 @@ class Attachment:
 
     It does not keep the module alive, so that a module may lead to its own.
 
-    module: None of a decorated function.
-    class_name: by default that of the module's class.
+    module: None for a decorated function.
+    class_name: by default, the name of the module's class.
     """
 
     def __init__(
@@ -282,7 +282,7 @@ def _tensors(title: str, statistics: RegionStatistics, width: int | None) -> str
         totals = _tensor_totals(rows, statistics, lambda nbytes: f"{nbytes:,} bytes")
         lines = [(*of_row, row.reason) for of_row, row in zip(cells, rows, strict=True)]
         return f"{title}: {totals}\n{tabulate(lines, (*_TENSOR_HEADERS, 'because'), disable_numparse=True)}"
-    reasons = ["" if row.fate == "alive" else row.reason for row in rows]  # which says the same
+    reasons = ["" if row.fate == "alive" else row.reason for row in rows]  # "alive" says the same
     totals = _tensor_totals(rows, statistics, humanize)
     fits = len(title) + len(totals) + 2 <= width
     head = f"{title}: {totals}" if fits else f"{title}:\n{_wrapped('    ' + totals, width)}"
@@ -320,7 +320,7 @@ def _fitted(
 ) -> str:
     """A table of at most ``width`` columns. A row's note stands below it; ``below`` is the notes' header.
 
-    giving_way: so many columns of names, the first ones, are shortened where there is no room.
+    giving_way: how many of the first columns are shortened where there is no room.
     """
     widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
     while sum(widths) + 2 * (len(widths) - 1) > width and max(widths[:giving_way]) > _LEAST:

@@ -26,10 +26,10 @@ def module_entries(
 ) -> tuple[list[ModuleEntry], dict[str, nn.Module]]:
     """The modules that a policy on ``model`` may govern, and the same by their paths.
 
-    These have a forward of their own, and are no decorated module or part of one, which has its own policy.
+    Each has a forward of its own. Decorated modules and their parts are left out: they have a policy of their own.
 
-    name: is taken for the name of the model's class.
-    decorated: whether the model is what a decorator is on, which makes it a block.
+    name: the model's class has this name to the rules.
+    decorated: whether a decorator is on the model, which makes it a block.
     """
     blocks = _blocks(model, name, decorated)
     heads = set(_heads(model, blocks, _size_of_words(model)))
@@ -49,6 +49,13 @@ def module_entries(
     return entries, modules
 
 
+def paths_around(path: str) -> Iterator[str]:
+    """The paths of the modules around the one at ``path``, the nearest first; the last one is the model's."""
+    while path:
+        path = path.rpartition(".")[0]
+        yield path
+
+
 class _Block(NamedTuple):
     path: str
     module: nn.Module
@@ -65,8 +72,9 @@ def _blocks(model: nn.Module, name: str, decorated: bool) -> dict[str, Place]:
 
     Where the model's own class is called a layer or a block, it is the model itself. Elsewhere a block is a child of a
     ModuleList, ModuleDict or Sequential whose class is called so, or occurs there several times and has a norm. A model
-    with none of these is the block itself if it is decorated, and else has blocks that repeat without a norm. Where no
-    list holds any, siblings of one class with a norm count that are called by numbers, as the blocks of timm's RegNet.
+    without such blocks is the block itself if it is decorated. Otherwise modules that repeat without a norm are its
+    blocks. If no list holds any, the blocks are siblings of one class that have a norm and numbers in their names, as
+    timm's RegNet has them.
 
     Blocks are outermost: what repeats inside of one, as experts and attention heads do, is part of it.
     """
@@ -80,11 +88,12 @@ def _blocks(model: nn.Module, name: str, decorated: bool) -> dict[str, Place]:
 
 
 def _heads(parent: nn.Module, blocks: Collection[str], size: tuple[int, int] | None, path: str = "") -> Iterator[str]:
-    """The paths of what gives a language model's logits: what ``type: head`` selects.
+    """The paths of the modules that compute a language model's logits: ``type: head`` selects them.
 
-    It is a Linear as large as the words' Embedding and in no block. Weights need not be tied. Or else it is called
-    lm_head: a kernel stands in for Linears alone, so where lm_head has such a Linear inside, as RoBERTa's, that counts.
-    A thinner Linear beside it, with as many outputs, is an adapter's way up, whose logits are added.
+    Such a module is a Linear as large as the words' Embedding, in no block. Weights need not be tied. Otherwise it is a
+    module called lm_head. Kernels stand in for Linears alone, so if lm_head has such a Linear inside, as RoBERTa's has,
+    the Linear counts in its place.
+    A thinner Linear beside it with as many outputs is the second half of an adapter. Its logits are added.
 
     size: rows and columns of the words' Embedding.
     """
@@ -121,8 +130,8 @@ def _size_of_words(model: nn.Module) -> tuple[int, int] | None:
 def _repeated(parent: nn.Module, path: str = "") -> Iterator[_Block]:
     """The outermost modules inside of ``parent`` that repeat, or are called a layer or a block.
 
-    Where a module that repeats is not called so and has whole layers inside, as a stage of a vision model, these count
-    in its place.
+    If a module that repeats is not called so and has whole layers inside, as a stage of a vision model has, these
+    layers count in its place.
     """
     children = list(_children(parent, path))
     counts = Counter(type(child) for _, child, _ in children)
@@ -148,7 +157,7 @@ def _repeated(parent: nn.Module, path: str = "") -> Iterator[_Block]:
 def _numbered(parent: nn.Module, path: str = "") -> Iterator[_Block]:
     """The outermost siblings of one class, with a norm, whose names differ in their numbers: ``b1`` and ``b2``.
 
-    Where all that such a module holds is called so, it is a stage, and what it holds counts in its place.
+    If all children of such a module are called so, too, the module is a stage, and its children count in its place.
     """
     series = _series(parent, path)
     counts = Counter(series.values())
@@ -164,7 +173,7 @@ def _numbered(parent: nn.Module, path: str = "") -> Iterator[_Block]:
 
 
 def _series(parent: nn.Module, path: str) -> dict[str, tuple[type[nn.Module], str]]:
-    """For each child with parts and a number in its name: what it has in common with those of other numbers."""
+    """For each child that has parts, and a number in its name: its class, and its name without the number."""
     found = {}
     for child_path, child, _ in _children(parent, path):
         name = child_path.rpartition(".")[2]
@@ -196,5 +205,5 @@ def _children(parent: nn.Module, path: str) -> Iterator[tuple[str, nn.Module, Pl
 
 
 def _has_forward(module: nn.Module) -> bool:
-    """Whether it has a forward to run, which a ModuleList has not."""
+    """Whether it has a forward to run. A ModuleList has none."""
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)

@@ -13,16 +13,16 @@ from recompute.attach.check_effect import listed
 from recompute.errors import warn
 
 _FLAGS = ("gradient_checkpointing", "grad_checkpointing")
-"""What is True of a module that checkpoints: of transformers and diffusers, and of timm."""
+"""These are True on a module that checkpoints: the flag of transformers and diffusers, and that of timm."""
 _WRAPS = "checkpoint_fn"
 """The attribute of torch's ``CheckpointWrapper`` that runs what it wraps."""
 
 
 class Checkpointing:
-    """A module that runs again as a whole in backward, or has parts of it do so, whatever a policy keeps."""
+    """A module that runs again as a whole in backward, or whose parts do, whatever a policy keeps."""
 
     def __init__(self, path: str, module: nn.Module, attribute: str, off: object):
-        """attribute: turns it on. off: its value that turns it off."""
+        """attribute: the one that turns it on. off: the value that turns it off."""
         self.path, self._module = path, weakref.ref(module)
         self.attribute, self._off = attribute, off
 
@@ -48,7 +48,7 @@ class Checkpointing:
 
 def find_checkpointing(model: nn.Module) -> list[Checkpointing]:
     """All of the model's own checkpointing that is on now and that an attribute shows."""
-    torchs = sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")  # nothing is one until then
+    torchs = sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")  # else nothing is one
     found = []
     for path, module in model.named_modules():
         if torchs is not None and isinstance(module, torchs.CheckpointWrapper):
@@ -63,10 +63,7 @@ def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def said_of(found: Sequence[Checkpointing], name: str) -> str:
-    """A sentence that says what checkpoints where.
-
-    name: of the model's class.
-    """
+    """A sentence that says what checkpoints where. name: the name of the model's class."""
     paths: dict[str, list[str]] = {}
     for each in found:
         what = "CheckpointWrapper" if each.attribute == _WRAPS else each.attribute
@@ -79,7 +76,7 @@ def said_of(found: Sequence[Checkpointing], name: str) -> str:
 
 
 def how_to_turn_off(found: Sequence[Checkpointing]) -> str:
-    """What to do about it: an imperative sentence without its end."""
+    """How to turn it off: an imperative sentence without its end."""
     return " and ".join(dict.fromkeys(_WAYS[each.attribute] for each in found))
 
 
@@ -91,7 +88,7 @@ _WAYS = {
 
 
 def warn_of_checkpointing(found: Sequence[Checkpointing], name: str) -> None:
-    """name: of the model's class."""
+    """name: the name of the model's class."""
     if found:
         warn(
             f"{said_of(found, name)} {how_to_turn_off(found)}, or have the policy turn it off while it is on: "

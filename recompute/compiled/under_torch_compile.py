@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from recompute.compiled.partitioner import RegionPartitioner, merge_with_region_before
-from recompute.engine.cut.op_policy import OpPolicy
+from recompute.engine.cut.op_policy import OpPolicy, op_policy
 from recompute.engine.cut.ops import facts_of_call
 from recompute.engine.scopes import keep_op
 from recompute.engine.thread_state import is_tracing
 from recompute.errors import UnsupportedError
-from recompute.policy.meaning import Mechanism
+from recompute.policy.meaning import Meaning, Mechanism
 from recompute.policy.rules import PRICE
 
 
@@ -66,16 +66,17 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 class CompiledRegion:
-    """A region of compiled code. It refuses to run if it ``compresses``."""
+    """A region of compiled code."""
 
-    def __init__(self, op_policy: OpPolicy, compresses: bool = False):
+    def __init__(self, op_policy: OpPolicy, refuse: Callable[[], None] | None):
+        """refuse: raises where the rule cannot be lowered; None if it can."""
         self._contexts = partial(_contexts, op_policy)
-        self._compresses = compresses
+        self._refuse = refuse
 
     def run(self, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """``forward(*args, **kwargs)`` as a region. Only a compiler may trace this; nothing may run it."""
-        if self._compresses:
-            refuse_compression()
+        if self._refuse is not None:
+            self._refuse()
 
         def region() -> Any:  # torch's checkpoint would take some of the keywords for its own
             return forward(*args, **kwargs)
@@ -83,8 +84,13 @@ class CompiledRegion:
         return checkpoint(region, use_reentrant=False, context_fn=self._contexts)
 
 
-compiled_region = functools.cache(CompiledRegion)
-"""Layers whose rules say the same of ops share one region, so that one graph serves all."""
+def compiled_region(meaning: Meaning) -> CompiledRegion:
+    """The region of a rule. Rules that say the same of ops share one, so that one graph serves all layers."""
+    refuse = _refuse_compression if meaning.compresses else None
+    return _shared_region(op_policy(meaning), refuse if meaning.offloading is None else _refuse_offloading)
+
+
+_shared_region = functools.cache(CompiledRegion)
 
 
 class _Tracing:
@@ -108,10 +114,10 @@ def _is_checkpoint(op_policy: OpPolicy) -> bool:
 def _checkpoint_policy(op: Any, args: tuple, kwargs: dict) -> CheckpointPolicy:
     """The innermost rule's answer for an op, unless a checkpoint around that runs the op again in any case."""
     innermost: bool | None = None
-    for op_policy in _applicable():
-        if innermost is None or _is_checkpoint(op_policy):
-            may_rerun = _may_rerun(op_policy, op, args, kwargs)
-            if may_rerun and _is_checkpoint(op_policy):
+    for each in _applicable():
+        if innermost is None or _is_checkpoint(each):
+            may_rerun = _may_rerun(each, op, args, kwargs)
+            if may_rerun and _is_checkpoint(each):
                 return CheckpointPolicy.MUST_RECOMPUTE
             innermost = may_rerun if innermost is None else innermost
     return CheckpointPolicy.PREFER_RECOMPUTE if innermost else CheckpointPolicy.MUST_SAVE
@@ -265,5 +271,5 @@ _UNSEEN = (
     "a rule that {} governs a module in compiled code, where no hook sees what is held for backward. Compile less than "
     "that module, or give it a rule that does not {}."
 )
-refuse_offloading = _refusal(_UNSEEN.format("offloads", "offload"))
-refuse_compression = _refusal(_UNSEEN.format("compresses", "compress"))
+_refuse_offloading = _refusal(_UNSEEN.format("offloads", "offload"))
+_refuse_compression = _refusal(_UNSEEN.format("compresses", "compress"))

@@ -29,7 +29,7 @@ Model = TypeVar("Model", bound=BaseModel)
 KeyPath = tuple[str | int, ...]
 
 _IN_FILE = "in_file"
-"""The key of a validator's context: whether what it is given stands in a file."""
+"""The key in a validator's context that says whether the value was read from a file."""
 
 _EXPECTED = {
     "model_type": "a mapping",
@@ -84,7 +84,7 @@ def load_document(model_class: type[Model], source: str | os.PathLike[str], *, k
 
 
 def _check_json(text: str, label: str, kind: str) -> None:
-    """YAML's parser reads JSON, too. What it says of a broken file is no help to those who look for JSON in it."""
+    """Refuse broken JSON. YAML's parser reads JSON, too, but its messages do not help an author of JSON."""
     try:
         json.loads(text)
     except json.JSONDecodeError as error:
@@ -125,7 +125,7 @@ def validate(model_class: type[Model], data: Any, *, label: str, root: Node | No
 
 
 def with_unit(size: object, info: ValidationInfo) -> object:
-    """``size``, unless it is a bare number in a file, whose author may mean anything. In code, numbers are bytes."""
+    """``size``. A bare number in a file is refused: its author may mean any unit. In code, numbers are bytes."""
     if isinstance(size, int) and not isinstance(size, bool) and size > 0 and (info.context or {}).get(_IN_FILE):
         raise ValueError(f"expected a size with its unit, such as '{size}MiB', or '{size}B' for so many bytes")
     return size
@@ -192,7 +192,7 @@ def _only_document(documents: Sequence[Node], label: str, kind: str) -> Node:
 
 
 def _refuse_another_kind(model_class: type[BaseModel], data: Mapping[Any, Any], label: str, kind: str) -> None:
-    """One sentence, in the place of one for each key, where a file has no key of its kind, nor one like it."""
+    """Raise one sentence, and not one for each key, if no key of a file is known or resembles a known one."""
     known = [name for name in model_class.model_fields if name != "version"]
     words = [str(key) for key in data if key != "version"]
     if words and not any(word in known or nearest(word, known) for word in words):

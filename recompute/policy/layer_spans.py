@@ -6,12 +6,12 @@ import re
 from dataclasses import dataclass, field
 
 LAYERS = "a layer number, or '0-15', 'every 2', 'every 2 from 1', 'first 4' or 'last 4', or a list of these"
-"""What may be written."""
+"""How layers may be written."""
 
 
 @dataclass(frozen=True)
 class LayerSpan:
-    """Some indices of a ModuleList. ``spelling`` is how the policy writes them, ``span`` what that means."""
+    """Some indices of a ModuleList. ``spelling`` is the policy's text for them, ``span`` the indices."""
 
     spelling: int | str
     span: slice = field(compare=False, repr=False)

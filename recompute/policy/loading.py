@@ -24,11 +24,15 @@ def load_policy(source: str | os.PathLike[str] | Mapping[str, object] | Policy) 
     """
     if isinstance(source, Policy):
         return source
+    if isinstance(source, (str, os.PathLike)):
+        return _load_named(source)
     if isinstance(source, Mapping):
         return validate(Policy, dict(source), label="policy")
-    if not isinstance(source, (str, os.PathLike)):
-        found = "None" if source is None else show(source)  # no YAML was read here
-        raise PolicyError(f"expected a policy: a preset's name, a path, a mapping or a Policy; found {found}")
+    found = "None" if source is None else show(source)  # no YAML was read here
+    raise PolicyError(f"expected a policy: a preset's name, a path, a mapping or a Policy; found {found}")
+
+
+def _load_named(source: str | os.PathLike[str]) -> Policy:
     presets, name = _presets(), os.fspath(source)
     if name in presets:
         return load_document(Policy, presets[name], kind="policy")

@@ -58,7 +58,7 @@ def unmatched_rules(policy: Policy, modules: Sequence[ModuleEntry], assignment: 
     return messages
 
 
-_SHOWN = 5  # of messages that are alike, so many are shown
+_SHOWN = 5  # so many messages of a kind are shown
 
 
 def layers_beyond(policy: Policy, modules: Sequence[ModuleEntry], assignment: Mapping[str, int]) -> list[str]:
@@ -78,7 +78,7 @@ def layers_beyond(policy: Policy, modules: Sequence[ModuleEntry], assignment: Ma
 
 
 class _Selector:
-    """A rule's three conditions, which can be asked one by one to tell which of them fails."""
+    """A rule's three conditions. Each can be asked by itself, to tell which of them fails."""
 
     def __init__(self, rule: Rule) -> None:
         self._rule, self._path = rule, _compile(rule.match)
@@ -125,7 +125,7 @@ def _why_unmatched(rule: Rule, modules: Sequence[ModuleEntry], assignment: Mappi
     selector = _Selector(rule)
     by_path = [module for module in modules if selector.has_path(module)]
     if not by_path:
-        first: dict[str, str] = {}  # of paths that differ in numbers only, as those of layers do
+        first: dict[str, str] = {}  # the first of paths that differ in numbers only, as layers' do
         for module in modules:
             first.setdefault(re.sub(r"\d+", "0", module.path), module.path)
         return f"match {_quoted(rule.match)} is the path of no module{_nearest(rule.match, first.values())}"

@@ -1,4 +1,4 @@
-"""What a rule asks for, in terms of the engine. This is decided here and nowhere else; the other folders ask.
+"""Translates a rule into terms of the engine. This is decided here and nowhere else; the other folders ask.
 
 A rule's keys are what users write; a ``Meaning`` is what the engine does. For example, ``action: checkpoint`` with a
 ``keep`` needs a tape of the ops, as ``action: recompute`` does. Without a ``keep``, forward's Python runs again.
@@ -65,15 +65,15 @@ class Meaning:
 
     mechanism: Mechanism
     note: str = field(compare=False)
-    """What backward does, as ``explain`` says it."""
+    """The sentence on backward for ``explain``."""
     rerun: frozenset[str] = frozenset()
     """The costly families whose ops may run again. Cheap ops always may."""
     keep: frozenset[str] = frozenset()
-    """What is never dropped: costly families, names of ops ("aten.mm") and names given to ``recompute.keep``."""
+    """These are never dropped: costly families, names of ops ("aten.mm") and names given to ``recompute.keep``."""
     price: float = PRICE
     """The bytes that may be held to save a second of running ops again."""
     hold: int | None = None
-    """The most bytes that a tape may hold, if ops that may run again can bring back the rest; None: the price says."""
+    """The most bytes that a tape holds, if ops that may run again can bring back the rest. None: the price decides."""
     kernels: Kernels = Kernels.NEVER
     capture: bool = False
     """Whether a module that has run alike for some steps may go on as straight code."""
@@ -84,11 +84,11 @@ class Meaning:
     regenerates: bool = True
     """Whether a tape may run any op again; if not, it holds what autograd saves."""
     compresses: bool = False
-    """Whether a tape, or a kernel, holds tensors whose readers tolerate rounding as codes of 8 bits."""
+    """Whether a tape, or a kernel, saves tensors as codes of 8 bits if their readers tolerate rounding."""
     tile: int | None = None
     """The tokens that a kernel computes of an MLP at a time; None: all."""
     offloading: Offloading | None = None
-    """What is held off the device; None: nothing."""
+    """The part of what is held that leaves the device; None: nothing does."""
     extends_inward: bool = False
     """Whether a module inside that has the same rule is a part of this region, and not a region of its own."""
 
@@ -151,7 +151,7 @@ def meaning_of(rule: Rule) -> Meaning:
 
 
 def _note(rule: Rule) -> str:
-    """What backward does under a rule that does anything."""
+    """The sentence on backward under a rule that does anything."""
     parts = []
     if rule.action == "checkpoint" and not rule.keep:
         parts.append("its Python runs again from its inputs")

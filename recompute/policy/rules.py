@@ -35,16 +35,16 @@ REPEATABLE: frozenset[str] = frozenset(get_args(Repeatable))
 Thin GEMMs may always: they take no longer than to read and write their output (``engine.cut.ops``)."""
 
 FAMILIES = (*get_args(Repeatable), "collective")
-"""These, and the one whose ops no tape ever runs again."""
+"""The families in ``REPEATABLE``, and "collective": no tape ever runs a collective again."""
 
 PRICE = 1e10
 """By default, the bytes that may be held to save a second of running ops again.
 
-What a reduction over a hundred elements makes is kept, as norms' statistics are: few bytes, and many would be
-read for them. An elementwise op or a thin GEMM brings back at least fifty times as many bytes a second as this."""
+The output of a reduction over a hundred elements is kept, as norms' statistics are: to bring back its few bytes, many
+would be read. An elementwise op or a thin GEMM brings back at least fifty times as many bytes a second as this."""
 
 MIN_BYTES = 1 << 20
-"""Smaller storages are not worth a copy of their own to the host and back, as far as no rule says otherwise."""
+"""By default, smaller storages stay on the device: a copy of their own to the host and back does not pay."""
 
 NO_RULES: Final = "none"
 """Stands in the place of a policy's rules if the policy is to do nothing."""
@@ -53,7 +53,7 @@ BLOCK: Final = "block"
 """The word in a rule's ``type`` for the repeated layers of a model, whatever their class is called."""
 
 HEAD: Final = "head"
-"""The word in a rule's ``type`` for what gives a language model's logits, whatever it is called."""
+"""The word in a rule's ``type`` for the module that returns a language model's logits, whatever it is called."""
 
 _BELONGS_TO = {
     "via": ("recompute",),
@@ -229,20 +229,20 @@ class Rule(BaseModel):
         (``engine.cut.ops``). The higher it is, the fewer ops run again; 0 holds the fewest bytes. The output of a GEMM
         in bfloat16 whose elements are sums of H products is kept at prices above 4e14 / H; at lower ones the GEMM runs
         again, if the rule lets it.
-    hold: in the place of a price, the most that ``recompute`` may hold of one forward of a module: a size such as
-        "400MiB", or bytes. Of what may run again, it chooses what gets there in about the least time. Where nothing
-        gets there, the fewest bytes are held. Of a head whose loss makes no logits as a whole: the memory for
-        those that it does make. The more of them it holds until backward, the fewer it makes again.
+    hold: in place of a price, the most that ``recompute`` may save in one forward of a module: a size such as
+        "400MiB", or bytes. It chooses the ops that run again so that this is met in about the least time. If nothing
+        meets it, the fewest bytes are saved. For a head whose loss never makes all logits at once, it is the memory
+        for those that are made. The more of them are held until backward, the fewer are made again.
     capture: whether a module that has run the same way for some steps goes on as straight code, which takes less CPU
         time and changes no bit (see ``compiled.captured_region``).
     compiled: whether captured code on CUDA runs groups of elementwise ops in generated kernels, which changes no bit
         (see ``compiled.generated``).
-    compress: whether ``recompute`` holds as codes of 8 bits, as under action "compress", those of its tensors that
-        only GEMMs, convolutions, products, SiLU and GELU read. Gradients are then not exact.
-    tile: of an MLP that kernels compute, or would without adapters, the tokens at a time. Then only its input is held,
-        and backward runs it again, one such tile after the other: for long sequences. None: all tokens at once.
+    compress: whether ``recompute`` saves tensors as codes of 8 bits, as action "compress" does, if only GEMMs,
+        convolutions, products, SiLU and GELU read them. Gradients are then not exact.
+    tile: how many tokens an MLP computes at a time, if kernels compute it, or would if it had no adapters. Then only
+        its input is saved, and backward runs it again, tile by tile: for long sequences. None: all tokens at once.
     offload: whether what is held travels off the device, as under action "offload".
-    fraction: of what may travel, the share of its bytes that does, the largest first; from above 0 to 1.
+    fraction: the share of the bytes that may be offloaded and are, the largest storages first; from above 0 to 1.
     min_bytes: storages of fewer bytes stay on the device: a size such as "1MiB", or bytes.
     max_host_bytes: the most that this process may offload, a size; None is half of what is free, divided by the
         processes of this machine. Beyond it forward raises ``HostMemoryError``. These three need the action "offload",

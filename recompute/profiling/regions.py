@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from recompute.attach.apply import AppliedPolicy, apply
-from recompute.attach.module_entries import module_entries
-from recompute.attach.runners import OffloadRunner, TapeRunner
+from recompute.attach.module_entries import module_entries, paths_around
+from recompute.attach.runners import RegionRunner
 from recompute.engine.cut.save_plan import SavePlan
+from recompute.engine.host.offload import OffloadRegion
 from recompute.engine.reachable_objects import base_of
 from recompute.errors import ModelError, warn
 from recompute.estimation.layer_stacks import structure_of
@@ -78,7 +79,7 @@ def find_regions(model: nn.Module, match: str | Sequence[str] | None) -> dict[st
     rule = Rule(type=LAYERS, action="keep") if match is None else Rule(match=match, action="keep")
     entries, modules = module_entries(model, type(model).__name__)
     found = assign(Policy(rules=[rule]), entries).keys() - {""}
-    outermost = [path for path in modules if path in found and not any(around in found for around in _around(path))]
+    outermost = [path for path in modules if path in found and found.isdisjoint(paths_around(path))]
     if not outermost:
         what = f"matches {match!r}" if match is not None else "repeats, or is of a class *Layer or *Block"
         raise ModelError(
@@ -87,12 +88,6 @@ def find_regions(model: nn.Module, match: str | Sequence[str] | None) -> dict[st
             "that profile"
         )
     return {path: modules[path] for path in outermost}
-
-
-def _around(path: str) -> Iterator[str]:
-    while "." in path:
-        path = path.rpartition(".")[0]
-        yield path
 
 
 def discover_layout(
@@ -177,7 +172,7 @@ def _order(run: DryRun, regions: Mapping[str, nn.Module]) -> _Order:
                 note: Any = partial(order.append, path)
                 hook = partial(_note_tokens, tokens, path)
                 stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
-            elif not any(module.children()) and not any(around in regions for around in _around(path)):
+            elif not any(module.children()) and not any(around in regions for around in paths_around(path)):
                 note = partial(lambda path: others.append((path, len(order))), path)
             else:
                 continue
@@ -241,7 +236,7 @@ def _with_kernels(model: nn.Module, regions: Mapping[str, nn.Module]) -> dict[st
     rules = dict.fromkeys(regions, recomputing_rule("auto"))
     with apply(model, policy_from_rules(rules, generates=False)) as handle:
         found = _around_kernels(handle, lambda kernel: True)
-        taped = {attachment.path for attachment in handle._attachments if isinstance(attachment.runner, TapeRunner)}
+        taped = {attachment.path for attachment in handle._attachments if isinstance(attachment.runner, RegionRunner)}
     return {path: path in taped for path in regions if path in found}
 
 
@@ -254,14 +249,15 @@ def _with_mlps(model: nn.Module, regions: Mapping[str, nn.Module]) -> set[str]:
 
 def _around_kernels(handle: AppliedPolicy, counts: Callable[[KernelRunner], bool]) -> set[str]:
     kernels = [(each.path, kernel) for each in handle._attachments if (kernel := kernel_of(each.runner)) is not None]
-    return {around for path, kernel in kernels if counts(kernel) for around in (path, *_around(path))}
+    return {around for path, kernel in kernels if counts(kernel) for around in (path, *paths_around(path))}
 
 
 def storages_that_may_travel(handle: AppliedPolicy) -> Iterator[tuple[str, tuple[int, ...]]]:
     """For each module whose rule offloads, by path, the bytes of the storages that could travel in its last forward."""
     for attachment in handle._attachments:
-        if isinstance(attachment.runner, OffloadRunner):
-            yield attachment.path, tuple(sorted(attachment.runner.offload_region.last_sizes, reverse=True))
+        for region in getattr(attachment.runner, "regions", ()):
+            if isinstance(region, OffloadRegion):
+                yield attachment.path, tuple(sorted(region.last_sizes, reverse=True))
 
 
 def _likeness(module: nn.Module, plan: SavePlan | None) -> Any:

@@ -24,7 +24,7 @@ from recompute.substitution.feed_forward import find_kernel_mlp
 from recompute.substitution.kernel_runner import KernelRunner, is_hooked, only_argument
 
 _BY_ROWS = (nn.Linear, nn.Dropout, nn.Identity, nn.ModuleDict, nn.ModuleList, nn.ParameterDict, nn.ParameterList)
-"""What an adapter may be made of, so that it computes each row of its input by itself."""
+"""The parts that an adapter may have, so that it computes each row of its input by itself."""
 
 
 class _InTiles(torch.autograd.Function):
@@ -72,10 +72,10 @@ class AdaptedMLPRunner(KernelRunner):
         def in_tiles(x: Tensor) -> Tensor:
             return _InTiles.apply(x, forward, tile, *parameters)
 
-        # Equal layers are of one kind. It names no module, which would then live as long as the counts.
+        # Equal layers are of one kind. A kind names no module: that would live as long as the counts.
         shapes = tuple([(each.shape, each.dtype, each.requires_grad) for each in module.parameters()])
         kind = base_of(module), tile, tuple(map(type, module.modules())), shapes
-        return self.compute(kind, (only_argument(args, kwargs),), parameters, in_tiles, forward)
+        return self.compute(kind, only_argument(args, kwargs), parameters, in_tiles, forward)
 
 
 def is_adapted_mlp(module: nn.Module) -> bool:

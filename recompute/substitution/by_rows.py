@@ -1,4 +1,4 @@
-"""Functions of a head's logits that give a few numbers a row, from logits of a few rows at a time."""
+"""Functions of a head's logits that return a few numbers a row, computed from the logits of a few rows at a time."""
 
 from __future__ import annotations
 
@@ -8,12 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recompute.kernels.launch import differentiable_gradients, widen
+from recompute.kernels.linears import autocast_dtype, cast, without_autocast
+from recompute.kernels.logit_blocks import WIDTH, Head
+from recompute.kernels.loss_settings import wide_dtype
+
 
 def by_rows(logits: Sequence[Any], function: Callable[..., Tensor], *others: Tensor) -> Tensor:
-    """``function(logits of each, *others)`` of a few rows at a time: it gives (rows,) or (rows, K).
+    """``function(logits of each head, *others)``, of a few rows at a time. It returns (rows,) or (rows, K).
 
-    others: (..., K), without gradients; their rows are given beside those of the logits. So few rows that all of them
-    are made at once, without gradients, stay for whatever else reads them.
+    others: (..., K), without gradients; the function gets their rows beside those of the logits. If there are so few
+    rows that all are made at once, and nothing trains, the logits stay for other readers.
     """
     first = logits[0]
     rows = [each.reshape(each.shape[:-1].numel(), each.shape[-1]) for each in others]
@@ -21,8 +26,6 @@ def by_rows(logits: Sequence[Any], function: Callable[..., Tensor], *others: Ten
     with first.autocast_as_made():
         call = _Call(function, heads)
         if len(call.spans) == 1 and not any(each.family_trains for each in logits):
-            from recompute.kernels.launch import widen
-
             found = function([widen(each.value().reshape(-1, each.shape[-1])) for each in logits], *rows)
             return found.reshape(*first.shape[:-1], *found.shape[1:])
         found = _ByRows.apply(call, len(rows), *rows, *[tensor for head in heads for tensor in head.tensors])
@@ -30,13 +33,13 @@ def by_rows(logits: Sequence[Any], function: Callable[..., Tensor], *others: Ten
 
 
 def beside_rows(tensor: Tensor, rows: Tensor) -> Tensor | None:
-    """A tensor beside rows: (..., V) or (..., 1), of their leading dimensions; None for one of other shapes."""
+    """``tensor`` expanded to the leading dimensions of ``rows``: (..., V) or (..., 1); None if it does not fit."""
     leading, words = tuple(rows.shape[:-1]), tensor.shape[-1] if tensor.dim() else 1
     shape = (1,) * (rows.dim() - tensor.dim()) + tuple(tensor.shape)
     fits = len(shape) == rows.dim() and words in (1, rows.shape[-1]) and not tensor.requires_grad
     fits = fits and all(size in (1, other) for size, other in zip(shape, leading, strict=False))
     if words > 1 and shape[:-1] not in (leading, (1,) * len(leading)):
-        fits = False  # which would have to be copied
+        fits = False  # it would have to be copied
     if not fits or (tensor.device != rows.device and tensor.dim()):
         return None
     return tensor.to(rows.device).expand(*leading, words)
@@ -54,24 +57,18 @@ class _Call:
 
     def __init__(self, function: Callable[..., Tensor], heads: Sequence[Any]):
         self.function, self.heads = function, heads
-        from recompute.kernels.linears import autocast_dtype
-        from recompute.kernels.logit_blocks import WIDTH
-
         self.narrow = autocast_dtype(heads[0].hidden.device.type)
-        """What autocast has matrix products computed in, in forward and again in backward."""
+        """The dtype in which autocast computes matrix products, in forward and again in backward."""
         tokens, vocabulary = heads[0].tensors[0].shape[0], len(heads[0].tensors[1])
         room = heads[0].logits_bytes or tokens * WIDTH * heads[0].tensors[0].dtype.itemsize
         rows = max(int(room / (vocabulary * heads[0].tensors[0].dtype.itemsize)), 256)
         self.spans = [slice(start, start + rows) for start in range(0, max(tokens, 1), rows)]
 
     def of(self, span: slice, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Of the tensors of all heads, five each, what these rows are computed from."""
+        """The parts of the heads' tensors, five a head, that these rows are computed from."""
         return [t if t is None or index % 5 not in (0, 3) else t[span] for index, t in enumerate(tensors)]
 
     def run(self, span: slice, others: Sequence[Tensor], tensors: Sequence[Tensor | None]) -> Tensor:
-        from recompute.kernels.linears import cast, without_autocast
-        from recompute.kernels.logit_blocks import Head
-
         narrowed = [cast(tensors[first : first + 5], self.narrow) for first in range(0, len(tensors), 5)]
         with without_autocast(self.heads[0].hidden.device.type):
             rows = [head.scored(Head(*each).logits()) for head, each in zip(self.heads, narrowed, strict=True)]
@@ -81,7 +78,7 @@ class _Call:
 class _ByRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, count: int, *given: Any) -> Tensor:
-        """given: ``count`` tensors whose rows stand beside those of the logits, and what these are computed from."""
+        """given: ``count`` tensors with rows beside those of the logits, and then the heads' tensors."""
         ctx.save_for_backward(*given)
         ctx.call, ctx.count = call, count
         others, tensors = given[:count], given[count:]
@@ -92,9 +89,6 @@ class _ByRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        from recompute.kernels.launch import differentiable_gradients
-        from recompute.kernels.loss_settings import wide_dtype
-
         call, count, needed = ctx.call, ctx.count, ctx.needs_input_grad[2 + ctx.count :]
         others, tensors = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
         before = (None,) * (2 + count)

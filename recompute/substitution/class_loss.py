@@ -1,4 +1,4 @@
-"""The losses of classes that PyTorch's functions compute of a head's logits, computed without them."""
+"""The losses that PyTorch's functions compute from a head's logits and classes, computed without the logits."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from recompute.kernels.linear_cross_entropy import linear_cross_entropy
 from recompute.substitution.by_rows import by_rows
 from recompute.substitution.lazy_tensors import LazyTensor
 
@@ -25,7 +26,7 @@ def class_loss(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """Of rows, as ``linear_cross_entropy`` computes it, in that dtype. dim: where PyTorch has the words."""
+    """The loss of rows of logits, by ``linear_cross_entropy``, in ``dtype``. dim: the words' dimension to PyTorch."""
     settings = logits.score_settings()
     if settings is None or size_average is not None or reduce is not None or not isinstance(target, Tensor):
         return NotImplemented
@@ -35,8 +36,6 @@ def class_loss(
         return _soft_loss(logits, dim, dtype, target, weight, reduction, label_smoothing)
     if target.shape != logits.shape[:-1] or target.dtype is not torch.int64:
         return NotImplemented  # PyTorch has an error to raise
-    from recompute.kernels.linear_cross_entropy import linear_cross_entropy
-
     head = logits._head
     hidden, rows, bias, *adapter = logits.operands
     with logits.autocast_as_made():
@@ -62,7 +61,7 @@ def class_loss(
 def _soft_loss(
     logits: Any, dim: int, dtype: torch.dtype, target: Tensor, weight: Tensor | None, reduction: str, smoothing: float
 ) -> Any:
-    """Of probabilities of the classes."""
+    """The loss where targets are probabilities of the classes."""
     if target.requires_grad or isinstance(target, LazyTensor) or target.dim() != logits.dim():
         return NotImplemented
     target = target.movedim(dim, -1)

@@ -1,9 +1,9 @@
 """MLPs: recognized by their formula, computed by ``kernels.gated_mlp`` and ``kernels.mlp``.
 
-A gated one is ``down(activation(gate(x)) * up(x))``. The kernels hold what gate and up give, and neither the activation
-nor the product. One that is not gated is ``down(activation(up(x)))``, of which they hold what up gives. A Linear may be
-``torch.nn.Linear`` or any module with its formula, such as Hugging Face's Conv1D, whose weight lies transposed. The
-activation may be a submodule, or an expression in forward.
+A gated one is ``down(activation(gate(x)) * up(x))``. The kernels save the outputs of gate and up, and neither the
+activation nor the product. One that is not gated is ``down(activation(up(x)))``. Its kernels save the output of up. A
+Linear may be ``torch.nn.Linear`` or any module with its formula, such as Hugging Face's Conv1D, whose weight lies
+transposed. The activation may be a submodule, or an expression in forward.
 
 Dropout is passed over where its probability is 0. Where it is more, an MLP that is not gated may have a dropout of its
 output: the module itself drops then, as it does without a policy. An MLP with dropout elsewhere is not recognized.
@@ -21,7 +21,9 @@ from torch import Tensor, nn
 from recompute.compiled.runner import Forward
 from recompute.engine.reachable_objects import base_of
 from recompute.kernels.activation import GATE_ACTIVATIONS
+from recompute.kernels.gated_mlp import gated_mlp
 from recompute.kernels.linears import autocasts
+from recompute.kernels.mlp import mlp as ungated_mlp
 from recompute.substitution.formula_writer import INPUT, Formula, add, mul
 from recompute.substitution.formulas import Conditions, formula_of, takes_one_argument
 from recompute.substitution.kernel_runner import PLAIN_TENSORS, KernelRunner, is_hooked, only_argument
@@ -63,7 +65,7 @@ class _Linear(NamedTuple):
 
 
 def _linear(formula: Formula) -> tuple[_Linear, Formula] | None:
-    """A Linear, and what it is given."""
+    """A Linear, and the formula of its input."""
     match formula:
         case ("linear", given, ("parameter", str(weight)), None):
             return _Linear(weight, None, is_torchs=True), given
@@ -90,7 +92,7 @@ def _linear_of_input(formula: Formula) -> _Linear | None:
 
 
 def _activated(formula: Formula) -> tuple[str, Formula] | None:
-    """An activation, and what it is given: what a Linear gives of the input, or one half of that."""
+    """An activation, and the formula of its input: a Linear's output, or one half of that."""
     for inner in _given_by_linears(formula):
         if (name := _ACTIVATIONS.get(_of_input(formula, inner))) is not None:
             return name, inner
@@ -107,7 +109,7 @@ def _given_by_linears(formula: Formula) -> Iterator[Formula]:
 
 
 def _of_input(formula: Formula, inner: Formula) -> Formula:
-    """``formula`` with the input in the place of ``inner``. Of other inputs it becomes None, which is nothing known."""
+    """``formula`` with the input in place of ``inner``. Other inputs become None, and so match nothing."""
     if formula == inner:
         return INPUT
     if not isinstance(formula, tuple):
@@ -121,7 +123,7 @@ def _of_input(formula: Formula, inner: Formula) -> Formula:
 
 
 class _Parts(NamedTuple):
-    """The Linears of an MLP. Where a gated one has no ``up``, gate gives both halves."""
+    """The Linears of an MLP. Where a gated one has no ``up``, gate computes both halves."""
 
     gate: _Linear | None
     up: _Linear | None
@@ -170,7 +172,7 @@ class KernelLinear:
     settings: Settings = field(default=ANY_SETTINGS, compare=False)
 
     def operands(self, module: nn.Module | None) -> tuple[Tensor, Tensor | None] | None:
-        """Weight and bias; None where ``module`` is another than it was, or has hooks or tensors of other classes."""
+        """Weight and bias; None where ``module`` has changed, or has hooks or tensors of other classes."""
         if module is None or base_of(module) is not self.cls or is_hooked(module):
             return None
         weight, bias = getattr(module, self.weight), None if self.bias is None else getattr(module, self.bias)
@@ -180,7 +182,7 @@ class KernelLinear:
 
 
 def _kernel_linear(linear: _Linear | None, module: nn.Module) -> KernelLinear | None:
-    """The child of ``module`` that is this Linear; None if there is none, or the kernels may not go around it."""
+    """The child of ``module`` that is this Linear; None if there is none, or the kernels may not replace it."""
     if linear is None:
         return None
     name, _, weight = linear.weight.rpartition(".")
@@ -188,14 +190,14 @@ def _kernel_linear(linear: _Linear | None, module: nn.Module) -> KernelLinear | 
     child = module._modules.get(name)
     if child is None or owner != name or is_hooked(child):
         return None
-    if base_of(child) is nn.Linear:  # whose weight forward may also use by itself
+    if base_of(child) is nn.Linear:  # forward may also use its weight by itself
         return KernelLinear(name, nn.Linear, "weight", "bias", is_transposed=False) if linear.is_torchs else None
     return KernelLinear(name, base_of(child), weight, bias or None, linear.is_transposed, Settings.of(child))
 
 
 MLPOperands = tuple[tuple[Any, ...], dict[str, Any]]
-"""Weights, and the biases by the names of the kernels' arguments. Of a gated MLP the weights are gate's, up's, which is
-None where gate gives both halves, and down's; of another, up's and down's."""
+"""Weights, and the biases by the names of the kernels' arguments. A gated MLP has the weights of gate, up and down,
+where up's is None if gate computes both halves. Any other has those of up and down."""
 
 
 @dataclass(frozen=True)
@@ -203,12 +205,12 @@ class KernelMLP:
     """An MLP that the kernels can compute, with the activation that it had when it was recognized."""
 
     linears: tuple[tuple[str, KernelLinear], ...]
-    """With the names of their parts: ``gate``, ``up`` and ``down``."""
+    """Its Linears, with the names of their parts: ``gate``, ``up`` and ``down``."""
     activation: str
     dropout: str | None
     """The name of a dropout of the output, as GPT-2 has it; None: there is none, or it drops nothing."""
     others: tuple[tuple[str, nn.Module, Settings], ...]
-    """The other submodules, such as the activation, and what they were like."""
+    """The other submodules, such as the activation, and their settings."""
     settings: Settings
 
     @property
@@ -216,7 +218,7 @@ class KernelMLP:
         return self.linears[0][0] == "gate"
 
     def operands(self, mlp: nn.Module) -> MLPOperands | None:
-        """The operands; None where a part has been replaced, or has hooks, or computes something else than it did."""
+        """The operands; None where a part has been replaced, has hooks, or computes something else now."""
         modules = mlp._modules
         for name, module, settings in self.others:
             if modules.get(name) is not module or is_hooked(module) or not settings.are_those_of(module):
@@ -243,10 +245,7 @@ class KernelMLP:
     def kernel(
         self, mlp: nn.Module, operands: MLPOperands, *, compresses: bool, tile: int | None
     ) -> Callable[[Tensor], Tensor]:
-        """What computes the MLP of a tensor."""
-        from recompute.kernels.gated_mlp import gated_mlp
-        from recompute.kernels.mlp import mlp as ungated_mlp
-
+        """The function that computes the MLP."""
         op: Callable[..., Tensor] = gated_mlp if self.is_gated else ungated_mlp
         weights, biases = operands
         dropout = None if self.dropout is None else mlp._modules[self.dropout]
@@ -285,7 +284,7 @@ def find_kernel_mlp(module: nn.Module) -> KernelMLP | None:
 
 
 def _dropout_of(formula: Formula, module: nn.Module) -> tuple[str | None, Formula]:
-    """The name of a dropout of all that ``module`` computes, and what that is given."""
+    """The name of the dropout that ends ``module``, and the formula of its input."""
     match formula:
         case ("dropout", inner, p):
             those = [name for name, child in module._modules.items() if type(child) is nn.Dropout and child.p > 0]
@@ -316,6 +315,6 @@ class KernelMLPRunner(KernelRunner):
         if operands is None:
             return forward(*args, **kwargs)  # an adapter or a hook was added since the policy was applied
         kernel = self.mlp.kernel(module, operands, compresses=self.compresses, tile=self.tile)
-        inputs, (weights, biases) = (only_argument(args, kwargs),), operands
+        x, (weights, biases) = only_argument(args, kwargs), operands
         kind = base_of(module), self.mlp.activation, self.mlp.drops(module), self.compresses, self.tile
-        return self.compute(kind, inputs, [*weights, *biases.values()], kernel, forward)
+        return self.compute(kind, x, [*weights, *biases.values()], kernel, forward)

@@ -1,4 +1,4 @@
-"""Writes down a graph that torch's frontend took of a forward, as a formula."""
+"""Writes the graph that torch's frontend took of a forward as a formula."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class FormulaWriter:
         self._read: set[fx.Node] = set()
 
     def formula(self) -> Formula | None:
-        """None if it gives anything but one tensor, or computes what nobody reads, which may be for an effect."""
+        """None if the graph returns anything but one tensor, or computes what nobody reads: that may have an effect."""
         for node in self._graph.nodes:
             if node.op == "output":
                 result = node.args[0]

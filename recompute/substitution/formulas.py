@@ -1,4 +1,4 @@
-"""What a module computes, as a formula that is read off the graph which torch's frontend takes of its forward.
+"""What a module computes, as a formula. It is read off the graph that torch's frontend takes of forward.
 
 The frontend interprets the bytecode of forward on tensors without values: none of the module's Python runs. A module
 has no formula if its forward would change anything but its own local variables, or depends on values or on how many
@@ -37,21 +37,21 @@ from recompute.substitution.settings import checkpoint_switch, names_in
 
 
 class Conditions(NamedTuple):
-    """Under which a forward is looked at."""
+    """The conditions under which a forward is traced."""
 
     training: bool = True
     """In training gradients are on and autocast is off, else the other way round: a forward may ask for either."""
     rows: tuple[int, int] | None = (2, 3)
-    """The input is (*rows, width); None: of any rows."""
+    """The input is (*rows, width); None: it has any rows."""
     dtype: torch.dtype = torch.float32
-    """Of the input."""
+    """The dtype of the input."""
     parameters: torch.dtype = torch.float32
 
 
 def formula_of(module: nn.Module, conditions: Conditions) -> Formula | None:
-    """The formula of what ``module`` gives of its only argument; None if it has none.
+    """The formula of ``module``'s output; None if it has none. Forward takes one argument.
 
-    Under ``looking_once`` modules that are alike are looked at once.
+    Under ``looking_once`` one of several modules that are alike is traced.
     """
     if is_decorated(module) and getattr(vars(module).get(RUNNER), "runner", module) is not None:
         return None  # its forward runs a policy of its own
@@ -60,13 +60,13 @@ def formula_of(module: nn.Module, conditions: Conditions) -> Formula | None:
         return _formula_of(module, conditions)
     key = conditions, _likeness(module)
     if key not in known:
-        known[key] = _formula_of(module, conditions), module  # which stays, so that nothing else gets the id of a part
+        known[key] = _formula_of(module, conditions), module  # it stays, so that nothing else gets the id of a part
     return known[key][0]
 
 
 @contextmanager
 def looking_once() -> Iterator[None]:
-    """Inside, nothing changes what modules compute: ``formula_of`` may look at one for all that are alike."""
+    """Inside, nothing changes what modules compute: ``formula_of`` may trace one for all that are alike."""
     if _known.get() is not None:
         yield
         return
@@ -88,8 +88,8 @@ def is_decorated(module: nn.Module) -> bool:
 def _likeness(module: nn.Module) -> Hashable:
     """Equal for modules that compute the same: they have a class and all settings in common, and parts that are alike.
 
-    Parameters and buffers are alike if their types, dtypes and shapes are. What is neither these nor a plain value has
-    to be one object.
+    Parameters and buffers are alike if their types, dtypes and shapes are. Any other attribute that is no plain value
+    has to be the same object.
     """
     given = {name: value for name, value in vars(module).items() if name not in _PARTS}
     tensors = [
@@ -201,7 +201,7 @@ def _looking(training: bool) -> Iterator[None]:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.set_grad_enabled(training))
         fakes = logging.getLogger("torch._subclasses.fake_tensor")
-        stack.enter_context(swapped(fakes, "disabled", True))  # it tells of widths that do not fit
+        stack.enter_context(swapped(fakes, "disabled", True))  # it logs widths that do not fit
         for device in ("cpu", "cuda"):
             torch.set_autocast_enabled(device, not training)
         torch.set_autocast_cache_enabled(False)
@@ -209,18 +209,18 @@ def _looking(training: bool) -> Iterator[None]:
 
 
 class _Taken:
-    """A graph, and the tensors that it is given. It stands for what the graph gives."""
+    """A graph, and the tensors that it is given. It takes the place of the graph's outputs."""
 
     def __init__(self, graph: fx.Graph, given: Sequence[Any]):
         self.graph, self.given = graph, given
 
 
 class _Untold(Exception):
-    """A graph does not tell all that forward does. It goes no further than this module."""
+    """A graph does not show all that forward does. No other file sees this exception."""
 
 
 class _Graphs(GuardedCalls):
-    """The graphs that were taken of a forward. Their guards tell whether one is that of another module, too."""
+    """The graphs that were taken of a forward. Their guards tell whether one fits another module, too."""
 
     MOST = 64
 
@@ -230,14 +230,14 @@ class _Graphs(GuardedCalls):
 
 
 _graphs: dict[Any, _Graphs] = {}
-"""By the forward that they are of."""
+"""Graphs by the forward that they were taken of."""
 _lock = threading.RLock()
 
 
 def _graph_of(module: nn.Module, x: Tensor) -> _Taken | None:
-    """What torch's frontend takes of a module's forward, if that is all that it returns; None if it takes nothing.
+    """The graph that torch's frontend takes of a module's forward; None if it takes none, or not all of forward.
 
-    No forward runs, but for what packs the outputs of its graph.
+    No forward runs, except the code that packs the outputs of the graph.
     """
     forward = base_of(module).forward
     call: tuple[Any, tuple, dict] = MethodType(forward, module), (x,), {}

@@ -17,6 +17,8 @@ from recompute.compiled.runner import Forward
 from recompute.engine.dtensors import has_layout
 from recompute.engine.thread_state import is_fake, local
 from recompute.errors import warn
+from recompute.kernels.linear_cross_entropy import held_nbytes
+from recompute.kernels.linears import autocast_dtype, cast, check_dtypes
 from recompute.substitution.head_operands import LossObserver
 from recompute.substitution.held_memory import HeldMemory
 from recompute.substitution.kernel_runner import (
@@ -40,7 +42,7 @@ class KernelHeadRunner(KernelRunner):
     observe_logits: Callable[[], None] | None = field(default=None, init=False)
     """Called whenever logits are computed because something other than a loss reads them."""
     _readers: list[str] = field(default_factory=list, init=False)
-    """The functions that did."""
+    """The names of these functions."""
 
     def _what(self) -> str:
         room = "" if self.logits_bytes is None else f", with {humanize(self.logits_bytes)} for logits"
@@ -52,8 +54,6 @@ class KernelHeadRunner(KernelRunner):
         return f"{note}; logits were made for {readers}" if readers else note
 
     def run_kernel(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        from recompute.kernels.linears import autocast_dtype, cast, check_dtypes
-
         if (is_fake() and not local.simulates_cuda) or not is_plain_linear(module):
             return forward(*args, **kwargs)
         if type(module.weight) not in PLAIN_TENSORS:
@@ -81,38 +81,34 @@ class KernelHeadRunner(KernelRunner):
     def run_plain(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         if torch.is_grad_enabled() or torch.is_inference_mode_enabled() or is_transformed():
             return forward(*args, **kwargs)
-        if torch.compiler.is_compiling() or (self.fallback is not None and not self.is_where_kernels_are(args, kwargs)):
+        if torch.compiler.is_compiling():
             return forward(*args, **kwargs)
-        return self.run_kernel(module, forward, args, kwargs)  # as of a model that others are compared with
+        return self.run_kernel(module, forward, args, kwargs)  # as for a reference model
 
     def _count(self, hidden: Tensor, weight: Tensor, logits_nbytes: int) -> None:
         """Count a loss that was computed without logits. With them it would hold ``logits_nbytes``."""
-        from recompute.kernels.linear_cross_entropy import held_nbytes
-
         kernels = HeldMemory(held_nbytes(hidden, weight, self.logits_bytes), 0, holds_input=True)
         self.held.count_known(hidden, kernels, HeldMemory(logits_nbytes, 0, holds_input=weight.requires_grad))
 
 
 def is_head(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether kernels compute losses of what ``module`` gives. FSDP has gathered a sharded weight when it runs."""
+    """Whether kernels compute losses in place of ``module``. When it runs, FSDP has gathered a sharded weight."""
     return is_plain_linear(module) and (type(module.weight) in PLAIN_TENSORS or has_layout(module.weight))
 
 
 def why_no_head(module: nn.Module) -> str:
-    """Of a module that is none."""
+    """Why ``module`` is no head."""
     if not is_plain_linear(module):
         return f"a {type(module).__name__}, or has hooks; expected a plain nn.Linear"
     return f"a Linear whose weight is a {type(module.weight).__name__}, which no kernel takes"
 
 
 def held_by_loss(logits: Tensor, weight: Tensor, logits_bytes: float | None = None) -> int:
-    """The bytes that the loss of a head holds until backward without its logits, beside what it is given.
+    """The bytes that a head's loss holds until backward, beside its arguments, if it is computed without the logits.
 
-    logits: those of the head, (..., V), on any device. weight: (V, H).
+    logits: the head's, (..., V), on any device. weight: (V, H).
     logits_bytes: the memory for logits, as ``linear_cross_entropy`` takes it.
     """
-    from recompute.kernels.linear_cross_entropy import held_nbytes
-
     hidden = torch.empty((*logits.shape[:-1], weight.shape[1]), dtype=logits.dtype, device="meta")
     return held_nbytes(hidden, weight, logits_bytes)
 
@@ -125,5 +121,5 @@ def _warn_of_logits(name: str) -> None:
     )
 
 
-# As torch._dynamo.assume_constant_result does, which would load the compiler: it is called when code is compiled.
+# torch._dynamo.assume_constant_result does this, too, but loads the compiler. It is called when code is compiled.
 _warn_of_logits._dynamo_marked_constant = True  # type: ignore[attr-defined]

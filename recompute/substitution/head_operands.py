@@ -1,4 +1,4 @@
-"""What a language model's head computes logits from, and what is done to these before a loss."""
+"""The operands of a language model's head, and the operations on its logits before a loss."""
 
 from __future__ import annotations
 
@@ -8,25 +8,27 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from recompute.kernels.scores import Scores, scored
+
 LossCounter = Callable[[Tensor, Tensor, int], None]
 """Called after each loss with the Linear's input, its weight, and the bytes that the loss did not need to hold."""
 
 LossObserver = Callable[[Tensor | None, Tensor, int], None]
 """Called with the arg-max of each token, (tokens,), its target, (tokens,), and ``ignore_index``.
 
-Where it is no cross-entropy that was computed, the arg-max is None."""
+The arg-max is None if the loss was no cross-entropy."""
 
 
 @dataclass(frozen=True)
 class HeadOperands:
-    """What logits are computed from: a Linear's operands, the scale of its output, and a cap on that, if any."""
+    """The operands of logits: those of a Linear, the scale of its output, and a cap on that, if any."""
 
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
     thin: Tensor | None = None
     up: Tensor | None = None
-    """What an adapter on the head adds the product of, as ``linear_cross_entropy`` takes it."""
+    """An adapter on the head adds the product of ``thin`` and ``up``, as ``linear_cross_entropy`` takes them."""
     observe: LossObserver | None = None
     count: LossCounter | None = None
     logits_bytes: int | None = None
@@ -37,29 +39,29 @@ class HeadOperands:
     tanh_nbytes: int = 0
     """The bytes that the tanh would hold for backward."""
     temperature: float = 1.0
-    """What capped logits are divided by."""
+    """The divisor of capped logits."""
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
         return self.hidden, self.weight, self.bias, self.thin, self.up
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> HeadOperands:
-        """Of the rows that ``move`` makes of these, (..., any)."""
+        """The same head on the rows that ``move`` returns, (..., any)."""
         return replace(self, hidden=move(self.hidden), thin=None if self.thin is None else move(self.thin))
 
     def settled(self) -> HeadOperands:
-        """With a divisor, which might have become a cap, in the scale."""
+        """The same head. A divisor that might have become a cap is now part of the scale."""
         if self.cap_steps != 1 or self.cap is None:
             return self
         return replace(self, cap_steps=0, cap=None, scale=self.scale / self.cap)
 
     def plus(self, bias: Tensor) -> HeadOperands:
-        """With a vector added to the logits."""
+        """The same head with a vector added to the logits."""
         added = (bias.reshape(-1) if self.scale == 1 else bias.reshape(-1) / self.scale).to(self.weight.dtype)
         return replace(self, bias=added if self.bias is None else self.bias + added)
 
     def adapted(self, other: HeadOperands) -> HeadOperands:
-        """With the logits of another head added, whose input is thinner."""
+        """The same head with the logits of another one added. The other's input is thinner."""
         ratio = other.scale / self.scale
         thin = (other.hidden if ratio == 1 else other.hidden * ratio).to(self.hidden.dtype)
         up = other.weight.to(self.weight.dtype)
@@ -69,8 +71,6 @@ class HeadOperands:
         return head if other.bias is None else head.plus(other.bias * other.scale)
 
     def scored(self, logits: Tensor) -> Tensor:
-        """What a softmax is taken of, in float32 (float64 of float64)."""
-        from recompute.kernels.scores import Scores, scored
-
+        """The scores that a softmax takes, in float32 (float64 for float64)."""
         head = self.settled()
         return scored(logits, Scores.of(head.scale, head.cap or 0.0, head.temperature))

@@ -30,13 +30,13 @@ from recompute.engine.thread_state import local
 from recompute.kernels.linears import autocast_dtype
 
 Compute = Callable[..., Any]
-"""What a module, or the kernels in its place, compute from tensors of rows."""
+"""A module's computation on a tensor of rows, or that of the kernels in its place."""
 
 _ROWS = 16  # the first dry run has so many; the second has twice as many
 
 
 class HeldMemory(NamedTuple):
-    """What is alive after forward because backward needs it, without parameters."""
+    """The bytes that are alive after forward because backward needs them, without parameters."""
 
     fixed_nbytes: int
     """Bytes that do not depend on the number of rows."""
@@ -50,7 +50,7 @@ class HeldMemory(NamedTuple):
 
 
 class KernelAndEager(NamedTuple):
-    """What the kernels hold, and what the module's own code would hold."""
+    """The memory that the kernels hold, and that the module's own code would hold."""
 
     kernels: HeldMemory
     eager: HeldMemory
@@ -66,29 +66,27 @@ class HeldMemoryCounter:
     def count(
         self,
         kind: tuple[Any, ...],
-        inputs: Sequence[Tensor],
+        x: Tensor,
         weights: Sequence[Tensor | None],
         kernels: Compute,
         as_written: Compute,
     ) -> None:
-        """Count a run of ``kernels(*inputs)``, which is about to come.
+        """Count a run of ``kernels(x)``, which is about to come.
 
         Args:
             kind: names the code that this stands in for. Equal kinds hold the same for inputs and weights that are
                 alike.
-            inputs: (..., width) each. The others have the shape and the dtype of the first.
-            weights: what the code reads beside them.
-            kernels, as_written: compute the result by the kernels, and by the module's own code, from as many tensors
-                of (rows, width) as there are inputs.
+            x: (..., width).
+            weights: what the code reads beside it.
+            kernels, as_written: compute the result by the kernels, and by the module's own code, of (rows, width).
         """
         if not _is_counted():
             return
-        x = inputs[0]
         trains = x.requires_grad, *[each is not None and each.requires_grad for each in weights]
         autocast = autocast_dtype(x.device.type) if torch._C._is_any_autocast_enabled() else None
         key = kind, x.dtype, x.shape[-1:], trains, autocast
         if key not in self._known:
-            self._known[key] = _measured(key, inputs, weights, kernels, as_written)
+            self._known[key] = _measured(key, x, weights, kernels, as_written)
         held = self._known[key]
         if held is not None:
             self._add(x, held)
@@ -124,37 +122,36 @@ _measurements: dict[Hashable, KernelAndEager | None] = {}
 
 
 def _measured(
-    key: Hashable, inputs: Sequence[Tensor], weights: Sequence[Tensor | None], kernels: Compute, as_written: Compute
+    key: Hashable, x: Tensor, weights: Sequence[Tensor | None], kernels: Compute, as_written: Compute
 ) -> KernelAndEager | None:
-    """What dry runs tell; None where tensors without values cannot stand for these."""
-    x = inputs[0]
+    """The result of dry runs; None where tensors without values cannot stand for these."""
     given = [each for each in (x, *weights) if each is not None]
     if any(type(each) not in PLAIN or each.is_meta for each in given) or not all(x.shape[-1:] or (0,)):
         return None
     key = key, x.device.type, *[(each.shape, each.dtype) for each in given[1:]]
     if key not in _measurements:
         try:
-            _measurements[key] = KernelAndEager(*(_dry_runs(each, x, len(inputs)) for each in (kernels, as_written)))
+            _measurements[key] = KernelAndEager(_dry_runs(kernels, x), _dry_runs(as_written, x))
         except Exception:
             # A user's forward may raise anything on tensors without values. Training goes on, and counts less.
             _measurements[key] = None
     return _measurements[key]
 
 
-def _dry_runs(compute: Compute, like: Tensor, inputs: int) -> HeldMemory:
+def _dry_runs(compute: Compute, like: Tensor) -> HeldMemory:
     with _without_values(like):
-        (few, holds_input), (many, _) = (_dry_run(compute, like, inputs, rows) for rows in (_ROWS, 2 * _ROWS))
+        (few, holds_input), (many, _) = (_dry_run(compute, like, rows) for rows in (_ROWS, 2 * _ROWS))
     a_row = (many - few) // _ROWS
     return HeldMemory(few - _ROWS * a_row, a_row, holds_input)
 
 
-def _dry_run(compute: Compute, like: Tensor, inputs: int, rows: int) -> tuple[int, bool]:
-    """How many bytes of what ``compute`` makes its graph holds, and whether the graph holds the first input."""
+def _dry_run(compute: Compute, like: Tensor, rows: int) -> tuple[int, bool]:
+    """How many of the bytes that ``compute`` allocates its graph holds, and whether the graph holds the input."""
     leaf = torch.empty(rows, like.shape[-1], dtype=like.dtype, device=like.device, requires_grad=like.requires_grad)
     x = leaf * 1  # no leaf, since a graph holds its leaves anyway
     known = StorageWeakRef(x.untyped_storage())
     with _NewStorages() as new:
-        outputs = tree_leaves(compute(x, *(x.clone() for _ in range(inputs - 1))))
+        outputs = tree_leaves(compute(x))
     # Sums hold nothing. Before torch 2.13 the node of a custom Function does not keep its graph alive.
     graph = [each.sum() for each in outputs if isinstance(each, Tensor) and each.requires_grad]
     del x, outputs

@@ -39,13 +39,13 @@ class KernelRunner(Runner, ABC):
     compiled_region: CompiledRegion | None = field(default=None, init=False)
     """Applies the rule in compiled code; None where a runner around this one does."""
     compresses: bool = field(default=False, init=False)
-    """Whether the kernels hold as codes of 8 bits what tolerates rounding."""
+    """Whether the kernels save tensors that tolerate rounding as codes of 8 bits."""
     tile: int | None = field(default=None, init=False)
     """The tokens that kernels compute at a time where they can; None: all."""
     has_mlp = False
     """Whether it computes an MLP by a kernel, which may do so in tiles of tokens."""
     wants_tape = False
-    """Whether a tape around the kernels holds less, of what is not theirs, than the kernels alone."""
+    """Whether a tape around the kernels saves fewer of the other tensors than autograd does by itself."""
 
     def __post_init__(self) -> None:
         self.held = HeldMemoryCounter(self.statistics)
@@ -56,7 +56,7 @@ class KernelRunner(Runner, ABC):
 
     @abstractmethod
     def _what(self) -> str:
-        """What runs, for explanations."""
+        """The name of the kernels, for explanations."""
 
     @abstractmethod
     def run_kernel(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
@@ -66,20 +66,21 @@ class KernelRunner(Runner, ABC):
         """The same, for ``torch.compile`` to trace in training."""
         return self.run_kernel(module, forward, args, kwargs)
 
+    def run(self, module: Any, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        if self.fallback is not None and not self.is_where_kernels_are(args, kwargs):
+            return self.fallback.run(module, forward, args, kwargs)
+        return super().run(module, forward, args, kwargs)
+
     def run_training(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         for value in (*args, *kwargs.values()):
             if isinstance(value, Tensor) and has_layout(value):
                 return self._run_on_dtensors(module, forward, args, kwargs)
-        if self.fallback is not None and not self.is_where_kernels_are(args, kwargs):
-            return self.fallback.run(module, forward, args, kwargs)
         self.statistics.dropped_outputs = []
         return self.run_kernel(module, forward, args, kwargs)
 
     def run_compiled(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         if is_transformed():
             return forward(*args, **kwargs)
-        if self.fallback is not None and not self.is_where_kernels_are(args, kwargs):
-            return self.fallback.run(module, forward, args, kwargs)
         if self.compiled_region is None:
             return self.run_kernel_compiled(module, forward, args, kwargs)
         return self.compiled_region.run(self.run_kernel_compiled, (module, forward, args, kwargs), {})
@@ -89,8 +90,6 @@ class KernelRunner(Runner, ABC):
             return forward(*args, **kwargs)
         if not torch.compiler.is_compiling():
             return self.run_training(module, forward, args, kwargs)  # training and inference compute the same
-        if self.fallback is not None and not self.is_where_kernels_are(args, kwargs):
-            return self.fallback.run(module, forward, args, kwargs)
         return self.run_kernel(module, forward, args, kwargs)
 
     def _run_on_dtensors(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
@@ -108,15 +107,26 @@ class KernelRunner(Runner, ABC):
     def compute(
         self,
         kind: tuple[Any, ...],
-        inputs: Sequence[Tensor],
+        x: Tensor,
         weights: Sequence[Tensor | None],
         kernels: Compute,
         as_written: Compute,
     ) -> Any:
-        """``kernels(*inputs)``, with what they hold for backward counted: see ``HeldMemoryCounter.count``."""
-        self.held.count(kind, inputs, weights, kernels, as_written)
+        """``kernels(x)``, with what they hold for backward counted: see ``HeldMemoryCounter.count``."""
+        self.held.count(kind, x, weights, kernels, as_written)
         with CreditedTo(self.statistics):
-            return kernels(*inputs)
+            return kernels(x)
+
+
+class PlainRunner(Runner):
+    """Runs forward as it is: in the place of a kernel off CUDA, where a tape around sees the module's ops."""
+
+    def __init__(self, statistics: RegionStatistics, note: str = "its ops are on the tape around it"):
+        self.statistics = statistics
+        self.note = note
+
+    def run(self, module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        return forward(*args, **kwargs)
 
 
 class CreditedTo:
@@ -162,7 +172,7 @@ def is_plain_linear(module: nn.Module | None) -> TypeGuard[nn.Linear]:
 def is_hooked(module: nn.Module) -> bool:
     """Whether calling ``module`` does more than its class's forward does."""
     return bool(
-        not callable(module.forward)  # torch's frontend makes a guard of this, and none of what ``vars`` has
+        not callable(module.forward)  # torch's frontend guards this, and nothing in ``vars``
         or "forward" in vars(module)
         or type(module).__call__ is not nn.Module.__call__
         or module._forward_hooks

@@ -11,10 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from recompute.kernels.linear_divergence import linear_divergence
+from recompute.kernels.linear_log_probs import linear_log_probs
+from recompute.kernels.loss_settings import wide_dtype
 from recompute.substitution.by_rows import by_rows
 from recompute.substitution.class_loss import class_loss
 from recompute.substitution.head_operands import HeadOperands, LossCounter, LossObserver
-from recompute.substitution.lazy_moved import PERMUTATIONS, permuted
+from recompute.substitution.lazy_moved import PERMUTATIONS, ROWS, permuted, rows_of
 from recompute.substitution.lazy_rows import (
     GATHERS,
     LOGSUMEXPS,
@@ -27,7 +30,6 @@ from recompute.substitution.lazy_rows import (
 from recompute.substitution.lazy_tensors import (
     PRODUCTS,
     RESHAPES,
-    ROWS,
     LazyTensor,
     cast_dtype,
     fixed,
@@ -35,7 +37,6 @@ from recompute.substitution.lazy_tensors import (
     is_last,
     mode_of,
     outline,
-    rows_of,
     values_of,
 )
 from recompute.substitution.word_terms import ADDITIONS, DIVISIONS, SOFTMAXES
@@ -51,11 +52,11 @@ class LazyLogits(LazyTensor):
 
     _head: HeadOperands
     _family: list[weakref.ref[LazyTensor]]
-    """All that is lazy and was made from the output of one run of the head."""
+    """All lazy tensors that were made from the output of one run of the head."""
     _entropies: Tensor | None
-    """Those that came with log-probabilities."""
+    """The entropies that came with log-probabilities."""
     _detached: Callable[[], LazyLogits | None]
-    """What ``constant`` has returned, as long as somebody has it."""
+    """Returns the result of ``constant``, as long as somebody has it."""
 
     @staticmethod
     def of(
@@ -86,12 +87,11 @@ class LazyLogits(LazyTensor):
 
     @property
     def family_trains(self) -> bool:
-        """Whether a backward may come to this or to what it was made from."""
+        """Whether a backward may come to this or to a tensor that it was made from."""
         members = [reference() for reference in self._family]
         return any(each is not None and each.requires_grad for each in members)
 
     def join_family(self, made: LazyTensor) -> None:
-        """Have it computed before the logits change."""
         self._family.append(weakref.ref(made))
 
     def pass_by(self) -> None:
@@ -155,9 +155,7 @@ class LazyLogits(LazyTensor):
         return found.to(self.dtype) if found.is_floating_point() else found
 
     def _sums(self) -> Tensor:
-        """The sum of each row's logits, in float32: of a product it is the product with a sum."""
-        from recompute.kernels.loss_settings import wide_dtype
-
+        """The sum of each row's logits, in float32: the sum of a product is a product with a sum."""
         wide = wide_dtype(self._head.hidden)
         hidden, weight, bias, *adapter = self.operands
         pairs = [(hidden, weight), *([tuple(adapter)] if adapter else [])]
@@ -182,7 +180,7 @@ class LazyLogits(LazyTensor):
         return self._head.scored(logits).reshape(words.shape)
 
     def _plus(self, function: Any, one: Any, other: Any) -> Any:
-        """Logits and a vector, as BART adds, or and those of a thinner head, as a LoRA adapter gives."""
+        """Logits plus a vector, as BART adds, or plus those of a thinner head, as a LoRA adapter has."""
         head = self._head.settled()
         if head.cap_steps or not all(isinstance(each, Tensor) for each in (one, other)):
             return NotImplemented
@@ -213,7 +211,7 @@ class LazyLogits(LazyTensor):
             return self._then(Tensor.detach, self._head)
 
     def constant(self) -> LazyLogits:
-        """These, as what is made of them where gradients are off sees them: they give none, wherever that is used."""
+        """These logits without a gradient, for what is made where gradients are off, wherever it is used."""
         found = self._detached() if self.requires_grad else self
         if found is None:
             found = self._without_gradients()
@@ -244,7 +242,7 @@ class LazyLogits(LazyTensor):
         return self._then(lambda value: function(value, *rest, **kwargs), head)
 
     def of_leading(self, order: list[int]) -> Any:
-        """With the leading dimensions in another order."""
+        """The same with its leading dimensions in another order."""
         if order == sorted(order):
             return self
         head = self._head.moved(lambda rows: rows.permute(*order, -1))
@@ -286,7 +284,7 @@ class LazyLogits(LazyTensor):
         return self._then(lambda value: function(value, *rest), head)
 
     def loss(self, function: Any, dim: int, *args: Any, **kwargs: Any) -> Any:
-        """``cross_entropy`` of logits whose words PyTorch has in dimension ``dim``; or NotImplemented."""
+        """``cross_entropy`` of logits, with the words in PyTorch's dimension ``dim``; or NotImplemented."""
         dtype = self.dtype
         if mode_of(self.device)[1] and dtype is not torch.float64:
             dtype = torch.float32  # of PyTorch's log-probabilities and loss under autocast
@@ -306,9 +304,7 @@ class LazyLogits(LazyTensor):
         return head.moved(lambda rows: rows.reshape(-1, rows.shape[-1]))
 
     def divergence(self, other: LazyLogits, kind: str, beta: float) -> Any:
-        """That of this and the other, (...), as ``KnownSum`` has it; NotImplemented for what no kernel computes."""
-        from recompute.kernels.linear_divergence import linear_divergence
-
+        """The divergence of the two, (...), as ``KnownSum`` defines it; NotImplemented if no kernel computes it."""
         student, teacher = (self, other) if self.requires_grad else (other, self)
         if kind == "kl":
             kind = "reverse_kl" if student is self else "forward_kl"
@@ -345,8 +341,6 @@ class LazyLogits(LazyTensor):
 
     def log_probs(self, target: Tensor, *, ignore_index: int = -100) -> Tensor:
         """The log-probabilities of targets, (...) or (..., K). The entropies stay for whoever asks for them."""
-        from recompute.kernels.linear_log_probs import linear_log_probs
-
         settings = self.score_settings()
         assert settings is not None, "nothing lazy is made within a cap's steps"
         hidden, weight, bias, *adapter = self.operands
@@ -368,7 +362,7 @@ class LazyLogits(LazyTensor):
         return log_probs
 
     def entropies(self) -> Tensor:
-        """(...). Its backward is one with that of the log-probabilities, if these were asked for."""
+        """(...). They share a backward with the log-probabilities, if these were asked for."""
         trains = torch.is_grad_enabled() and self.requires_grad
         if self._entropies is None or (trains and not self._entropies.requires_grad):
             self.log_probs(torch.zeros(self.shape[:-1], dtype=torch.int64, device=self.device))

@@ -1,4 +1,4 @@
-"""A head's output, or what is made of it, whose words are in another dimension than the last."""
+"""A head's output, or a function of it, with its words in another dimension than the last."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ PERMUTATIONS = frozenset(
     for space in (Tensor, torch)
     if hasattr(space, name)
 ) | {each.__get__ for each in _TRANSPOSES}
+_UNBINDS = frozenset({Tensor.unbind, torch.unbind})  # which iterating over a tensor calls
+_CHUNKS = frozenset({Tensor.chunk, torch.chunk})
+ROWS = _UNBINDS | _CHUNKS | {Tensor.split, torch.split}
 _LOSSES = frozenset({F.cross_entropy, F.nll_loss})
 _SAME_SHAPE = (
     PRODUCTS | DIVISIONS | {Tensor.float, Tensor.to, Tensor.contiguous, Tensor.detach, Tensor.tanh, torch.tanh}
@@ -25,12 +28,12 @@ _SAME_SHAPE = (
 
 
 class LazyMoved(LazyTensor):
-    """What a cross-entropy takes of several dimensions: its classes are in the second."""
+    """Logits of several dimensions as a cross-entropy takes them, with the classes in the second one."""
 
     _rows: Any
     """``LazyLogits`` or ``LazyRows``, which import this file: the words are in their last dimension."""
     _dim: int
-    """Where the words are here."""
+    """The dimension of the words here."""
 
     @staticmethod
     def of(rows: Any, dim: int) -> Any:
@@ -39,13 +42,9 @@ class LazyMoved(LazyTensor):
             return rows
         shape = (*rows.shape[:dim], rows.shape[-1], *rows.shape[dim:-1])
         compute = lambda: rows.value().movedim(-1, dim)  # noqa: E731
-        made = LazyMoved(shape, rows.operands, compute, rows.dtype, rows._sources)
+        made = LazyMoved(shape, rows.operands, compute, rows.dtype, rows._sources, (rows,))
         made._rows, made._dim = rows, dim
-        rows.join_family(made)
         return made
-
-    def pass_by(self) -> None:
-        self._rows.pass_by()
 
     def before_change(self) -> None:
         self._rows.before_change()
@@ -69,7 +68,7 @@ class LazyMoved(LazyTensor):
 
 
 def as_constant(rows: Any) -> Any:
-    """What is lazy as code without gradients sees it: it gives none, wherever that is used."""
+    """``rows`` as code without gradients sees it: without one, wherever the result is used."""
     trains = isinstance(rows, LazyTensor) and rows.requires_grad
     return rows if torch.is_grad_enabled() or not trains else rows.fused(Tensor.detach, (rows,), {})
 
@@ -79,8 +78,20 @@ def permuted(rows: Any, function: Any, rest: tuple, kwargs: dict[str, Any]) -> A
     return _in_order(rows, _order(function, rows.dim(), rest, kwargs))
 
 
+def rows_of(tensor: Tensor, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """``function(tensor, *args, **kwargs)``, one of ``ROWS``, by indexing; or NotImplemented."""
+    size, *dims = (1, *args) if function in _UNBINDS else args or (None,)
+    if tensor.dim() < 2 or not isinstance(size, int) or size < 1 or [*dims, *kwargs.values()] not in ([], [0]):
+        return NotImplemented
+    if function in _CHUNKS:
+        size = -(-len(tensor) // size) or 1
+    if function in _UNBINDS:
+        return tuple([tensor[row] for row in range(len(tensor))])
+    return tuple([tensor[first : first + size] for first in range(0, max(len(tensor), 1), size)])
+
+
 def _order(function: Any, dims: int, rest: tuple, kwargs: dict[str, Any]) -> list[int]:
-    """Which dimension comes in each place."""
+    """The dimension that comes in each place."""
     return [size - 1 for size in outline(function, range(1, dims + 1), rest, kwargs).shape]
 
 

@@ -1,7 +1,7 @@
-"""What people write on a head's logits, computed without them: softmaxes, what is made of these, and their sums.
+"""Computes what people write on a head's logits without the logits: softmaxes, functions of these, and their sums.
 
-``log_softmax(logits)``, ``softmax(logits)`` and elementwise functions of both are lazy as the logits are. What gives a
-few numbers a row is computed from the heads' inputs and weights. There are kernels for
+``log_softmax(logits)``, ``softmax(logits)`` and elementwise functions of both are lazy as the logits are. Functions
+that return a few numbers a row are computed from the heads' inputs and weights. There are kernels for
 
     log_softmax(logits, -1).gather(-1, index)                    the log-probability of each index
     -(softmax(logits, -1) * log_softmax(logits, -1)).sum(-1)     the entropy
@@ -9,8 +9,8 @@ few numbers a row is computed from the heads' inputs and weights. There are kern
     beta * KL(q, m) + (1 - beta) * KL(p, m)                      theirs from a mixture m, however it is written
     (p - q).abs().sum(-1)                                        their total variation
 
-All else is computed from logits of a few rows at a time, which backward makes again; also where other tensors, as a
-teacher's logits, take part. Functions that are not in these tables get the values, and so make the logits.
+All else is computed from logits of a few rows at a time, which backward makes again. Other tensors, as a teacher's
+logits, may take part. Functions that are not in the tables below get the values, and so make the logits.
 """
 
 from __future__ import annotations
@@ -25,28 +25,24 @@ from torch.nn import functional as F
 
 from recompute.substitution.by_rows import beside_rows, by_rows, one_like
 from recompute.substitution.class_loss import class_loss
-from recompute.substitution.lazy_moved import PERMUTATIONS, as_constant, permuted
+from recompute.substitution.lazy_moved import PERMUTATIONS, ROWS, as_constant, permuted, rows_of
 from recompute.substitution.lazy_tensors import (
     MOST_WORDS,
     MOVES,
     PRODUCTS,
     RESHAPES,
-    ROWS,
     LazyTensor,
     cast_dtype,
     fixed,
     gathered_words,
     is_last,
-    rows_of,
     values_of,
 )
 from recompute.substitution.word_terms import (
-    ABSOLUTES,
     ADDITIONS,
     DIFFERENCES,
     DIVISIONS,
-    EXPONENTIALS,
-    LOGARITHMS,
+    ELEMENTWISE,
     NEGATIONS,
     Terms,
     combined,
@@ -67,14 +63,12 @@ REDUCTIONS = TOTALS | LOGSUMEXPS | {Tensor.argmax, torch.argmax, Tensor.amax, to
 """Functions that make one number of a row."""
 _SUMS = frozenset({Tensor.sum, torch.sum})
 _LINEAR = PRODUCTS | NEGATIONS | ADDITIONS | DIFFERENCES | DIVISIONS
-_OTHERS = frozenset({Tensor.__rsub__, Tensor.square, torch.square, torch.logaddexp})
-_ELEMENTWISE = _LINEAR | EXPONENTIALS | LOGARITHMS | ABSOLUTES | _OTHERS
 _NO_WORD = -(2**62)
 """No index is ignored: PyTorch's ``gather`` refuses what is out of bounds."""
 
 OfRows = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
-"""Makes rows of what is lazy, (rows, V), from rows of the logits of each head, in float32 (float64 of float64), and
-from rows of each other tensor."""
+"""Makes rows of a lazy tensor, (rows, V), from rows of each head's logits, in float32 (float64 for float64), and from
+rows of each other tensor."""
 
 
 class LazyRows(LazyTensor):
@@ -87,7 +81,7 @@ class LazyRows(LazyTensor):
     _make: OfRows
     operands: list[Any]
     _terms: Terms | None
-    """What the elements are, by the logits; None for what is no such sum."""
+    """The elements as a sum of terms, by the logits; None if they are no such sum."""
 
     @staticmethod
     def of(
@@ -104,16 +98,10 @@ class LazyRows(LazyTensor):
             logits, terms = constants, renamed(terms, names)
         sources = [tensor for each in logits if each.requires_grad for tensor in each._sources]
         operands = [*(tensor for each in logits for tensor in each.operands), *others]
-        made = LazyRows(tuple(logits[0].shape), operands, compute, dtype, sources)
+        made = LazyRows(tuple(logits[0].shape), operands, compute, dtype, sources, logits)
         made._logits, made._make, made._terms, made._others = tuple(logits), make, terms, tuple(others)
         made.operands = operands
-        made.join_family(made)
         return made
-
-    def join_family(self, made: LazyTensor) -> None:
-        """Have it computed before the logits change."""
-        for each in self._logits:
-            each.join_family(made)
 
     @staticmethod
     def of_softmax(logits: Any, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -131,10 +119,6 @@ class LazyRows(LazyTensor):
             *(dtype, of_softmax(function, id(logits))),
         )
 
-    def pass_by(self) -> None:
-        for each in self._logits:
-            each.pass_by()
-
     def before_change(self) -> None:
         for each in self._logits:  # others are made of these, and have to keep the values from before the change
             each.before_change()
@@ -142,7 +126,7 @@ class LazyRows(LazyTensor):
     def fused(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if not all(each.is_lazy for each in self._logits):  # they are there, so use them
             return NotImplemented
-        if function in _ELEMENTWISE:
+        if function in ELEMENTWISE:
             return NotImplemented if kwargs else _combined(function, args)
         if function is F.kl_div:
             return _divergence(*args, **kwargs)
@@ -169,13 +153,13 @@ class LazyRows(LazyTensor):
         return self._reduced(function, args[1:], kwargs) if function in REDUCTIONS else NotImplemented
 
     def loss(self, function: Any, dim: int, *args: Any, **kwargs: Any) -> Any:
-        """``nll_loss`` of log-probabilities whose words PyTorch has in dimension ``dim``; or NotImplemented."""
+        """``nll_loss`` of log-probabilities, with the words in PyTorch's dimension ``dim``; or NotImplemented."""
         if function is not F.nll_loss or self._terms != of_softmax(F.log_softmax, id(self._logits[0])):
             return NotImplemented
         return class_loss(self._logits[0], dim, self.dtype, *args, **kwargs)
 
     def of_leading(self, order: list[int]) -> Any:
-        """With the leading dimensions in another order."""
+        """The same with its leading dimensions in another order."""
         return self._moved(Tensor.permute, (*order, len(order)), {})
 
     def _moved(self, function: Any, rest: tuple, kwargs: dict[str, Any]) -> Any:
@@ -231,7 +215,7 @@ class LazyRows(LazyTensor):
         return (found.sum() if is_total else found).to(self.dtype)
 
     def _known_sums(self) -> Any:
-        """Those that a kernel computes; or NotImplemented."""
+        """The sums over words, if a kernel computes them; or NotImplemented."""
         known = known_sum(self._terms, self.shape[-1], 4 * torch.finfo(self.dtype).eps)
         if known is None:
             return NotImplemented
@@ -252,14 +236,10 @@ class LazySum(LazyTensor):
     def of(rows: LazyRows, is_total: bool) -> LazySum:
         rows = as_constant(rows)
         shape = () if is_total else tuple(rows.shape[:-1])
-        made = LazySum(shape, rows.operands, lambda: rows.sums(is_total), rows.dtype, rows._sources)
+        made = LazySum(shape, rows.operands, lambda: rows.sums(is_total), rows.dtype, rows._sources, (rows,))
         made._rows, made._is_total = rows, is_total
         made.pass_by()
-        rows.join_family(made)
         return made
-
-    def pass_by(self) -> None:
-        self._rows.pass_by()
 
     def fused(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if kwargs or not all(each.is_lazy for each in self._rows._logits):
@@ -280,7 +260,7 @@ class LazySum(LazyTensor):
 
 
 class LazyStack(LazyTensor):
-    """Of what is lazy, for a ``logsumexp`` over it."""
+    """A stack of lazy tensors, for a ``logsumexp`` over it."""
 
     _parts: tuple[Tensor, ...]
     """Some of them are ``LazyRows``."""
@@ -294,16 +274,9 @@ class LazyStack(LazyTensor):
         parts, rows = ([as_constant(each) for each in group] for group in (parts, rows))
         operands, sources = ([one for each in rows for one in (each.operands, each._sources)[n]] for n in range(2))
         compute = lambda: torch.stack([values_of(each) for each in parts])  # noqa: E731
-        made = LazyStack((len(parts), *rows[0].shape), operands, compute, rows[0].dtype, sources)
+        made = LazyStack((len(parts), *rows[0].shape), operands, compute, rows[0].dtype, sources, rows)
         made._parts = tuple(parts)
-        for each in rows:
-            each.join_family(made)
         return made
-
-    def pass_by(self) -> None:
-        for each in self._parts:
-            if isinstance(each, LazyRows):
-                each.pass_by()
 
     def fused(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if function not in LOGSUMEXPS or (*args[1:], *kwargs.items()) not in ((0,), (("dim", 0),)):
@@ -313,7 +286,7 @@ class LazyStack(LazyTensor):
 
 
 def _combined(function: Any, args: tuple, terms: Terms | None = None) -> Any:
-    """``function(*args)``, elementwise, of what is lazy, of numbers and of tensors, still lazy; or NotImplemented."""
+    """``function(*args)``, elementwise, on lazy tensors, numbers and tensors, still lazy; or NotImplemented."""
     lazies = [each for each in args if isinstance(each, LazyRows)]
     if not all(each.shape == lazies[0].shape and all(one.is_lazy for one in each._logits) for each in lazies):
         return NotImplemented
@@ -348,7 +321,7 @@ def _divergence(
     reduction: str = "mean",
     log_target: bool = False,
 ) -> Any:
-    """``kl_div``: ``target * (log(target) - input)``, and what the reduction makes of it."""
+    """``kl_div``: ``target * (log(target) - input)``, and its reduction."""
     if (size_average, reduce) != (None, None):
         return NotImplemented
     of_input, of_target = (each._terms if isinstance(each, LazyRows) else None for each in (input, target))
@@ -360,7 +333,7 @@ def _divergence(
 
 
 def _number(argument: Any) -> Terms | None:
-    """Of a number, or of a tensor of one, for whose value this waits."""
+    """The terms of a number, or of a tensor with one element. This waits for its value."""
     if not isinstance(argument, Tensor):
         return number(argument)
     cannot_wait = argument.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -368,7 +341,7 @@ def _number(argument: Any) -> Terms | None:
 
 
 def highest_of(tensor: Any, function: Any, rest: tuple, kwargs: dict[str, Any]) -> Any:
-    """``topk(k)`` or ``max(dim)`` of a lazy tensor: where they are, and then a gather; or NotImplemented."""
+    """``topk(k)`` or ``max(dim)`` of a lazy tensor: first the indices, then a gather at these; or NotImplemented."""
     if function in (Tensor.max, torch.max):
         if not is_last(tensor, rest, kwargs):
             return NotImplemented

@@ -28,10 +28,6 @@ from recompute.engine.thread_state import local
 from recompute.errors import MutationError, UnsupportedError
 
 PRODUCTS = frozenset({Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul, torch.multiply})
-
-_UNBINDS = frozenset({Tensor.unbind, torch.unbind})  # which iterating over a tensor calls
-_CHUNKS = frozenset({Tensor.chunk, torch.chunk})
-ROWS = _UNBINDS | _CHUNKS | {Tensor.split, torch.split}
 RESHAPES = frozenset(
     getattr(space, name)
     for name in ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as")
@@ -64,9 +60,11 @@ class _Deferred:
         self._shape, self.compute, self._device = shape, compute, operands[0].device
         self._operands = tuple([(each, version_of(each)) for each in operands])
         self.mode = mode_of(self._device)
+        self.observe: Callable[[str], None] = lambda name: None
 
     def value(self) -> Tensor:
         self.check()
+        self.observe(_asking.name)
         with torch.set_grad_enabled(self.mode[0]), autocast_as(self.mode, self._device):
             return self.compute()
 
@@ -85,8 +83,8 @@ class _Deferred:
 class _Node(Function):
     """The autograd node of a lazy tensor.
 
-    Gradients come here from what was given the tensor past torch's own functions, as a custom ``autograd.Function`` is.
-    All other readers were given the values. Their backward frees the graph of these, so this one makes another.
+    Gradients come here from readers that got the tensor past torch's own functions, as a custom ``autograd.Function``
+    does. All other readers got the values. Their backward frees the graph of the values, so this one makes another.
     """
 
     @staticmethod
@@ -113,11 +111,11 @@ class _Asking(threading.local):
 
 
 _asking = _Asking()
-"""Which function has this thread compute values."""
+"""The function for which this thread computes values."""
 
 
 class _OfFunction(Function):
-    """Values that were made without gradients, of a lazy tensor that a Function then gave its gradient."""
+    """Passes on the gradient of values that were made without one, of a lazy tensor that a custom Function returned."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, lazy: Tensor) -> Tensor:
@@ -131,7 +129,7 @@ class _OfFunction(Function):
 def _unseen_by_compilers(function: Any) -> Any:
     """Compiled code that is given a lazy tensor breaks its graph where it calls this, and compiles nothing inside.
 
-    As ``torch.compiler.disable`` does, which would load the compiler.
+    ``torch.compiler.disable`` does this, too, but would load the compiler.
     """
 
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
@@ -147,13 +145,15 @@ class LazyTensor(Tensor):
     """None once there are the values."""
     _value: Tensor | None
     _mode: Mode
-    """What ``mode_of`` returned where this was made."""
+    """The result of ``mode_of`` where this was made."""
     _sources: Sequence[Tensor]
     """The tensors from which the values have a gradient."""
+    _parents: Sequence[LazyTensor]
+    """The lazy tensors that it was made of."""
     _is_passed_by: bool
-    """Whether a kernel has computed something of this without its values: the gradient of that does not come by."""
+    """Whether a kernel has computed something of this without its values: its gradient does not come by here."""
     _waiting: OrderedDict[int, Callable[[Tensor], Any]]
-    """Hooks that wait for backward to begin, and are the values' if there ever are any."""
+    """Hooks that wait for backward to begin. If values are computed, they get these hooks."""
 
     @staticmethod
     def __new__(
@@ -163,11 +163,13 @@ class LazyTensor(Tensor):
         compute: Callable[[], Tensor],
         dtype: torch.dtype | None = None,
         sources: Sequence[Tensor] | None = None,
+        parents: Sequence[LazyTensor] = (),
     ) -> Any:
         """operands: the tensors that ``compute`` reads. The result has the device of the first one.
 
         dtype: by default that of the first operand.
         sources: the tensors from which the result has a gradient; by default the operands.
+        parents: the lazy tensors that this is made of.
         """
         given = [each for each in operands if each is not None]
         like = given[0]
@@ -180,7 +182,9 @@ class LazyTensor(Tensor):
         trains = torch.is_grad_enabled() and any(each.requires_grad for each in sources)
         made: Any = _Node.apply(make, deferred, *sources) if trains else make()
         made._deferred, made._value, made._mode, made._sources = deferred, None, deferred.mode, sources
-        made._is_passed_by, made._waiting = False, OrderedDict()
+        made._is_passed_by, made._waiting, made._parents = False, OrderedDict(), parents
+        for each in parents:
+            each.join_family(made)
         return made
 
     def __init__(self, *_: Any, **__: Any):
@@ -188,7 +192,7 @@ class LazyTensor(Tensor):
 
     @property
     def trains(self) -> bool | None:
-        """Whether it has a gradient, from what it is made of; None where a custom ``autograd.Function`` returned it."""
+        """Whether it has a gradient from its operands; None where a custom ``autograd.Function`` returned it."""
         return None if self.requires_grad and not self._mode[0] else self.requires_grad
 
     @property
@@ -197,7 +201,7 @@ class LazyTensor(Tensor):
         return self._value is None
 
     def value(self) -> Tensor:
-        """What this stands for, computed when first asked for."""
+        """The values, computed when they are first asked for."""
         if self._value is None:
             assert self._deferred is not None, "it is there until there are values"
             self._value, was, self._deferred = self._deferred.value(), self.trains, None
@@ -219,19 +223,19 @@ class LazyTensor(Tensor):
 
     def tell(self, observe: Callable[[str], None]) -> None:
         """Have ``observe`` called when the values are computed, with the name of the function that asked for them."""
-        deferred = self._deferred
-        assert deferred is not None, "it has just been made"
-        compute = deferred.compute
-
-        def observed() -> Tensor:
-            observe(_asking.name)
-            return compute()
-
-        deferred.compute = observed
+        assert self._deferred is not None, "it has just been made"
+        self._deferred.observe = observe
 
     def pass_by(self) -> None:
         """Note that a kernel has computed something of this without its values."""
         self._is_passed_by = True
+        for each in self._parents:
+            each.pass_by()
+
+    def join_family(self, made: LazyTensor) -> None:
+        """Have ``made``, which was made of this, computed before the logits change that both come from."""
+        for each in self._parents:
+            each.join_family(made)
 
     def before_change(self) -> None:
         """Called when something is about to change this in place."""
@@ -291,7 +295,7 @@ class LazyTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """An op that torch's own functions did not see, as that of a compiled extension. ``_Node`` has its gradient."""
+        """Runs an op that came past torch's own functions, as a compiled extension's. ``_Node`` has its gradient."""
         if function._schema.is_mutable:
             raise UnsupportedError(
                 f"{function} was given the output of a module for which a kernel stands in, to change it in place. "
@@ -330,18 +334,6 @@ def cast_dtype(function: Any, rest: tuple, kwargs: dict[str, Any]) -> torch.dtyp
     return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else None
 
 
-def rows_of(tensor: Tensor, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """``function(tensor, *args, **kwargs)``, one of ``ROWS``, by indexing; or NotImplemented."""
-    size, *dims = (1, *args) if function in _UNBINDS else args or (None,)
-    if tensor.dim() < 2 or not isinstance(size, int) or size < 1 or [*dims, *kwargs.values()] not in ([], [0]):
-        return NotImplemented
-    if function in _CHUNKS:
-        size = -(-len(tensor) // size) or 1
-    if function in _UNBINDS:
-        return tuple([tensor[row] for row in range(len(tensor))])
-    return tuple([tensor[first : first + size] for first in range(0, max(len(tensor), 1), size)])
-
-
 def is_last(tensor: Tensor, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether these are the arguments of a function over the last dimension alone."""
     dims = [*args, *([kwargs["dim"]] if "dim" in kwargs else [])]
@@ -349,21 +341,21 @@ def is_last(tensor: Tensor, args: tuple, kwargs: dict[str, Any]) -> bool:
 
 
 def gathered_words(tensor: Tensor, dim: Any = None, index: Any = None, **others: Any) -> Tensor | None:
-    """The index of a gather with these arguments, if that is of a few words for each row."""
+    """The index of a gather with these arguments, if it names a few words for each row."""
     fits = isinstance(index, Tensor) and index.dtype is torch.int64 and index.shape[:-1] == tensor.shape[:-1]
     fits = fits and dim in (-1, tensor.dim() - 1) and not others
     return index if fits and 0 < index.shape[-1] <= MOST_WORDS else None
 
 
 def fixed(index: Any) -> Any:
-    """An index that stays what it is, whatever becomes of the tensors that it was made of."""
+    """A copy of an index, which stays the same if its tensors change."""
     if isinstance(index, tuple):
         return tuple(fixed(each) for each in index)
     return index.clone() if isinstance(index, Tensor) else index
 
 
 def values_of(tensor: Tensor) -> Tensor:
-    """The tensor, or what it stands for: a kernel that is given a lazy one has to have its values."""
+    """``tensor``, or the values of a lazy one, for a kernel."""
     return tensor.value() if isinstance(tensor, LazyTensor) else tensor
 
 
@@ -385,9 +377,9 @@ def autocast_as(mode: Mode, device: torch.device) -> AbstractContextManager[Any]
 
 
 def _waits_for_backward(hook: Any) -> bool:
-    """Whether a hook only waits for backward to begin, as FSDP's does: it registers one on all that a model returns.
+    """Whether a hook only waits for backward to begin, as FSDP's does.
 
-    What a kernel has computed of logits, a loss, has it as well.
+    FSDP registers it on all that a model returns, so the loss that a kernel computed of logits has it, too.
     """
     function = getattr(hook, "func", hook)  # of a partial
     return (getattr(function, "__module__", None) or "").startswith("torch.distributed.")

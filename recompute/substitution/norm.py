@@ -18,13 +18,15 @@ from torch import Tensor, nn
 from recompute.compiled.runner import Forward
 from recompute.engine.reachable_objects import base_of
 from recompute.engine.thread_state import local
+from recompute.kernels.layer_norm import layer_norm
+from recompute.kernels.rms_norm import rms_norm
 from recompute.substitution.formula_writer import INPUT, Formula, add, cast, mul, parameters_in
 from recompute.substitution.formulas import Conditions, formula_of, takes_one_argument
 from recompute.substitution.kernel_runner import PLAIN_TENSORS, KernelRunner, only_argument
 from recompute.substitution.settings import ANY_SETTINGS, Settings
 
 Operands = tuple[Tensor | None, ...]
-"""What a norm's kernel reads beside the input: a weight, and for a LayerNorm a bias."""
+"""A norm's kernel reads these beside the input: a weight, and for a LayerNorm a bias."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class KernelRMSNorm:
         return f"rms_norm ({self.casting} casting)"
 
     def operands(self, module: nn.Module, x: Tensor) -> Operands | None:
-        """The weight; None where ``module`` is another than it was, or broadcasts it, which the kernel does not do."""
+        """The weight; None where ``module`` has changed, or broadcasts it, which the kernel does not do."""
         if not self.settings.are_those_of(module):
             return None
         if self.weight is None:
@@ -54,8 +56,6 @@ class KernelRMSNorm:
         return (weight,) if type(weight) in PLAIN_TENSORS and weight.shape == x.shape[-1:] else None
 
     def compute(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        from recompute.kernels.rms_norm import rms_norm
-
         of_torch = torch.finfo(torch.float64 if x.dtype is torch.float64 else torch.float32).eps
         return rms_norm(x, weight, of_torch if self.eps is None else self.eps, self.casting)
 
@@ -70,7 +70,7 @@ class KernelLayerNorm:
     width: int | None
     """How many columns the module takes; None: as many as the weight has."""
     is_functional: bool
-    """Whether the module calls ``torch.nn.functional.layer_norm`` on what it is given. That wants parameters of the
+    """Whether the module calls ``torch.nn.functional.layer_norm`` on its input. That wants parameters of the
     input's dtype, and autocast casts all of them. Else the module itself computes in float32."""
     settings: Settings = field(default=ANY_SETTINGS, compare=False)
 
@@ -78,10 +78,7 @@ class KernelLayerNorm:
         return "layer_norm"
 
     def operands(self, module: nn.Module, x: Tensor) -> Operands | None:
-        """Weight and bias; None where the kernel does not take what the module takes, or takes what it refuses.
-
-        None also where ``module`` is another than it was.
-        """
+        """Weight and bias; None where only one of kernel and module takes ``x``, or where ``module`` has changed."""
         operands = tuple([None if name is None else getattr(module, name) for name in (self.weight, self.bias)])
         if self.width is not None and x.shape[-1:] != (self.width,):
             return None
@@ -92,8 +89,6 @@ class KernelLayerNorm:
         return operands if all(fit) and all(plain) and self.settings.are_those_of(module) else None
 
     def compute(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        from recompute.kernels.layer_norm import layer_norm
-
         is_narrow = x.dtype in (torch.bfloat16, torch.float16)
         x = x.float() if self.is_functional and is_narrow and _autocasts_layer_norm(x) else x  # as autocast does
         return layer_norm(x, weight, bias, self.eps)
@@ -144,7 +139,7 @@ class _Formulas:
         self.parameters = len(list(module.parameters()))
         own = next((each.dtype for each in module.parameters()), torch.float32)
         self.own = own if own in _DTYPES else torch.float32
-        """The dtype of the module, as far as it is one of those that are looked at."""
+        """The dtype of the module, if norms are traced in it; else float32."""
         self._known: dict[Conditions, Formula | None] = {}
 
     def of(self, x: torch.dtype, weight: torch.dtype | None = None, **others: Any) -> Formula | None:
@@ -160,7 +155,7 @@ class _Formulas:
 
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Those in which both input and weight are looked at; and then two of them, of which each cast tells its own."""
+"""A norm is traced with input and weight in each of these. Then they get two of these, so that casts differ."""
 
 
 def _norm_of(formulas: _Formulas, written_out: bool) -> KernelNorm | None:
@@ -175,7 +170,7 @@ def _norm_of(formulas: _Formulas, written_out: bool) -> KernelNorm | None:
 
 
 def _functional(formulas: _Formulas) -> KernelNorm | None:
-    """A call of a function of torch, or one of ``layer_norm`` on all in float32, whose result is cast back."""
+    """A norm that calls torch's function, or casts all to float32 for ``layer_norm``, and the result back."""
 
     def are_alike() -> bool:
         return len({formulas.of(dtype) for dtype in _DTYPES}) == 1
@@ -204,7 +199,7 @@ Pattern = Callable[..., Formula]
 
 
 def _matched(formulas: _Formulas, pattern: Pattern, *given: Any) -> float | None:
-    """The epsilon with which a module computes what a pattern does, in whichever dtypes."""
+    """The epsilon of a module, if it computes what the pattern does in all dtypes; else None."""
     eps = None
     for dtypes in (*zip(_DTYPES, _DTYPES, strict=True), (torch.float16, torch.bfloat16)):
         found = _epsilon(formulas.of(*dtypes), pattern(*dtypes, *given))
@@ -215,7 +210,7 @@ def _matched(formulas: _Formulas, pattern: Pattern, *given: Any) -> float | None
 
 
 def _epsilon(formula: Formula, pattern: Formula) -> float | None:
-    """What a formula has in the place of a pattern's epsilon; None if it is another formula."""
+    """The number that a formula has in place of a pattern's epsilon; None if it is another formula."""
     if pattern is _EPS:
         return formula if type(formula) is float else None
     if not isinstance(pattern, tuple) or not isinstance(formula, tuple) or len(pattern) != len(formula):
@@ -235,7 +230,7 @@ def _in_float32(x: torch.dtype, weight: torch.dtype, norm: KernelLayerNorm) -> F
 
 
 def _layer_norm_by(x: torch.dtype, parameters: torch.dtype, weight: str | None, bias: str | None) -> Formula:
-    """As Cohere writes it."""
+    """A LayerNorm as Cohere writes it."""
     wide = cast(INPUT, x, torch.float32)
     centered = ("sub", wide, ("mean", wide))
     normed = mul(centered, ("rsqrt", add(("mean", mul(centered, centered)), _EPS)))
@@ -303,4 +298,4 @@ class KernelNormRunner(KernelRunner):
         def kernel(x: Tensor) -> Tensor:
             return self.norm.compute(x, *operands)
 
-        return self.compute((base_of(module),), (x,), operands, kernel, forward)
+        return self.compute((base_of(module),), x, operands, kernel, forward)

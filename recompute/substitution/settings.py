@@ -1,4 +1,4 @@
-"""The attributes of a module that its forward may branch on: a norm's epsilon, an adapter that there is none of."""
+"""The attributes of a module that its forward may branch on: a norm's epsilon, or an adapter that is None."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from recompute.engine.reachable_objects import base_of, taken_apart
 
 @dataclass(frozen=True)
 class Settings:
-    """The numbers, texts and flags that a module had when it was recognized, and what it had none of.
+    """The numbers, texts and flags that a module had when it was recognized, and its attributes that were None.
 
-    These are its own attributes, and what its forward names of its class, its config and its submodules.
+    These are the module's own attributes, and those of its class, config and submodules that forward names.
     """
 
     values: tuple[tuple[str, Any], ...] = ()
@@ -52,10 +52,10 @@ class Settings:
 
 
 def checkpoint_switch(module: nn.Module) -> dict[str, bool]:
-    """The attribute, with the value for off, that has transformers checkpoint what ``module`` computes.
+    """The attribute that has transformers checkpoint ``module``, with the value that turns it off.
 
-    Its layers do so around all else: around their ``__call__``, and since 5.24 around the outermost ``forward`` of
-    their classes, which under a policy is the policy's. It is none of what they compute.
+    transformers' layers checkpoint around all else: around their ``__call__``, and since 5.24 around the outermost
+    ``forward`` of their classes, which under a policy is the policy's. It does not change what they compute.
     """
     layer = transformers_layer()
     return {"gradient_checkpointing": False} if layer is not None and isinstance(module, layer) else {}
@@ -67,7 +67,7 @@ def transformers_layer() -> type[nn.Module] | None:
 
 
 class _Missing:
-    """Stands for an attribute that there is not."""
+    """Stands for an attribute that does not exist."""
 
 
 ANY_SETTINGS = Settings()
@@ -96,7 +96,7 @@ def _value(module: nn.Module, path: str) -> Any:
 
 
 def names_in(cls: type[nn.Module]) -> set[str]:
-    """The names that are in the code of a class's forward, and in that of the methods of the class that it names."""
+    """The names in the code of a class's forward, and in the code of those methods of the class that forward names."""
     names: set[str] = set()
     pending, _ = taken_apart(cls.forward)
     while pending:

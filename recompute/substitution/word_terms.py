@@ -1,9 +1,8 @@
-"""What elementwise functions of softmaxes add up to over words: sums of products of a probability and a logarithm.
+"""Elementwise functions of softmaxes as sums of terms: a factor, times a probability, times a logarithm.
 
-Entropies and divergences are such sums, however people write them. A term's key is (probability, logarithm). A
-probability is known by the id of the logits that it is of. A logarithm is that of a probability, or of a mixture of
-several. 0 stands for neither: the term of (0, 0) is a number. In the place of a probability there may be the distance
-of two, ``|p - q|``, as in a total variation.
+Entropies and divergences are such sums, however people write them. A term's key is (probability, logarithm). The id of
+its logits names a probability. A logarithm is that of a probability, or of a mixture of several. 0 stands for none: the
+term of (0, 0) is a number. A total variation has the distance of two probabilities, ``|p - q|``, in place of one.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from recompute.substitution.lazy_tensors import PRODUCTS
 Mixture = frozenset[tuple[int, float]]
 """Probabilities and their weights, which add up to 1."""
 Distance = frozenset[int]
-"""Of two probabilities."""
+"""The distance of two probabilities, by their logits."""
 Terms = dict[tuple["int | Distance", "int | Mixture"], float]
 
 LOG_SOFTMAXES = frozenset({F.log_softmax, torch.log_softmax, Tensor.log_softmax, torch.special.log_softmax})
@@ -40,25 +39,25 @@ def number(value: float) -> Terms:
 
 
 def of_softmax(function: Any, name: int) -> Terms:
-    """Of ``function``, one of ``SOFTMAXES``. name: the id of the logits."""
+    """The terms of ``function``, one of ``SOFTMAXES``. name: the id of the logits."""
     return {(0, name) if function in LOG_SOFTMAXES else (name, 0): 1.0}
 
 
 def combined(function: Any, *given: Terms | None) -> Terms | None:
-    """What ``function``, elementwise, makes of such sums; None for what is none."""
+    """The terms of ``function``, elementwise, of such sums; None if its result is no such sum."""
     rule = _RULES.get(function)
     return None if rule is None or len(given) != rule.__code__.co_argcount else _of_known(rule, *given)
 
 
 def divergence(log_input: Terms | None, target: Terms | None, log_target: bool) -> Terms | None:
-    """``kl_div``: ``target * (log(target) - input)``."""
+    """The terms of ``kl_div``: ``target * (log(target) - input)``."""
     probability = _of_known(_exponential, target) if log_target else target
     logarithm = target if log_target else _of_known(_logarithm, target)
     return _of_known(_product, probability, _of_known(_difference, logarithm, log_input))
 
 
 def log_of_sum(*logarithms: Terms | None) -> Terms | None:
-    """``logsumexp`` of several."""
+    """The terms of a ``logsumexp`` of several logarithms."""
     total: Terms | None = {}
     for each in logarithms:
         total = _of_known(_sum, total, _of_known(_exponential, each))
@@ -66,7 +65,7 @@ def log_of_sum(*logarithms: Terms | None) -> Terms | None:
 
 
 def renamed(terms: Terms | None, names: dict[int, int]) -> Terms | None:
-    """Of other logits. names: the new id of each."""
+    """The same terms of other logits. names: the new id of each."""
 
     def new(log: int | Mixture) -> int | Mixture:
         return names[log] if isinstance(log, int) else frozenset((names[each], weight) for each, weight in log)
@@ -80,14 +79,14 @@ def renamed(terms: Terms | None, names: dict[int, int]) -> Terms | None:
 
 
 class KnownSum(NamedTuple):
-    """What the sum over words is: ``factor`` times a quantity that kernels know, and ``offset``."""
+    """A sum over words: ``factor`` times a quantity that kernels compute, plus ``offset``."""
 
     of: tuple[int, ...]
     """The logits: one for -entropy, p and q for a divergence."""
     factor: float
     offset: float
     kind: str = "kl"
-    """Of a divergence: "kl" for KL(p, q), "jsd", or "total_variation"."""
+    """The divergence: "kl" for KL(p, q), "jsd", or "total_variation"."""
     beta: float = 0.5
     """The weight of the second in the mixture of a Jensen-Shannon divergence."""
 
@@ -143,7 +142,7 @@ def _of_one(p: int, logs: dict[int | Mixture, float], offset: float) -> KnownSum
 
 
 def _own_and_mixture(p: int, logs: dict[int | Mixture, float]) -> tuple[Mixture | None, float]:
-    """Of ``x · (log(p) - log(m))``: m and x."""
+    """m and x of ``x · (log(p) - log(m))``; None and 0 for other terms."""
     mixtures = [log for log in logs if isinstance(log, frozenset)]
     if len(logs) != 2 or len(mixtures) != 1 or p not in logs or not math.isclose(logs[p], -logs[mixtures[0]]):
         return None, 0.0
@@ -218,3 +217,4 @@ _RULES: dict[Any, Callable[..., Terms | None]] = {
     **dict.fromkeys(DIVISIONS, _quotient),
     torch.logaddexp: lambda a, b: log_of_sum(a, b),
 }
+ELEMENTWISE = _RULES.keys() | {Tensor.square, torch.square}

@@ -185,6 +185,7 @@ def test_explain_says_which_module_got_which_rule_and_what_it_drops():
         ("recompute", {"via": "hook"}, "cheap ops run again"),
         ("recompute", {"via": "hook", "rerun": "gemm", "keep": "aten.mul"}, "run again and gemm; aten.mul kept"),
         ("recompute", {"via": "kernel"}, "kernel: rms_norm"),
+        ("recompute", {"via": "kernel", "offload": True}, "kernel: rms_norm (llama casting); cheap ops"),
         ("recompute", {"via": "auto"}, "kernel: rms_norm (llama casting) on CUDA, else cheap ops run again"),
     ],
 )

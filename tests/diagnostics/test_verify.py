@@ -30,7 +30,7 @@ from recompute.errors import (
     RegenerationError,
     UnsupportedError,
 )
-from recompute.kernels import rms_norm as kernel_module
+from recompute.substitution import norm as kernel_module
 from recompute.substitution.norm import find_norm
 
 ROOT = Path(__file__).resolve().parents[2]

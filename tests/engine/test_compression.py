@@ -18,7 +18,7 @@ from recompute.counters import step_memory
 from recompute.diagnostics.comparing_runs import COMPRESSION_TOLERANCE, relative_error
 from recompute.engine.compression import CompressedTensor
 from recompute.errors import GradientMismatch, MutationError, UnsupportedError
-from recompute.substitution.codec import Blockwise8Bit
+from recompute.kernels.blockwise_8bit import Blockwise8Bit
 
 SIZE = 64
 NBYTES = 4 * SIZE * SIZE

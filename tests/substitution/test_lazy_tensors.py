@@ -13,8 +13,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from recompute.errors import MutationError, UnsupportedError
-from recompute.kernels import linear_divergence, linear_log_probs
-from recompute.substitution import lazy_rows
+from recompute.substitution import lazy_logits, lazy_rows
 from recompute.substitution.lazy_logits import LazyLogits
 from recompute.substitution.lazy_tensors import LazyTensor
 
@@ -548,7 +547,7 @@ def test_divergences_of_two_heads_go_without_the_logits_of_either(divergence, tr
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 def test_a_divergence_is_a_kernels_however_it_is_written(divergence, monkeypatch):
     calls = []
-    for module, name in ((linear_divergence, "linear_divergence"), (lazy_rows, "by_rows")):
+    for module, name in ((lazy_logits, "linear_divergence"), (lazy_rows, "by_rows")):
         monkeypatch.setattr(module, name, counted(getattr(module, name), calls))
     with torch.no_grad():
         taught = LazyLogits.of(make(2, 3, HIDDEN, seed=5), make(VOCABULARY, HIDDEN, seed=6))
@@ -560,7 +559,7 @@ def test_a_divergence_is_a_kernels_however_it_is_written(divergence, monkeypatch
 
 def test_log_probabilities_and_the_entropy_of_them_are_made_at_once(monkeypatch):
     calls = []
-    monkeypatch.setattr(linear_log_probs, "linear_log_probs", counted(linear_log_probs.linear_log_probs, calls))
+    monkeypatch.setattr(lazy_logits, "linear_log_probs", counted(lazy_logits.linear_log_probs, calls))
 
     def use(logits):
         log_p = (logits / 0.9).log_softmax(-1)

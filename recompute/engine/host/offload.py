@@ -49,15 +49,17 @@ from recompute.policy.meaning import Offloading, travelling
 class OffloadRegion:
     """A module's forward under a rule that offloads."""
 
-    def __init__(self, statistics: RegionStatistics, offloading: Offloading):
+    def __init__(self, statistics: RegionStatistics, offloading: Offloading, *, counts: bool):
+        """counts: whether it counts its frames and what it saves, as nothing inside does."""
         let_transforms_in()
         self.statistics = statistics
         self.offloading = offloading
+        self.counts = counts
         self.last_sizes: list[int] = []
         """Bytes of each storage that could travel in the last frame, in order."""
 
-    def run(self, function: Callable[..., Any], args: tuple, kwargs: dict, *, counts: bool) -> Any:
-        """``function(*args, **kwargs)``. counts: count its frames and saved tensors, as nothing inside does.
+    def run(self, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        """``function(*args, **kwargs)``.
 
         Inside of a tape or a checkpoint, and under saved-tensor hooks of others, it offloads nothing: these decide what
         they do with saved tensors.
@@ -69,7 +71,7 @@ class OffloadRegion:
                 f"in {self.statistics.name}: a CUDA graph is being captured, and offloading copies to memory that is "
                 "another in each step. Leave the module out of the graph, or give it a rule that does not offload."
             )
-        frame = OffloadFrame(self, counts=counts)
+        frame = OffloadFrame(self)
         with frame:
             result = function(*args, **kwargs)
         frame.end(result)
@@ -81,10 +83,9 @@ class OffloadFrame(Scope):
 
     holds_elsewhere = True
 
-    def __init__(self, region: OffloadRegion, *, counts: bool):
+    def __init__(self, region: OffloadRegion):
         self.outer, self.book = top_hooks(), open_book()
         self._region = region
-        self._counts = counts
         self._sizes: list[int] = []
         """Bytes of each storage that could travel, so far."""
         self._gone = 0
@@ -108,7 +109,7 @@ class OffloadFrame(Scope):
         """The region has returned ``result``."""
         region = self._region
         region.last_sizes = self._sizes
-        if self._counts:
+        if region.counts:
             region.statistics.frames += 1
         if not self._copies:
             return
@@ -204,7 +205,7 @@ class OffloadFrame(Scope):
         if travels:
             statistics.offloaded_tensors += 1
             statistics.offloaded_nbytes += nbytes
-        if self._counts:
+        if self._region.counts:
             statistics.eager_nbytes += nbytes
             statistics.kept_nbytes += nbytes
 
