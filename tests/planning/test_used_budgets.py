@@ -76,14 +76,17 @@ def unused(profile: Profile, budgets: Sequence[int]) -> list[float]:
     return [1 - solver.solve(profile, budget).prediction.peak_nbytes / budget for budget in budgets]
 
 
-@pytest.mark.parametrize(("in_flight", "at_most"), [(1, 0.02), (4, 0.05)])
-def test_little_of_a_budget_is_left_also_with_few_layers(profile: Profile, in_flight: int, at_most: float) -> None:
+@pytest.mark.parametrize(("in_flight", "at_most", "average"), [(1, 0.02, 0.006), (4, 0.05, 0.0125)])
+def test_little_of_a_budget_is_left_also_with_few_layers(
+    profile: Profile, in_flight: int, at_most: float, average: float
+) -> None:
+    """No cut of a layer is between 20 and 36 MiB: with four in flight, one layer's change is at least 64 MiB there."""
     fine = only_allowed(with_microbatches(profile, 4, in_flight), WITH_KERNELS)
     coarse = without(fine, "hold")
     budgets = list(budgets_of(coarse))
     left, left_by_prices = unused(fine, budgets), unused(coarse, budgets)
     assert max(left) <= at_most < 0.7 * max(left_by_prices)
-    assert sum(left) <= 0.4 * sum(left_by_prices)
+    assert sum(left) <= min(0.42 * sum(left_by_prices), average * len(budgets))
 
 
 @pytest.mark.parametrize(("allowed", "some_faster"), [(WITH_KERNELS, 8), (EXACT, 0)])
