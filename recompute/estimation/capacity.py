@@ -64,7 +64,7 @@ def read_capacity(gpu: str | None, memory: str | None) -> tuple[str, int] | None
 
     Raises ``ModelError`` for what cannot be read.
     """
-    known = None if gpu is None else find_gpu(gpu)
+    known = None if gpu is None else find_gpu(gpu, "--gpu", "--gpu-memory 24GiB")
     if memory is not None:
         return (known.name if known else "this device"), read_size("--gpu-memory", memory, "24GiB")
     return None if known is None else (known.name, known.capacity_nbytes)
