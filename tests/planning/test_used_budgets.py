@@ -19,7 +19,7 @@ from recompute.planning.microbatches import with_microbatches
 from recompute.policy.document import parse_document
 from recompute.policy.rules import Policy, Rule
 from recompute.profiling import candidates, regions
-from recompute.profiling.cost_table import Choice, Profile
+from recompute.profiling.cost_table import Profile
 
 pytestmark = pytest.mark.slow
 
@@ -53,20 +53,14 @@ def profile() -> Profile:
 
 def without(profile: Profile, key: str) -> Profile:
     """The profile without the choices whose rules have this key."""
-
-    def has_none(choice: Choice) -> bool:
-        return key not in (choice.rule or {})
-
-    regions = [
-        region.model_copy(update={"choices": tuple(filter(has_none, region.choices))}) for region in profile.regions
-    ]
+    left = [tuple(choice for choice in each.choices if key not in (choice.rule or {})) for each in profile.regions]
+    regions = [each.model_copy(update={"choices": ways}) for each, ways in zip(profile.regions, left, strict=True)]
     return profile.model_copy(update={"regions": tuple(regions)})
 
 
 def budgets_of(profile: Profile, count: int = 12) -> Iterator[int]:
     """At equal distances between the least that there is a plan for and the most that makes one faster."""
-    low, high = solver.floor(profile), solver.solve(profile, 1 << 50)
-    least, most = (found.prediction.peak_nbytes for found in (low, high))
+    least, most = (found.prediction.peak_nbytes for found in (solver.floor(profile), solver.solve(profile, 1 << 50)))
     assert most > 1.02 * least
     return (least + (most - least) * number // (count + 1) for number in range(1, count + 1))
 
