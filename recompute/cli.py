@@ -137,7 +137,7 @@ def _ablated(*asked: Any, **ways: Any) -> AblationOutcome:
 
 
 def _duration(seconds: float) -> str:
-    """Roughly, in one unit: what is estimated has no more digits to show."""
+    """Roughly, in one unit: an estimate has no more digits."""
     for unit, length in (("h", 3600), ("min", 60)):
         if seconds >= 1.5 * length:
             return f"{seconds / length:.0f} {unit}"

@@ -32,7 +32,7 @@ from recompute.units import humanize
 logger = logging.getLogger(__name__)
 
 _PARTS = 3
-"""For how many parts of a layer rules are tried: for those that hold most."""
+"""Rules are tried for so many parts of a layer: for those that hold most."""
 _PLAIN = bool, int, float, str, torch.dtype, torch.device
 
 
@@ -45,23 +45,23 @@ class Freed(NamedTuple):
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """What is known of an out-of-memory error. Its figures of the step come from a step on fake tensors."""
+    """The report of an out-of-memory error. Its figures of the step come from a step on fake tensors."""
 
     where: str
     """ "forward of model.layers.3.mlp (LlamaMLP)" …"""
     device: str
-    """How much memory the device has, and how much of it is taken; "" where nobody counts."""
+    """The device's memory, and the share that is taken; "" where nobody counts."""
     static: Mapping[str, int]
-    """Bytes that were there before the step, by what they are: "parameters", "gradients" …"""
+    """Bytes of "parameters", "gradients" … that were there before the step."""
     peak_nbytes: int = 0
-    """The most that a step takes above these."""
+    """The peak of a step above these."""
     peak_moment: str = ""
     activations: tuple[ModuleActivations, ...] = ()
-    """What modules hold for backward, the largest first."""
+    """The modules' bytes held for backward, the largest first."""
     rules: tuple[Freed, ...] = ()
     """Rules that would lower the peak, the most helpful first."""
     problem: str = ""
-    """Why nothing is known of the step; "" if it is known."""
+    """Why the step could not be estimated; "" if it could."""
 
     def __str__(self) -> str:
         blocks = [f"out of memory in the {self.where}{self.device and f'; {self.device}'}"]
@@ -87,7 +87,7 @@ class OutOfMemory:
 
 @contextmanager
 def explain_out_of_memory(model: nn.Module) -> Iterator[None]:
-    """If the device runs out of memory inside, say what holds it, and which rules would free how much.
+    """If the device runs out of memory inside, say which modules hold it, and which rules would free how much.
 
         with explain_out_of_memory(model):
             trainer.train()
@@ -158,7 +158,7 @@ def _device(model: nn.Module) -> torch.device:
 
 
 def _where(model: nn.Module, error: BaseException) -> str:
-    """What ran when the error came up, as its traceback tells: "backward of model.layers.3.mlp (LlamaMLP)"."""
+    """The code that ran when the error came up, by its traceback: "backward of model.layers.3.mlp (LlamaMLP)"."""
     paths = {module: path for path, module in model.named_modules()}
     phase, innermost = "forward", None
     for frame, _ in traceback.walk_tb(error.__traceback__):
@@ -201,7 +201,7 @@ def _report(model: nn.Module, latest: _Latest, where: str) -> OutOfMemory:
 
 
 def _with_advice(model: nn.Module, latest: _Latest, device: torch.device, found: OutOfMemory) -> OutOfMemory:
-    """``found``, with what a step takes and which rules would change that."""
+    """``found``, with the peak of a step and rules that would lower it."""
     policy = policy_on(model)
     with on_fake_tensors(model, latest.batch) as (fake, batch), warnings.catch_warnings():
         warnings.simplefilter("ignore", PolicyWarning)
@@ -213,10 +213,8 @@ def _with_advice(model: nn.Module, latest: _Latest, device: torch.device, found:
         now = estimator.step(policy, latest.autocast)
         peak_nbytes, moment = _peak(now)
         freed = []
-        most: dict[tuple[str, ...], int] = {}
-        """By the modules of rules: what the best of them saves."""
-        recomputed: dict[tuple[str, ...], int] = {}
-        """What ``action: recompute`` alone saves, which takes as long as with ``compress``, and is exact."""
+        most: dict[tuple[str, ...], int] = {}  # the bytes that the best rule saves, by the rules' modules
+        recomputed: dict[tuple[str, ...], int] = {}  # ``action: recompute`` alone: as fast as ``compress``, and exact
         for rule in _rules(model, estimator, now):
             rules = [rule, *(() if policy is None else policy.rules)]
             saved = peak_nbytes - _peak(estimator.step(Policy(name="with one more", rules=rules), latest.autocast))[0]

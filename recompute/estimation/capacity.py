@@ -25,7 +25,7 @@ class Fit(NamedTuple):
     longest_sequence: int | None
     """The longest sequence at this batch size, of the lengths that ``fit`` tries; 0: none fits; None: as above."""
     changes: tuple[str, ...] = ()
-    """Where it does not fit, the fewest changes with which it does; () if none of those that were tried do."""
+    """Where it does not fit, the fewest changes that make it fit; () if no tried ones do."""
     changed_peak_nbytes: int = 0
     """The peak with these."""
 
@@ -79,8 +79,8 @@ def fit(
 ) -> Fit:
     """Search for the largest batch and the longest sequence that fit.
 
-    peak_nbytes: the peak of a batch size and a sequence length. It grows with either, or does not depend on it: a batch
-        of the model's own has one size, and images have no length.
+    peak_nbytes: the peak of a batch size and a sequence length. It grows with either, or does not depend on it: a
+        model's own batch has one size, and images have no length.
 
     Lengths are tried in steps of 256 tokens, or of fewer where ``seq_len`` is shorter.
     """

@@ -1,4 +1,4 @@
-"""What `recompute estimate` does: it checks all it can before anything heavy is imported, and then estimates."""
+"""`recompute estimate` checks all it can before anything heavy is imported, and then estimates."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Progress = Callable[[str, int, int], None]
 
 
 class EstimateAnswer(NamedTuple):
-    """What was found, as text and as plain data."""
+    """Estimates as text and as plain data."""
 
     text: str
     data: Any

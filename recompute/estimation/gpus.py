@@ -13,7 +13,7 @@ _GIB = 2**30
 
 
 class Gpu(NamedTuple):
-    """What a GPU does at most, by its data sheet."""
+    """A GPU's limits, by its data sheet."""
 
     half_flops: float
     """FLOPs a second in bfloat16 and float16, without sparsity, with sums in float32."""
@@ -24,7 +24,7 @@ class Gpu(NamedTuple):
     capacity_nbytes: int
     """About the bytes of memory that CUDA reports."""
     capability: tuple[int, int] = (9, 0)
-    """CUDA's compute capability, on which kernels depend; of an AMD GPU one that has about the same kernels."""
+    """CUDA's compute capability, on which kernels depend; for an AMD GPU one with about the same kernels."""
     name: str = "a GPU"
     link: float | None = None
     """Bytes a second to its host, and as many back at once; None where that is not known."""

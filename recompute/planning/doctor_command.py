@@ -1,4 +1,4 @@
-"""What `recompute doctor` does: it says what is in the way of a run, and what to type against it."""
+"""`recompute doctor` says what is in the way of a run, and what to type against it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Progress = Callable[[str, int, int], None]
 
 _BEST = 3
 PRESETS = ("elementwise", "auto", "alternate", "full")
-"""The policies that are tried."""
+"""The policies to try."""
 _RANK = 16
 _PLURAL = ("logits", "activations", "buffers")
 
@@ -42,7 +42,7 @@ class Remedy(NamedTuple):
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What a step takes as it is, and the fastest ways in which it fits, on as few devices as it needs."""
+    """The memory of a step as it is, and the fastest ways to make it fit, on as few devices as it needs."""
 
     gpu: Gpu
     now: Estimate
@@ -59,19 +59,19 @@ class Diagnosis:
 
     @property
     def static(self) -> dict[str, int]:
-        """What is there whatever the batch and the policy are."""
+        """The bytes that depend neither on the batch nor on the policy."""
         static = self.now.static_bytes
         named = {"parameters": static.parameters, "gradients": static.gradients, "optimizer states": static.optimizer}
         return {name: nbytes for name, nbytes in named.items() if nbytes}
 
     @property
     def beside(self) -> dict[str, int]:
-        """What else there is at the peak: logits, activations …"""
+        """The other bytes at the peak: logits, activations …"""
         return {part: nbytes for part, nbytes in self.now.parts.items() if part not in self.static}
 
     @property
     def in_the_way(self) -> str:
-        """What to do something about: "static memory", "logits", "activations" …"""
+        """The largest obstacle: "static memory", "logits", "activations" …"""
         if sum(self.static.values()) > self.gpu.capacity_nbytes:
             return "static memory"
         parts = {"static memory": sum(self.now.parts.get(part, 0) for part in self.static), **self.beside}

@@ -51,7 +51,7 @@ class Choice(_Table):
     forward_peak_nbytes: NBytes
     """The most alive at once during its forward."""
     backward_peak_nbytes: NBytes
-    """The most alive at once during its backward: what it holds and its own new gradients are counted."""
+    """The most alive at once during its backward, with its held bytes and its own new gradients."""
     moved_nbytes: NBytes = 0
     """The bytes held that leave the device after forward and come back for backward; 0: it offloads nothing.
 
@@ -150,5 +150,5 @@ class Profile(_Table):
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Profile:
-        """Read what ``save`` wrote. Raises ``PolicyError`` with file, line and key of what is wrong."""
+        """Read a file that ``save`` wrote. Raises ``PolicyError`` with file, line and key of a mistake."""
         return load_document(Profile, path, kind="profile")

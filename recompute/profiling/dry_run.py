@@ -144,11 +144,11 @@ def nbytes_of(values: Any) -> int:
 def dry_run(
     model: nn.Module,
     batch: Any,
+    microbatches: int = 1,
+    microbatches_in_flight: int = 1,
     *,
     loss: Loss | None = None,
     optimizer: OptimizerFactory | None = None,
-    microbatches: int = 1,
-    microbatches_in_flight: int = 1,
 ) -> Iterator[DryRun]:
     """A ``with`` block in which ``model`` trains on ``batch``, and its weights stay as they are.
 
