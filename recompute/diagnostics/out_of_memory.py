@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from recompute.attach.apply import policy_on
 from recompute.compiled.unwrap import unwrapped
 from recompute.errors import PolicyWarning, RecomputeError
 from recompute.estimation.attention_choice import Platform
-from recompute.estimation.estimate_result import ModuleActivations, table
+from recompute.estimation.estimate_result import Advice, ModuleActivations, table
 from recompute.estimation.model_and_batch import ModelAndBatch, on_fake_tensors
 from recompute.estimation.model_estimator import ModelEstimator, by_module
 from recompute.estimation.module_tracker import layer_of, pattern_of
@@ -34,13 +34,6 @@ logger = logging.getLogger(__name__)
 _PARTS = 3
 """Rules are tried for so many parts of a layer: for those that hold most."""
 _PLAIN = bool, int, float, str, torch.dtype, torch.device
-
-
-class Freed(NamedTuple):
-    """A rule, and by how many bytes it would lower a step's peak if it came before the policy's other rules."""
-
-    rule: str
-    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -58,8 +51,8 @@ class OutOfMemory:
     peak_moment: str = ""
     activations: tuple[ModuleActivations, ...] = ()
     """The modules' bytes held for backward, the largest first."""
-    rules: tuple[Freed, ...] = ()
-    """Rules that would lower the peak, the most helpful first."""
+    rules: tuple[Advice, ...] = ()
+    """Rules that would lower the peak before the policy's others, the most helpful first."""
     problem: str = ""
     """Why the step could not be estimated; "" if it could."""
 
@@ -78,7 +71,7 @@ class OutOfMemory:
         ]
         blocks.append(table("holds for backward", held, "modules", "together"))
         if self.rules:
-            rows = [(each.rule, humanize(each.nbytes)) for each in self.rules]
+            rows = [(each.what, humanize(each.saves_nbytes)) for each in self.rules]
             blocks.append(table("one of these rules, before any others", rows, "lowers the peak by"))
         else:
             blocks.append("No rule lowers the peak: a smaller batch, shorter sequences or more devices would.")
@@ -220,12 +213,12 @@ def _with_advice(model: nn.Module, latest: _Latest, device: torch.device, found:
             saved = peak_nbytes - _peak(estimator.step(Policy(name="with one more", rules=rules), latest.autocast))[0]
             better = most if rule.offload else recomputed if rule.compress else {}
             if saved > max(0, better.get(rule.match, 0)):
-                freed.append(Freed(_text(rule), saved))
+                freed.append(Advice(_text(rule), saved))
             if rule.action == "recompute" and not (rule.offload or rule.compress):
                 recomputed[rule.match] = saved
             most[rule.match] = max(saved, most.get(rule.match, 0))
     held = sorted((each for each in by_module(now.held) if each.nbytes), key=lambda each: -each.nbytes)
-    freed.sort(key=lambda each: -each.nbytes)
+    freed.sort(key=lambda each: -each.saves_nbytes)
     told: dict[str, Any] = {"activations": tuple(held), "rules": tuple(freed)}
     return replace(found, peak_nbytes=peak_nbytes, peak_moment=moment, **told)
 

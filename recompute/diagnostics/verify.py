@@ -130,10 +130,7 @@ def verify(
         name, stats, is_exact = handle.policy.name, handle.stats(), _is_exact(handle, model)
         _refuse_idle(handle, model, is_exact)
     expected = trial.run()
-    differing = {
-        kind: [name for name, tensor in tensors.items() if not same_bits(found.tensors[kind].get(name), tensor)]
-        for kind, tensors in expected.tensors.items()
-    }
+    differing = {kind: _differing(found.tensors[kind], tensors) for kind, tensors in expected.tensors.items()}
     bitwise = not any(differing.values())
     compresses = stats.compressed_tensors > 0
     wrong, tolerance = _beyond_promise(trial, name, differing, found, expected, is_exact, compresses)
@@ -292,6 +289,11 @@ def _refuse_idle(handle: AppliedPolicy, model: nn.Module, is_exact: bool) -> Non
         f"policy {policy.name} governs {listed(paths)}, {found} on this batch: there is nothing to verify. "
         "handle.explain(), after a forward under recompute.apply(), says why each tensor is kept"
     )
+
+
+def _differing(found: Tensors, expected: Tensors) -> list[str]:
+    """The names of tensors whose bits differ."""
+    return [name for name, tensor in expected.items() if not same_bits(found.get(name), tensor)]
 
 
 def _beyond_rounding(names: Iterable[str], found: Tensors, expected: Tensors, wide: Tensors) -> list[str]:

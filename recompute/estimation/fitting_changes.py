@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import NamedTuple
 
-from recompute.errors import NoEffectError
 from recompute.estimation.estimate_options import EstimateOptions
 from recompute.estimation.model_estimator import ADVISED, ModelEstimator
 from recompute.policy.loading import load_policy
@@ -64,21 +63,13 @@ def fewest_changes(
     def sized(sizes: Sizes | None) -> ModelEstimator:
         return estimator if sizes is None else estimator.of_sizes(*sizes)
 
-    def peak(found: Combination, sizes: Sizes | None) -> int | None:
-        if sized(sizes).static_nbytes(found.options) > capacity:
-            return None
-        try:
-            nbytes = sized(sizes).estimate(found.options, found.policy).peak_bytes
-        except NoEffectError:  # nothing for that preset to govern
-            return None
-        return nbytes if nbytes <= capacity else None
-
     tried = sorted(combinations(estimator, options, policy, given), key=lambda each: len(each.told))
     for done, found in enumerate(tried):
         progress("looking for changes that fit", done, len(tried))
-        if estimator.static_nbytes(found.options) > capacity or peak(found, found.smallest) is None:
+        asked = found.options, found.policy, capacity
+        if estimator.static_nbytes(found.options) > capacity or sized(found.smallest).fitting_peak(*asked) is None:
             continue
-        if (nbytes := peak(found, found.sizes)) is not None:
+        if (nbytes := sized(found.sizes).fitting_peak(*asked)) is not None:
             return FittingChanges(found.told, nbytes)
     return None
 

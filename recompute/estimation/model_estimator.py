@@ -109,6 +109,16 @@ class ModelEstimator:
         )
         return replace(found, parts=_parts(found, step, share, optimizer_peak))
 
+    def fitting_peak(self, options: EstimateOptions, policy: Policy | None, capacity: int) -> int | None:
+        """The peak, if it is within ``capacity``; None if it is not, or if the policy governs nothing."""
+        if self.static_nbytes(options) > capacity:
+            return None
+        try:
+            peak = self.estimate(options, policy).peak_bytes
+        except NoEffectError:
+            return None
+        return peak if peak <= capacity else None
+
     def seconds(self, options: EstimateOptions, policy: Policy | None) -> float:
         """The seconds of a step, as ``timed`` tells them of each op. Communication between devices takes none."""
         assert self._timed is not None, "the estimator is made with a clock"

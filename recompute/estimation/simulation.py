@@ -137,9 +137,8 @@ def simulate(
         ):
             with forward_only(), _following(model, recorder.tracker):
                 loss, output = run()
-            logits = _logits(output, classes)
-            recorder.returned_logits_nbytes = 0 if logits is None else logits.nbytes
-            del output, logits
+            recorder.returned_logits_nbytes = _logits_nbytes(output, classes)
+            del output
             held = Counter[str]()
             for (path, _), nbytes in trace.alive():
                 held[path] += nbytes
@@ -166,11 +165,10 @@ def _without_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _logits(output: Any, classes: int | None) -> Tensor | None:
-    logits = getattr(output, "logits", None)
-    if not isinstance(logits, Tensor) or getattr(logits, "is_lazy", False) or logits.shape[-1] != classes:
-        return None
-    return logits
+def _logits_nbytes(output: Any, classes: int | None) -> int:
+    logits: Any = getattr(output, "logits", None)
+    is_made = isinstance(logits, Tensor) and not getattr(logits, "is_lazy", False)
+    return logits.nbytes if is_made and logits.shape[-1] == classes else 0
 
 
 @dataclass

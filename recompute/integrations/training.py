@@ -41,7 +41,11 @@ class PolicyInTraining:
     """
 
     def __init__(self, model: nn.Module, policy: Policy, options: Options, advice: str):
-        _refuse_checkpointing(model)
+        if found := find_checkpointing(model):
+            raise UnsupportedError(
+                f"{said_of(found, type(model).__name__)} {how_to_turn_off(found)}, or drop the policy "
+                "(RecomputeCallback, or recompute_policy)."
+            )
         self.handle = apply(model, _adapted(policy, model, options))
         self.undo: list[Callable[[], None]] = [self.handle.remove]
         """``remove()`` calls these, last first."""
@@ -63,12 +67,10 @@ class PolicyInTraining:
 
     def end_step(self) -> None:
         """Call this after the last of the forwards whose gradients one step of the optimizer takes."""
-        why = None
-        if self._options.logits is False and self._meter.reads_logits and not self._meter.has_losses:
+        if self._options.logits is False and self._meter.reads_logits:
             why = "no loss was computed from the output of the model's head, which was read"
-        elif self._options.logits is False and self._meter.reads_logits:
-            why = "something that no kernel computes read the output of the model's head, and so it was computed"
-        if why is not None:
+            if self._meter.has_losses:
+                why = "something that no kernel computes read the output of the model's head, and so it was computed"
             warn(f"logits=False has no effect: {why}. {self._advice}, or drop logits=False.")
             self._options = self._options.model_copy(update={"logits": None})  # so that it is said once
         self._meter.end_step()
@@ -109,24 +111,13 @@ class HoldsPolicy:
             self._training = None
 
 
-def _refuse_checkpointing(model: nn.Module) -> None:
-    if found := find_checkpointing(model):
-        raise UnsupportedError(
-            f"{said_of(found, type(model).__name__)} {how_to_turn_off(found)}, or drop the policy (RecomputeCallback, "
-            "or recompute_policy)."
-        )
-
-
 def _adapted(policy: Policy, model: nn.Module, options: Options) -> Policy:
     """``policy`` as the options would have it for this model."""
     rules = list(policy.rules)
     if options.kernels is not None:
         via = "auto" if options.kernels else "hook"
         rules = [rule.model_copy(update={"via": via}) if rule.action == "recompute" else rule for rule in rules]
-    if options.logits is not None:
-        paths = _paths_of_head(model, options.logits)
-        if not paths:
-            return policy.model_copy(update={"rules": tuple(rules)})
+    if options.logits is not None and (paths := _paths_of_head(model, options.logits)):
         governed = assign(policy, module_entries(model, type(model).__name__)[0])
         index = governed.get(paths[0])
         if not options.logits or index is not None:

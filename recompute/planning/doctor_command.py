@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from recompute.errors import EstimateError, ModelError, NoEffectError
+from recompute.errors import EstimateError, ModelError
 from recompute.estimation.check_paths import check_source
 from recompute.estimation.estimate import estimator_of
 from recompute.estimation.estimate_options import EstimateOptions
@@ -249,12 +249,6 @@ def _by_adapters(estimator: Any, options: EstimateOptions, gpu: Gpu) -> Remedy |
 
 
 def _tried(estimator: ModelEstimator, told: tuple[str, ...], options: EstimateOptions, policy: Any, gpu: Gpu) -> Any:
-    """The remedy; None where it does not fit, or the policy has nothing to govern."""
-    if estimator.static_nbytes(options) > gpu.capacity_nbytes:
-        return None
-    try:
-        peak = estimator.estimate(options, policy).peak_bytes
-        fits = peak <= gpu.capacity_nbytes
-        return Remedy(told, options.devices, peak, estimator.seconds(options, policy)) if fits else None
-    except NoEffectError:
-        return None
+    """The remedy; None where it does not fit, or the policy governs nothing."""
+    peak = estimator.fitting_peak(options, policy, gpu.capacity_nbytes)
+    return None if peak is None else Remedy(told, options.devices, peak, estimator.seconds(options, policy))

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from tabulate import tabulate
@@ -164,12 +165,8 @@ class Plan:
 
 def with_frontier(plan: Plan, progress: Callable[[str, int, int], None] | None = None) -> Plan:
     """The plan with its ``frontier``."""
-
-    def tell(done: int, total: int) -> None:
-        if progress is not None:
-            progress("solving for other budgets", done, total)
-
-    return replace(plan, frontier=tuple(solver.frontier(plan.profile, progress=tell)))
+    tell: dict[str, Any] = {} if progress is None else {"progress": partial(progress, "solving for other budgets")}
+    return replace(plan, frontier=tuple(solver.frontier(plan.profile, **tell)))
 
 
 def solve_plan(profile: Profile, budget_nbytes: int) -> Plan:

@@ -88,7 +88,8 @@ def candidates_of(
         point = cheap if how == HOOK else plain
         found.append(Candidate(how, point.rule, point.held_nbytes))
         if compress:
-            found.append(_in_8_bits(how, point))
+            rule = {**(point.rule or {}), "compress": True}
+            found.append(Candidate(f"{how}, in 8 bits", rule, point.held_nbytes // 2))  # about half of the bytes
         found += frontier_of.candidates(how)
     if in_tiles is not None:
         found += _in_tiles(in_tiles, cheap if via_kernels is None else plain)
@@ -143,11 +144,6 @@ class _Point(NamedTuple):
     rerun_seconds: float
 
 
-def _in_8_bits(how: str, exact: _Point) -> Candidate:
-    """The same way with 8-bit codes of tensors that tolerate rounding. It holds about half as much."""
-    return Candidate(f"{how}, in 8 bits", {**(exact.rule or {}), "compress": True}, exact.held_nbytes // 2)
-
-
 def _cheap(plan: SavePlan | None, via: str) -> _Point:
     """The rule that runs no costly op again."""
     rule = recomputing_rule(via)
@@ -192,15 +188,13 @@ class _Frontier:
         """The points that are close neither to others nor to each other. Of two close ones, the leaner one stays."""
         kept: list[_Point] = []
         for point in reversed(points):
-            if not any(self._are_close(point, other) for other in (*others, *kept)):
+            if not any(
+                abs(point.held_nbytes - other.held_nbytes) <= _CLOSE * self._nbytes
+                and abs(point.rerun_seconds - other.rerun_seconds) <= _CLOSE * self._seconds
+                for other in (*others, *kept)
+            ):
                 kept.append(point)
         return kept[::-1]
-
-    def _are_close(self, one: _Point, other: _Point) -> bool:
-        return (
-            abs(one.held_nbytes - other.held_nbytes) <= _CLOSE * self._nbytes
-            and abs(one.rerun_seconds - other.rerun_seconds) <= _CLOSE * self._seconds
-        )
 
     def _loss_without(self, point: _Point) -> float:
         """The loss without a point, in bytes times seconds.

@@ -118,36 +118,28 @@ def discover_layout(
     stand_ins = _with_kernels(run.model, regions) if kernels else {}
     with_mlps = _with_mlps(run.model, regions) if kernels else set()
     by_kernels = _plans(run, stand_ins, run.via) if stand_ins else {}
+    keys = {path: _likeness(module, by_hooks.get(path)) for path, module in regions.items()}
     kinds: dict[Any, RegionKind] = {}
-    found = []
-    for path, module in regions.items():
-        key = _likeness(module, by_hooks.get(path))
-        if key not in kinds:
-            alike = [other for other in regions if _likeness(regions[other], by_hooks.get(other)) == key]
-            last = alike[-1]  # not the first one, which has other neighbours than the rest
-            via_kernels = run.via if last in stand_ins else None
-            in_tiles = run.via if last in with_mlps and tokens[last] > TILE else None
-            candidates = candidates_of(
-                by_hooks.get(last),
-                by_kernels.get(last),
-                via_kernels,
-                on_a_tape=stand_ins.get(last, False),
-                in_tiles=in_tiles,
-                compress=compress,
-            )
-            kinds[key] = RegionKind(base_of(module).__name__, candidates)
-        found.append(kinds[key])
-    name = type(run.model).__name__
-    before = RegionKind(f"{name}: before the first region", [_AS_IT_IS])
-    after = RegionKind(f"{name}: head and loss", [_AS_IT_IS])
+    # The last of those that are alike counts. The first one has other neighbours than the rest.
+    for key, path in {key: path for path, key in keys.items()}.items():
+        candidates = candidates_of(
+            by_hooks.get(path),
+            by_kernels.get(path),
+            run.via if path in stand_ins else None,
+            on_a_tape=stand_ins.get(path, False),
+            in_tiles=run.via if path in with_mlps and tokens[path] > TILE else None,
+            compress=compress,
+        )
+        kinds[key] = RegionKind(base_of(regions[path]).__name__, candidates)
+    name, as_it_is = type(run.model).__name__, Candidate(KEEP, None, 0)
+    before = RegionKind(f"{name}: before the first region", [as_it_is])
+    after = RegionKind(f"{name}: head and loss", [as_it_is])
     replaced = list(_with_kernels(run.model, later)) if kernels else []
     *also, last = replaced or [""]
     if replaced:
         after.candidates += head_candidates(run.via, later[last], logits.get(last))
+    found = [kinds[key] for key in keys.values()]
     return StepLayout(("", *regions, last), (before, *found, after), regions, tuple(also))
-
-
-_AS_IT_IS = Candidate(KEEP, None, 0)
 
 
 class _Order(NamedTuple):

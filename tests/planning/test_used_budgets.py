@@ -76,8 +76,7 @@ def test_little_of_a_budget_is_left_also_with_few_layers(
 ) -> None:
     """No cut of a layer is between 20 and 36 MiB: with four in flight, one layer's change is at least 64 MiB there."""
     fine = only_allowed(with_microbatches(profile, 4, in_flight), WITH_KERNELS)
-    coarse = without(fine, "hold")
-    budgets = list(budgets_of(coarse))
+    budgets = list(budgets_of(coarse := without(fine, "hold")))
     left, left_by_prices = unused(fine, budgets), unused(coarse, budgets)
     assert max(left) <= at_most < 0.7 * max(left_by_prices)
     assert sum(left) <= min(0.42 * sum(left_by_prices), average * len(budgets))
@@ -87,8 +86,7 @@ def test_little_of_a_budget_is_left_also_with_few_layers(
 def test_plans_are_never_slower_for_it_nor_than_a_uniform_policy(
     profile: Profile, allowed: list[str], some_faster: int
 ) -> None:
-    coarse = without(only_allowed(profile, allowed), "hold")
-    faster = 0
+    coarse, faster = without(only_allowed(profile, allowed), "hold"), 0
     for budget in budgets_of(coarse):
         found = recompute.plan(profile, budget=budget, allowed=allowed)
         assert found.predicted_peak_bytes <= budget
