@@ -137,7 +137,7 @@ def _ablated(*asked: Any, **ways: Any) -> AblationOutcome:
 
 
 def _duration(seconds: float) -> str:
-    """Roughly, in one unit: what is estimated has no more digits to show."""
+    """Roughly, in one unit: an estimate has no more digits."""
     for unit, length in (("h", 3600), ("min", 60)):
         if seconds >= 1.5 * length:
             return f"{seconds / length:.0f} {unit}"
@@ -209,17 +209,15 @@ def estimate(
     With --gpu or --gpu-memory it exits with 0 if the step fits, and with 1 if it does not; with 2 for a mistake.
     """
     from recompute.estimation.capacity import read_capacity
-    from recompute.estimation.estimate_command import EstimateRequest
+    from recompute.estimation.estimate_command import estimate_as_asked
     from recompute.estimation.estimate_options import EstimateOptions
 
     several = microbatches, microbatches_in_flight, lora, lora_targets, base
     options = EstimateOptions(dtype, optimizer, sharding, devices, loss, *several)
     asked: dict[str, Any] = {"device": read_capacity(gpu, gpu_memory), "batch_size": batch_size, "seq_len": seq_len}
-    request = EstimateRequest.checked(
-        model=model, options=options, policy=policy, sweep=sweep, out=out, overwrite=overwrite, **asked
-    )
+    asked |= {"policy": policy, "sweep": sweep, "out": out, "overwrite": overwrite}
     with parts.progress_told() as tell:
-        answer = request.run(tell)
+        answer = estimate_as_asked(model, options, progress=tell, **asked)
     typer.echo(answer.to_json() if as_json else answer.text)
     if answer.fit is not None and not answer.fit.fits:
         raise typer.Exit(1)
@@ -246,14 +244,12 @@ def doctor(
     Needs no GPU. Exits with 0 if the run fits as it is, with 1 if it does not, and with 2 for a mistake.
     """
     from recompute.estimation.estimate_options import EstimateOptions
-    from recompute.planning.doctor_command import DoctorRequest
+    from recompute.planning.doctor_command import diagnose
 
     options = EstimateOptions(dtype, optimizer, "none", 1, "full", 1, 1, lora, lora_targets, base)
     where: dict[str, Any] = {"gpu": gpu, "gpu_memory": gpu_memory, "batch_size": batch_size, "seq_len": seq_len}
-    where |= {"longest": longest, "host": host}
-    request = DoctorRequest.checked(model=model, options=options, **where)
     with parts.progress_told() as tell:
-        found = request.run(tell)
+        found = diagnose(model, options, longest=longest, host=host, progress=tell, **where)
     typer.echo(found.to_json() if as_json else str(found))
     if not found.fits:
         raise typer.Exit(1)

@@ -67,7 +67,7 @@ def stderr() -> Console:
 
 @contextmanager
 def progress_told() -> Iterator[Callable[[str, int, int], None]]:
-    """Tells on stderr what is done, how far it is and of how much (0: not known): a bar, or lines where none can be."""
+    """Tells on stderr a task, its progress and its size (0: not known), by a bar, or by lines outside of a terminal."""
     if not stderr().is_terminal:
         yield _Lines()
         return
@@ -77,7 +77,7 @@ def progress_told() -> Iterator[Callable[[str, int, int], None]]:
 
 
 class _Lines:
-    """A line for what begins, and for each tenth of what has a known end."""
+    """A line for each task that begins, and for each tenth of one with a known end."""
 
     _told: tuple[str, int] | None = None
 

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from recompute.attach.apply import policy_on
 from recompute.compiled.under_torch_compile import unwrapped
 from recompute.errors import PolicyWarning, RecomputeError
 from recompute.estimation.attention_choice import Platform
-from recompute.estimation.estimate_result import ModuleActivations, table
+from recompute.estimation.estimate_result import Advice, ModuleActivations, table
 from recompute.estimation.model_and_batch import ModelAndBatch, on_fake_tensors
 from recompute.estimation.model_estimator import ModelEstimator, by_module
 from recompute.estimation.module_tracker import layer_of, pattern_of
@@ -32,36 +32,29 @@ from recompute.units import humanize
 logger = logging.getLogger(__name__)
 
 _PARTS = 3
-"""For how many parts of a layer rules are tried: for those that hold most."""
+"""Rules are tried for so many parts of a layer: for those that hold most."""
 _PLAIN = bool, int, float, str, torch.dtype, torch.device
-
-
-class Freed(NamedTuple):
-    """A rule, and by how many bytes it would lower a step's peak if it came before the policy's other rules."""
-
-    rule: str
-    nbytes: int
 
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """What is known of an out-of-memory error. Its figures of the step come from a step on fake tensors."""
+    """The report of an out-of-memory error. Its figures of the step come from a step on fake tensors."""
 
     where: str
     """ "forward of model.layers.3.mlp (LlamaMLP)" …"""
     device: str
-    """How much memory the device has, and how much of it is taken; "" where nobody counts."""
+    """The device's memory, and the share that is taken; "" where nobody counts."""
     static: Mapping[str, int]
-    """Bytes that were there before the step, by what they are: "parameters", "gradients" …"""
+    """Bytes of "parameters", "gradients" … that were there before the step."""
     peak_nbytes: int = 0
-    """The most that a step takes above these."""
+    """The peak of a step above these."""
     peak_moment: str = ""
     activations: tuple[ModuleActivations, ...] = ()
-    """What modules hold for backward, the largest first."""
-    rules: tuple[Freed, ...] = ()
-    """Rules that would lower the peak, the most helpful first."""
+    """The modules' bytes held for backward, the largest first."""
+    rules: tuple[Advice, ...] = ()
+    """Rules that would lower the peak before the policy's others, the most helpful first."""
     problem: str = ""
-    """Why nothing is known of the step; "" if it is known."""
+    """Why the step could not be estimated; "" if it could."""
 
     def __str__(self) -> str:
         blocks = [f"out of memory in the {self.where}{self.device and f'; {self.device}'}"]
@@ -78,7 +71,7 @@ class OutOfMemory:
         ]
         blocks.append(table("holds for backward", held, "modules", "together"))
         if self.rules:
-            rows = [(each.rule, humanize(each.nbytes)) for each in self.rules]
+            rows = [(each.what, humanize(each.saves_nbytes)) for each in self.rules]
             blocks.append(table("one of these rules, before any others", rows, "lowers the peak by"))
         else:
             blocks.append("No rule lowers the peak: a smaller batch, shorter sequences or more devices would.")
@@ -87,7 +80,7 @@ class OutOfMemory:
 
 @contextmanager
 def explain_out_of_memory(model: nn.Module) -> Iterator[None]:
-    """If the device runs out of memory inside, say what holds it, and which rules would free how much.
+    """If the device runs out of memory inside, say which modules hold it, and which rules would free how much.
 
         with explain_out_of_memory(model):
             trainer.train()
@@ -158,7 +151,7 @@ def _device(model: nn.Module) -> torch.device:
 
 
 def _where(model: nn.Module, error: BaseException) -> str:
-    """What ran when the error came up, as its traceback tells: "backward of model.layers.3.mlp (LlamaMLP)"."""
+    """The code that ran when the error came up, by its traceback: "backward of model.layers.3.mlp (LlamaMLP)"."""
     paths = {module: path for path, module in model.named_modules()}
     phase, innermost = "forward", None
     for frame, _ in traceback.walk_tb(error.__traceback__):
@@ -201,7 +194,7 @@ def _report(model: nn.Module, latest: _Latest, where: str) -> OutOfMemory:
 
 
 def _with_advice(model: nn.Module, latest: _Latest, device: torch.device, found: OutOfMemory) -> OutOfMemory:
-    """``found``, with what a step takes and which rules would change that."""
+    """``found``, with the peak of a step and rules that would lower it."""
     policy = policy_on(model)
     with on_fake_tensors(model, latest.batch) as (fake, batch), warnings.catch_warnings():
         warnings.simplefilter("ignore", PolicyWarning)
@@ -213,21 +206,19 @@ def _with_advice(model: nn.Module, latest: _Latest, device: torch.device, found:
         now = estimator.step(policy, latest.autocast)
         peak_nbytes, moment = _peak(now)
         freed = []
-        most: dict[tuple[str, ...], int] = {}
-        """By the modules of rules: what the best of them saves."""
-        recomputed: dict[tuple[str, ...], int] = {}
-        """What ``action: recompute`` alone saves, which takes as long as with ``compress``, and is exact."""
+        most: dict[tuple[str, ...], int] = {}  # the bytes that the best rule saves, by the rules' modules
+        recomputed: dict[tuple[str, ...], int] = {}  # ``action: recompute`` alone: as fast as ``compress``, and exact
         for rule in _rules(model, estimator, now):
             rules = [rule, *(() if policy is None else policy.rules)]
             saved = peak_nbytes - _peak(estimator.step(Policy(name="with one more", rules=rules), latest.autocast))[0]
             better = most if rule.offload else recomputed if rule.compress else {}
             if saved > max(0, better.get(rule.match, 0)):
-                freed.append(Freed(_text(rule), saved))
+                freed.append(Advice(_text(rule), saved))
             if rule.action == "recompute" and not (rule.offload or rule.compress):
                 recomputed[rule.match] = saved
             most[rule.match] = max(saved, most.get(rule.match, 0))
     held = sorted((each for each in by_module(now.held) if each.nbytes), key=lambda each: -each.nbytes)
-    freed.sort(key=lambda each: -each.nbytes)
+    freed.sort(key=lambda each: -each.saves_nbytes)
     told: dict[str, Any] = {"activations": tuple(held), "rules": tuple(freed)}
     return replace(found, peak_nbytes=peak_nbytes, peak_moment=moment, **told)
 

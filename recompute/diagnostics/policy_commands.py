@@ -35,7 +35,7 @@ def explain_policy(policy: Policy, model: str, *, wide: bool, width: int, **aske
 
 
 def verify_policy(policy: Policy, model: str, **asked: Any) -> Iterator[str]:
-    """Yields a line on the model and the batch, and then what ``recompute.verify`` found. Raises what that raises."""
+    """Yields a line on the model and the batch, and then the result of ``recompute.verify``. Raises as that does."""
     network, batch = build(model, **build_options(**asked))
     yield describe(network, batch)
     yield str(verify(network, batch, policy=policy))

@@ -50,7 +50,7 @@ class TensorLifetime:
     path: str
     """The path of the module whose forward, or whose part of backward, made it; "" outside of all modules."""
     phase: Phase
-    """What made it. Codes that a kernel makes count as made in forward."""
+    """The phase that made it. Codes that a kernel makes count as made in forward."""
     shape: tuple[int, ...]
     dtype: torch.dtype
     nbytes: int
@@ -61,7 +61,7 @@ class TensorLifetime:
 
 
 class Span(NamedTuple):
-    """A module's forward, or a row of ops of its backward or of what the policy does for it."""
+    """A module's forward, or a row of ops of its backward or of the policy's work for it."""
 
     path: str
     phase: Phase
@@ -80,8 +80,8 @@ class Timeline(AbstractContextManager["Timeline"]):
 
     Tensors from before the block do not count, nor does freeing them, nor does memory that an op takes and gives back
     while it runs. Seconds are those of the host, which allocates memory when it launches an op and not when the device
-    runs it. Each op is seen from Python, which slows the host down. What runs as captured code runs as before it was
-    captured. Use it for eager code: of compiled code it sees only what goes in and out. Fake tensors work, too.
+    runs it. Each op is seen from Python, which slows the host down. Captured code runs op by op again. Use it for eager
+    code: of compiled code it sees inputs and outputs alone. Fake tensors work, too.
     """
 
     def __init__(self, model: nn.Module):
@@ -237,7 +237,7 @@ class Timeline(AbstractContextManager["Timeline"]):
         return held.nbytes * ((self.seconds if held.freed is None else held.freed) - held.made)
 
     def plot(self) -> Figure:
-        """Bytes alive over time: what forward made, by module; what backward made; and what the policy brought back."""
+        """Bytes alive over time: those of forward, by module; of backward; and those that the policy brought back."""
         made: dict[str, list[TensorLifetime]] = {}
         for held in self.tensors:
             name = _MADE[held.phase] if held.phase != "forward" else pattern_of(held.path) or "outside of all modules"

@@ -42,13 +42,13 @@ _SHOWN = 5  # so many of the tensors of each kind that differ are named
 
 @dataclass(frozen=True)
 class Verification:
-    """What ``verify`` found, where it found nothing wrong."""
+    """The result of ``verify`` where nothing is wrong."""
 
     policy: str
     gradients: int
     """How many gradients were compared."""
     bitwise: bool
-    """Whether all that was compared is equal bit for bit."""
+    """Whether all compared tensors are equal bit for bit."""
     max_difference: float
     """The largest difference of two elements of a gradient."""
     relative_error: float
@@ -99,27 +99,27 @@ def verify(
 ) -> Verification:
     """Run forward and backward of ``model`` on ``batch`` under ``policy`` and without it, and compare the two.
 
-    Compared are the loss and the outputs, the gradient of each parameter and of each input that requires one, the
+    It compares the loss and the outputs, the gradient of each parameter and of each input that requires one, and the
     buffers and the random state afterwards: bit for bit, unless a kernel stands in for a module. Kernels round in their
-    own way: with one, a tensor may differ by twice the rounding error that it has without the policy, measured against
+    own way. With one, a tensor may differ by twice the rounding error that it has without the policy, measured against
     the same model in float32 (in float64 where the model is in float32). Where a rule compresses, each gradient may
-    differ by ``COMPRESSION_TOLERANCE``, an eighth of its norm, and outputs as without compression. Under a policy that
-    compresses nothing, each regenerated tensor is compared, too, with the one that was dropped, which is held for that.
+    differ by ``COMPRESSION_TOLERANCE``, an eighth of its norm. Otherwise each regenerated tensor is compared, too, with
+    the dropped one, which is held for that.
 
     Both runs train, from the same random state, on CUDA with deterministic algorithms. Afterwards the model with its
     gradients, buffers, attributes and training flags, the batch and the random state are as before, also if this
-    raises. What forward does to Python objects beyond these it does twice.
+    raises. Forward's effects on other Python objects happen twice.
 
     batch: a mapping of keyword arguments, a tuple of arguments, or the only argument. The model gets copies of it.
     policy: as ``recompute.apply`` takes it, with the same default; the model must not be under a policy yet.
     loss: makes a scalar of the output. Without one it is the output's own ``loss``; if there is none either, backward
     starts from every tensor in the output, with a gradient of fixed signs.
 
-    Raises ``GradientMismatch``, which names what differs; ``RegenerationError`` with the module and the op that did not
-    give back what was dropped; ``NoEffectError`` if the policy is meant to drop something but governs nothing of the
+    Raises ``GradientMismatch``, which names the tensors that differ; ``RegenerationError`` with the module and the op
+    that regenerated other values; ``NoEffectError`` if the policy is meant to drop something but governs nothing of the
     model or drops nothing here; ``MutationError`` where the run itself changes a parameter, as an optimizer in a hook
     does; ``UnsupportedError`` where a kernel's rounding cannot be judged because the model does not run in a wider
-    dtype; and what ``recompute.apply`` and the model raise.
+    dtype; and the errors of ``recompute.apply`` and of the model.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"recompute.verify takes a torch.nn.Module, got {type(model).__name__}")
@@ -165,7 +165,7 @@ def _beyond_promise(
     is_exact: bool,
     compresses: bool,
 ) -> tuple[dict[str, list[str]], float]:
-    """What differs by more than the policy may change, by kind, and the tolerance as ``Verification`` has it."""
+    """The names of tensors that differ by more than the policy may change, by kind, and ``Verification.tolerance``."""
     wrong, tolerance = {kind: list(names) for kind, names in differing.items()}, 0.0
     if not any(wrong.values()):
         return wrong, tolerance
@@ -186,7 +186,7 @@ def _beyond_promise(
 
 
 class _Outcome(NamedTuple):
-    """What one run leaves to compare, by kind and name, and the random state at its end."""
+    """The tensors of one run to compare, by kind and name, and the random state at its end."""
 
     tensors: Mapping[str, Tensors]
     rng: RngState
@@ -270,7 +270,7 @@ def _is_exact(handle: AppliedPolicy, model: nn.Module) -> bool:
 def _refuse_idle(handle: AppliedPolicy, model: nn.Module, is_exact: bool) -> None:
     """Raise if the policy did nothing in the run: comparing two runs without a policy would say that all is well."""
     stats, policy = handle.stats(), handle.policy
-    # What a kernel does not save is not counted as dropped, nor is what a compiler does not save.
+    # Tensors that a kernel or a compiler does not save do not count as dropped.
     kernels = [] if is_exact else [kernel_of(each.runner) for each in handle._attachments]
     if (
         stats.dropped_tensors
@@ -279,7 +279,8 @@ def _refuse_idle(handle: AppliedPolicy, model: nn.Module, is_exact: bool) -> Non
         or any(kernel is not None and kernel.statistics.frames for kernel in kernels)
     ):
         return
-    if not has_effect(policy) or any(map(_is_compiled, (model, *model.modules()))):
+    compiled = (uncompiled(each) is not each or each._compiled_call_impl for each in (model, *model.modules()))
+    if not has_effect(policy) or any(compiled):
         return
     paths = [each.path or type(model).__name__ for each in handle._attachments if each.rule is not None]
     did_nothing = "which ran and neither dropped, offloaded nor compressed anything"
@@ -290,22 +291,18 @@ def _refuse_idle(handle: AppliedPolicy, model: nn.Module, is_exact: bool) -> Non
     )
 
 
-def _is_compiled(module: nn.Module) -> bool:
-    return uncompiled(module) is not module or module._compiled_call_impl is not None
-
-
 def _differing(found: Tensors, expected: Tensors) -> list[str]:
-    """The names under which not all bits are the same."""
+    """The names of tensors whose bits differ."""
     return [name for name, tensor in expected.items() if not same_bits(found.get(name), tensor)]
 
 
 def _beyond_rounding(names: Iterable[str], found: Tensors, expected: Tensors, wide: Tensors) -> list[str]:
-    """Those of ``names`` under which tensors differ by more than twice the rounding error.
+    """The names whose tensors differ by more than twice the rounding error.
 
-    The rounding error is that of the tensor itself, or its share of the error of all tensors if that is more, because
-    in a small tensor the roundings may have cancelled out by chance. A gradient that is 0 but for roundings, as that of
-    the bias of attention's keys, may differ by 1/64 of the rounding error of all. Numbers that are not floating-point
-    may differ, too, where rounding changes them, as it changes ranks.
+    The rounding error is that of the tensor itself, or its share of the error of all tensors if that is more: in a
+    small tensor roundings may cancel out by chance. A gradient that is 0 but for roundings, as that of the bias of
+    attention's keys, may differ by 1/64 of the rounding error of all. Numbers that are not floating-point may differ,
+    too, where rounding changes them, as it changes ranks.
     """
     share = relative_error(*_pairs(expected, wide))
     least = share * sum(float(each.double().norm()) ** 2 for each in _pairs(expected, wide)[1]) ** 0.5 / 64

@@ -49,7 +49,7 @@ class Attention(NamedTuple):
 
 
 class Platform(NamedTuple):
-    """What the choice depends on beside the arguments."""
+    """A device and its libraries, on which the choice depends beside the arguments."""
 
     name: str
     capability: tuple[int, int]
@@ -59,7 +59,7 @@ class Platform(NamedTuple):
 
     @staticmethod
     def of(gpu: Gpu | None) -> Platform:
-        """That of a GPU with this torch. None: this machine's device if it has one, else an H100."""
+        """A GPU's platform with this torch. None: this machine's device if it has one, else an H100."""
         if gpu is None and torch.cuda.is_available():
             device = Platform(torch.cuda.get_device_name(), torch.cuda.get_device_capability(), _cudnn(), _torch())
             return device if torch.version.hip is None else device._replace(cudnn=None)
@@ -122,7 +122,7 @@ def _prefers_cudnn(platform: Platform) -> bool:
 
 
 def _is_fused(call: Attention, *, grouped: bool, one_head: bool, same_heads: bool = True) -> bool:
-    """What all fused kernels ask of shapes and strides.
+    """Whether shapes and strides meet the conditions of all fused kernels.
 
     grouped: whether the kernel takes fewer heads of keys where that is said to be meant.
     one_head: whether it takes one head of keys and values for all queries without that being said.

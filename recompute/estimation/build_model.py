@@ -30,9 +30,6 @@ from recompute.estimation.make_batch import batch_of
 from recompute.files import user_path
 from recompute.policy.document import load_document
 
-_SEED = 0
-
-
 Source = str | transformers.PretrainedConfig | ModelShape
 
 
@@ -43,7 +40,7 @@ def build(
     batch_size: int,
     dtype: torch.dtype,
     device: torch.device,
-    seed: int = _SEED,
+    seed: int = 0,
     adapt: Callable[[nn.Module], nn.Module] = lambda model: model,
 ) -> tuple[nn.Module, Any]:
     """A model in training mode with random weights, and random keyword arguments for it, with labels if it takes any.
@@ -56,7 +53,7 @@ def build(
     sequence_length: token ids are (batch_size, sequence_length). Where the configuration has fewer positions, the model
         gets as many.
     seed: of the weights, and of the batch.
-    adapt: given the model, returns what is to train in its place, as ``adapt_model.adapted`` does.
+    adapt: given the model, returns the one to train in its place, as ``adapt_model.adapted`` does.
 
     Leaves the global random state as it was. Raises ``PolicyError`` for a configuration that is not valid, and
     ``ModelError`` where there is none, or the model takes neither tokens nor images.
@@ -81,7 +78,7 @@ def build(
 def build_options(
     *, seq_len: int, batch_size: int, dtype: str, device: str, adapters: Adapters | None = None
 ) -> dict[str, Any]:
-    """The options of ``build`` from those of a command line, where dtype and device are names ("auto": CUDA if any)."""
+    """The options of ``build`` by those of a command line, where dtype and device are names ("auto": CUDA if any)."""
     trained = getattr(torch, dtype)
     return {
         "sequence_length": seq_len,
@@ -113,7 +110,7 @@ def without_values(name: str) -> Iterator[None]:
     Raises ``ModelError`` where the model, called ``name``, asks inside for the value of a tensor.
     """
     find = masking_utils.find_packed_sequence_indices
-    # Of fake positions it cannot tell, and would assume several sequences in a row, whose mask changes what is saved.
+    # It cannot tell from fake positions, and would assume several sequences in a row, whose mask changes saved tensors.
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
     try:
         with FakeMode(), modules_move():

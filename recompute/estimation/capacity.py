@@ -25,7 +25,7 @@ class Fit(NamedTuple):
     longest_sequence: int | None
     """The longest sequence at this batch size, of the lengths that ``fit`` tries; 0: none fits; None: as above."""
     changes: tuple[str, ...] = ()
-    """Where it does not fit, the fewest changes with which it does; () if none of those that were tried do."""
+    """Where it does not fit, the fewest changes that make it fit; () if no tried ones do."""
     changed_peak_nbytes: int = 0
     """The peak with these."""
 
@@ -64,7 +64,7 @@ def read_capacity(gpu: str | None, memory: str | None) -> tuple[str, int] | None
 
     Raises ``ModelError`` for what cannot be read.
     """
-    known = None if gpu is None else find_gpu(gpu)
+    known = None if gpu is None else find_gpu(gpu, "--gpu", "--gpu-memory 24GiB")
     if memory is not None:
         return (known.name if known else "this device"), read_size("--gpu-memory", memory, "24GiB")
     return None if known is None else (known.name, known.capacity_nbytes)
@@ -79,8 +79,8 @@ def fit(
 ) -> Fit:
     """Search for the largest batch and the longest sequence that fit.
 
-    peak_nbytes: the peak of a batch size and a sequence length. It grows with either, or does not depend on it: a batch
-        of the model's own has one size, and images have no length.
+    peak_nbytes: the peak of a batch size and a sequence length. It grows with either, or does not depend on it: a
+        model's own batch has one size, and images have no length.
 
     Lengths are tried in steps of 256 tokens, or of fewer where ``seq_len`` is shorter.
     """

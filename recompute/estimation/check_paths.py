@@ -1,4 +1,4 @@
-"""Checks what a model is named by, before anything heavy is imported."""
+"""Checks the name of a model before anything heavy is imported."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Makes fake CPU tensors run as tensors on a CUDA device would: the same kernels, and the same tensors saved.
 
-Fake CUDA tensors would not do: their backward asks for streams, which there are none of without a GPU (torch 2.11 to
-2.15).
+Fake CUDA tensors would not do: their backward asks for streams, which only a GPU has (torch 2.11 to 2.15).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 class _Simulated(threading.local):
-    """The device that fake CPU tensors stand for in this thread, and the kernels of attention that have run on it."""
+    """The device that fake CPU tensors stand for in this thread, and its kernels of attention that have run."""
 
     def __init__(self) -> None:
         self.platform: Platform | None = None
@@ -46,7 +45,7 @@ def as_on_cuda(platform: Platform | None = None, *, autocast: torch.dtype | None
     platform: the device; None for that of the block around this one, or else ``Platform.of(None)``.
     autocast: the dtype of CUDA's autocast, if forward and loss are to run under it.
 
-    Yields the names of the kernels that ``scaled_dot_product_attention`` has run by, in this block and those around it.
+    Yields the names of the kernels of ``scaled_dot_product_attention`` that have run, also in blocks around this one.
     """
     before, local.simulates_cuda = local.simulates_cuda, True
     around = _simulated.platform
@@ -156,9 +155,9 @@ def _attention(
 
 
 def _numbers(mask: Tensor | None, query: Tensor) -> Tensor | None:
-    """What is added to the scores: a mask of bools becomes numbers.
+    """A mask of bools as numbers to add to the scores.
 
-    It calls the ops of ``convert_boolean_attn_mask`` in ATen/native/transformers/attention.cpp, so that a tape drops
+    The ops are those of ``convert_boolean_attn_mask`` in ATen/native/transformers/attention.cpp, so that a tape drops
     the same tensors as on CUDA.
     """
     if mask is None or mask.dtype is not torch.bool:
@@ -167,7 +166,7 @@ def _numbers(mask: Tensor | None, query: Tensor) -> Tensor | None:
 
 
 def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """What the efficient kernel adds to the scores, whose rows begin at multiples of 16 bytes."""
+    """The mask for the efficient kernel, whose rows begin at multiples of 16 bytes."""
     mask = _numbers(mask, query)
     if mask is None:
         return None

@@ -1,4 +1,4 @@
-"""``recompute.estimate``: what a training step will take, before there is a device to run it on."""
+"""``recompute.estimate``: the bytes of a training step, before there is a device to run it on."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from recompute.errors import EstimateError
 from recompute.estimation.adapters import ALL_LINEAR
 from recompute.estimation.estimate_options import EstimateOptions
 from recompute.estimation.estimate_result import Estimate
 from recompute.estimation.gpus import find_gpu
+from recompute.estimation.static_memory import check_counts
 from recompute.policy.loading import load_policy
 
 if TYPE_CHECKING:
@@ -40,18 +40,18 @@ def estimate(
     gpu: str | None = None,
     advise: bool = True,
 ) -> Estimate:
-    """What a training step of ``model`` takes on a CUDA device. Needs no GPU, and no memory for the model.
+    """Estimate the memory of a training step of ``model`` on a CUDA device. Needs no GPU, and no memory for the model.
 
-    It runs forward, backward and the optimizer's step on tensors without values, and counts what lives at each moment.
-    It assumes that gradients are freed between steps (``zero_grad``'s default), and that what the model returned beside
-    the loss is let go of before backward.
+    It runs forward, backward and the optimizer's step on tensors without values, and counts the bytes alive at each
+    moment. It assumes that gradients are freed between steps (``zero_grad``'s default), and that outputs beside the
+    loss are freed before backward.
 
     model: an ``nn.Module`` on any device, also ``meta``, which is left as it is, and whose floating-point parameters
         are counted in ``dtype``; a Hugging Face configuration, its ``config.json`` or the folder of that, or a name
         that Hugging Face knows (no weights are fetched); or an ablation's .yaml file.
     batch_size, seq_len: of token ids, or images, for a model of Hugging Face's.
-    batch: what forward is given otherwise: a mapping of keyword arguments, a tuple, or a tensor. Values do not matter.
-        The loss is what the model returns as ``loss``, or the sum of what it returns.
+    batch: forward's arguments, otherwise: a mapping of keyword arguments, a tuple, or a tensor. Values do not matter.
+        The loss is the output's ``loss``, or the sum of the output.
     dtype: "bfloat16", "bfloat16-autocast", "bfloat16-mixed", "float32": ``static_memory.DTYPE_RECIPES`` explains them.
     optimizer: "adamw" (``foreach``), "adamw-fused", "adamw-loop", "adamw-8bit", "sgd", "sgd-momentum".
     sharding: "none", "ddp", "zero1", "zero2", "zero3" or "fsdp2".
@@ -62,8 +62,8 @@ def estimate(
         pipelines. ``batch`` and ``batch_size`` are one microbatch's.
     lora: the rank of LoRA adapters, or any adapter's configuration of PEFT's. They train, in ``dtype``, and nothing
         else does.
-    lora_targets: what a LoRA of that rank adapts: "all-linear", or names of modules.
-    base: the frozen base's form: "bfloat16", or of its Linears but the head "int8", "nf4", "nf4-double" or "float8",
+    lora_targets: the modules that a LoRA of that rank adapts: "all-linear", or names.
+    base: the frozen base's form: "bfloat16", or, for its Linears but the head, "int8", "nf4", "nf4-double" or "float8",
         which ``adapters.BASES`` explains. By default it is in ``dtype``.
     gpu: the device whose kernels are assumed, by a name that ``recompute.estimation.gpus`` knows; by default this
         machine's, or an H100.
@@ -72,20 +72,13 @@ def estimate(
     Raises ``EstimateError`` for an unknown option, ``PolicyError`` for a bad policy, and ``ModelError`` where there is
     no such model, or where it cannot run on tensors without values: then the error names the module.
     """
-    _check_counts(batch_size=batch_size, seq_len=seq_len)
-    _check_counts(microbatches=microbatches, microbatches_in_flight=microbatches_in_flight)
+    check_counts(batch_size=batch_size, seq_len=seq_len)
     several = microbatches, microbatches_in_flight, lora, lora_targets, base
     options = EstimateOptions(dtype, optimizer, sharding, devices, loss, *several).read()
     loaded = None if policy is None else load_policy(policy)
     with estimator_of(model, options, batch_size, seq_len, batch, gpu) as estimator:
         found = estimator.estimate(options, loaded)
         return replace(found, advice=tuple(estimator.advice(options, loaded, found))) if advise else found
-
-
-def _check_counts(**numbers: Any) -> None:
-    for name, number in numbers.items():
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise EstimateError(f"{name}: expected at least 1; found {number!r}")
 
 
 @contextmanager

@@ -5,11 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from recompute.errors import EstimateError
+from recompute.errors import EstimateError, RecomputeError
 from recompute.estimation.adapters import ALL_LINEAR, Adapters
-from recompute.estimation.static_memory import DTYPE_RECIPES, OPTIMIZERS, check_sharding, read_option
+from recompute.estimation.static_memory import DTYPE_RECIPES, OPTIMIZERS, check_counts, check_sharding, read_option
 
 LOSSES = ("full", "chunked")
+
+
+def check_microbatches(microbatches: int, in_flight: int, error: type[RecomputeError] = EstimateError) -> None:
+    """Raise ``error`` unless these are whole numbers, 1 <= ``in_flight`` <= ``microbatches``."""
+    check_counts(error, microbatches=microbatches, microbatches_in_flight=in_flight)
+    if in_flight > microbatches:
+        raise error(
+            f"microbatches_in_flight: expected at most microbatches, which is {microbatches}, as no more are in flight "
+            f"than a step has; found {in_flight}. Pass microbatches=, the number that the schedule has"
+        )
 
 
 class EstimateOptions(NamedTuple):
@@ -21,7 +31,7 @@ class EstimateOptions(NamedTuple):
     devices: int
     loss: str
     microbatches: int = 1
-    """In a step. The gradients of those before are there while one runs."""
+    """In a step. While one runs, the gradients of earlier ones are there."""
     microbatches_in_flight: int = 1
     """The most that are between forward and backward at once, as in a pipeline."""
     lora: Any = None
@@ -30,7 +40,7 @@ class EstimateOptions(NamedTuple):
 
     @property
     def adapters(self) -> Adapters | None:
-        """What trains in the place of all parameters; None: nothing does."""
+        """The adapters that train in the place of all parameters; None: there are none."""
         return Adapters(self.lora, self.lora_targets, self.base).read()
 
     def read(self) -> EstimateOptions:
@@ -38,11 +48,7 @@ class EstimateOptions(NamedTuple):
 
         Raises ``EstimateError`` for a name that is unknown, and for numbers that do not fit together.
         """
-        if not 1 <= self.microbatches_in_flight <= self.microbatches:
-            raise EstimateError(
-                "expected at least one microbatch in flight, and at most as many as a step has; found "
-                f"microbatches_in_flight={self.microbatches_in_flight} and microbatches={self.microbatches}"
-            )
+        check_microbatches(self.microbatches, self.microbatches_in_flight)
         adapters = self.adapters or Adapters()
         return EstimateOptions(
             read_option("dtype", self.dtype, DTYPE_RECIPES),

@@ -28,14 +28,14 @@ class ModuleActivations(NamedTuple):
     """What modules whose paths differ in numbers alone hold together after forward."""
 
     path: str
-    """The path, with "*" for numbers; "" is what is outside of all modules, as the loss is."""
+    """The path, with "*" for numbers; "" is outside of all modules, as the loss is."""
     modules: int
     nbytes: int
 
 
 @dataclass(frozen=True)
 class EstimateSettings:
-    """What was estimated."""
+    """The model and the options of an estimate."""
 
     model: str
     batch: str
@@ -50,7 +50,7 @@ class EstimateSettings:
     adapters: str = ""
     """ "LoRA of rank 16 on all-linear, base nf4"; "" where all parameters train."""
     assumed: tuple[str, ...] = ()
-    """What is not told by the caller: the kernels of attention, the inputs that were made, dtypes …"""
+    """Assumptions beside the caller's options: the kernels of attention, inputs that were made, dtypes …"""
 
 
 @dataclass(frozen=True)
@@ -62,19 +62,19 @@ class Estimate:
     activation_bytes: int
     """Bytes held after forward."""
     activation_bytes_per_layer: int
-    """What the layer holds of these that holds most; 0 for a model without layers."""
+    """The bytes of the layer that holds most; 0 for a model without layers."""
     activations: tuple[ModuleActivations, ...]
-    """What is held, by the modules that made it."""
+    """Bytes held after forward, by the modules that made them."""
     logits_peak_bytes: int
-    """The most that logits, their copies and gradients take at once, in a loop that keeps what the model returned."""
+    """The most that logits, their copies and gradients take at once, in a loop that keeps the model's output."""
     moments: Mapping[str, int]
     """The most alive at each moment, static bytes included, in the order of the step."""
     parts: Mapping[str, int]
-    """The bytes alive at the peak, by what they are: "parameters", "activations" …"""
+    """The bytes of "parameters", "activations" … that are alive at the peak."""
     advice: tuple[Advice, ...]
     """Changes that would lower the peak, the most helpful first."""
     host_bytes: int = 0
-    """What the policy carries to the host's memory in a step."""
+    """The bytes that the policy carries to the host's memory in a step."""
 
     @property
     def peak_moment(self) -> str:
@@ -120,11 +120,10 @@ class Estimate:
 
 
 _MOMENTS = 6
-"""The highest ones, to show."""
+"""So many of the highest ones are shown."""
 
 
 def _described(estimate: Estimate) -> str:
-    """The text of an estimate."""
     settings, static = estimate.settings, estimate.static_bytes
     on = f"{settings.sharding} over {settings.devices} devices" if settings.devices > 1 else "one device"
     if settings.microbatches > 1:

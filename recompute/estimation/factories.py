@@ -37,7 +37,7 @@ def load_factory(name: str) -> Factory:
         found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # what is missing is something that the module itself imports
+            raise  # the module itself imports the missing one
         raise ModelError(
             f"{name}: there is no module {error.name}, neither installed nor below {folder}; expected "
             "package.module:factory"
@@ -146,7 +146,7 @@ def placed(batch: Any, *, dtype: torch.dtype | None, device: torch.device) -> An
 
 
 def call(model: Any, batch: Any) -> Any:
-    """What the model returns for a batch: keyword arguments, a tuple of arguments, or the only one."""
+    """Call the model with a batch: keyword arguments, a tuple of arguments, or the only one."""
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)

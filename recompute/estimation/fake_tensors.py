@@ -21,8 +21,8 @@ _CPU = torch.device("cpu")
 def fake_copy(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     """A copy of the model on fake CPU tensors, in training mode. Call it under the mode of fake tensors.
 
-    The model may be on any device, also on ``meta``, and is left as it is. A policy on it is not on the copy. For
-    Linears of bitsandbytes others stand there, with the same bytes.
+    The model may be on any device, also on ``meta``, and is left as it is. A policy on it is not on the copy. Linears
+    of bitsandbytes are replaced by others with the same bytes.
 
     dtype: for the copy's floating-point parameters; None to leave them as they are.
     """
@@ -49,8 +49,8 @@ def fake_copy(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
 def modules_move() -> Iterator[None]:
     """Inside, ``nn.Module.to`` and its like give modules new fake parameters; shared ones stay shared.
 
-    Torch's own swaps them, and refuses that for those that something refers to, as an adapter's base layer. And fake
-    tensors can be copied, as an adapter copies a module that it saves: torch's copy asks for their addresses.
+    Torch's own swaps them, and refuses to where something else refers to them, such as an adapter's base layer. Fake
+    tensors can be copied, as adapters copy modules that they save: torch's own copy asks for their addresses.
     """
     whole = nn.Module._apply
     moved: dict[Tensor, Tensor] = {}

@@ -1,4 +1,4 @@
-"""Finds the fewest changes with which a training step fits a device."""
+"""Finds the fewest changes that make a training step fit a device."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import NamedTuple
 
-from recompute.errors import NoEffectError
 from recompute.estimation.estimate_options import EstimateOptions
 from recompute.estimation.model_estimator import ADVISED, ModelEstimator
 from recompute.policy.loading import load_policy
@@ -18,21 +17,21 @@ _LEAST_TOKENS = 256
 
 
 class Sizes(NamedTuple):
-    """Those of the batch that is made for a model."""
+    """The sizes of a batch that is made for a model."""
 
     batch_size: int
     seq_len: int
 
 
 class FittingChanges(NamedTuple):
-    """Changes with which a step fits, and its peak."""
+    """Changes that make a step fit, and its peak."""
 
     changes: tuple[str, ...]
     peak_nbytes: int
 
 
 class Combination(NamedTuple):
-    """Changes of options, and what they are called."""
+    """Changes of options, and their names."""
 
     told: tuple[str, ...]
     options: EstimateOptions
@@ -52,33 +51,25 @@ def fewest_changes(
     given: Sizes | None = None,
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> FittingChanges | None:
-    """The fewest changes with which the step fits ``capacity``; None if none of those that are tried does.
+    """The fewest changes that make the step fit ``capacity``; None if no tried ones do.
 
     given: the batch's sizes, which may be halved again and again; None: they are the model's own.
 
-    Of as few, those with the fewest devices, then those with the largest batch, and then those that cost the least
-    time: a loss without logits, a policy, a fused optimizer, one with states of 8 bits.
+    Of equally few the fewest devices win, then the largest batch, then the least time: a loss without logits, a policy,
+    a fused optimizer, one with 8-bit states.
     """
 
     @functools.cache
     def sized(sizes: Sizes | None) -> ModelEstimator:
         return estimator if sizes is None else estimator.of_sizes(*sizes)
 
-    def peak(found: Combination, sizes: Sizes | None) -> int | None:
-        if sized(sizes).static_nbytes(found.options) > capacity:
-            return None
-        try:
-            nbytes = sized(sizes).estimate(found.options, found.policy).peak_bytes
-        except NoEffectError:  # nothing for that preset to govern
-            return None
-        return nbytes if nbytes <= capacity else None
-
     tried = sorted(combinations(estimator, options, policy, given), key=lambda each: len(each.told))
     for done, found in enumerate(tried):
         progress("looking for changes that fit", done, len(tried))
-        if estimator.static_nbytes(found.options) > capacity or peak(found, found.smallest) is None:
+        asked = found.options, found.policy, capacity
+        if estimator.static_nbytes(found.options) > capacity or sized(found.smallest).fitting_peak(*asked) is None:
             continue
-        if (nbytes := peak(found, found.sizes)) is not None:
+        if (nbytes := sized(found.sizes).fitting_peak(*asked)) is not None:
             return FittingChanges(found.told, nbytes)
     return None
 
@@ -104,9 +95,9 @@ def combinations(
     given: Sizes | None,
     presets: Sequence[str] = ADVISED,
 ) -> Iterator[Combination]:
-    """All that is tried beside each other, first what changes nothing, on as many devices, and last on the most.
+    """All combinations to try, from the options as they are to the most devices.
 
-    given: as ``fewest_changes`` takes it. presets: the policies that are tried.
+    given: as ``fewest_changes`` takes it. presets: the policies to try.
     """
     sharding = "fsdp2" if options.sharding in ("none", "ddp") else options.sharding
     devices = [options.devices]

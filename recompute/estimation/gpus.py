@@ -13,7 +13,7 @@ _GIB = 2**30
 
 
 class Gpu(NamedTuple):
-    """What a GPU does at most, by its data sheet."""
+    """A GPU's limits, by its data sheet."""
 
     half_flops: float
     """FLOPs a second in bfloat16 and float16, without sparsity, with sums in float32."""
@@ -24,7 +24,7 @@ class Gpu(NamedTuple):
     capacity_nbytes: int
     """About the bytes of memory that CUDA reports."""
     capability: tuple[int, int] = (9, 0)
-    """CUDA's compute capability, on which kernels depend; of an AMD GPU one that has about the same kernels."""
+    """CUDA's compute capability, on which kernels depend; for an AMD GPU one with about the same kernels."""
     name: str = "a GPU"
     link: float | None = None
     """Bytes a second to its host, and as many back at once; None where that is not known."""
@@ -84,10 +84,11 @@ _SPELLINGS = {
 }
 
 
-def find_gpu(name: str) -> Gpu:
+def find_gpu(name: str, option: str = "gpu", other: str = "") -> Gpu:
     """The GPU of this name. Case and its maker's additions do not matter: "rtx4090", "NVIDIA A100-SXM4-80GB".
 
-    Raises ``ModelError`` for one that is not in ``GPUS``.
+    Raises ``ModelError`` for one that is not in ``GPUS``. It calls the name ``option``, and says that ``other``
+    describes any other GPU by its data sheet.
     """
     key = _key(name)
     known = {_key(each): each for each in GPUS} | _SPELLINGS
@@ -95,10 +96,8 @@ def find_gpu(name: str) -> Gpu:
         guess = nearest(key, known)
         if match := re.search("'(.*)'", guess):
             guess = guess.replace(match[1], known[match[1]])
-        raise ModelError(
-            f"gpu: expected one of {', '.join(GPUS)}; found {name!r}{guess}. Any other by its data sheet: "
-            "--gpu-memory 24GiB --gpu-tflops 165 --gpu-bandwidth 1008GB/s"
-        )
+        by_figures = other and f". Any other by its data sheet: {other}"
+        raise ModelError(f"{option}: expected one of {', '.join(GPUS)}; found {name!r}{guess}{by_figures}")
     return GPUS[known[key]]
 
 
@@ -124,7 +123,9 @@ def read_gpu(
         return None
     if name is None and missing:
         raise ModelError(f"gpu: expected --gpu, or all of {', '.join(figures)}; {', '.join(missing)} not given")
-    gpu = Gpu(0.0, 0.0, 0.0, 0, name="a GPU of these figures") if name is None else find_gpu(name)
+    gpu = Gpu(0.0, 0.0, 0.0, 0, name="a GPU of these figures")
+    if name is not None:
+        gpu = find_gpu(name, "--gpu", "--gpu-memory 24GiB --gpu-tflops 165 --gpu-bandwidth 1008GB/s")
     if tflops is not None:
         if not 0 < tflops < 1e6:
             raise ModelError(f"--gpu-tflops: expected a positive number of TFLOP/s, dense; found {tflops:g}")

@@ -1,11 +1,12 @@
 """Calculates a step of a model with many layers from two steps with the first few of them.
 
-A layer's bytes depend on its kind and on those of its neighbours, and come on top of what the layers before it hold and
-of the gradients that the layers after it have left. The longer of the two steps shows each such kind. The shorter one
-must be what that says it is, or all layers run. It may be off by a tensor that layers share, such as angles of rotary
-embeddings: backward frees it in the first layer that reads it, which need not be the first of all.
+A layer's bytes depend on its kind and on its neighbours' kinds. They come on top of the bytes that earlier layers hold
+and of the gradients that later layers have left. The longer step shows each such kind. The shorter one must be as
+calculated from it, or all layers run. It may be off by a tensor that layers share, such as angles of rotary embeddings:
+backward frees it in the first layer that reads it, which need not be the first of all.
 
-Two steps also show which layers a moment outside of the lists adds up. Under the next policy one step is then enough.
+Two steps also show which layers' bytes add up in a moment outside of the lists. Under the next policy one step is then
+enough.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ _SHARED = 1e-3  # of the peak: by so much a shared tensor may move a moment
 _FORWARD, _BACKWARD = "forward of ", "backward of "
 
 Growth = dict[tuple[str, int], list[tuple[frozenset[int], frozenset[int]]]]
-"""By which sums over lists a moment outside of them grows: for each entry of what is alive then.
+"""For each entry of a moment outside of the lists, the sums over lists that it grows by.
 
-By the moment's name and the number of entries. The sums are indices of ``_Sums.left``, for gradients, and of
-``_Sums.alive``, for other bytes.
+The keys are the moment's name and the number of its entries. The sums are indices of ``_Sums.left``, for gradients, and
+of ``_Sums.alive``, for other bytes.
 """
 Alive = tuple[tuple[int, int], ...]
 """``MomentMemory.alive`` in order: bytes of gradients, and the most bytes alive beside them."""
@@ -43,11 +44,11 @@ def extrapolated_step(
     governed: Callable[..., AbstractContextManager[Callable[[], SimulatedStep]]],
     known: dict[Any, Growth],
 ) -> SimulatedStep | None:
-    """What a step of all layers takes, from two steps with few of them; None where these do not agree.
+    """A step of all layers, from two steps with few of them; None where these do not agree.
 
-    governed: puts the policy on the layers that there are, and runs first forwards inside of what it is given; what it
-        yields runs a step with the layers that there are then.
-    known: what moments outside of the layers grow by under other policies. With it, the longer step is enough.
+    governed: puts the policy on the model's layers, and runs first forwards inside of the context that it is given. It
+        yields a function that runs a step with the layers that there are then.
+    known: the growth of moments outside of the layers under other policies. With it, the longer step is enough.
     """
     if not stacks:
         return None
@@ -71,11 +72,11 @@ def extrapolated_step(
 
 
 class _NotAlike(Exception):
-    """Layers of one kind differ in what they take, or moments do not correspond."""
+    """Layers of one kind differ in their bytes, or moments do not correspond."""
 
 
 class _Layer(NamedTuple):
-    """What a layer takes by itself."""
+    """The bytes and the seconds of a layer by itself."""
 
     held: dict[str, int]
     """By the path inside of it."""
@@ -85,24 +86,24 @@ class _Layer(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """For a number of layers in each list: what other layers add to the moments of each.
+    """For a number of layers in each list: the bytes that other layers add to the moments of each.
 
     Lists are in the order in which forward runs them.
     """
 
     beside: dict[str, tuple[int, int]]
-    """By a moment's name: the gradients of layers after it, and what layers before it have alive.
+    """By a moment's name: the gradients of later layers, and the bytes that earlier layers have alive.
 
-    In forward that is what these hold, in backward also what came back of them.
+    In forward these are their held bytes, in backward also bytes that came back.
     """
     left: list[int]
     """The gradients of all lists from each one on."""
     alive: list[int]
-    """What is alive of all lists before each one, in forward and then in backward."""
+    """The bytes alive of all lists before each one, in forward and then in backward."""
 
 
 class _Few:
-    """A step with the first few layers of each list, and what each kind of layer takes in it."""
+    """A step with the first few layers of each list, and the costs of each kind of layer in it."""
 
     def __init__(self, stacks: Sequence[LayerStack], step: SimulatedStep):
         self._step = step
@@ -112,9 +113,9 @@ class _Few:
         self.tolerance = int(_SHARED * max(nbytes for alive in self._moments.values() for nbytes in alive.values()))
         self._layers: dict[Kind, _Layer] = {}
         self._returned: dict[tuple[str, int], int] = {}
-        """By list and kind: what is alive of a layer in backward of later ones beside what it holds.
+        """By list and kind: a layer's bytes alive in backward of later ones, beside those that it holds.
 
-        Where a layer's input comes back from the layer before it, those of all layers are there from the start on.
+        Where a layer's input comes back from the layer before it, the inputs of all layers are there from the start.
         """
         self._alive: dict[tuple[str, Kind], Alive] = {}
         for path, key in self._rows("few"):
@@ -133,7 +134,7 @@ class _Few:
                     self._alive[phase, key] = self._most(self._alive.get((phase, key), alive), alive)
 
     def _learn_what_returns(self, beside: Mapping[str, tuple[int, int]]) -> None:
-        """From layers with one neighbourhood: by how much more than is held does backward have before the later one?"""
+        """From layers with one neighbourhood: the bytes beside held ones that backward has before the later one."""
         for stack in self._stacks:
             latest: dict[Neighbourhood, tuple[int, int]] = {}
             kinds = sorted(set(stack.kinds))
@@ -241,7 +242,7 @@ class _Few:
                 yield MomentMemory(name, dict(_shifted(dict(self._alive[key]), sums.beside[name], 1)))
 
     def _elsewhere(self, table: str) -> dict[str, Any]:
-        """What a table has by path, of paths outside of the lists."""
+        """A table's entries of paths outside of the lists."""
         lists = tuple([f"{stack.path}." for stack in self._stacks])
         return {path: number for path, number in getattr(self._step, table).items() if not path.startswith(lists)}
 
@@ -251,7 +252,7 @@ def _shifted(alive: Mapping[int, int], by: tuple[int, int], sign: int) -> Alive:
 
 
 def _sources(difference: int, less: Sequence[int], more: Sequence[int], tolerance: int = 0) -> frozenset[int]:
-    """The sums that grow from ``less`` to ``more`` by about as much. One of them never grows: that over no list."""
+    """The sums that grow by about ``difference`` from ``less`` to ``more``. The sum over no list never grows."""
     off = [abs(b - a - difference) for a, b in zip(less, more, strict=True)]
     if min(off) > tolerance:
         raise _NotAlike
@@ -259,7 +260,7 @@ def _sources(difference: int, less: Sequence[int], more: Sequence[int], toleranc
 
 
 def _grown(sources: frozenset[int], few: Sequence[int], wanted: Sequence[int], is_own: bool) -> int:
-    """By how much the sums grow from ``few`` to ``wanted``: under another policy all of them must agree."""
+    """The growth of the sums from ``few`` to ``wanted``. Under another policy all of them must agree."""
     found = {wanted[index] - few[index] for index in sources}
     if len(found) > 1 and not is_own:
         raise _NotAlike

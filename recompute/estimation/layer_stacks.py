@@ -15,7 +15,7 @@ from recompute.engine.reachable_objects import base_of
 from recompute.policy.matching import assign
 from recompute.policy.rules import Policy
 
-_LEAST = 4  # layers, of which the two in the middle must be alike
+_LEAST = 4  # layers: the two in the middle must be alike
 
 Neighbourhood = tuple[int | None, int, int | None, bool]
 """The kinds of the layer before, of a layer and of the one after it, and whether it is the first of its kind.
@@ -45,7 +45,7 @@ class LayerStack(NamedTuple):
         return len(self.kinds)
 
     def neighbourhoods(self, which: str) -> list[Neighbourhood]:
-        """Those of the layers in a shorter list. which: as ``shortened`` takes it."""
+        """The neighbourhoods in a shorter list. which: as ``shortened`` takes it."""
         return _neighbourhoods(self.kinds[: getattr(self, which)], self.tells_first)
 
     def stand_ins(self, which: str) -> list[int]:
@@ -58,7 +58,7 @@ class LayerStack(NamedTuple):
 
 
 def find_stacks(model: nn.Module, policy: Policy | None, *, tells_first: bool = False) -> list[LayerStack]:
-    """The outermost lists of layers of which a few stand for all, under the policy's rules.
+    """The outermost lists of layers where a few stand for all, under the policy's rules.
 
     tells_first: whether the first layer of each kind counts as one by itself, which may take more layers.
     """
@@ -123,13 +123,13 @@ def structure_of(module: nn.Module, *, numbers_count: bool = True) -> Any:
         0: the index of a layer may have any name.
     """
 
-    def told(value: Any) -> Any:
+    def compared(value: Any) -> Any:
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         return value if numbers_count or not is_number else (type(value), isinstance(value, float) and bool(value))
 
     plain = (bool, int, float, str, type(None))
     attributes = [
-        (name, told(value))
+        (name, compared(value))
         for name, value in vars(module).items()
         if isinstance(value, plain) and not re.search(r"idx|index|layer_id", name)
     ]
@@ -147,7 +147,7 @@ def structure_of(module: nn.Module, *, numbers_count: bool = True) -> Any:
 
 @contextmanager
 def shortened(stacks: Sequence[LayerStack], which: str) -> Iterator[None]:
-    """Inside, each list has its first layers alone. which: the attribute that says how many."""
+    """Inside, each list has its first layers alone, as many as its attribute ``which``."""
     whole = [each.layers._modules for each in stacks]
     for each in stacks:
         each.layers._modules = dict(list(each.layers._modules.items())[: getattr(each, which)])

@@ -111,7 +111,7 @@ def _runs(model: Any, batch: dict[str, Tensor]) -> bool:
         try:
             with torch.no_grad(), as_on_cuda(), shortened(stacks, "fewer"):
                 model(**batch)
-        except Exception:  # whatever a model raises that is not given what it calls an image
+        except Exception:  # whatever a model raises whose images are others
             continue
         return True
     return False

@@ -30,7 +30,7 @@ class ModelAndBatch(NamedTuple):
     batch: Any
     name: str
     assumed: tuple[str, ...] = ()
-    """What the caller did not say of the batch."""
+    """Assumptions about the batch."""
 
     def of_sizes(self, batch_size: int, length: int) -> ModelAndBatch:
         """The same model with a batch of other sizes, whose length is at most that of this one."""
@@ -95,7 +95,7 @@ def fake_model_and_batch(
 
 
 def _in_dtype(batch: Any, options: EstimateOptions) -> tuple[Any, tuple[str, ...]]:
-    """The batch with floats in the dtype of the recipe, as a training loop casts them, and what that is called."""
+    """The batch with floats in the dtype of the recipe, as a training loop casts them, and the name of that."""
     recipe = DTYPE_RECIPES[options.dtype]
     floats = [each for each in tree_leaves(batch) if isinstance(each, Tensor) and each.is_floating_point()]
     if recipe.parameter == 4 or all(each.dtype is torch.bfloat16 for each in floats):

@@ -48,7 +48,7 @@ OPTIMIZER_STEP = "optimizer step"
 _FUSED = "a fused optimizer"
 _WORTH_TELLING = 1e-3  # advice must lower the peak by this share of it at least
 ADVISED = ("elementwise", "auto", "full")
-"""The policies that are tried to lower the peak."""
+"""The policies to try for a lower peak."""
 
 
 class ModelEstimator:
@@ -109,8 +109,18 @@ class ModelEstimator:
         )
         return replace(found, parts=_parts(found, step, share, optimizer_peak))
 
+    def fitting_peak(self, options: EstimateOptions, policy: Policy | None, capacity: int) -> int | None:
+        """The peak, if it is within ``capacity``; None if it is not, or if the policy governs nothing."""
+        if self.static_nbytes(options) > capacity:
+            return None
+        try:
+            peak = self.estimate(options, policy).peak_bytes
+        except NoEffectError:
+            return None
+        return peak if peak <= capacity else None
+
     def seconds(self, options: EstimateOptions, policy: Policy | None) -> float:
-        """Those of a step, as ``timed`` tells them of each op. What several devices tell each other takes none."""
+        """The seconds of a step, as ``timed`` tells them of each op. Communication between devices takes none."""
         assert self._timed is not None, "the estimator is made with a clock"
         step = self.step(self._governing(options, policy), DTYPE_RECIPES[options.dtype].autocast)
         return options.microbatches * sum(step.seconds.values()) + self._update(options).seconds
@@ -178,7 +188,7 @@ class ModelEstimator:
             yield f"scaled_dot_product_attention by {kernels}, as torch {torch.__version__} on {self._platform.name}"
 
     def static_nbytes(self, options: EstimateOptions) -> int:
-        """What is there all through forward, whatever the policy is."""
+        """The bytes that are there all through forward, whatever the policy is."""
         return self._static(options).in_phase("forward")
 
     def _static(self, options: EstimateOptions) -> StaticBytes:
@@ -197,7 +207,7 @@ class ModelEstimator:
         return replace(found, buffers={name: buffer for name, buffer in buffers.items() if buffer.nbytes})
 
     def step(self, policy: Policy | None, autocast: bool) -> SimulatedStep:
-        """What a step takes under ``policy``. autocast: whether forward and loss run under bfloat16's autocast."""
+        """A step under ``policy``. autocast: whether forward and loss run under bfloat16's autocast."""
         if (policy, autocast) not in self._steps:
             governed = partial(self._governed, policy, autocast)
             model = self._subject.model
@@ -222,25 +232,28 @@ class ModelEstimator:
         first: Callable[[], AbstractContextManager[None]] = nullcontext,
         second: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> Iterator[Callable[[], SimulatedStep]]:
-        """Inside, the model is under the policy, which has learned what it does.
+        """Inside, the model is under the policy, which has learned from forwards.
 
-        first, second: what is around these forwards of those in which it learns.
+        first, second: contexts for these forwards.
 
         Yields a function that runs a step of the model with the layers that it then has.
         """
-        subject = self._subject
+        subject, handle = self._subject, None
         if policy is not None:
-            policy = _without_captured_code(policy)
-        with warnings.catch_warnings():
-            if policy is not None and policy.name == _CHUNKED:  # its rule for the head comes before any other
-                warnings.simplefilter("ignore", PolicyWarning)
-            handle = None if policy is None else apply(subject.model, policy, strict=self._strict)
+            # No step is captured here: kernels of ours take the memory that generated ones would.
+            rules = [rule.model_copy(update={"compiled": False}) for rule in policy.rules]
+            with warnings.catch_warnings():
+                if policy.name == _CHUNKED:  # its rule for the head comes before any other
+                    warnings.simplefilter("ignore", PolicyWarning)
+                policy = policy.model_copy(update={"rules": tuple(rules)})
+                handle = apply(subject.model, policy, strict=self._strict)
         surroundings = Surroundings(self._platform, torch.bfloat16 if autocast else None)
         try:
-            if policy is not None and any(_learns(rule) for rule in policy.rules):
+            mechanisms = {meaning_of(rule).mechanism for rule in (() if policy is None else policy.rules)}
+            if mechanisms & {Mechanism.TAPE, Mechanism.CHECKPOINT}:  # a second forward may hold less than the first
                 # A tape takes custom Functions for single steps once it has met them. Where regions of two kinds begin
                 # alike, one takes the other's plan in the first forward. And each checkpoint learns by itself.
-                is_tape = any(meaning_of(rule).mechanism is Mechanism.TAPE for rule in policy.rules)
+                is_tape = Mechanism.TAPE in mechanisms
                 meets = is_tape and not self._has_met_functions
                 self._has_met_functions |= is_tape
                 for around in (*([first] if meets else []), first, second):
@@ -259,13 +272,13 @@ class ModelEstimator:
                 handle.remove()
 
     def _update(self, options: EstimateOptions) -> OptimizerStep:
-        """What the optimizer's step takes."""
+        """The optimizer's step."""
         recipe, kind = DTYPE_RECIPES[options.dtype], OPTIMIZERS[options.optimizer]
         shapes = tuple(shard_shapes(self._parameters, options.sharding, options.devices))
         key = options.optimizer, shapes, recipe
         if key not in self._updates:
             dtype = torch.float32 if recipe.state == 4 else torch.bfloat16
-            # One of 8 bits reads and writes about what the same one fused does, less half of the states.
+            # One of 8 bits reads and writes about as much as the same one fused, less half of the states.
             name, given = (kind.torch_class, kind.options) if kind.torch_class else ("AdamW", {"fused": True})
             make = partial(getattr(torch.optim, name), **given)
             step = simulate_by_shape(make, [(shape, dtype) for shape in shapes], self._timed)
@@ -275,7 +288,7 @@ class ModelEstimator:
         return self._updates[key]
 
     def _tokens(self) -> int:
-        """How many there are: token ids of a model of one's own are the first whole numbers that it is given."""
+        """The number of tokens. The ids for a model of the caller's own are the first whole numbers in its batch."""
         batch = self._subject.batch
         ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
         if ids is None and self.head() is not None:
@@ -293,10 +306,7 @@ class ModelEstimator:
         return None if head is None else getattr(self._subject.model.get_submodule(head), "out_features", None)
 
     def head(self) -> str | None:
-        """The path of the Linear that gives logits: what transformers takes for it, or else what ``type: head`` finds.
-
-        A model of several heads has none.
-        """
+        """The path of the Linear that makes logits, by transformers or else by ``type: head``. Of several, none."""
         model = self._subject.model
         find = getattr(model, "get_output_embeddings", None)
         if find is not None:
@@ -318,17 +328,6 @@ class ModelEstimator:
 
 _CHUNKED = "chunked"
 _WHOLE = (torch.int64, torch.int32)
-
-
-def _without_captured_code(policy: Policy) -> Policy:
-    """The policy for steps that are never captured: kernels take the memory there that generated ones take here."""
-    rules = [rule.model_copy(update={"compiled": False}) for rule in policy.rules]
-    return policy.model_copy(update={"rules": tuple(rules)})
-
-
-def _learns(rule: Rule) -> bool:
-    """Whether a second forward may hold less than the first."""
-    return meaning_of(rule).mechanism in (Mechanism.TAPE, Mechanism.CHECKPOINT)
 
 
 def _carried(handle: AppliedPolicy | None) -> Counter[str]:
@@ -357,7 +356,7 @@ def _per_layer(held: Mapping[str, int]) -> int:
 
 
 def _parts(found: Estimate, step: SimulatedStep, share: Callable[[int], int], optimizer_peak: int) -> dict[str, int]:
-    """The bytes alive at the peak, by what they are."""
+    """The bytes alive at the peak, part by part."""
     static, name = found.static_bytes, found.peak_moment
     parts = {"parameters": static.parameters, "optimizer states": static.optimizer}
     phase = "optimizer"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from recompute.estimation.static_memory import ParameterShape
 
 LOSS = "the loss"
-"""The name for what is computed outside of a model's modules, as the loss is."""
+"""The name of all code outside of a model's modules, as the loss is."""
 
 _get_sequence = torch._C._autograd._get_sequence_nr
 _NO_PLACE = 2**32  # a sequence number so far beyond the last node of forward is that of accumulation, not of forward
@@ -92,7 +92,7 @@ class ModuleTracker:
 
 @functools.cache
 def unit_of(path: str) -> str:
-    """The part of a model that ``path`` is in: a layer ("model.layers.3"), or what is outside of all layers."""
+    """The part of a model that ``path`` is in: a layer ("model.layers.3"), or a module outside of all layers."""
     parts = path.split(".")
     numbers = [index for index, part in enumerate(parts) if part.isdigit()]
     return ".".join(parts[: numbers[0] + 1]) if numbers else path or LOSS
@@ -110,8 +110,7 @@ def pattern_of(path: str) -> str:
 
 
 def parameter_shapes(model: nn.Module) -> list[ParameterShape]:
-    """The shape of each parameter, with the layer that it is part of. A shared parameter is listed once."""
-
+    """The shape of each parameter, with its layer. A shared parameter is listed once."""
     seen: dict[Tensor, ParameterShape] = {}
     for path, parameter in model.named_parameters():
         trains = parameter.requires_grad

@@ -21,7 +21,7 @@ OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
 
 
 class OptimizerStep(NamedTuple):
-    """What a step takes."""
+    """The bytes and the seconds of an optimizer's step."""
 
     peak_nbytes: int
     """The most beside parameters, gradients and states."""
@@ -31,7 +31,7 @@ class OptimizerStep(NamedTuple):
 
 
 class _WithoutAddresses(TorchDispatchMode):
-    """Has what ops make refuse to tell its address. Of a meta tensor that would be 0, and a kernel launched there."""
+    """Has outputs of ops refuse to tell their address. A meta tensor's is 0, and a kernel might be launched there."""
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = op(*args, **(kwargs or {}))
@@ -44,7 +44,7 @@ class _WithoutAddresses(TorchDispatchMode):
 def simulate_optimizer(
     make: OptimizerFactory, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]], timed: OpClock | None = None
 ) -> OptimizerStep:
-    """What a step takes that updates parameters of these shapes and dtypes. Call it under the mode of fake tensors.
+    """A step that updates parameters of these shapes and dtypes. Call it under the mode of fake tensors.
 
     timed: None where nobody asks for seconds.
     """
@@ -80,10 +80,10 @@ def simulate_optimizer(
 def simulate_by_shape(
     make: OptimizerFactory, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]], timed: OpClock | None = None
 ) -> OptimizerStep:
-    """What ``simulate_optimizer`` finds for an optimizer of torch's, in less time: equal shapes run once.
+    """``simulate_optimizer`` for an optimizer of torch's, in a fiftieth of the time: equal shapes run once.
 
-    A ``foreach`` optimizer runs each op on all parameters before the next one, and a fused one is one op, so that each
-    shape takes what it takes by itself, as many times as there are parameters of it. A loop takes as long.
+    A ``foreach`` optimizer runs each op on all parameters before the next one, and a fused one is one op. So each
+    parameter takes as much as by itself. A loop's peak needs all of them to run.
     """
     rows = [(simulate_optimizer(make, [shape], timed), count) for shape, count in Counter(shapes).items()]
     peak = sum(count * step.peak_nbytes for step, count in rows)

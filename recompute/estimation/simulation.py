@@ -1,4 +1,4 @@
-"""Runs a training step on fake tensors, and notes what is alive at each moment, and which module made it."""
+"""Runs a training step on fake tensors, and notes the bytes alive at each moment, and the modules that made them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from recompute.estimation.storage_tracker import BLOCK_NBYTES, OpClock, StorageT
 
 @dataclass(frozen=True)
 class MomentMemory:
-    """What is alive during one part of the step: the forward or the backward of one module."""
+    """The bytes alive during one part of the step: the forward or the backward of one module."""
 
     name: str
     """ "forward of model.layers.3", "the loss", "backward of the loss" …"""
     alive: dict[int, int]
-    """For each number of bytes of gradients that were there, the most other bytes alive at the same time.
+    """The most other bytes alive beside each number of bytes of gradients.
 
-    Gradients are counted apart because they are all that sharding divides here.
+    Gradients are counted apart because sharding divides nothing else here.
     """
 
     def peak_nbytes(self, share: Callable[[int], int]) -> int:
@@ -39,38 +39,38 @@ class MomentMemory:
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """What a training step takes beside what lives all the time, in bytes."""
+    """The bytes of a training step beside static ones."""
 
     moments: tuple[MomentMemory, ...]
     """In the order in which they began."""
     held: dict[str, int]
-    """What is held after forward, by the path of the module that made it."""
+    """Bytes held after forward, by the path of the module that made them."""
     logits_peak_nbytes: int
-    """The most that logits, their copies and their gradients take at once, with those that the model returned."""
+    """The most that logits, their copies and their gradients take at once, returned ones included."""
     attention: tuple[str, ...] = ()
-    """The kernels that ``scaled_dot_product_attention`` ran by."""
+    """The kernels of ``scaled_dot_product_attention`` that ran."""
     gradients: dict[str, int] = field(default_factory=dict)
-    """The bytes of parameters' gradients, by the layer or the module outside of layers that they are in."""
+    """The bytes of parameters' gradients, by layer, or by module outside of layers."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Those of forward and backward, by the same; {} where nobody times ops."""
+    """The seconds of forward and backward, by the same; {} where nobody times ops."""
     host: dict[str, int] = field(default_factory=dict)
     """The bytes that travel to the host, by the same."""
 
     def is_like(self, other: SimulatedStep, tolerance: int) -> bool:
-        """Whether the other one holds the same, and takes the same in each moment, but for ``tolerance`` bytes."""
+        """Whether the other one holds the same, and each moment has as many bytes, but for ``tolerance``."""
         mine, theirs = (
             sorted((moment.name, *entry) for moment in step.moments for entry in moment.alive.items())
             for step in (self, other)
         )
-        same = self.held == other.held and self.gradients == other.gradients and len(mine) == len(theirs)
+        numbers = [(step.held, step.gradients, step.logits_peak_nbytes) for step in (self, other)]
         return (
-            same
-            and self.logits_peak_nbytes == other.logits_peak_nbytes
+            numbers[0] == numbers[1]
+            and len(mine) == len(theirs)
             and all(a[:2] == b[:2] and abs(a[2] - b[2]) <= tolerance for a, b in zip(mine, theirs, strict=True))
         )
 
     def beside_others(self, in_flight: int) -> SimulatedStep:
-        """The step of a microbatch that runs beside others, so that so many are in flight, and beside all gradients."""
+        """The step of the last of so many microbatches in flight, beside all gradients."""
         gradients = max(max(moment.alive) for moment in self.moments)
         others = (in_flight - 1) * sum(self.held.values())
         moments = [
@@ -81,7 +81,7 @@ class SimulatedStep:
 
 
 class Surroundings(NamedTuple):
-    """What forward and backward run in."""
+    """The device and the autocast of a step."""
 
     platform: Platform | None = None
     """The device to count as; None: to the byte, as the CPU runs it."""
@@ -90,10 +90,7 @@ class Surroundings(NamedTuple):
 
     @contextmanager
     def entered(self) -> Iterator[tuple[Callable[[], Any], set[str]]]:
-        """The modes for forward and backward.
-
-        Yields a function that returns those for forward alone, and the names of the kernels of attention that have run.
-        """
+        """The modes of a step. Yields a function for those of forward alone, and the names of attention's kernels."""
         dtype = self.autocast
         if self.platform is not None:
             with as_on_cuda(self.platform) as attention:
@@ -106,7 +103,7 @@ AS_ON_THE_CPU = Surroundings()
 
 
 def run_forward(model: nn.Module, run: Callable[[], Any], surroundings: Surroundings) -> None:
-    """Run a forward for what a policy learns in the first one."""
+    """Run a forward, for a policy to learn."""
     with surroundings.entered() as (forward_only, _), forward_only(), _following(model, ModuleTracker()):
         run()
 
@@ -122,7 +119,7 @@ def simulate(
 ) -> SimulatedStep:
     """Trace one forward and backward of a model on fake tensors, under their mode. Leaves no gradients.
 
-    run: runs forward; returns the loss, and what else the model returned.
+    run: runs forward; returns the loss and the model's output.
     tokens, classes: the shape of logits, (..., classes) for so many tokens; None where there are none.
     timed: None where nobody asks for seconds.
     """
@@ -140,9 +137,8 @@ def simulate(
         ):
             with forward_only(), _following(model, recorder.tracker):
                 loss, output = run()
-            logits = _logits(output, classes)
-            recorder.returned_logits_nbytes = 0 if logits is None else logits.nbytes
-            del output, logits
+            recorder.returned_logits_nbytes = _logits_nbytes(output, classes)
+            del output
             held = Counter[str]()
             for (path, _), nbytes in trace.alive():
                 held[path] += nbytes
@@ -152,19 +148,14 @@ def simulate(
             del loss
     finally:
         model.zero_grad()
-    moments = tuple(MomentMemory(name, dict(alive)) for name, alive in recorder.moments.items())
-    kernels = tuple(sorted(attention))
+    moments = tuple(MomentMemory(name, alive) for name, alive in recorder.moments.items())
     by_unit = dict(recorder.gradients), dict(recorder.seconds)
-    return SimulatedStep(moments, dict(held), recorder.logits_peak_nbytes, kernels, *by_unit)
+    return SimulatedStep(moments, dict(held), recorder.logits_peak_nbytes, tuple(sorted(attention)), *by_unit)
 
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Garbage collection is off inside.
-
-    Fake tensors make it run more often than real ones do. It would free reference cycles, such as those of a cache,
-    earlier than in a real step.
-    """
+    """Inside, no garbage is collected: on fake tensors that would free reference cycles earlier than in a real step."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -174,16 +165,15 @@ def _without_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _logits(output: Any, classes: int | None) -> Tensor | None:
-    logits = getattr(output, "logits", None)
-    if not isinstance(logits, Tensor) or getattr(logits, "is_lazy", False) or logits.shape[-1] != classes:
-        return None
-    return logits
+def _logits_nbytes(output: Any, classes: int | None) -> int:
+    logits: Any = getattr(output, "logits", None)
+    is_made = isinstance(logits, Tensor) and not getattr(logits, "is_lazy", False)
+    return logits.nbytes if is_made and logits.shape[-1] == classes else 0
 
 
 @dataclass
 class _MemoryRecorder:
-    """Notes what is alive as each module runs, in forward and in backward."""
+    """Notes the bytes alive as each module runs, in forward and in backward."""
 
     classes: int | None
     tokens: int
@@ -250,7 +240,7 @@ def _following(model: nn.Module, tracker: ModuleTracker) -> Iterator[None]:
 
 @contextmanager
 def _naming(model: nn.Module, failed: Callable[[], str]) -> Iterator[None]:
-    """Raise ``ModelError`` for any error, which names the module whose path ``failed`` returns."""
+    """Turn any error into a ``ModelError`` that names the module at the path of ``failed()``."""
     try:
         yield
     except RecomputeError:

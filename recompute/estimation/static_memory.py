@@ -1,4 +1,4 @@
-"""Calculates what lives all through training: parameters, gradients, optimizer states, and what sharding adds."""
+"""Calculates the bytes alive all through training: parameters, gradients, optimizer states, and sharding's buffers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from recompute.errors import EstimateError
+from recompute.errors import EstimateError, RecomputeError
 from recompute.policy.document import nearest
 
 
@@ -19,9 +19,9 @@ class ParameterShape(NamedTuple):
     shape: tuple[int, ...]
     trains: bool = True
     unit: str = ""
-    """The layer that it is part of: a layer's parameters are gathered together. "" if it is in no layer."""
+    """Its layer, whose parameters are gathered together; "" if it is in no layer."""
     element_nbytes: int | None = None
-    """Of a frozen one, whatever the recipe says; None: as the recipe says."""
+    """For a frozen one, whatever the recipe says; None: as the recipe says."""
 
     @property
     def numel(self) -> int:
@@ -29,12 +29,12 @@ class ParameterShape(NamedTuple):
 
 
 class DtypeRecipe(NamedTuple):
-    """How many bytes an element takes in the parameters, in the gradients and in what the optimizer keeps."""
+    """The bytes of an element of parameters, gradients and optimizer states."""
 
     parameter: int
     gradient: int
     master: int
-    """Bytes in the second copy of the parameters that the optimizer keeps and updates; 0: there is none."""
+    """For a second copy of the parameters that the optimizer updates; 0: there is none."""
     state: int
     autocast: bool = False
 
@@ -56,7 +56,7 @@ DTYPE_RECIPES: Mapping[str, DtypeRecipe] = {
 
 
 class OptimizerKind(NamedTuple):
-    """What an optimizer keeps between steps, and how to make it."""
+    """An optimizer's states, and how to make it."""
 
     states: int
     """How many numbers it keeps for each element of a parameter."""
@@ -84,7 +84,7 @@ _SMALLEST_8BIT, _BLOCK_8BIT = 4096, 256
 
 
 class Sharding(NamedTuple):
-    """What is divided among the devices. Of everything else each of them holds all."""
+    """The memory that devices divide among them. Each holds all of the rest."""
 
     parameters: bool = False
     gradients: bool = False
@@ -125,7 +125,7 @@ class StaticBytes:
     optimizer: int
     """States, and master weights where the recipe has them."""
     buffers: Mapping[str, ExtraBuffer]
-    """What else lives, by name: the buffers in which sharding gathers and reduces, cuBLAS's workspaces …"""
+    """Others, by name: sharding's buffers to gather and to reduce in, cuBLAS's workspaces …"""
 
     @property
     def total(self) -> int:
@@ -133,7 +133,7 @@ class StaticBytes:
         return self.parameters + self.gradients + self.optimizer + sum(each.nbytes for each in self.buffers.values())
 
     def in_phase(self, phase: str) -> int:
-        """What lives all through "forward", "backward" or "optimizer", without gradients."""
+        """The bytes alive all through "forward", "backward" or "optimizer", without gradients."""
         return self.parameters + self.optimizer + self.buffer_nbytes(phase)
 
     def buffer_nbytes(self, phase: str) -> int:
@@ -175,9 +175,7 @@ _ALSO_CALLED = {
 def read_option(what: str, name: str, options: Iterable[str]) -> str:
     """The option that ``name`` spells: "bf16" is "bfloat16", "FSDP" is "fsdp2".
 
-    Case does not matter. "_" and a space are read as "-".
-
-    Raises ``EstimateError`` if it spells none of ``options``.
+    Case does not matter, and "_" and a space are as "-". Raises ``EstimateError`` if it spells none of ``options``.
     """
     options = list(options)
     word = re.sub(r"[\s_]+", "-", str(name).strip().lower())
@@ -188,14 +186,20 @@ def read_option(what: str, name: str, options: Iterable[str]) -> str:
     raise EstimateError(f"{what}: expected one of {', '.join(options)}; found {name!r}{nearest(word, options)}")
 
 
+def check_counts(error: type[RecomputeError] = EstimateError, **numbers: Any) -> None:
+    """Raise ``error`` for a number, by its name, that is not a whole one of at least 1."""
+    for name, number in numbers.items():
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise error(f"{name}: expected a whole number, at least 1; found {number!r}")
+
+
 def check_sharding(sharding: str, devices: int) -> str:
     """The sharding that ``sharding`` spells.
 
     Raises ``EstimateError`` for one that is not known, or does not fit the number of devices.
     """
     sharding = read_option("sharding", sharding, SHARDINGS)
-    if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
-        raise EstimateError(f"devices: expected at least 1; found {devices!r}")
+    check_counts(devices=devices)
     if devices > 1 and sharding == "none":
         named = ", ".join(name for name in SHARDINGS if name != "none")
         raise EstimateError(f"devices: {devices} of them with sharding none; expected one of {named}, or 1 device")
@@ -203,23 +207,23 @@ def check_sharding(sharding: str, devices: int) -> str:
 
 
 def share_of(sharding: str, devices: int) -> Callable[[int], int]:
-    """A function from the bytes of gradients to those that one device keeps once they are reduced."""
+    """A function from the bytes of gradients to one device's share once they are reduced."""
     divisor = devices if SHARDINGS[sharding].gradients else 1
     return lambda nbytes: -(-nbytes // divisor)
 
 
 def shard_shapes(parameters: Iterable[ParameterShape], sharding: str, devices: int) -> list[tuple[int, ...]]:
-    """The shapes that the optimizer of one device updates.
-
-    Under FSDP2 these are some rows of each parameter, under ZeRO a part of all parameters put in a row, and otherwise
-    all parameters.
-    """
+    """The shapes that the optimizer of one device updates."""
     trained = [parameter for parameter in parameters if parameter.trains]
-    return _shards(trained, sharding, devices) if SHARDINGS[sharding].optimizer else [each.shape for each in trained]
+    return _shards(trained, sharding, devices, SHARDINGS[sharding].optimizer)
 
 
-def _shards(parameters: Sequence[ParameterShape], sharding: str, devices: int) -> list[tuple[int, ...]]:
-    """The shapes of one device's share: under FSDP2 whole rows of each parameter, of which the first has the most."""
+def _shards(
+    parameters: Sequence[ParameterShape], sharding: str, devices: int, is_divided: bool
+) -> list[tuple[int, ...]]:
+    """The shapes of a device's share: under FSDP2 rows of each parameter, under ZeRO a part of all of them in a row."""
+    if not is_divided:
+        return [each.shape for each in parameters]
     if sharding == "fsdp2":
         return [(-(-each.shape[0] // devices), *each.shape[1:]) if each.shape else () for each in parameters]
     return [(-(-sum(each.numel for each in parameters) // devices),)]
@@ -233,15 +237,11 @@ def static_nbytes(
     sharding: str = "none",
     devices: int = 1,
 ) -> StaticBytes:
-    """What each of ``devices`` holds of a model with these parameters.
-
-    Frozen parameters have neither gradients nor states.
-    """
+    """The bytes of a model with these parameters on each device. Frozen ones have neither gradients nor states."""
     divided = SHARDINGS[sharding]
 
     def held(of: Sequence[ParameterShape], is_divided: bool) -> list[int]:
-        shapes = _shards(of, sharding, devices) if is_divided else [each.shape for each in of]
-        return [math.prod(shape) for shape in shapes]
+        return [math.prod(shape) for shape in _shards(of, sharding, devices, is_divided)]
 
     by_size: dict[int, list[ParameterShape]] = {}
     for each in parameters:
@@ -268,12 +268,11 @@ def _states_nbytes(count: int, recipe: DtypeRecipe, optimizer: OptimizerKind) ->
 def _sharding_buffers(
     parameters: Sequence[ParameterShape], recipe: DtypeRecipe, sharding: str
 ) -> dict[str, ExtraBuffer]:
-    """The buffers in which parameters are gathered and gradients are reduced, beside what a device keeps.
+    """The buffers of a device to gather parameters and to reduce gradients in.
 
     ddp: buckets for all gradients, which torch allocates beside them (``gradient_as_bucket_view=False``, the default).
-    fsdp2: for parameters, those of a layer, those of the next layer, which is gathered ahead, and those in no layer,
-        which stay gathered. For gradients, the input of a reduction of the largest layer's, and those of parameters in
-        no layer, which are reduced at the end.
+    fsdp2: parameters of a layer, of the next one, which is gathered ahead, and of no layer, which stay gathered.
+        Gradients of the largest layer, and of parameters in no layer, which are reduced at the end.
     zero1, zero2: one bucket to reduce in, and one to gather updated parameters in.
     zero3: the parameters that are gathered at a time, and one bucket to reduce in.
     """

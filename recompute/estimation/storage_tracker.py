@@ -31,7 +31,7 @@ _WRAPPERS = ("inner", "_fn")  # functions of torch._compile around a dispatch mo
 BLOCK_NBYTES = 512
 """What CUDA's caching allocator rounds sizes up to."""
 OpClock = Callable[[Any, Any, Any, Any], float]
-"""The seconds of an op, from it, its arguments and what it returned."""
+"""The seconds of an op, from the op, its arguments, its keyword arguments and its output."""
 
 
 class StorageTrace(MemoryTrace):
@@ -39,9 +39,9 @@ class StorageTrace(MemoryTrace):
 
     block_nbytes: each storage counts as a whole number of these; 1 counts to the byte, as the CPU's allocator does.
 
-    Storages from before the block never count, nor does freeing them. Views share the storage of their base. Of a
-    tensor that is made of tensors, as a ``DTensor`` is, those inside count. What an op allocates beside its outputs
-    counts for ops in ``workspaces.py`` and for our own kernels.
+    Storages from before the block never count, nor does freeing them. Views share the storage of their base. A tensor
+    that is made of tensors, as a ``DTensor`` is, counts as those inside. Workspaces count for ops in ``workspaces.py``
+    and for our own kernels.
     """
 
     def __init__(self, block_nbytes: int = 1) -> None:
@@ -54,7 +54,7 @@ class StorageTrace(MemoryTrace):
         self.on_freed: Callable[[Any, int], None] = lambda label, nbytes: None
         """Called with the label and the bytes of each storage that no longer counts."""
         self.on_run: Callable[[Any, Any, Any, Any], None] = lambda op, args, kwargs, output: None
-        """Called with each op that has run, its arguments and what it returned. An op of ours is those inside of it."""
+        """Called with each op that has run, its arguments and its output. An op of ours counts as those inside."""
         self._block_nbytes = block_nbytes
         self._mode = _StorageMode(self)
         self._alive: dict[int, tuple[weakref.ref[Any], int, Any]] = {}
@@ -87,7 +87,7 @@ class StorageTrace(MemoryTrace):
     def made(self, output: Any, args: Any, extra_nbytes: int, *, replaces_input: bool = False) -> None:
         """Note that an op has run, and count its new storages from now on.
 
-        replaces_input: whether the output takes the place of an input, so that the two never take memory together.
+        replaces_input: whether the output takes an input's place, so that the two never take memory together.
         """
         tensors = tensors_in(output)
         if extra_nbytes:
@@ -200,11 +200,11 @@ def _run(op: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _is_called_by_autograd() -> bool:
-    """Whether autograd itself calls the op: an addition by which it sums the gradients from a tensor's readers.
+    """Whether autograd itself calls the op: an addition that sums the gradients from a tensor's readers.
 
     ``accumulate`` in torch/csrc/autograd/input_buffer.cpp adds in place to the sum so far, if nobody else holds it. On
-    fake tensors it makes a new sum and then lets go of the old one. If somebody does hold the old sum, it is still
-    alive at the next op, where both are counted.
+    fake tensors it makes a new sum and then frees the old one. If somebody does hold the old sum, it is still alive at
+    the next op, and both count there.
     """
     frame = sys._getframe(2)
     while frame.f_code.co_name in _WRAPPERS and frame.f_back is not None:

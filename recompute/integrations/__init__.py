@@ -1,1 +1,1 @@
-"""What a policy needs in other libraries: one file for each of them."""
+"""Policies in other libraries: one file for each of them."""

@@ -2,7 +2,7 @@
 
 plugins: [recompute.integrations.axolotl.RecomputePlugin]
 recompute_policy: auto                # a preset's name, the path of a policy file, or a policy
-recompute_kwargs: {logits: false}     # what RecomputeCallback takes beside the policy
+recompute_kwargs: {logits: false}     # RecomputeCallback's other options
 gradient_checkpointing: false
 """
 
@@ -21,7 +21,7 @@ from recompute.policy.document import validate
 
 
 class AxolotlKeys(BaseModel):
-    """What the plugin adds to axolotl's keys."""
+    """The plugin's keys in axolotl's file."""
 
     recompute_policy: str | dict[str, Any] = "elementwise"
     recompute_kwargs: dict[str, Any] = {}

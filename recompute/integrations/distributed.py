@@ -1,39 +1,32 @@
 """Several processes: policies under DDP, FSDP2, tensor, pipeline and expert parallelism; plans that ranks agree on.
 
-``recompute.apply`` needs nothing more there. It may come before or after the wrapper (``DistributedDataParallel``,
-``fully_shard``, ``parallelize_module``), whose hooks stay around the modules. Give each rank the same policy.
+``recompute.apply`` may come before or after the wrapper (``DistributedDataParallel``, ``fully_shard``,
+``parallelize_module``), whose hooks stay around the modules. Give each rank the same policy.
 
 - Gradients are those without the policy, bit for bit where the policy says so, also with ``no_sync``, with gradient
   accumulation and with weights that stay gathered. Bytes are those of the rank.
-- ``recompute``, and ``checkpoint`` with a ``keep``, never run a collective again: what a collective returned is kept.
-- ``checkpoint`` without a ``keep`` runs a module's Python again. Where FSDP2 gathers weights for the modules that the
-  rule matches, or for modules inside of them, nothing is gathered once more for that. Under tensor parallelism that
-  module's forward collectives run once more, on all ranks in the same order.
+- ``recompute``, and ``checkpoint`` with a ``keep``, never run a collective again: they keep its output.
+- ``checkpoint`` without a ``keep`` runs a module's Python again. FSDP2 gathers nothing more for that. Under tensor,
+  context or expert parallelism the module's forward collectives run once more, on all ranks in the same order.
 - Weights that FSDP2 has gathered are read and not held. An op that reads one runs again only if the weight is still
-  there when the region ends, because then it is there again when the region's backward begins.
-- A DTensor is regenerated as the part of it that the rank has. No kernel takes DTensors: under ``via: auto`` hooks do
-  what a kernel would; under ``via: kernel`` a warning says that the module runs as it is written.
-- Each rank decides for itself what it keeps. No decision moves a collective, so the ranks need not agree. They do
-  agree, since the choice follows from the ops and from the shapes of what each rank has.
-- Random numbers of a region are drawn again from the state that they came from, each rank's own. Ranks that draw the
-  same numbers without a policy draw the same with one.
+  there when the region ends: then it is there again when the region's backward begins.
+- A DTensor is regenerated as the rank's part of it. No kernel takes DTensors: under ``via: auto`` hooks serve; under
+  ``via: kernel`` a warning says that the module runs as it is written.
+- Each rank decides by itself which tensors to keep, from its ops and shapes. No decision moves a collective.
+- Random numbers of a region are drawn again from each rank's own state.
 
-A plan comes from measured times, which differ from rank to rank: use ``agree``, and ``verify_plan`` to run the plan.
+Measured times differ from rank to rank: ``agree`` makes one profile of them, and ``verify_plan`` runs the plan.
 
 Pipelines (``torch.distributed.pipelining``): put a policy on the module of each stage, before or after the
-``PipelineStage`` is made. Several microbatches are then between forward and backward at once. How many differs from
-stage to stage, so each stage gets a plan of its own: ``microbatches_in_flight`` tells how many there are. Zero-bubble
-schedules run backward for inputs first and for weights later. Gradients are equal there, too, but captured code goes
-back to the tape, and what is regenerated for weights may live from the first part of backward to the second.
-
-Context parallelism (``context_parallel``) and expert parallelism (``all_to_all_single_autograd``): the keys, values and
-tokens that a rank has been sent are kept by ``recompute``, as any collective's output is. Under ``checkpoint`` they are
-exchanged once more, on all ranks in the same order. Routing that is computed again is the same, bit for bit.
+``PipelineStage`` is made. Stages differ in the microbatches between forward and backward, so each gets a plan of its
+own: ``microbatches_in_flight`` tells the number. Zero-bubble schedules run backward for inputs first and for weights
+later. Gradients are equal there, too, but captured code goes back to the tape, and tensors regenerated for weights may
+live from the first part of backward to the second.
 
 DeepSpeed: put the policy on the model before ``deepspeed.initialize``. Losses under ZeRO-1, 2 and 3 are those without
 the policy (tried with DeepSpeed 0.19 on CPUs; its pipelines, offloading and activation checkpointing were not).
-ZeRO-3 frees weights when it likes. So an op that reads a weight never runs again under ``recompute``: a norm's output
-is kept, for example, and less memory is saved than under FSDP2. ``checkpoint`` drops the same there as elsewhere.
+ZeRO-3 frees weights when it likes. So ``recompute`` never runs an op again that reads a weight: it keeps a norm's
+output, for example, and saves less memory than under FSDP2. ``checkpoint`` drops the same there as elsewhere.
 """
 
 from __future__ import annotations
@@ -60,15 +53,15 @@ if TYPE_CHECKING:
 
 _OF_THE_RANK = ("model", "machine")
 _LEAST = ("capacity_nbytes", "link")
-"""Keys of a profile whose least value over all ranks counts, and nothing where one rank has nothing."""
+"""Keys of a profile. The least value over all ranks counts, and None where one rank has None."""
 
 
 def agree(profile: Profile, group: dist.ProcessGroup | None = None) -> Profile:
-    """One profile for all ranks, with the most that any of them has measured of each time and each number of bytes.
+    """One profile for all ranks, with the most of each time and each number of bytes that any of them has measured.
 
-    The link to the host is the slowest of them, with the least room, and of what a choice may offload the least counts.
-    A plan made from it is the same on every rank, and fits each of them. Call this on all ranks of ``group`` (by
-    default all there are), with what ``recompute.profile`` returned there::
+    The slowest link to the host, the least room there and the fewest bytes to offload count. A plan made from it is the
+    same on every rank, and fits each of them. Call this on all ranks of ``group`` (by default all there are), each with
+    its own profile::
 
         plan = recompute.plan(agree(recompute.profile(model, batch)), budget="40GiB")
 
@@ -113,10 +106,10 @@ def verify_plan(
 
     model, batch, loss, optimizer: as ``recompute.profile`` took them.
     steps: how many steps of each policy are timed.
-    progress: called with what is being done, how much of it is done, and how much there is.
+    progress: called with the name of a task, how much of it is done, and how much there is.
 
-    Raises ``PlanError`` on every rank if the ranks' plans differ, and ``BudgetError`` on every rank where what was
-    measured leaves no plan.
+    Raises ``PlanError`` on every rank if the ranks' plans differ, and ``BudgetError`` on every rank if the measured
+    profile leaves no plan.
     """
     profile = plan.profile.model_dump(exclude=set(_OF_THE_RANK))
     parts = {"budget": plan.budget_nbytes, "choices": plan.assignment, "profile": profile}
@@ -144,7 +137,7 @@ def microbatches_in_flight(schedule: Any) -> dict[int, int]:
     """For each stage of this rank, by its index: how many microbatches are between forward and backward at once.
 
     schedule: one of ``torch.distributed.pipelining``, made for this rank's stages. ``recompute.plan`` needs the number,
-        since each of these microbatches holds what the stage's policy keeps::
+        since each of these microbatches holds saved tensors::
 
             schedule = Schedule1F1B(stage, n_microbatches=8, loss_fn=loss)
             plan = recompute.plan(
@@ -202,7 +195,7 @@ def _gathered(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
 
 
 def _most_measured(ranks: list[MeasuredStep]) -> MeasuredStep:
-    """The most that any rank has measured; no places if some rank could not tell them apart."""
+    """The most of each number over all ranks; no places if some rank could not tell them apart."""
     places = [one.places for one in ranks]
     return MeasuredStep(
         max(one.peak_nbytes for one in ranks),

@@ -44,15 +44,13 @@ _ADVICE = "Have training_step compute the loss by F.cross_entropy or the model's
 class RecomputeCallback(HoldsPolicy, Callback):
     """Puts the Trainer's LightningModule under ``policy`` while ``fit`` runs.
 
-    policy: what ``recompute.apply`` takes: a preset's name, a path, a mapping or a ``Policy``. Its paths are those of
-        the LightningModule's modules: of a model in ``self.model``, "model.layers.0" or, at any depth, "**.layers.*".
-    module: the path of the part of the LightningModule that is to be under the policy ("model"); the policy's paths are
-        then those of this part, as they are where it trains without Lightning.
-    kernels: whether kernels stand in where they compute what a module does (True), or hooks regenerate everything
-        (False); None for what each rule of the policy says (``via``).
+    policy: as ``recompute.apply`` takes it: a preset's name, a path, a mapping or a ``Policy``. Its paths are those of
+        the LightningModule's modules: for a model in ``self.model`` "model.layers.0" or, at any depth, "**.layers.*".
+    module: the path of the LightningModule's part that is to be under the policy ("model"). The policy's paths are then
+        those of this part, as without Lightning.
+    kernels: True for kernels wherever they can stand in, False for hooks alone; None: as each rule says (``via``).
     logits: False to compute the loss without logits, by a kernel, which rounds in its own way whatever the policy; True
-        to have them in training; None for what the policy says. They are made where something else reads them, as in
-        evaluation.
+        to have them in training; None: as the policy says. They are made where other code reads them, as in evaluation.
     logs: whether to log, by the LightningModule's ``log_dict``, at each step that the Trainer logs. Figures are of the
         steps since it logged the last time:
 
@@ -130,7 +128,7 @@ class RecomputeCallback(HoldsPolicy, Callback):
             return
         self._has_stepped = False
         self._training.end_step()
-        # Lightning's own monitors ask this, too: nobody writes down what is logged at other steps.
+        # Lightning's own monitors ask this, too: it drops figures that are logged at other steps.
         if self._options.logs and not trainer.barebones and trainer._logger_connector.should_update_logs:
             found = {
                 key: torch.tensor(float(value), dtype=torch.float64) for key, value in self._training.logs().items()
@@ -205,7 +203,7 @@ def _run_training_step_in(root: RootRunner, module: LightningModule) -> Callable
 def _forward_left_behind(module: LightningModule) -> Callable[[], None]:
     """Returns a function that removes the forward that DDPStrategy leaves on the instance.
 
-    It replaces forward for a while, and puts back what it found by setting the class's forward on the instance.
+    It replaces forward for a while, and puts it back by setting the class's forward on the instance.
     """
     ours = type(module).forward
 

@@ -1,4 +1,4 @@
-"""What the callbacks of trainers share: they put a policy on a model while it trains, and log what it does."""
+"""The shared parts of trainers' callbacks: they put a policy on a model while it trains, and log its figures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from recompute.substitution.head import is_head, why_no_head
 
 
 class Options(BaseModel):
-    """What a ``RecomputeCallback`` takes beside the policy."""
+    """The options of a ``RecomputeCallback`` beside the policy."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
@@ -30,21 +30,25 @@ class Options(BaseModel):
 
 
 class PolicyInTraining:
-    """A policy on a model until ``remove()``, and what was seen of it since ``logs()`` was last called.
+    """A policy on a model until ``remove()``, and its figures since ``logs()`` was last called.
 
     model: trains on one device.
-    policy: as the user gave it. Where ``options`` say otherwise, they count.
-    advice: how the loss has to be computed for ``logits=False`` to have an effect. A warning says so if it has none.
+    policy: the user's. Where ``options`` say otherwise, they count.
+    advice: how to compute the loss for ``logits=False`` to have an effect. A warning says so if it has none.
 
     Raises ``UnsupportedError`` where the model's own checkpointing is on, or where ``logits=False`` finds no head that
     can go without logits; and what ``apply`` raises.
     """
 
     def __init__(self, model: nn.Module, policy: Policy, options: Options, advice: str):
-        _refuse_checkpointing(model)
+        if found := find_checkpointing(model):
+            raise UnsupportedError(
+                f"{said_of(found, type(model).__name__)} {how_to_turn_off(found)}, or drop the policy "
+                "(RecomputeCallback, or recompute_policy)."
+            )
         self.handle = apply(model, _adapted(policy, model, options))
         self.undo: list[Callable[[], None]] = [self.handle.remove]
-        """What ``remove()`` calls, last first."""
+        """``remove()`` calls these, last first."""
         self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self.memory = Memory(self._device, watches=options.logs)
         self._options, self._advice = options, advice
@@ -63,12 +67,10 @@ class PolicyInTraining:
 
     def end_step(self) -> None:
         """Call this after the last of the forwards whose gradients one step of the optimizer takes."""
-        why = None
-        if self._options.logits is False and self._meter.reads_logits and not self._meter.has_losses:
+        if self._options.logits is False and self._meter.reads_logits:
             why = "no loss was computed from the output of the model's head, which was read"
-        elif self._options.logits is False and self._meter.reads_logits:
-            why = "something that no kernel computes read the output of the model's head, and so it was computed"
-        if why is not None:
+            if self._meter.has_losses:
+                why = "something that no kernel computes read the output of the model's head, and so it was computed"
             warn(f"logits=False has no effect: {why}. {self._advice}, or drop logits=False.")
             self._options = self._options.model_copy(update={"logits": None})  # so that it is said once
         self._meter.end_step()
@@ -76,14 +78,14 @@ class PolicyInTraining:
     def logs(self) -> dict[str, float]:
         """Bytes and token accuracies by the keys that the callbacks document; nothing where no forward has ended.
 
-        Either all ranks call this or none, as the ranks exchange what they counted.
+        Either all ranks call this or none, as they exchange their counts.
         """
         if not self._forwards:
             return {}
         found: dict[str, float] = {}
         now = self.handle.stats()
         between = now - self._before
-        if between.frames:  # there are none in compiled code, where the compiler alone knows what is saved
+        if between.frames:  # there are none in compiled code, where the compiler decides what to save
             for what in ("eager", "dropped", "kept", "regenerated"):
                 found[f"recompute_{what}_nbytes"] = getattr(between, f"{what}_nbytes") // self._forwards
         self._forwards, self._before = 0, now
@@ -109,24 +111,13 @@ class HoldsPolicy:
             self._training = None
 
 
-def _refuse_checkpointing(model: nn.Module) -> None:
-    if found := find_checkpointing(model):
-        raise UnsupportedError(
-            f"{said_of(found, type(model).__name__)} {how_to_turn_off(found)}, or drop the policy (RecomputeCallback, "
-            "or recompute_policy)."
-        )
-
-
 def _adapted(policy: Policy, model: nn.Module, options: Options) -> Policy:
     """``policy`` as the options would have it for this model."""
     rules = list(policy.rules)
     if options.kernels is not None:
         via = "auto" if options.kernels else "hook"
         rules = [rule.model_copy(update={"via": via}) if rule.action == "recompute" else rule for rule in rules]
-    if options.logits is not None:
-        paths = _paths_of_head(model, options.logits)
-        if not paths:
-            return policy.model_copy(update={"rules": tuple(rules)})
+    if options.logits is not None and (paths := _paths_of_head(model, options.logits)):
         governed = assign(policy, module_entries(model, type(model).__name__)[0])
         index = governed.get(paths[0])
         if not options.logits or index is not None:
@@ -137,7 +128,7 @@ def _adapted(policy: Policy, model: nn.Module, options: Options) -> Policy:
 
 
 def _paths_of_head(model: nn.Module, logits: bool) -> list[str]:
-    """The path of the Linear that makes logits, and those of what an adapter on it adds; none if there is no head.
+    """The path of the Linear that makes logits, and those of an adapter's parts on it; none if there is no head.
 
     Raises ``UnsupportedError`` for several, or, if there are to be no logits, where no plain Linear makes them.
     """
@@ -219,10 +210,7 @@ class TokenMeter:
 
 
 class Memory:
-    """Measures the bytes that forwards leave on a device, and the peak there; nothing where no allocator counts.
-
-    watches: False if nobody is going to ask, to do nothing.
-    """
+    """Measures the bytes that forwards leave on a device, and the peak there; nothing where no allocator counts."""
 
     def __init__(self, device: torch.device, *, watches: bool):
         self._device = device
@@ -247,7 +235,7 @@ class Memory:
     def look(self, *, ends: bool) -> None:
         """Note how many bytes are there now.
 
-        ends: whether the change since the last look is what a forward left behind.
+        ends: whether a forward left the difference to the last look.
         """
         found = allocated_nbytes(self._device) if self._watches else None
         now = 0 if found is None else found[0]

@@ -1,10 +1,10 @@
-"""Hugging Face's Trainer, and those made of it as TRL's are, under a policy: a callback, and arguments that bring one.
+"""Hugging Face's Trainer, and others made of it such as TRL's, under a policy: a callback, and arguments that make one.
 
     Trainer(model, arguments, callbacks=[RecomputeCallback("auto", logits=False)], ...)
     Trainer(model, RecomputeTrainingArguments(recompute_policy="auto", recompute_kwargs={"logits": False}, ...), ...)
 
-The policy is on the model from the beginning of ``train()`` to its end. Its paths are those of the model itself,
-without what PEFT or a data-parallel wrapper puts around it. FSDP2 and DeepSpeed's ZeRO have prepared it by then.
+The policy is on the model from the beginning of ``train()`` to its end. Its paths are those of the model inside of
+PEFT's and data-parallel wrappers. FSDP2 and DeepSpeed's ZeRO have prepared it by then.
 """
 
 from __future__ import annotations
@@ -42,12 +42,10 @@ _ADVICE = (
 class RecomputeCallback(HoldsPolicy, TrainerCallback):
     """Puts the Trainer's model under ``policy`` while it trains.
 
-    policy: what ``recompute.apply`` takes: a preset's name, a path, a mapping or a ``Policy``.
-    kernels: whether kernels stand in where they compute what a module does (True), or hooks regenerate everything
-        (False); None for what each rule of the policy says (``via``).
+    policy: as ``recompute.apply`` takes it: a preset's name, a path, a mapping or a ``Policy``.
+    kernels: True for kernels wherever they can stand in, False for hooks alone; None: as each rule says (``via``).
     logits: False to compute the loss without logits, by a kernel, which rounds in its own way whatever the policy; True
-        to have them in training; None for what the policy says. They are made where something else reads them, as in
-        evaluation.
+        to have them in training; None: as the policy says. They are made where other code reads them, as in evaluation.
     logs: whether to add to the Trainer's logs. Figures are of the steps since the log before:
 
         - ``recompute_eager_nbytes`` (held without the policy), ``recompute_kept_nbytes`` (held with it),
@@ -165,7 +163,7 @@ class RecomputeArguments:
     )
     recompute_kwargs: dict | str | None = field(
         default=None,
-        metadata={"help": "What RecomputeCallback takes beside the policy: kernels, logits and logs, as a mapping."},
+        metadata={"help": "RecomputeCallback's other options: kernels, logits and logs, as a mapping."},
     )
 
     def __post_init__(self) -> None:
@@ -205,10 +203,7 @@ class RecomputeTrainingArguments(RecomputeArguments, TrainingArguments):
 
 
 def _keep_lazy_in_trl() -> Callable[[], None]:
-    """Have TRL's functions of logits write out what they compute, instead of giving lazy logits to a kernel of theirs.
-
-    Returns a function that ends this.
-    """
+    """Keep TRL's functions from giving lazy logits to a kernel of theirs. Returns a function that ends this."""
     utils, name = sys.modules.get("trl.trainer.utils"), "_supports_trl_loss_kernel"
     supports = getattr(utils, name, None)
     if supports is None:

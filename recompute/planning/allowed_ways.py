@@ -12,13 +12,13 @@ COMPRESS = "compress"
 ALLOWED = ("keep", "hook", "kernel", "checkpoint", "offload", COMPRESS)
 """The ways that a plan may be restricted to. All but "kernel" and "compress" leave gradients the same, bit for bit.
 
-"compress" is beside "hook" or "kernel", and is used only where it is named: what it holds has 8 bits. "offload" is
-beside another one, of which a region's rule offloads what it holds; or alone, where it holds everything.
+"compress" is beside "hook" or "kernel": they hold 8-bit codes, and only where it is named. "offload" is beside any
+other one, whose saved bytes a rule offloads; or alone, where a region saves everything.
 """
 
 
 def only_allowed(profile: Profile, allowed: Collection[str] | None) -> Profile:
-    """The profile without the choices that are not allowed; a region that has no other keeps its first.
+    """The profile with the allowed choices alone. A region without any keeps its first choice.
 
     allowed: None for all but "compress".
     Raises ``PlanError`` for a word that is none of ``ALLOWED``.
@@ -35,7 +35,7 @@ def only_allowed(profile: Profile, allowed: Collection[str] | None) -> Profile:
 
 
 def ways_of(choice: Choice) -> frozenset[str]:
-    """Those of ``ALLOWED`` that the choice is. ``via: auto`` counts as a kernel, since it may round in another way."""
+    """The words of ``ALLOWED`` for the choice. ``via: auto`` counts as a kernel, since it may round in another way."""
     rule = choice.rule or {"action": "keep"}
     way = rule["action"]
     if way == "recompute":

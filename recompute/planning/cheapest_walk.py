@@ -1,9 +1,9 @@
 """Finds the cheapest way through a sequence of places, within limits of memory. It knows whole numbers alone.
 
-Each place is passed in one of its ways. What the ways of the places before it lead to are four numbers, a state:
+Each place is passed in one of its ways. Ways through the places so far lead to a state of four numbers:
 
-    stays     the bytes that they leave behind: Σ way.stays
-    leaving   the bytes that the last way which moved any has moved: they go once the next such way has been taken
+    stays     Σ way.stays, the bytes that they leave behind
+    leaving   the bytes that the last moving way has moved: they go once the next moving way has been taken
     moved     Σ way.moved, which a limit may bound at the end
     cost      Σ way.cost
 
@@ -11,19 +11,18 @@ A way can be taken in a state if stays + leaving is at most its room. The search
 Ullmann, Management Science 15(9), 1969):
 
 1. Walk the places in order, with every state that some ways so far lead to.
-2. Leave out the states that cannot become cheap enough. What is still to come costs at least what it would if nothing
-   were ever leaving and nothing bounded what is moved. Then only ``stays`` matters, and a walk from the last place to
-   the first tells that cost for every ``stays``.
-3. Leave out each state that another one with equal ``leaving`` and ``moved`` is no worse than: it leads to nothing
-   better.
+2. Leave out the states that cannot become cheap enough. The rest costs at least as much as if nothing were ever leaving
+   and moved bytes had no bound. Then only ``stays`` matters, and a walk from the last place to the first finds that
+   cost for every ``stays``.
+3. Leave out each state that another one with equal ``leaving`` and ``moved`` is no worse than.
 4. After the last place, the state with the least cost is the answer.
 
-What is cheap enough is not known before. First it is the least cost that step 2 thinks possible. While nothing is
-found, more is let pass. Where something is found, nothing cheaper was left out: the answer is exact.
+The search begins with the least cost that step 2 thinks possible as the most that is let pass, and raises it until it
+finds an answer. Nothing cheaper was left out then, so the answer is exact.
 
-If what is moved is bounded, step 2 lets each moved byte cost a price, and counts the price of the whole bound as paid
-back. Whatever the price, that is no dearer than the truth. One is chosen at which it is nearly as dear as it gets
-(Everett, Operations Research 11(3), 1963). There may be very many states then, so the search gives up at some number.
+If moved bytes have a bound, step 2 lets each cost a price, and counts the price of the whole bound as paid back. That
+is no dearer than the truth, whatever the price is. The price chosen makes it nearly as dear as possible (Everett,
+Operations Research 11(3), 1963). There may be very many states then, so the search gives up at some number.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ Numbers = NDArray[np.int64]
 
 _MUCH = 1 << 61
 _UNITS = 1 << 10  # of a cost, where a byte has a price: so many prices there are between 0 and 1
-_SHARE = 1 << 11  # of the least cost that is thought possible, what is let pass when nothing that costs it is found
-_MOST_STATES = 2_000  # after a place, where what is moved is bounded
-_LAST_HALVINGS = 5  # of the interval that a price is looked for in
+_SHARE = 1 << 11  # the first raise of the cost that is let pass is the least cost divided by this
+_MOST_STATES = 2_000  # after a place, where moved bytes have a bound
+_LAST_HALVINGS = 5  # of the interval of prices
 
 
 class Way(NamedTuple):
@@ -61,16 +60,16 @@ Places = Sequence[Sequence[Way]]
 
 
 class _TooManyStatesError(Exception):
-    """To look on would take long."""
+    """The search would take too long."""
 
 
 class _ToGo(NamedTuple):
-    """What the rest of the places costs at the least, by the bytes that stay before it. All rise together."""
+    """The least cost of the rest of the places, by the bytes that stay before it. All rise together."""
 
     limits: Numbers
     """The most bytes that may stay."""
     costs: Numbers
-    """What the rest costs then, with the price of what it moves."""
+    """The least cost then, with the price of moved bytes."""
     moved: Numbers
 
     def at(self, stays: Numbers) -> Numbers:
@@ -80,7 +79,7 @@ class _ToGo(NamedTuple):
 
 def reachable(places: Places) -> tuple[int, ...] | None:
     """Ways through all places that leave the least behind, whatever they cost and move; None if there are none."""
-    states: dict[int, tuple[int, Any]] = {0: (0, None)}  # by ``leaving``: the least that stays, and how one gets there
+    states: dict[int, tuple[int, Any]] = {0: (0, None)}  # by ``leaving``: the least that stays, and the ways to it
     for ways in places:
         reached: dict[int, tuple[int, Any]] = {}
         for leaving, (stays, taken) in states.items():
@@ -130,7 +129,7 @@ def cheapest(places: Places, most: int | None = None, most_moved: int | None = N
 def _price(places: Places, most_moved: int) -> int:
     """About the least price of a moved byte at which the cheapest ways move no more, if nothing is ever leaving."""
     places = [[way._replace(cost=_UNITS * way.cost) for way in ways] for ways in places]
-    dearest = _MUCH // 4 // max(_moved_at_most(places), most_moved, 1)
+    dearest = _MUCH // 4 // max(sum(max((way.moved for way in ways), default=0) for ways in places), most_moved, 1)
 
     def is_enough(price: int) -> bool:
         first = _to_go(places, price)[0]
@@ -146,12 +145,8 @@ def _price(places: Places, most_moved: int) -> int:
     return high
 
 
-def _moved_at_most(places: Places) -> int:
-    return sum(max((way.moved for way in ways), default=0) for ways in places)
-
-
 def _to_go(places: Places, price: int) -> list[_ToGo]:
-    """What there is to go before each place, and, last, after all of them."""
+    """The rest before each place, and, last, after all of them."""
     nothing = np.zeros(1, np.int64)
     found = [_ToGo(np.full(1, _MUCH), nothing, nothing)]
     for ways in reversed(places):
@@ -209,10 +204,7 @@ def _walk(
 
 
 def _undominated(stays: Numbers, leaving: Numbers, moved: Numbers, cost: Numbers) -> NDArray[np.intp]:
-    """The indices of the states that no other one with equal ``leaving`` and ``moved`` is as good as.
-
-    Of equal states the first stays.
-    """
+    """The indices of states that no other one with equal ``leaving`` and ``moved`` matches. Of equal ones the first."""
     order = np.lexsort((cost, stays, moved, leaving))  # which is stable
     first = (np.diff(leaving[order]) != 0) | (np.diff(moved[order]) != 0)
     group = np.concatenate([[0], np.cumsum(first)])

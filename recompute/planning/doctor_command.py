@@ -1,4 +1,4 @@
-"""What `recompute doctor` is asked for, and its answer: what is in the way of a run, and what to type against it."""
+"""`recompute doctor` says what is in the way of a run, and what to type against it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from recompute.errors import EstimateError, ModelError, NoEffectError
+from recompute.errors import EstimateError, ModelError
 from recompute.estimation.check_paths import check_source
 from recompute.estimation.estimate import estimator_of
 from recompute.estimation.estimate_options import EstimateOptions
@@ -25,7 +25,7 @@ Progress = Callable[[str, int, int], None]
 
 _BEST = 3
 PRESETS = ("elementwise", "auto", "alternate", "full")
-"""The policies that are tried."""
+"""The policies to try."""
 _RANK = 16
 _PLURAL = ("logits", "activations", "buffers")
 
@@ -42,7 +42,7 @@ class Remedy(NamedTuple):
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What a step takes as it is, and the fastest ways in which it fits, on as few devices as it needs."""
+    """The memory of a step as it is, and the fastest ways to make it fit, on as few devices as it needs."""
 
     gpu: Gpu
     now: Estimate
@@ -59,19 +59,19 @@ class Diagnosis:
 
     @property
     def static(self) -> dict[str, int]:
-        """What is there whatever the batch and the policy are."""
+        """The bytes that depend neither on the batch nor on the policy."""
         static = self.now.static_bytes
         named = {"parameters": static.parameters, "gradients": static.gradients, "optimizer states": static.optimizer}
         return {name: nbytes for name, nbytes in named.items() if nbytes}
 
     @property
     def beside(self) -> dict[str, int]:
-        """What else there is at the peak: logits, activations …"""
+        """The other bytes at the peak: logits, activations …"""
         return {part: nbytes for part, nbytes in self.now.parts.items() if part not in self.static}
 
     @property
     def in_the_way(self) -> str:
-        """What to do something about: "static memory", "logits", "activations" …"""
+        """The largest obstacle: "static memory", "logits", "activations" …"""
         if sum(self.static.values()) > self.gpu.capacity_nbytes:
             return "static memory"
         parts = {"static memory": sum(self.now.parts.get(part, 0) for part in self.static), **self.beside}
@@ -157,62 +157,55 @@ def _listed(parts: dict[str, int]) -> str:
     return ", ".join(f"{name} {humanize(nbytes)}" for name, nbytes in parts.items()) or "nothing"
 
 
-@dataclass(frozen=True, kw_only=True)
-class DoctorRequest:
-    """What to diagnose. ``recompute.estimate`` says what the fields are."""
+def diagnose(
+    model: str,
+    options: EstimateOptions,
+    *,
+    batch_size: int,
+    seq_len: int,
+    gpu: str | None,
+    gpu_memory: str | None,
+    longest: bool = False,
+    host: str | None = None,
+    progress: Progress,
+) -> Diagnosis | SequencesThatFit:
+    """Diagnose a run on a GPU, or, if ``longest``, find the longest sequences that fit it.
 
-    model: str
-    batch_size: int
-    seq_len: int
-    options: EstimateOptions
-    gpu: Gpu | None
-    """None: that of this machine."""
-    longest: bool = False
-    """Whether to ask for the longest sequences instead."""
-    host_nbytes: int | None = None
-    """The host's memory; None: what this machine has free."""
+    model: names it, as ``recompute.estimate`` takes a name.
+    gpu, gpu_memory: as a command line names them; None: those of this machine's.
+    host: the host's memory; None: what this machine has free.
 
-    @staticmethod
-    def checked(
-        *, gpu: str | None, gpu_memory: str | None, host: str | None = None, options: EstimateOptions, **fields: Any
-    ) -> DoctorRequest:
-        """A request, with other spellings of names replaced by the names themselves.
+    Raises ``EstimateError`` or ``ModelError`` before it imports torch where it can.
+    """
+    host_nbytes = None if host is None else read_size("--host", host, "128GiB")
+    device, options = read_gpu(gpu, memory=gpu_memory), options.read()
+    check_source(model)
+    if host is not None and not longest:
+        raise EstimateError("--host: expected --longest beside it")
+    progress("loading torch and transformers", 0, 0)
+    from recompute.profiling.roofline import op_seconds  # which imports torch
 
-        Raises ``EstimateError`` or ``ModelError`` for mistakes that can be found without torch.
-        """
-        host_nbytes = None if host is None else read_size("--host", host, "128GiB")
-        device = read_gpu(gpu, memory=gpu_memory)
-        request = DoctorRequest(options=options.read(), gpu=device, host_nbytes=host_nbytes, **fields)
-        check_source(request.model)
-        if host is not None and not request.longest:
-            raise EstimateError("--host: expected --longest beside it")
-        return request
+    card = device or _gpu_here()
 
-    def run(self, progress: Progress) -> Diagnosis | SequencesThatFit:
-        progress("loading torch and transformers", 0, 0)
-        from recompute.profiling.roofline import op_seconds  # which imports torch
+    def estimator(options: EstimateOptions, seq_len: int = seq_len) -> Any:
+        timed = partial(op_seconds, figures=card)
+        return estimator_of(model, options, batch_size, seq_len, None, card.name, timed)
 
-        gpu = self.gpu or _gpu_here()
+    if longest:
+        from recompute.engine.host.host_memory import free_host_nbytes  # which imports torch
 
-        def estimator(options: EstimateOptions, seq_len: int = self.seq_len) -> Any:
-            timed = partial(op_seconds, figures=gpu)
-            return estimator_of(self.model, options, self.batch_size, seq_len, None, gpu.name, timed)
-
-        if self.longest:
-            from recompute.engine.host.host_memory import free_host_nbytes  # which imports torch
-
-            host = free_host_nbytes() if self.host_nbytes is None else self.host_nbytes
-            return longest_sequences(partial(estimator, self.options), self.options, gpu, host, progress)
-        with estimator(self.options) as of_model:
-            progress("estimating the step as it is", 0, 0)
-            now, seconds = of_model.estimate(self.options, None), of_model.seconds(self.options, None)
-            remedies = _remedies(of_model, self.options, gpu, progress)
-        adapted = None
-        if self.options.lora is None and (not remedies or remedies[0].devices > 1):
-            progress("estimating adapters", 0, 0)
-            tried = (_by_adapters(estimator, self.options._replace(lora=_RANK, base=base), gpu) for base in ("", "nf4"))
-            adapted = next(filter(None, tried), None)
-        return Diagnosis(gpu, now, seconds, tuple(remedies), adapted)
+        room = free_host_nbytes() if host_nbytes is None else host_nbytes
+        return longest_sequences(partial(estimator, options), options, card, room, progress)
+    with estimator(options) as of_model:
+        progress("estimating the step as it is", 0, 0)
+        now, seconds = of_model.estimate(options, None), of_model.seconds(options, None)
+        remedies = _remedies(of_model, options, card, progress)
+    adapted = None
+    if options.lora is None and (not remedies or remedies[0].devices > 1):
+        progress("estimating adapters", 0, 0)
+        tried = (_by_adapters(estimator, options._replace(lora=_RANK, base=base), card) for base in ("", "nf4"))
+        adapted = next(filter(None, tried), None)
+    return Diagnosis(card, now, seconds, tuple(remedies), adapted)
 
 
 def _gpu_here() -> Gpu:
@@ -256,12 +249,6 @@ def _by_adapters(estimator: Any, options: EstimateOptions, gpu: Gpu) -> Remedy |
 
 
 def _tried(estimator: ModelEstimator, told: tuple[str, ...], options: EstimateOptions, policy: Any, gpu: Gpu) -> Any:
-    """The remedy; None where it does not fit, or the policy has nothing to govern."""
-    if estimator.static_nbytes(options) > gpu.capacity_nbytes:
-        return None
-    try:
-        peak = estimator.estimate(options, policy).peak_bytes
-        fits = peak <= gpu.capacity_nbytes
-        return Remedy(told, options.devices, peak, estimator.seconds(options, policy)) if fits else None
-    except NoEffectError:
-        return None
+    """The remedy; None where it does not fit, or the policy governs nothing."""
+    peak = estimator.fitting_peak(options, policy, gpu.capacity_nbytes)
+    return None if peak is None else Remedy(told, options.devices, peak, estimator.seconds(options, policy))

@@ -1,4 +1,4 @@
-"""Shows a plan's frontier, which is what other budgets would give, as a table and as a plot."""
+"""Shows a plan's frontier, the plans for other budgets, as a table and as a plot."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TITLE_WIDTH = 90  # characters that the figure has room for
 
 
 def table(plan: Plan) -> str:
-    """One line for each point of the frontier: peak, time, when the peak is, how many regions run in which way."""
+    """One line for each point of the frontier: peak, time, the peak's moment, how many regions run in which way."""
     fastest = min(point.prediction.step_seconds for point in plan.frontier) or 1.0
     rows = []
     for assignment, prediction in plan.frontier:

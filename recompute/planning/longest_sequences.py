@@ -1,7 +1,7 @@
-"""The longest sequence that fits a GPU, and the memory of its host, under each of some policies.
+"""The longest sequence that fits a GPU and the memory of its host, under each of some policies.
 
-Each moment of a step takes bytes in proportion to tokens, beside those that are there anyway, and so does what travels
-to the host. Two estimates tell both numbers, and no step of the longest sequence is run, on whatever tensors.
+Each moment of a step takes bytes in proportion to tokens, beside static ones, and so does the host. Two estimates tell
+both numbers. No step of the longest sequence runs, not even on tensors without values.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from recompute.estimation.model_estimator import ModelEstimator
 
 LENGTHS = (65536, 131072)
-"""Those of the two estimates: whole tiles of ``long``, and so many that no tile is a step's peak."""
+"""The lengths of the two estimates: whole tiles of ``long``, and so many that no tile is a step's peak."""
 _STEP = 256
 _AGAIN = "long, attention again"
 
 
 class SequenceThatFits(NamedTuple):
-    """The longest sequence under a policy, what a step of it takes on the device and on the host, and its seconds."""
+    """The longest sequence under a policy, the bytes of its step on the device and on the host, and its seconds."""
 
     policy: str
     seq_len: int
@@ -43,7 +43,7 @@ class SequenceThatFits(NamedTuple):
 
 @dataclass(frozen=True)
 class SequencesThatFit:
-    """Those under each policy, the longest first."""
+    """The sequences under each policy, the longest first."""
 
     gpu: Gpu
     host_nbytes: int
@@ -91,7 +91,7 @@ def longest_sequences(
     host_nbytes: int,
     progress: Callable[[str, int, int], None],
 ) -> SequencesThatFit:
-    """What fits under ``auto``, ``full``, ``long``, and ``long`` with attention that runs again, too.
+    """The sequences under ``auto``, ``full``, ``long``, and ``long`` that runs attention again, too.
 
     estimator: makes one for a batch of so many tokens a sequence, with a clock.
 

@@ -1,4 +1,4 @@
-"""Plans a model: profiles it, chooses how each region runs, and runs what was chosen."""
+"""Plans a model: profiles it, chooses how each region runs, and runs the plan."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 from recompute.errors import PlanError
+from recompute.estimation.estimate_options import check_microbatches
 from recompute.estimation.gpus import Gpu
 from recompute.planning.allowed_ways import COMPRESS, check_allowed, only_allowed
-from recompute.planning.microbatches import check_microbatches, with_microbatches
+from recompute.planning.microbatches import with_microbatches
 from recompute.planning.plan import Plan, solve_plan, with_frontier
 from recompute.policy.document import show
 from recompute.profiling.cost_table import Profile
@@ -38,7 +39,7 @@ def plan(
     verify: bool = False,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Plan:
-    """Choose, for each region of a model, how to run it: the fastest training step whose memory stays in ``budget``.
+    """Choose how to run each region of a model: the fastest training step whose memory stays in ``budget``.
 
     model: what to train. It is profiled on ``example_batch``. The plan is run, and so is each uniform policy that fits
         and may be as fast; if one is faster, it is the plan. Or a ``Profile``: then nothing is run.
@@ -49,15 +50,15 @@ def plan(
     microbatches_in_flight: of a pipeline's stage, how many of them are between forward and backward at once, as
         ``recompute.integrations.distributed.microbatches_in_flight`` tells. With more than 1, nothing is offloaded.
     budget: of the step, parameters and optimizer states: bytes, "40GiB", "40GB", or "80%" of the device.
-    allowed: which of "keep" (as it is), "hook", "kernel", "checkpoint", "offload" and "compress" a region may run by;
-        all but the last unless given. A region that has none of them stays as it is. With "offload", which needs a
-        profile that knows the device's link to its host, what a region holds by another one may leave the device. With
-        "compress", which needs a profile made with ``compress=True``, codes of 8 bits may be held: that is not exact.
+    allowed: some of "keep" (as it is), "hook", "kernel", "checkpoint", "offload" and "compress"; all but the last
+        unless given. A region that has none of them stays as it is. "offload" lets saved tensors of the other ways
+        leave the device, if the profile knows the link to the host. "compress" lets regions hold 8-bit codes, which are
+        not exact, if the profile was made with ``compress=True``.
     frontier: solve for other budgets as well.
     verify: if the plan's peak is over the budget when it runs, or off by over 2%, correct the profile and plan again.
-    progress: called with what is being done, how far it is, and of how much.
+    progress: called with the name of a task, how much of it is done, and how much there is.
 
-    Raises ``BudgetError`` for a budget that cannot be read or met, and ``PlanError`` for what else is given wrong.
+    Raises ``BudgetError`` for a budget that cannot be read or met, and ``PlanError`` for any other mistake.
     """
     training: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "progress": progress}
     if isinstance(model, Profile):
@@ -66,7 +67,7 @@ def plan(
         table = model
     else:
         check_request(budget, allowed)
-        check_microbatches(microbatches, microbatches_in_flight)
+        check_microbatches(microbatches, microbatches_in_flight, PlanError)
         if verify and device is not None:
             raise PlanError(f"expected a plan for {show(device)} to be verified there; found verify=True here")
         shared = {"device": device, "sharding": sharding, "devices": devices}

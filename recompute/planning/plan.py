@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from tabulate import tabulate
@@ -21,7 +22,7 @@ from recompute.units import humanize
 
 
 class VerificationRound(NamedTuple):
-    """The peak and the time that were predicted for a policy, and those measured when it ran."""
+    """The predicted peak and time of a policy, and those measured when it ran."""
 
     predicted_peak_nbytes: int
     measured_peak_nbytes: int
@@ -39,7 +40,7 @@ class VerificationRound(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """A policy for ``recompute.apply``, and the training step that it is predicted to give. ``str`` shows it."""
+    """A policy for ``recompute.apply``, and the predicted training step. ``str`` shows it."""
 
     policy: Policy
     budget_nbytes: int
@@ -53,7 +54,7 @@ class Plan:
     uniform: Plan | None = None
     """The fastest uniform plan within the budget; None where there is none."""
     frontier: tuple[Solution, ...] = ()
-    """The best that other budgets give, from the fastest to the least peak; empty unless asked for."""
+    """The best solutions for other budgets, from the fastest to the leanest; empty unless asked for."""
     rounds: tuple[VerificationRound, ...] = ()
     """One for each policy that was run to verify plans; the last one is of this plan's policy."""
 
@@ -64,7 +65,7 @@ class Plan:
 
     @property
     def predicted_step_seconds(self) -> float:
-        """Of all its microbatches and the optimizer; without what a pipeline's stage waits for others."""
+        """Of all its microbatches and the optimizer; without the time that a pipeline's stage waits for others."""
         return self.solution.prediction.step_seconds
 
     @property
@@ -74,7 +75,7 @@ class Plan:
 
     @property
     def offloaded_bytes(self) -> int:
-        """What leaves the device in a step, and comes back."""
+        """The bytes that leave the device in a step, and come back."""
         return self.solution.prediction.moved_nbytes
 
     @property
@@ -164,12 +165,8 @@ class Plan:
 
 def with_frontier(plan: Plan, progress: Callable[[str, int, int], None] | None = None) -> Plan:
     """The plan with its ``frontier``."""
-
-    def tell(done: int, total: int) -> None:
-        if progress is not None:
-            progress("solving for other budgets", done, total)
-
-    return replace(plan, frontier=tuple(solver.frontier(plan.profile, progress=tell)))
+    tell: dict[str, Any] = {} if progress is None else {"progress": partial(progress, "solving for other budgets")}
+    return replace(plan, frontier=tuple(solver.frontier(plan.profile, **tell)))
 
 
 def solve_plan(profile: Profile, budget_nbytes: int) -> Plan:
@@ -178,7 +175,7 @@ def solve_plan(profile: Profile, budget_nbytes: int) -> Plan:
 
 
 def plan_from_solution(profile: Profile, budget_nbytes: int, solution: Solution) -> Plan:
-    """The plan that does what ``solution`` says."""
+    """The plan of a solution."""
 
     def plan_of(of: Solution, name: str, **more: Any) -> Plan:
         description = _description(profile, of.prediction, budget_nbytes)
@@ -228,10 +225,7 @@ def _note(profile: Profile, solution: Solution, budget_nbytes: int) -> str:
 
 
 def _table(profile: Profile, assignment: Assignment) -> str:
-    """A row for each region and choice in use: their names, how many places have them, and which places these are.
-
-    If any of them offloads, also the bytes that each of its places does.
-    """
+    """A row for each region and choice in use, with their places, and, if any offloads, the bytes that a place does."""
     groups: dict[tuple[str, str, int], list[str]] = {}
     for place, choice in zip(profile.places, choices_of(profile, assignment), strict=True):
         key = profile.regions[place.region].name, choice.name, choice.moved_nbytes

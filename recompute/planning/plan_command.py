@@ -1,4 +1,4 @@
-"""What `recompute plan` is asked for: checked before anything heavy is imported, then carried out."""
+"""`recompute plan` checks a request before anything heavy is imported, and then makes the plan."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any
 from recompute.errors import PlanError
 from recompute.estimation.adapters import Adapters
 from recompute.estimation.check_paths import check_source
+from recompute.estimation.estimate_options import check_microbatches
 from recompute.estimation.gpus import Gpu
 from recompute.estimation.static_memory import OPTIMIZERS, check_sharding, read_option
 from recompute.files import check_new, check_writable, png_of, user_path, write_file
 from recompute.planning.make_plan import check_request, plan
-from recompute.planning.microbatches import check_microbatches
 from recompute.planning.plan import Plan
 from recompute.profiling.cost_table import Profile
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """A plan for the model of a file, or for a saved profile. ``recompute.plan`` says what the fields are."""
+    """A plan for the model of a file, or for a saved profile. ``recompute.plan`` explains the fields."""
 
     budget: str
     model: str | None = None
@@ -52,7 +52,7 @@ class PlanRequest:
         Raises ``PlanError``, ``EstimateError`` or ``ModelError`` for mistakes that can be found without torch.
         """
         check_request(self.budget, self.allowed)
-        check_microbatches(self.microbatches, self.microbatches_in_flight)
+        check_microbatches(self.microbatches, self.microbatches_in_flight, PlanError)
         if (self.model is None) == (self.profile is None) and not (self.verify and self.model is not None):
             raise PlanError("expected --model or --profile (both: to --verify a plan that a saved profile gives)")
         if self.verify and self.model is None:
@@ -95,7 +95,7 @@ class PlanRequest:
 
     @property
     def _files(self) -> list[Path]:
-        """What is to be written."""
+        """The files to write."""
         return [path for path in (self.out, self._plot, self.save_profile) if path is not None]
 
     def run(self, progress: Callable[[str, int, int], None]) -> Plan:

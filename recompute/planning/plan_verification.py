@@ -1,6 +1,6 @@
 """Runs a plan to see whether it holds.
 
-If its peak is not what was predicted, it is planned again. If a uniform policy runs faster, that is the plan.
+If its peak is not as predicted, it is planned again. If a uniform policy runs faster, that is the plan.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _UNCERTAIN = 1.25
 
 
 class MeasuredStep(NamedTuple):
-    """What a training step took."""
+    """The bytes and the seconds of a training step that ran."""
 
     peak_nbytes: int
     """Static bytes included."""
@@ -64,15 +64,12 @@ def verify_plan(
     model, batch, loss, optimizer: those that the plan's profile was made with.
     steps: how many steps of each policy are timed.
     replan: False to leave the plan as it is if its peak is off.
-    agree: is given what each policy took here, and returns the numbers to use, such as the most of all ranks.
+    agree: is given the numbers that each policy took here, and returns those to use, such as the most of all ranks.
 
     Raises ``BudgetError`` where the measured profile leaves no plan.
     """
-    several = {
-        "microbatches": plan.profile.microbatches,
-        "microbatches_in_flight": plan.profile.microbatches_in_flight,
-    }
-    with dry_run(model, batch, loss=loss, optimizer=optimizer, **several) as run:
+    several = plan.profile.microbatches, plan.profile.microbatches_in_flight
+    with dry_run(model, batch, *several, loss=loss, optimizer=optimizer) as run:
 
         def measure(policy: Policy) -> MeasuredStep:
             if progress is not None:
@@ -84,11 +81,11 @@ def verify_plan(
 
 
 def or_faster_uniform(plan: Plan, measure: Callable[[Policy], MeasuredStep]) -> Plan:
-    """The plan, which has been run; or else a uniform policy that fits the budget and is faster than two runs of it.
+    """The plan, which has been run; or a uniform policy that fits the budget and is faster than two runs of it.
 
-    A profile's seconds add up over regions. Where the host sets the pace, that sum is off by a fifth, and in another
-    way for tapes than for checkpoints. So for each way to run a region, the uniform policy that is predicted to be the
-    fastest is tried, unless it is predicted to be slower than the plan by more than that error.
+    A profile's seconds add up over regions. Where the host sets the pace, that sum is off by a fifth, and differently
+    for tapes and for checkpoints. So for each way to run a region the fastest uniform policy by prediction is tried,
+    unless its prediction is slower than the plan by more than that error.
     """
     for uniform in _fastest_of_each_way(plan):
         slowest = max(plan.rounds[-1].measured_step_seconds, plan.predicted_step_seconds)
@@ -108,7 +105,7 @@ def or_faster_uniform(plan: Plan, measure: Callable[[Policy], MeasuredStep]) -> 
 
 
 def _fastest_of_each_way(plan: Plan) -> Iterable[Uniform]:
-    """For each way to run a region, the fastest uniform policy that is predicted to fit."""
+    """For each way to run a region, the fastest uniform policy that should fit."""
     ways = {choice.name: ways_of(choice) for region in plan.profile.regions for choice in region.choices}
     found: dict[frozenset[str], Uniform] = {}
     for uniform in solver.uniforms(plan.profile, plan.budget_nbytes):
@@ -157,10 +154,10 @@ def run_and_replan(plan: Plan, measure: Callable[[Policy], MeasuredStep], *, rep
 def corrected(profile: Profile, assignment: Assignment, measured: MeasuredStep) -> Profile:
     """The profile, changed so that it predicts for ``assignment`` the peak and the seconds that were measured.
 
-    For each choice in use, the measured bytes replace those of the profile: the mean of what its places held, and the
-    highest of their peaks. When forward of a place that offloads has ended, what the one before it offloads has just
-    left the device: that is added to what the place held. What the predicted peak is then too low or too high by goes
-    to static bytes. All seconds change by one factor.
+    For each choice in use, the measured bytes replace those of the profile: the mean of its places' held bytes, and the
+    highest of their peaks. When forward of an offloading place has ended, the offloaded bytes of the one before it have
+    just left the device: they are added to the place's held bytes. The error of the peak that remains goes to static
+    bytes. All seconds change by one factor.
     """
     seen: dict[tuple[int, int], list[StepPart]] = {}
     choices = choices_of(profile, assignment)
@@ -189,10 +186,7 @@ def corrected(profile: Profile, assignment: Assignment, measured: MeasuredStep) 
         region.model_copy(update={"choices": tuple(of(c, seen.get((i, j), ())) for j, c in enumerate(region.choices))})
         for i, region in enumerate(profile.regions)
     ]
-    changes: dict[str, Any] = {
-        "regions": tuple(regions),
-        "optimizer_seconds": profile.optimizer_seconds * factor,
-    }
+    changes: dict[str, Any] = {"regions": tuple(regions), "optimizer_seconds": profile.optimizer_seconds * factor}
     changed = profile.model_copy(update=changes)
     missing = measured.peak_nbytes - predict(changed, assignment).peak_nbytes
     return changed.model_copy(update={"static_nbytes": max(0, changed.static_nbytes + missing)})
@@ -216,10 +210,7 @@ def _measure(run: DryRun, profile: Profile, policy: Policy, steps: int) -> Measu
 
 
 def _regions(model: nn.Module, profile: Profile) -> Mapping[str, nn.Module]:
-    """The modules of the profile's places, by path.
-
-    Without the first and the last place, if these are what runs before and after all regions.
-    """
+    """The modules of the profile's places, by path, without the parts before and after all regions."""
     paths = [place.path for place in profile.places]
     inner = paths[1:-1] if len(paths) > 2 and not paths[0] else [path for path in paths if path]
     return {path: model.get_submodule(path) for path in inner}

@@ -31,7 +31,7 @@ def policy_of(profile: Profile, assignment: Assignment, description: str = "", n
 
 
 def _governed(profile: Profile, assignment: Assignment) -> Iterator[tuple[str, int | None, Mapping[str, Any]]]:
-    """The path of each module that gets a rule, its index in the list of layers around it, and the rule's fields."""
+    """The path of each module with a rule, its index in the list of layers around it, and the rule's fields."""
     for place, choice in zip(profile.places, choices_of(profile, assignment), strict=True):
         if choice.rule is not None:
             yield place.path, place.layer, choice.rule
@@ -40,11 +40,9 @@ def _governed(profile: Profile, assignment: Assignment) -> Iterator[tuple[str, i
 
 
 def _pattern(path: str, layer: int) -> str | None:
-    """The path with "*" for the layer's number; None if it cannot be told which part of the path that is."""
+    """The path with "*" for the layer's number; None if the number does not stand once in it."""
     parts = path.split(".")
-    if parts.count(str(layer)) != 1:
-        return None
-    return ".".join("*" if part == str(layer) else part for part in parts)
+    return ".".join("*" if part == str(layer) else part for part in parts) if parts.count(str(layer)) == 1 else None
 
 
 def layer_spans(numbers: Iterable[int]) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a training step takes if each region runs by its choice: the bytes alive at every moment, and the seconds.
+"""Predicts a training step whose regions run by their choices: the bytes alive at every moment, and the seconds.
 
 Places are numbered in forward's order. If each place i runs by its choice, these bytes are alive at every moment:
 
@@ -6,12 +6,12 @@ Places are numbered in forward's order. If each place i runs by its choice, thes
     backward of i     static + Σ_{j<i} (held_j - moved_j) + leaving_i + backward_peak_i + Σ_{j>i} gradient_j
     optimizer step    static + Σ_j gradient_j + optimizer_peak
 
-moved_j is what place j offloads. It is on the device until forward of the next place that offloads has ended, and comes
-back when backward reaches that place. So leaving_i is what the last place before i that offloads has moved; 0 if there
-is none. The host's memory bounds Σ moved_j, where the profile knows its link to the host.
+Place j offloads moved_j. These bytes leave the device once forward of the next offloading place has ended, and come
+back when backward reaches that place. So leaving_i are the bytes of the last offloading place before i; 0 if there is
+none. The host's memory bounds Σ moved_j, where the profile knows its link to the host.
 
-If n microbatches are in flight at once, forward and backward have n - 1 times the bytes beside them that all places
-hold: ``microbatches`` says how that is counted, and how choices within the budget are found.
+If n microbatches are in flight at once, n - 1 times the held bytes of all places are alive beside them: see
+``microbatches``.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ MomentKind = Literal["forward", "backward", "optimizer step"]
 
 
 class Moment(NamedTuple):
-    """A part of the step: of the place with the index ``place``, or, if that is None, the optimizer's step."""
+    """A part of the step: forward or backward of the place with this index, or, for None, the optimizer's step."""
 
     kind: MomentKind
     place: int | None = None
 
 
 class Prediction(NamedTuple):
-    """What a step takes."""
+    """The bytes and the seconds of a step."""
 
     peak_nbytes: int
     """The most bytes alive at once, static bytes included."""
     peak_moment: str
     """When that is: "backward of model.layers.3", "optimizer step" …"""
     held_nbytes: int
-    """What is held on the device for backward when forward has ended, without static bytes."""
+    """The bytes held on the device for backward when forward has ended, without static bytes."""
     step_seconds: float
     moved_nbytes: int = 0
-    """What is offloaded in a step."""
+    """The bytes that a step offloads."""
 
 
 def choices_of(profile: Profile, assignment: Assignment) -> list[Choice]:
@@ -69,14 +69,14 @@ def moments(profile: Profile, assignment: Assignment) -> Iterator[tuple[Moment, 
 
 
 def held_nbytes_of(choices: Sequence[Choice]) -> int:
-    """What one microbatch holds on the device when its forward has ended."""
+    """The bytes that one microbatch holds on the device when its forward has ended."""
     return sum(map(staying_nbytes, choices)) + leaving_before(choices)[-1]
 
 
 def leaving_before(choices: Sequence[Choice]) -> list[int]:
-    """For each place, and after the last one, what the last place before it that offloads has moved.
+    """For each place, and after the last one, the bytes that the last offloading place before it moves.
 
-    It is still on the device in the place's forward, and there again in its backward.
+    They are still on the device in the place's forward, and there again in its backward.
     """
     leaving = [0]
     for choice in choices:
@@ -85,7 +85,7 @@ def leaving_before(choices: Sequence[Choice]) -> list[int]:
 
 
 def predict(profile: Profile, assignment: Assignment) -> Prediction:
-    """What the step takes if each place runs as ``assignment`` says."""
+    """The step in which each place runs as ``assignment`` says."""
     choices = choices_of(profile, assignment)
     moment, peak = max(moments(profile, assignment), key=lambda pair: pair[1])
     times = profile.microbatches
@@ -117,5 +117,5 @@ def gradients_above(profile: Profile) -> list[int]:
 
 
 def staying_nbytes(choice: Choice) -> int:
-    """The bytes that it holds on the device once what it offloads has left."""
+    """The bytes that it holds on the device once offloaded ones have left."""
     return choice.held_nbytes - choice.moved_nbytes

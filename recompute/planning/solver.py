@@ -1,17 +1,17 @@
 """Chooses how each region of a training step runs, so that the step is the fastest within a budget.
 
 It knows the profile's table alone, and runs no model. ``prediction`` says which bytes are alive at every moment of a
-step; at all of them they must stay within the budget. The host's memory bounds what is offloaded, where the profile
-knows its link to the host. Where several microbatches are in flight, ``microbatches`` says how choices are found.
+step. At all moments they must stay within the budget, and offloaded ones within the host's memory, where the profile
+knows its link to the host. ``microbatches`` says how choices are found for several microbatches in flight.
 
-The gradients are the same whatever is chosen. So the choices before i affect i and what follows by few numbers, which
-allows dynamic programming: ``cheapest_walk`` says how. It assumes nothing of the order of the choices, of which peak is
-larger, or of which places are alike. It is exact, since bytes are integers and seconds are whole picoseconds. The table
-is less exact than that: the seconds of choices that offload are not measured (``profiling.offloaded_choices``).
+Gradients do not depend on choices. So the choices before i affect i and later places by few numbers, which allows
+dynamic programming: see ``cheapest_walk``. It assumes no order of the choices, of the peaks or of the places. It is
+exact, since bytes are integers and seconds are whole picoseconds. The table is less exact than that: the seconds of
+choices that offload are not measured (``profiling.offloaded_choices``).
 
 The host's memory rarely binds, so Σ moved is carried along only where the fastest assignment is above it. That is exact
-for models of some ten layers. For larger ones it would take minutes: there only the first so many places offload, as
-many as there is room for, and all choices are the fastest for that. It finds an assignment wherever there is one.
+for models of some ten layers. For larger ones it would take minutes: there the first so many places offload, as many as
+there is room for, and the choices are the fastest with that. It finds an assignment wherever there is one.
 
 Measured on one core, for 80 layers with the choices that a Llama-8B layer has on an H200: 15 choices take 0.03 s, be
 the layers equal, of two kinds, or all different. With the 54 that offload beside them they take 0.1 to 1.1 s, and 6 s
@@ -54,7 +54,7 @@ _UNBOUNDED = 1 << 50  # bytes: every assignment fits into that budget
 
 
 class Solution(NamedTuple):
-    """How each place runs, and what the step is predicted to take then."""
+    """How each place runs, and the step's prediction."""
 
     assignment: Assignment
     prediction: Prediction
@@ -106,9 +106,9 @@ def is_fastest(profile: Profile, solution: Solution) -> bool:
 
 
 def uniforms(profile: Profile, budget_nbytes: int) -> list[Uniform]:
-    """For each name of a choice, the uniform solution of it, if that is within the budget; the fastest first.
+    """The uniform solution of each name of a choice, if that is within the budget; the fastest first.
 
-    What is before the first region and after the last one may have choices of its own, which make no uniform solution.
+    The parts before the first region and after the last one may have other choices, which make no uniform solution.
     """
     inner = profile.places[1:-1] or profile.places
     names = dict.fromkeys(choice.name for place in inner for choice in profile.regions[place.region].choices)
@@ -158,9 +158,9 @@ def _picoseconds_of(profile: Profile, solution: Solution) -> int:
 def _undominated(choices: Sequence[Choice], host_binds: bool) -> list[int]:
     """The indices of the choices that are worth trying, in order.
 
-    A choice is not if another one is no worse in seconds, in both peaks, and in held bytes, before what it offloads has
-    left and after; nor, if the host's memory binds, in moved bytes. Of equal ones the first is tried. One that offloads
-    nothing makes no other one redundant that does: it does not end the time for which the one before it is leaving.
+    A choice is not if another one is no worse in seconds, in both peaks, in held bytes before and after offloading,
+    and, if the host's memory binds, in moved bytes. Of equal ones the first is tried. A choice that offloads nothing
+    makes no offloading one redundant: it does not have the bytes of the place before leave.
     """
 
     def costs_of(choice: Choice) -> tuple[int, ...]:
@@ -179,7 +179,7 @@ def _undominated(choices: Sequence[Choice], host_binds: bool) -> list[int]:
 
 
 class _Problem:
-    """A profile, and which of its choices are worth trying."""
+    """A profile, and the choices in it that are worth trying."""
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
@@ -197,7 +197,7 @@ class _Problem:
     def fastest(self, budget_nbytes: int, most_picoseconds: int | None = None) -> Solution | None:
         """The fastest solution within the budget and the host's memory; None if there is none.
 
-        most_picoseconds: those of its regions; a slower one is not looked for.
+        most_picoseconds: the most that its regions may take.
         """
         if self.leanest(budget_nbytes) is None:
             return None
@@ -220,7 +220,7 @@ class _Problem:
     ) -> Assignment | None:
         """What ``find`` finds within the budget, also if several microbatches are in flight; the host may not bind.
 
-        cost: what is the least where ``find`` looks.
+        cost: the number that ``find`` minimizes.
         """
         others = self.profile.microbatches_in_flight - 1
         room = budget_nbytes - self.profile.static_nbytes
@@ -228,7 +228,7 @@ class _Problem:
             return find(self._places(budget_nbytes))
 
         def find_one(own: int, held: int) -> Assignment | None:
-            # After its last place a microbatch is in flight as the others are: there it may hold what they may.
+            # After its last place a microbatch is in flight as the others are: there it may hold as much as they.
             end = [Way(0, 0, 0, 0, held)]
             found = find([*self._places(self.profile.static_nbytes + own, step_room=room), end])
             return None if found is None else found[:-1]

@@ -19,13 +19,13 @@ from recompute.substitution.head import held_by_loss
 from recompute.units import humanize
 
 TILE = 16384
-"""Of an MLP in tiles, the tokens at a time, as the preset ``long`` has them."""
+"""An MLP in tiles computes so many tokens at a time, as in the preset ``long``."""
 
-_MOST_POINTS = 8  # that prices give, of a frontier of hooks or of kernels
-# Of both frontiers together, once those are added that limits of bytes give. A Llama layer has 17 ways to run then.
-# They are profiled in as many steps as the 15 that it has by prices: in one assignment for 32 layers, in four for 8.
-_MOST_IN_ALL = 12
-_LEAST_FINER = 3  # of those that limits give, however many prices give
+_MOST_POINTS = 8  # by prices, on a frontier of hooks or of kernels
+_MOST_IN_ALL = 12  # on both frontiers together, points by limits of bytes included
+# The fewest points by limits, however many there are by prices. A Llama layer has 22 ways to run then. Three
+# assignments profile them for 32 layers, and seven for 8. Its 18 ways by prices take three and six assignments.
+_LEAST_FINER = 4
 # Two points are not worth telling apart if they differ by less than this, in shares of the most that any point holds
 # and of the region's own seconds.
 _CLOSE = 0.03
@@ -49,12 +49,12 @@ KERNEL = "kernel"
 
 
 def recomputing_rule(via: str) -> dict[str, Any]:
-    """The fields of a rule by which no costly op runs again."""
+    """The fields of a rule that runs no costly op again."""
     return {"action": "recompute", "via": via}
 
 
 def rerunning_rule(via: str) -> dict[str, Any]:
-    """The fields of a rule by which every op may run again that can be repeated at all."""
+    """The fields of a rule that may run every repeatable op again."""
     return {**recomputing_rule(via), "rerun": [family for family in FAMILIES if family in REPEATABLE], "price": 0.0}
 
 
@@ -69,11 +69,10 @@ def candidates_of(
 ) -> list[Candidate]:
     """The ways to run a region whose ops these plans list.
 
-    on_a_tape: whether a tape runs around its kernels, whatever the rule says. If not, a rule without a family to run
-        again and without a price drops nothing but what kernels regenerate themselves.
-    in_tiles: also those in which a kernel computes the MLP over some tokens at a time, by this ``via``. Then there is
-        one for it, whether or not there are others.
-    compress: also those that hold what they can in 8 bits.
+    on_a_tape: whether a tape runs around its kernels, whatever the rule says. If not, a rule without ``rerun`` and
+        without a price drops only tensors that kernels regenerate themselves.
+    in_tiles: the ``via`` of a kernel that computes the MLP over some tokens at a time; None: there is none.
+    compress: whether some ways hold 8-bit codes.
     """
     as_it_is, cheap = _Point(None, _saved_nbytes(by_hooks), 0.0), _cheap(by_hooks, HOOK)
     plain = _Point(recomputing_rule(via_kernels or HOOK), _saved_nbytes(by_kernels), 0.0)
@@ -82,13 +81,15 @@ def candidates_of(
     further = {HOOK: _Frontier(by_hooks, HOOK, (as_it_is, cheap))}
     if via_kernels is not None:
         further[KERNEL] = _Frontier(by_kernels, via_kernels, (plain,))
-    _thin(tuple(further.values()))
+    *_, last = further.values()  # where kernels stand in, plans rarely choose hooks
+    last.refine(max(_MOST_IN_ALL - sum(len(one.points) for one in further.values()), _LEAST_FINER))
     found = [Candidate(KEEP, None, as_it_is.held_nbytes)]
     for how, frontier_of in further.items():
         point = cheap if how == HOOK else plain
         found.append(Candidate(how, point.rule, point.held_nbytes))
         if compress:
-            found.append(_in_8_bits(how, point))
+            rule = {**(point.rule or {}), "compress": True}
+            found.append(Candidate(f"{how}, in 8 bits", rule, point.held_nbytes // 2))  # about half of the bytes
         found += frontier_of.candidates(how)
     if in_tiles is not None:
         found += _in_tiles(in_tiles, cheap if via_kernels is None else plain)
@@ -101,10 +102,10 @@ def candidates_of(
 def head_candidates(via: str, head: nn.Module, logits: Tensor | None) -> list[Candidate]:
     """The ways to have kernels stand in for what runs after the regions, up to ``head``.
 
-    logits: what the head returns in a forward, of any device; None if it is a norm, and the model has no head.
+    logits: the head's output in a forward, on any device; None if ``head`` is a norm, and the model has no head.
 
-    A head that holds its logits until backward does not make them again. That is a way of its own where it takes more
-    memory than what the kernel holds anyway.
+    A head that holds its logits until backward does not recompute them. That is another way where logits take more
+    memory than the kernel holds anyway.
     """
     rule = recomputing_rule(via)
     found = [Candidate(KERNEL, rule, -1)]
@@ -118,15 +119,15 @@ def head_candidates(via: str, head: nn.Module, logits: Tensor | None) -> list[Ca
 
 
 def _saved_nbytes(plan: SavePlan | None) -> int:
-    """The bytes that are held if nothing is dropped: what autograd saves and what is not alive anyway."""
+    """The bytes of all saved tensors that are not alive anyway."""
     known = () if plan is None else [plan.facts[number] for number in plan.demanded]
     return sum(each.nbytes for each in known if not each.alive)
 
 
 def _in_tiles(via: str, plain: _Point) -> Iterator[Candidate]:
-    """The ways that never have a tensor of the MLP's width for all tokens: for sequences so long that it is the peak.
+    """Ways that never make a tensor of the MLP's width for all tokens, which is the peak of long sequences.
 
-    The last one counts as holding least of all, less than a checkpoint, whose backward has such tensors.
+    The last one counts as holding least of all. A checkpoint's backward makes such tensors.
     """
     rerun = rerunning_rule(via)
     others = [family for family in rerun["rerun"] if family != "attention"]
@@ -143,13 +144,8 @@ class _Point(NamedTuple):
     rerun_seconds: float
 
 
-def _in_8_bits(how: str, exact: _Point) -> Candidate:
-    """The same way, with codes of 8 bits in the places of what tolerates rounding: about half of what it holds."""
-    return Candidate(f"{how}, in 8 bits", {**(exact.rule or {}), "compress": True}, exact.held_nbytes // 2)
-
-
 def _cheap(plan: SavePlan | None, via: str) -> _Point:
-    """The rule by which no costly op runs again."""
+    """The rule that runs no costly op again."""
     rule = recomputing_rule(via)
     if plan is None:
         return _Point(rule, 0, 0.0)
@@ -166,49 +162,52 @@ class _Frontier:
         fields = rerunning_rule(via)
         by_price = () if plan is None else frontier(plan)
         points = [_Point({**fields, "price": one.price}, one.held_nbytes, one.rerun_seconds) for one in by_price]
-        self._others = others
+        self._plan, self._fields, self._others = plan, fields, others
         self._nbytes = max(point.held_nbytes for point in (*points, *others))
         self._seconds = 0.0 if plan is None else sum(step.seconds for step in plan.steps)
         self.points = self._apart(_without_twins(points), others)
-        """What prices give; if these points are many, the most telling ones."""
+        """The points of prices; of many, the most telling ones."""
         while len(self.points) > _MOST_POINTS:
             losses = [_area(*self.points[index - 1 : index + 2]) for index in range(1, len(self.points) - 1)]
             del self.points[1 + losses.index(min(losses))]
-        del fields["price"]
-        by_limit = () if plan is None else finer_frontier(plan)
+        self._finer: list[_Point] = []
+
+    def refine(self, most: int) -> None:
+        """Add the most useful points of limits of bytes, up to ``most``."""
+        fields = {key: value for key, value in self._fields.items() if key != "price"}
+        by_limit = () if self._plan is None else finer_frontier(self._plan)
         finer = [
             _Point({**fields, "hold": size_as_written(one.hold)}, one.held_nbytes, one.rerun_seconds)
             for one in by_limit
         ]
-        self.finer = self._apart(finer, (*others, *self.points))
-        """What limits of bytes give between them."""
+        self._finer = self._apart(finer, (*self._others, *self.points))
+        while len(self._finer) > most:
+            self._finer.remove(min(self._finer, key=self._loss_without))
 
     def _apart(self, points: Sequence[_Point], others: Sequence[_Point]) -> list[_Point]:
-        """The points that are close neither to others nor to each other. Of two, the one that holds less is taken."""
+        """The points that are close neither to others nor to each other. Of two close ones, the leaner one stays."""
         kept: list[_Point] = []
         for point in reversed(points):
-            if not any(self._are_close(point, other) for other in (*others, *kept)):
+            if not any(
+                abs(point.held_nbytes - other.held_nbytes) <= _CLOSE * self._nbytes
+                and abs(point.rerun_seconds - other.rerun_seconds) <= _CLOSE * self._seconds
+                for other in (*others, *kept)
+            ):
                 kept.append(point)
         return kept[::-1]
 
-    def _are_close(self, one: _Point, other: _Point) -> bool:
-        return (
-            abs(one.held_nbytes - other.held_nbytes) <= _CLOSE * self._nbytes
-            and abs(one.rerun_seconds - other.rerun_seconds) <= _CLOSE * self._seconds
-        )
+    def _loss_without(self, point: _Point) -> float:
+        """The loss without a point, in bytes times seconds.
 
-    def loss_without(self, point: _Point) -> float:
-        """What is lost without a point, in bytes times seconds.
-
-        A budget between it and the next one that holds more would be met by the next one that holds less.
+        A budget between it and the next larger point would take the next smaller one.
         """
-        points = (*self._others, *self.points, *self.finer)
+        points = (*self._others, *self.points, *self._finer)
         more = [other.held_nbytes for other in points if other.held_nbytes > point.held_nbytes]
         less = [other.rerun_seconds for other in points if other.held_nbytes < point.held_nbytes]
         return (min(more) - point.held_nbytes) * (min(less) - point.rerun_seconds) if more and less else math.inf
 
     def candidates(self, how: str) -> Iterator[Candidate]:
-        points = sorted((*self.points, *self.finer), key=lambda point: -point.held_nbytes)
+        points = sorted((*self.points, *self._finer), key=lambda point: -point.held_nbytes)
         texts = Counter(humanize(point.held_nbytes) for point in points)
         for point in points:  # no two of them hold the same number of bytes
             text = humanize(point.held_nbytes)
@@ -226,20 +225,9 @@ def _without_twins(points: Sequence[_Point]) -> list[_Point]:
 
 
 def _area(left: _Point, middle: _Point, right: _Point) -> float:
-    """Twice the area of the triangle between three points of a frontier: what is lost without the middle one."""
+    """Twice the area of the triangle of three points of a frontier: the loss without the middle one."""
     (a, b), (c, d) = [
         (one.held_nbytes - two.held_nbytes, two.rerun_seconds - one.rerun_seconds)
         for one, two in pairwise([left, middle, right])
     ]
     return abs(a * d - b * c)
-
-
-def _thin(frontiers: Sequence[_Frontier]) -> None:
-    """Take finer points away until all points together are few enough: always the one that is missed least.
-
-    Those of the first frontier go first. It is that of hooks: where kernels stand in, plans rarely choose hooks.
-    """
-    room = max(_MOST_IN_ALL - sum(len(one.points) for one in frontiers), _LEAST_FINER)
-    for one in frontiers:
-        while one.finer and sum(len(each.finer) for each in frontiers) > room:
-            one.finer.remove(min(one.finer, key=one.loss_without))

@@ -1,4 +1,4 @@
-"""What a training step costs, as a table. A profile measures it, and a planner knows nothing else."""
+"""The costs of a training step as a table. A profile measures them, and a planner knows nothing else."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ class _Table(BaseModel):
 
 
 class HostLink(_Table):
-    """How fast a device copies to its host's memory and back, and how much of that memory there is for it."""
+    """The speed of a device's copies to its host's memory and back, and the room there."""
 
     out_bandwidth: Bandwidth
     """Bytes a second from the device to the host."""
     back_bandwidth: Bandwidth
     """Bytes a second from the host to the device."""
     host_nbytes: NBytes
-    """The most that may be off the device at once."""
+    """The most bytes that may be off the device at once."""
 
 
 class Choice(_Table):
-    """One way to run a region, and what it costs there.
+    """One way to run a region, and its costs.
 
-    Bytes count from what was allocated when the region's forward began. Neither what lives anyway (parameters,
-    optimizer states) nor the gradients that other regions have left behind are among them. What leaves the device is
-    among them as if it stayed: only the whole step tells when its memory is free.
+    Bytes come on top of those allocated when the region's forward began. They include neither parameters and optimizer
+    states nor the gradients of other regions. Offloaded bytes count as if they stayed: only the whole step tells when
+    their memory is free.
     """
 
     name: str
@@ -51,14 +51,14 @@ class Choice(_Table):
     forward_peak_nbytes: NBytes
     """The most alive at once during its forward."""
     backward_peak_nbytes: NBytes
-    """The most alive at once during its backward: what it holds and its own new gradients are counted."""
+    """The most alive at once during its backward, with its held bytes and its own new gradients."""
     moved_nbytes: NBytes = 0
-    """Of the bytes held, those that leave the device after forward and come back for backward; 0: it offloads nothing.
+    """The bytes held that leave the device after forward and come back for backward; 0: it offloads nothing.
 
-    They leave the device once forward of the next region that offloads has ended. If there is none, they stay.
+    They leave once forward of the next offloading region has ended. If there is none, they stay.
     """
     storages: Annotated[tuple[NBytes, ...], Strict(False)] = ()
-    """The bytes of each tensor that it holds and that may leave the device; () where that is not known."""
+    """The bytes of each held tensor that may leave the device; () where that is not known."""
 
     @model_validator(mode="after")
     def _moves_what_it_holds(self) -> Choice:
@@ -87,19 +87,16 @@ class Place(_Table):
     layer: NBytes | None = None
     """Its index in the list of layers around it, as a policy's ``layers`` counts; None: in no list, or not known."""
     also: Annotated[tuple[str, ...], Strict(False)] = ()
-    """Paths of other modules that are measured with it, as the norm before the head; ``rule_beside_head`` is theirs."""
+    """Paths of other modules that are measured with it, as the norm before the head. ``rule_beside_head`` is theirs."""
 
 
 def rule_beside_head(rule: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of the rule for what is measured with a head that has ``rule``: ``hold`` is for the head's logits."""
+    """The rule's fields for modules beside a head that has ``rule``: ``hold`` is for the head's logits."""
     return {key: value for key, value in rule.items() if key != "hold"}
 
 
 class Profile(_Table):
-    """What a training step costs: its regions in the order in which forward runs them, and what is outside of them.
-
-    What runs before the first layer is a region, too, and so is what runs after the last one: the head and the loss.
-    """
+    """The costs of a training step. The code before the first layer is a region, too, and so are head and loss."""
 
     version: Literal[1] = 1
     model: str
@@ -107,15 +104,15 @@ class Profile(_Table):
     machine: dict[str, Any]
     source: Literal["measured", "roofline"]
     static_nbytes: NBytes
-    """Alive all the time: parameters, buffers, optimizer states, the batch."""
+    """Alive all the time: parameters, buffers, optimizer states and the batch."""
     regions: Annotated[tuple[RegionCosts, ...], Strict(False), Field(min_length=1)]
     places: Annotated[tuple[Place, ...], Strict(False), Field(min_length=1)]
     microbatch_nbytes: NBytes = 0
-    """Of the static bytes, what every microbatch of a step has of its own: its batch, and the gradients that outputs
-    get. 0 also in profiles from before it was counted."""
+    """The static bytes that each microbatch of a step has: its batch, and the gradients of outputs. 0 also in old
+    profiles, which do not count it."""
     output_nbytes: NBytes = 0
-    """Of the model's output, what nobody but its caller holds, such as logits beside a loss. A profiled step lets go of
-    it, and nothing counts it. A pipeline holds it for each microbatch in flight."""
+    """The bytes of the model's output that only its caller holds, such as logits beside a loss. A profiled step frees
+    them at once, and nothing counts them. A pipeline holds them for each microbatch in flight."""
     microbatches: Count = 1
     """Forwards and backwards in a step, whose gradients add up. A profile measures one; a plan may be for several."""
     microbatches_in_flight: Count = 1
@@ -124,9 +121,9 @@ class Profile(_Table):
     optimizer_peak_nbytes: NBytes
     """The most alive at once during the optimizer's step, above static bytes and all gradients."""
     capacity_nbytes: NBytes | None = None
-    """Of the device, for budgets such as "80%"; None where it is not known."""
+    """The device's memory, for budgets such as "80%"; None where it is not known."""
     link: HostLink | None = None
-    """Between the device and its host; None where it is not known, or there is none. Then nothing is offloaded."""
+    """None where it is not known, or there is none. Then nothing is offloaded."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Profile:
@@ -153,5 +150,5 @@ class Profile(_Table):
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Profile:
-        """Read what ``save`` wrote. Raises ``PolicyError`` with file, line and key of what is wrong."""
+        """Read a file that ``save`` wrote. Raises ``PolicyError`` with file, line and key of a mistake."""
         return load_document(Profile, path, kind="profile")

@@ -42,16 +42,16 @@ class DryRun:
     microbatches: int = 1
     """In a step. If there are several, a step whose bytes are counted runs beside the gradients of one before it."""
     microbatches_in_flight: int = 1
-    """The most that are between forward and backward. A step whose bytes are counted is that of the last of them."""
+    """The most that are between forward and backward. A step whose bytes are counted is the last one's."""
     output_gradients: dict[Any, Tensor] = field(default_factory=dict)
-    """The gradients that backward starts with where there is no loss, by dtype and shape of the output.
+    """The gradients of outputs where there is no loss, by the output's dtype and shape.
 
     In a pipeline they come from the next stage, into memory that is there all the time. So here they are made once.
     """
     outputs_let_go: list[int] = field(default_factory=list)
-    """For each forward, the bytes of the model's output that went when it returned."""
+    """The bytes of the model's output that each forward freed when it returned."""
     is_calculated: ClassVar[bool] = False
-    """Whether times are calculated and not measured. Then every step gives the same bytes and times: one is enough."""
+    """Whether times are calculated and not measured. Then all steps are equal, and one is enough."""
 
     @property
     def device(self) -> torch.device:
@@ -60,7 +60,7 @@ class DryRun:
 
     @property
     def via(self) -> str:
-        """The ``via`` by which rules have kernels stand in here: on other devices than CUDA, "auto" uses none."""
+        """The ``via`` of rules with kernels here: on other devices than CUDA, "auto" uses none."""
         return "auto" if self.device.type == "cuda" else "kernel"
 
     @property
@@ -74,19 +74,16 @@ class DryRun:
 
     @property
     def microbatch_nbytes(self) -> int:
-        """Of the bytes alive between steps, those of one microbatch: its batch, and the gradients that outputs get."""
+        """The bytes of one microbatch that are alive between steps: its batch, and the gradients of outputs."""
         return nbytes_of([self.args, self.kwargs, list(self.output_gradients.values())])
 
     @property
     def output_nbytes(self) -> int:
-        """Of the model's output, the most bytes that went once a forward had returned where backward starts."""
+        """The most bytes of the model's output that a forward freed."""
         return max(self.outputs_let_go, default=0)
 
     def forward(self) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
-        """Run forward; returns the tensors where backward starts and the gradients that it starts with.
-
-        The rest of the output is let go of.
-        """
+        """Run forward. Returns the tensors where backward starts and their gradients, and frees the other outputs."""
         output = self.model(*self.args, **self.kwargs)
         leaves = output.values() if isinstance(output, Mapping) else [output]
         tensors = [leaf for leaf in tree_leaves(list(leaves)) if type(leaf) in (Tensor, FakeTensor)]
@@ -125,7 +122,7 @@ class DryRun:
             self._drop_gradients_of_inputs()
 
     def _earlier_microbatches(self) -> Any:
-        """Leave the gradients of one microbatch, and return the graphs of those that are in flight beside another."""
+        """Leave the gradients of one microbatch, and return the graphs of the others in flight."""
         torch.autograd.backward(*self.forward())
         self._drop_gradients_of_inputs()
         return [self.forward() for _ in range(self.microbatches_in_flight - 1)]
@@ -147,11 +144,11 @@ def nbytes_of(values: Any) -> int:
 def dry_run(
     model: nn.Module,
     batch: Any,
+    microbatches: int = 1,
+    microbatches_in_flight: int = 1,
     *,
     loss: Loss | None = None,
     optimizer: OptimizerFactory | None = None,
-    microbatches: int = 1,
-    microbatches_in_flight: int = 1,
 ) -> Iterator[DryRun]:
     """A ``with`` block in which ``model`` trains on ``batch``, and its weights stay as they are.
 

@@ -17,11 +17,11 @@ _TIMES = 5
 
 
 def measure_link(device: torch.device) -> HostLink | None:
-    """The link between ``device`` and its host; None where nothing is to be had from offloading, as on a CPU.
+    """The link between ``device`` and its host; None where offloading gains nothing, as on a CPU.
 
     Each direction is measured alone and while the other one is busy, with pinned memory as offloading uses it. The
     lower rate of the two counts: where forward turns into backward copies go both ways, and other devices of the host
-    may copy at any time. The room on the host is what a rule may offload by default.
+    may copy at any time. The room on the host is the default limit of a rule that offloads.
     """
     if device.type != "cuda":
         return None
@@ -57,11 +57,11 @@ class _Direction:
             self._last.record(self._stream)
 
     def wait(self) -> None:
-        """Until what was started is done."""
+        """Wait until all copies that were started are done."""
         self._stream.synchronize()
 
     def bandwidth(self) -> float:
-        """Bytes a second, of what was started last and is done."""
+        """Bytes a second of the last copies, which are done."""
         return _COPIES * _NBYTES / (self._first.elapsed_time(self._last) / 1e3)
 
 

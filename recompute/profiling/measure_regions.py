@@ -1,4 +1,4 @@
-"""Measures what each way to run each region of a model costs, in whole training steps of the real model."""
+"""Measures the costs of each way to run each region of a model, in whole training steps of the real model."""
 
 from __future__ import annotations
 
@@ -32,23 +32,19 @@ from recompute.profiling.step_log import StepLog
 from recompute.profiling.step_trace import StepTrace
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is running, how many of those are done, and how many there are, as far as is known."""
-
+"""Called with the name of a task, how many of its parts are done, and how many there are; 0 where that is not known."""
 
 _WARMUP = 2
-"""Steps before anything is measured. The first makes plans and compiles kernels, the second uses what these learned.
+"""Steps before anything is measured. The first makes plans and compiles kernels, and the second uses them.
 
 Where steps are slow, a forward takes the place of the first.
 """
-
 _STEPS_UNTIL_CAPTURED = WARMUP_FRAMES
-"""More steps before any is timed, where steps are short. There the host's time tells: that of captured code, mostly."""
-
+"""More steps before any is timed, where steps are short: there the host's time counts, and captured code takes less."""
 SLOW_SECONDS = 1.0
-"""If the last step of a warm-up takes longer, one step is timed, as so long a step varies little.
+"""If the last step of a warm-up takes longer, one step is timed. So long a step varies little, and marks are cheap.
 
-The marks and hooks in it take no time that tells. On CUDA it is the one whose bytes are counted: what counting takes
-the host is hidden behind the device's work.
+On CUDA the bytes of the same step are counted: the device's work hides the host's.
 """
 
 
@@ -99,7 +95,7 @@ def _complains_of_memory(model: nn.Module) -> Iterator[None]:
 class _Placement(NamedTuple):
     """A candidate, and the places that run by it in one step. It is measured at the last of them.
 
-    The place before that runs by it as well, because what a region holds depends on how its input was made.
+    The place before runs by it as well, because a region may hold its input, and that depends on how it was made.
     """
 
     candidate: Candidate
@@ -108,7 +104,7 @@ class _Placement(NamedTuple):
 
 @dataclass
 class _RegionMeasurer:
-    """Runs training steps in which regions run in different ways, and gathers what each way costs."""
+    """Runs training steps whose regions run in different ways, and gathers each way's costs."""
 
     run: DryRun
     layout: StepLayout
@@ -119,7 +115,7 @@ class _RegionMeasurer:
     is_slow: bool = False
     """Whether steps take longer than ``SLOW_SECONDS``."""
     fillers: dict[int, Candidate] = field(default_factory=dict)
-    """By the ``id`` of a kind, how its places run that are not being measured: in the way that holds least."""
+    """By the ``id`` of a kind, the way of its places that are not being measured: the one that holds least."""
 
     def run_base(self) -> int:
         """Measure a step in which each region runs in the way that holds least; if that fails, the way after it.
@@ -156,7 +152,7 @@ class _RegionMeasurer:
                 warn(f"profile: {job[0].candidate.name} is left out for {name}: {failure}")
 
     def _jobs(self) -> list[list[_Placement]]:
-        """Placements, packed into few jobs. Each job is one assignment, in which no place has two placements."""
+        """Placements, packed into few jobs. A job is an assignment, and no place has two placements there."""
         kinds = self.layout.kinds
         jobs: list[list[_Placement]] = []
         taken: list[set[int]] = []
@@ -233,7 +229,7 @@ class _RegionMeasurer:
             self._look_at_storages(chosen)
 
     def _look_at_storages(self, chosen: Sequence[Candidate]) -> None:
-        """See which storages the places hold that could travel, by rules under which next to nothing does."""
+        """See which storages of each place could travel, by rules that let next to nothing travel."""
         regions, rules = self.layout.regions, self.layout.rules(chosen)
         ways = zip(self.layout.paths, self.layout.kinds, chosen, strict=True)
         keys = {path: (id(kind), candidate.name) for path, kind, candidate in ways if path in regions}
@@ -246,5 +242,5 @@ class _RegionMeasurer:
             for _ in range(_WARMUP):
                 self.run.forward()
             found = dict(storages_that_may_travel(handle))
-        for path, key in keys.items():  # of places that run alike the last counts, which has usual neighbours
+        for path, key in keys.items():  # the last of the places that run alike counts: it has usual neighbours
             self.found.storages_of[key] = found[path]

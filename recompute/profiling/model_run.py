@@ -1,4 +1,4 @@
-"""Runs a model on a batch and changes nothing: its arguments, where backward starts, and what is put back."""
+"""Runs a model on a batch and changes nothing: copies of arguments, the tensors where backward starts, restoring."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Loss = Callable[[Any], Tensor]
 
 
 def sources_of(model: nn.Module, batch: Any) -> list[Any]:
-    """What the model may draw random numbers from, besides the default generators of torch, Python and NumPy."""
+    """The generators that the model may draw from, besides the default ones of torch, Python and NumPy."""
     reached: list[Any] = [*model.modules()]
     map_leaves(reached.append, dict(batch) if isinstance(batch, Mapping) else batch)
     return find_generators(reached)
@@ -45,10 +45,10 @@ def arguments_of(batch: Any, dtype: torch.dtype | None = None) -> tuple[tuple, d
 def roots(
     output: Any, loss: Loss | None, gradient_of: Callable[[Tensor], Tensor] | None = None
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """The tensors of a model's output where backward starts, and the gradients that it starts with (None for a scalar).
+    """The tensors of a model's output where backward starts, and their gradients (None for a scalar).
 
-    These are the scalar that ``loss`` gives; without it the output's own ``loss``; or else every tensor in the output,
-    with the gradient that ``gradient_of`` gives for it: unless it is passed, one of fixed signs.
+    These are the scalar that ``loss`` returns; without it the output's own ``loss``; or else every tensor in the
+    output, each with the gradient that ``gradient_of`` returns: by default, one of fixed signs.
     """
     if loss is not None:
         return [loss(output)], [None]
@@ -91,7 +91,7 @@ def left_as_it_was(model: nn.Module, sources: Iterable[Any]) -> Iterator[None]:
 
 @contextmanager
 def _put_back(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """What is written into ``tensors`` inside is undone at the end."""
+    """Undo at the end all writes into ``tensors`` inside."""
     before = [(tensor, tensor._version, tensor.detach().clone()) for tensor in tensors if not tensor.is_inference()]
     with torch.autograd._unsafe_preserve_version_counter(tuple([tensor for tensor, _, _ in before])):
         try:

@@ -1,4 +1,4 @@
-"""Derives choices that offload from measured ones: what a region takes if a share of what it holds leaves the device.
+"""Derives choices that offload from measured ones: a region's costs if a share of its saved bytes leaves the device.
 
 Nothing is measured for them, as that would multiply the steps of a profile. The copies out run beside the forward of a
 region, the copies back beside its backward. So each of the two takes as long as its ops or as long as its copies,
@@ -7,12 +7,12 @@ whichever is longer:
     forward    max(forward_seconds + 0.05 · copy, copy)    with copy = moved bytes / bandwidth to the host
     backward   max(backward_seconds + 0.05 · copy, copy)   with copy = moved bytes / bandwidth from the host
 
-Ops run a little slower while copies do. That is the 0.05: without it, a plan with memory to spare would offload for
+Ops run a little slower beside copies. The 0.05 is for that: without it, a plan with memory to spare would offload for
 nothing. Measured on an H200 (8 layers of Llama-8B, sequence 8192, 50 GB/s each way, 0.6 GiB a layer): a step of 162 ms
-takes 166 ms with a share of 0.3 and 167 ms with 0.5, where the copies are hidden, and 241 ms with all.
+takes 166 ms with a share of 0.3 and 167 ms with 0.5, which hide the copies, and 241 ms with all.
 
-The formula is for a region among equal ones. In truth copies may run on until forward of the next region that offloads
-has ended. So a plan in which only some regions offload may be faster than predicted.
+The formula is for a region among equal ones. In truth copies may run on until forward of the next offloading region has
+ended. So a plan with few offloading regions may be faster than predicted.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ SHARES = {
 }
 """The shares to choose from, and how the names of choices spell them."""
 
-_SLOWED = 0.05  # of a copy's time is what the ops beside it take longer
-_CLOSE = 0.03  # of the most that a choice of the region holds: shares that move as much alike are not told apart
+_SLOWED = 0.05  # ops beside a copy take longer by this share of the copy's time
+_CLOSE = 0.03  # of the most that a choice of the region holds: shares whose moved bytes are closer count as one
 
 
 def offloading_rule(rule: Mapping[str, Any] | None, share: float) -> dict[str, Any]:
-    """The fields of a rule by which this share of what ``rule`` holds is offloaded; None is a region as it is."""
+    """The fields of a rule that offloads this share of the bytes that ``rule`` holds; None is a region as it is."""
     fields = {"action": "offload"} if rule is None else {**rule, "offload": True}
     return fields if share == 1 else {**fields, "fraction": share}
 
@@ -62,11 +62,16 @@ def _with_offloading(region: RegionCosts, link: HostLink) -> RegionCosts:
 
 
 def _shares_of(choice: Choice, link: HostLink, least_nbytes: float) -> Iterator[Choice]:
-    """The choices that offload a share of what ``choice`` holds. What any two of them move differs by the least."""
+    """The choices that offload a share of the bytes of ``choice``, each at least ``least_nbytes`` fewer than the last.
+
+    Bytes that other regions hold as well, such as masks, are copied, and that frees nothing. It is not known which
+    storages these are, so every share counts as copying them.
+    """
+    not_its_own = max(0, sum(choice.storages) - choice.held_nbytes)
     last = math.inf
     for share, name in SHARES.items():
         copied = sum(choice.storages[position] for position in travelling(choice.storages, share))
-        moved = max(0, copied - _not_its_own(choice))
+        moved = max(0, copied - not_its_own)
         if moved and moved >= least_nbytes and last - moved >= least_nbytes:
             last = moved
             out, back = copied / link.out_bandwidth, copied / link.back_bandwidth
@@ -79,11 +84,3 @@ def _shares_of(choice: Choice, link: HostLink, least_nbytes: float) -> Iterator[
                 "storages": (),
             }
             yield choice.model_copy(update=changes)
-
-
-def _not_its_own(choice: Choice) -> int:
-    """The bytes that other regions hold as well, such as masks: to copy them frees nothing.
-
-    Which of the storages these are is not known, so they count as copied by every share.
-    """
-    return max(0, sum(choice.storages) - choice.held_nbytes)

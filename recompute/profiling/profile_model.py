@@ -37,13 +37,12 @@ def profile(
     steps: int = 3,
     progress: Progress | None = None,
 ) -> Profile:
-    """Measure, in training steps of ``model`` on ``batch``, what each way to run each distinct region of it costs.
+    """Measure, in training steps of ``model`` on ``batch``, the costs of each way to run each distinct region.
 
     The ways are: as it is; under ``recompute`` by hooks, and by kernels where they can stand in, at some points of the
-    region's frontier of bytes and seconds; and under ``checkpoint``, with attention kept and without. A head whose
-    logits a kernel can do without is a region, too. On CUDA the link to the host is measured as well, from which plans
-    derive what each way takes if it offloads. A way that runs out of memory, or cannot be used, is left out with a
-    ``PolicyWarning``.
+    region's frontier of bytes and seconds; and under ``checkpoint``, with attention kept and without. A head is a
+    region, too, if a kernel can do without its logits. On CUDA the link to the host is measured as well, for plans that
+    offload. A way that runs out of memory, or cannot be used, is left out with a ``PolicyWarning``.
 
     Weights, gradients, buffers, random state and training flags are afterwards as before, also if this raises.
 
@@ -52,11 +51,11 @@ def profile(
     match: globs over the paths of the modules to choose for; by default the outermost layers and blocks.
     kernels: whether to consider them; by default on CUDA alone.
     compress: whether to consider ways that hold codes of 8 bits, too, whose gradients are not exact.
-    device: a GPU that is not here ("H200"; see ``recompute.estimation.gpus``). Nothing is measured then: the time of
-        each op is calculated from its arithmetic and its traffic there, and bytes are those of tensors without values.
+    device: a GPU that is not here ("H200", or a ``recompute.estimation.gpus.Gpu``). Nothing is measured then: each op's
+        time is calculated from its arithmetic and its traffic, and bytes are counted on tensors without values.
     sharding, devices: beside ``device``, as ``recompute.estimate`` takes them: how several such GPUs share the model.
-    steps: how many training steps are timed for each assignment of ways to regions, and as many again as a whole,
-        because telling regions apart slows a step down. Where a step takes longer than a second, one is timed.
+    steps: how many training steps are timed for each assignment of ways to regions, and as many again without marks at
+        regions, which slow a step down. Where a step takes longer than a second, one is timed.
 
     Raises ``ModelError`` where there are no regions, nothing requires a gradient or nothing fits the device;
     ``AlreadyAppliedError`` for a model under a policy; ``ValueError`` for steps below 1.

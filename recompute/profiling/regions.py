@@ -52,17 +52,16 @@ class RegionKind:
 
 @dataclass(frozen=True)
 class StepLayout:
-    """What a step is made of, in the order of forward: what is before the regions, the regions, what is after them."""
+    """A step's parts in the order of forward: before the regions, the regions, after them."""
 
     paths: tuple[str, ...]
-    """The path of each part. It is "" where no rule can match: before the regions, and after them where no kernel
-    stands in for anything."""
+    """The path of each part; "" where no rule can match: before the regions, and after them without kernels."""
     kinds: tuple[RegionKind, ...]
-    """The kind of each path; the same object for those that run alike."""
+    """The kind of each path. Regions that run alike share one object."""
     regions: Mapping[str, nn.Module]
-    """The regions by path, in order: what is between the first and the last of ``paths``."""
+    """The regions by path, in order: all of ``paths`` but the first and the last."""
     also: tuple[str, ...] = ()
-    """Modules that run after the regions and get the rule of the last path, too, as ``rule_beside_head`` has it."""
+    """Modules after the regions that also get the last path's rule, as ``rule_beside_head`` changes it."""
 
     def rules(self, chosen: Sequence[Candidate]) -> dict[str, Mapping[str, Any] | None]:
         """By path, when each place runs by one of these candidates."""
@@ -93,12 +92,12 @@ def find_regions(model: nn.Module, match: str | Sequence[str] | None) -> dict[st
 def discover_layout(
     run: DryRun, match: str | Sequence[str] | None, *, kernels: bool, compress: bool = False
 ) -> StepLayout:
-    """Run forward with all regions under the policy that holds least, to see their order and what each of them runs.
+    """Run forward with all regions under the policy that holds least, to see their order and their ops.
 
     kernels: whether to offer kernels where they can stand in, on whatever device.
     compress: whether to offer ways that hold codes of 8 bits.
 
-    Warns with ``PolicyWarning`` of modules that do not run exactly once. They count as part of what is around them.
+    Warns with ``PolicyWarning`` of modules that do not run exactly once. They count as part of the code around them.
     """
     regions = find_regions(run.model, match)
     order, later, logits, tokens = _order(run, regions)
@@ -114,49 +113,41 @@ def discover_layout(
     stand_ins = _with_kernels(run.model, regions) if kernels else {}
     with_mlps = _with_mlps(run.model, regions) if kernels else set()
     by_kernels = _plans(run, stand_ins, run.via) if stand_ins else {}
+    keys = {path: _likeness(module, by_hooks.get(path)) for path, module in regions.items()}
     kinds: dict[Any, RegionKind] = {}
-    found = []
-    for path, module in regions.items():
-        key = _likeness(module, by_hooks.get(path))
-        if key not in kinds:
-            alike = [other for other in regions if _likeness(regions[other], by_hooks.get(other)) == key]
-            last = alike[-1]  # not the first one, which has other neighbours than the rest
-            via_kernels = run.via if last in stand_ins else None
-            in_tiles = run.via if last in with_mlps and tokens[last] > TILE else None
-            candidates = candidates_of(
-                by_hooks.get(last),
-                by_kernels.get(last),
-                via_kernels,
-                on_a_tape=stand_ins.get(last, False),
-                in_tiles=in_tiles,
-                compress=compress,
-            )
-            kinds[key] = RegionKind(base_of(module).__name__, candidates)
-        found.append(kinds[key])
-    name = type(run.model).__name__
-    before = RegionKind(f"{name}: before the first region", [_AS_IT_IS])
-    after = RegionKind(f"{name}: head and loss", [_AS_IT_IS])
+    # The last of those that are alike counts. The first one has other neighbours than the rest.
+    for key, path in {key: path for path, key in keys.items()}.items():
+        candidates = candidates_of(
+            by_hooks.get(path),
+            by_kernels.get(path),
+            run.via if path in stand_ins else None,
+            on_a_tape=stand_ins.get(path, False),
+            in_tiles=run.via if path in with_mlps and tokens[path] > TILE else None,
+            compress=compress,
+        )
+        kinds[key] = RegionKind(base_of(regions[path]).__name__, candidates)
+    name, as_it_is = type(run.model).__name__, Candidate(KEEP, None, 0)
+    before = RegionKind(f"{name}: before the first region", [as_it_is])
+    after = RegionKind(f"{name}: head and loss", [as_it_is])
     replaced = list(_with_kernels(run.model, later)) if kernels else []
     *also, last = replaced or [""]
     if replaced:
         after.candidates += head_candidates(run.via, later[last], logits.get(last))
+    found = [kinds[key] for key in keys.values()]
     return StepLayout(("", *regions, last), (before, *found, after), regions, tuple(also))
 
 
-_AS_IT_IS = Candidate(KEEP, None, 0)
-
-
 class _Order(NamedTuple):
-    """What a forward shows."""
+    """Modules as a forward runs them."""
 
     regions: list[str]
-    """Their paths in the order in which they run."""
+    """Their paths in the order of forward."""
     later: dict[str, nn.Module]
-    """Of what runs after all of them, the norms and the last Linear, which is the head if the model has one."""
+    """The norms after all regions, and the last Linear there, which is the head if the model has one."""
     returned: dict[str, Tensor]
-    """What each Linear returns, on ``meta``."""
+    """The output of each Linear, on ``meta``."""
     tokens: dict[str, int]
-    """Of each region, how many vectors its input has."""
+    """The number of vectors in each region's input."""
 
 
 def _order(run: DryRun, regions: Mapping[str, nn.Module]) -> _Order:
@@ -200,8 +191,7 @@ def _note_output(returned: dict[str, Tensor], path: str, module: nn.Module, args
 def policy_from_rules(rules: Mapping[str, Mapping[str, Any] | None], *, generates: bool = True) -> Policy:
     """The policy that gives each module, by path, a rule of these fields, or none.
 
-    generates: whether kernels may be generated, which takes steps that are captured. If not, those of ``kernels`` stand
-    in for what these would compute.
+    generates: whether kernels may be generated, which only captured steps do. If not, ``kernels`` stand in for these.
     """
     alike: dict[str, tuple[Mapping[str, Any], list[str]]] = {}
     for path, fields in rules.items():
@@ -214,12 +204,12 @@ def policy_from_rules(rules: Mapping[str, Mapping[str, Any] | None], *, generate
 
 
 def policy_for(run: DryRun, rules: Mapping[str, Mapping[str, Any] | None]) -> Policy:
-    """As ``policy_from_rules``, for the steps of ``run``: those that are only calculated are never captured."""
+    """``policy_from_rules`` for the steps of ``run``. Calculated steps are never captured."""
     return policy_from_rules(rules, generates=not run.is_calculated)
 
 
 def _plans(run: DryRun, regions: Collection[str], via: str) -> dict[str, SavePlan]:
-    """The plan of each region, under a rule by which everything may run again."""
+    """The plan of each region, under a rule that may run every op again."""
     with apply(run.model, policy_for(run, dict.fromkeys(regions, rerunning_rule(via)))) as handle:
         run.forward()  # a layer's kernels learn in it which Linears read its norm
         found: dict[str, SavePlan] = {}
@@ -241,7 +231,7 @@ def _with_kernels(model: nn.Module, regions: Mapping[str, nn.Module]) -> dict[st
 
 
 def _with_mlps(model: nn.Module, regions: Mapping[str, nn.Module]) -> set[str]:
-    """What is around the MLPs for which a kernel can stand in where a rule asks for tiles, and these MLPs."""
+    """The paths of MLPs that a kernel can compute in tiles, and of the modules around them."""
     rule = {**recomputing_rule("auto"), "tile": TILE}
     with apply(model, policy_from_rules(dict.fromkeys(regions, rule))) as handle:
         return _around_kernels(handle, lambda kernel: kernel.has_mlp)
@@ -253,7 +243,7 @@ def _around_kernels(handle: AppliedPolicy, counts: Callable[[KernelRunner], bool
 
 
 def storages_that_may_travel(handle: AppliedPolicy) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """For each module whose rule offloads, by path, the bytes of the storages that could travel in its last forward."""
+    """Each module under an offloading rule, by path, and the bytes of each storage that could travel in its forward."""
     for attachment in handle._attachments:
         for region in getattr(attachment.runner, "regions", ()):
             if isinstance(region, OffloadRegion):

@@ -1,10 +1,10 @@
 """Profiles a model with many equal layers from steps with only a few of them.
 
-The cost of a step is a sum over layers, so of layers that cost the same it is enough to run a few.
+The cost of a step is a sum over layers, so a few of the layers with equal costs are enough.
 
-``layer_stacks`` reads off the layers' structure which are alike, and between which neighbours. Whether they also cost
-the same, two steps without a policy check: one of the few layers, and one of fewer. Each part of the second must cost
-exactly what the part of the first costs that stands for it. Where that does not hold, the whole model runs.
+``layer_stacks`` reads off the layers' structure which of them are alike, and between which neighbours. Two steps
+without a policy check that they also cost the same: one of the few layers, and one of fewer. Each part of the second
+must cost exactly as much as its stand-in in the first. Where that does not hold, the whole model runs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from recompute.profiling.step_trace import StepPart
 
 
 def representative(run: DryRun, match: str | Sequence[str] | None) -> list[LayerStack]:
-    """The lists of layers of which a few can stand for all in the steps of ``run``; none where a check fails.
+    """The lists of layers where a few can stand for all in the steps of ``run``; none where a check fails.
 
     match: which modules are regions, as ``recompute.profile`` takes it.
     """
@@ -39,8 +39,8 @@ def representative(run: DryRun, match: str | Sequence[str] | None) -> list[Layer
         expected = [replace(few[index], path=path) for path, index in _continued(paths, stacks, "fewer")]
         is_whole = {path for path, _ in _continued(paths, stacks, "whole")} == {"", *whole}
     except Exception:
-        # A shortened model may raise anything, as where it also has the number of its layers elsewhere, or lacks some
-        # that ``match`` names. The whole model runs next: if the error has another reason, it comes up there again.
+        # A shortened model may raise anything: it may have the number of its layers elsewhere, too, or lack some that
+        # ``match`` names. The whole model runs next, and any other error comes up there again.
         return []
     return stacks if is_whole and expected == list(fewer) else []
 
@@ -48,7 +48,7 @@ def representative(run: DryRun, match: str | Sequence[str] | None) -> list[Layer
 def continued(places: Sequence[Place], stacks: Sequence[LayerStack], layers: Mapping[str, int | None]) -> list[Place]:
     """The places of all layers, from those of the few that ran.
 
-    layers: by the path of a module, the index of the layer that it is in.
+    layers: by a module's path, the index of its layer.
 
     Raises ``ValueError`` where the layers did not run in their order.
     """
@@ -57,9 +57,9 @@ def continued(places: Sequence[Place], stacks: Sequence[LayerStack], layers: Map
 
 
 def _continued(paths: Sequence[str], stacks: Sequence[LayerStack], which: str) -> list[tuple[str, int]]:
-    """The paths of a model's parts with so many layers in each list, in the order in which they run.
+    """The paths of a model's parts with so many layers in each list, in the order of forward.
 
-    paths: those of the parts with the few layers. Each path found comes with the index of the one that stands for it.
+    paths: the parts with the few layers. Each path found comes with the index of its stand-in among them.
     """
     rows = list(zip(paths, range(len(paths)), strict=True))
     for stack in stacks:

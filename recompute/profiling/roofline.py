@@ -63,13 +63,15 @@ def roofline(
     devices: int = 1,
     progress: Progress | None = None,
 ) -> Profile:
-    """Calculate what ``recompute.profile`` would measure on ``device``, which need not be here.
+    """Calculate a profile as ``recompute.profile`` would measure it on ``device``, which need not be here.
 
-    Each op takes the time of its arithmetic at 0.75 of the device's peak, or that of its traffic at 0.85 of the
-    memory's bandwidth, whichever is longer. Copies to the host and back take theirs at 0.75 of the link's bandwidth.
-    To launch an op, to make or read codes of 8 bits, and to communicate between devices takes no time here.
+    Each op takes the time of its arithmetic at 0.75 of the device's peak, or of its traffic at 0.85 of the memory's
+    bandwidth, whichever is longer. Copies to the host and back run at 0.75 of the link's bandwidth. Launches, 8-bit
+    codes and communication between devices take no time here. This package's kernels take that of their GEMMs alone,
+    and no kernel is generated. So for 8 layers of Llama-8B at sequence 8192 a step under ``auto`` takes 0.87 of the
+    time without a policy, and under ``elementwise`` 1.02. On an H200 they took 0.87 and 0.90.
     """
-    gpu = device if isinstance(device, Gpu) else find_gpu(device)
+    gpu = device if isinstance(device, Gpu) else find_gpu(device, "device", "a recompute.estimation.gpus.Gpu")
     sharding = check_sharding(sharding, devices)
     if not (parameters := [parameter for parameter in model.parameters() if parameter.requires_grad]):
         raise ModelError(f"expected a model to train; none of {type(model).__name__}'s parameters requires a gradient")
@@ -109,7 +111,7 @@ def roofline(
 
 
 def _static(model: nn.Module, sharding: str, devices: int) -> tuple[StaticBytes, list[tuple[int, ...]]]:
-    """What a device holds of a model, without an optimizer's states, and the shapes that its optimizer updates.
+    """The bytes of a model on each device, without an optimizer's states, and the shapes that its optimizer updates.
 
     All parameters of floats have one dtype; where several devices share the model, all parameters do.
     """
@@ -123,21 +125,17 @@ def _static(model: nn.Module, sharding: str, devices: int) -> tuple[StaticBytes,
 
 
 def _with_buffers(regions: Sequence[RegionCosts], static: StaticBytes) -> tuple[RegionCosts, ...]:
-    """The regions, with the buffers that parameters are gathered and gradients are reduced in added to their peaks."""
-    forward, backward = map(static.buffer_nbytes, ("forward", "backward"))
+    """The regions. Their peaks include the buffers to gather parameters and to reduce gradients in."""
 
     def of(choice: Choice) -> Choice:
-        peaks = {
-            "forward_peak_nbytes": choice.forward_peak_nbytes + forward,
-            "backward_peak_nbytes": choice.backward_peak_nbytes + backward,
-        }
-        return choice.model_copy(update=peaks)
+        peaks = {f"{phase}_peak_nbytes": static.buffer_nbytes(phase) for phase in ("forward", "backward")}
+        return choice.model_copy(update={name: getattr(choice, name) + more for name, more in peaks.items()})
 
     return tuple([each.model_copy(update={"choices": tuple(map(of, each.choices))}) for each in regions])
 
 
 def _link(gpu: Gpu) -> HostLink | None:
-    """The link that a GPU has to its host. Of the host nothing is known: it has room for as much as the GPU itself."""
+    """A GPU's link to its host. Nothing is known of the host: it counts as having as much memory as the GPU."""
     if gpu.link is None:
         return None
     bandwidth = gpu.link * _OF_LINK
@@ -150,7 +148,7 @@ class _FakeDryRun(DryRun):
 
     figures: Gpu
     share: Callable[[int], int]
-    """From the bytes of a gradient to those that one device keeps of it once it is reduced."""
+    """From a gradient's bytes to the share that one device keeps once it is reduced."""
     is_calculated = True
 
     @property
@@ -158,7 +156,7 @@ class _FakeDryRun(DryRun):
         return "auto"
 
     def warm_up(self, regions: Mapping[str, nn.Module]) -> float:
-        """Run a forward, in which policies learn what to hold. Backward needs none, as it has no kernels to compile."""
+        """Run a forward, for policies to learn. There are no kernels of backward to compile."""
         self.forward()
         return 0.0
 

@@ -18,24 +18,21 @@ _ALIKE = 1.1
 
 @dataclass
 class StepLog:
-    """What steps took in which regions ran in different ways, and what each way costs by that."""
+    """Steps whose regions ran in different ways, and the costs of each way."""
 
     layout: StepLayout
     counted: list[tuple[Sequence[Candidate], StepTrace]] = field(default_factory=list)
-    """For each step whose bytes were counted, the candidate of each place and what the step took."""
+    """For each step whose bytes were counted, the candidate of each place and the trace."""
     seconds_of: dict[tuple[int, str], list[StepPart]] = field(default_factory=dict)
-    """What was timed, by the ``id`` of a kind and the name of a candidate."""
+    """Timed parts, by the ``id`` of a kind and the name of a candidate."""
     storages_of: dict[tuple[int, str], tuple[int, ...]] = field(default_factory=dict)
-    """Which storages may leave the device, in bytes, by the ``id`` of a kind and the name of a candidate."""
+    """The bytes of each storage that may leave the device, by the same."""
     optimizer_seconds: list[float] = field(default_factory=list)
 
     def add(
         self, chosen: Sequence[Candidate], counted: StepTrace, timed: Sequence[StepTrace], whole: Sequence[StepTrace]
     ) -> None:
-        """Note the steps of one assignment: one counted bytes, some were timed by parts and some as a whole.
-
-        Where the host sets the pace, marks and hooks slow a step down. So parts are scaled by the time of whole steps.
-        """
+        """Note the steps of one assignment. Parts are scaled by the time of whole steps: marks slow the host down."""
         self.counted.append((chosen, counted))
         seconds_of_whole, seconds_of_timed = ([one.seconds for one in traces] for traces in (whole, timed))
         factor = statistics.median(seconds_of_whole) / statistics.median(seconds_of_timed) if whole else 1.0
@@ -57,22 +54,16 @@ class StepLog:
         regions = [self._costs(kind, gradients) for kind in kinds]
         above = sum(gradients[id(kind)] for kind in self.layout.kinds)
         optimizer_peaks = [trace.optimizer_peak_nbytes + _gradients_above(trace, -1) for _, trace in self.counted]
+        first, last = self._with_first_input(regions, numbers), self._with_end_of_backward(regions[-1])
         return {
-            "regions": (
-                self._with_first_input(regions, numbers),
-                *regions[1:-1],
-                self._with_end_of_backward(regions[-1]),
-            ),
+            "regions": (first, *regions[1:-1], last),
             "places": tuple(places),
             "optimizer_seconds": statistics.median(self.optimizer_seconds),
             "optimizer_peak_nbytes": max(0, max(optimizer_peaks) - above),
         }
 
     def _gradients(self) -> dict[int, int]:
-        """The bytes of gradients that a region of each kind leaves behind.
-
-        This is a median, because at the border of two regions bytes may count for either.
-        """
+        """The gradients' bytes of each kind of region: a median, as bytes at a border may count for either region."""
         found: dict[int, list[int]] = {}
         for _, trace in self.counted:
             for kind, part in zip(self.layout.kinds, trace.parts, strict=True):
@@ -105,9 +96,9 @@ class StepLog:
     def _bytes(
         self, kind: RegionKind, candidate: Candidate, gradients: dict[int, int]
     ) -> Iterator[tuple[StepPart, bool]]:
-        """The part of each step, at each place, where the kind ran in that way.
+        """The parts of all steps where the kind ran in that way, and whether the region before ran in the same way.
 
-        With it comes whether the region before it ran in the same way. At a border, bytes may count for either.
+        If it did not, bytes at their border may count for either way.
         """
         kinds = self.layout.kinds
         for chosen, trace in self.counted:
@@ -119,9 +110,9 @@ class StepLog:
                     yield replace(part, backward_peak_nbytes=peak), is_settled
 
     def _with_first_input(self, regions: list[RegionCosts], numbers: dict[int, int]) -> RegionCosts:
-        """The costs of what runs before the first region.
+        """The costs of the part before the first region.
 
-        They include what the first region holds more than others of its kind do, such as its input.
+        They include the bytes that the first region holds more than others of its kind, such as its input.
         """
         number = numbers[id(self.layout.kinds[1])]
         usual = {choice.name: choice.held_nbytes for choice in regions[number].choices}
@@ -131,11 +122,11 @@ class StepLog:
         return regions[0].model_copy(update={"choices": (choice.model_copy(update=costs),)})
 
     def _with_end_of_backward(self, head: RegionCosts) -> RegionCosts:
-        """The costs of the last region, which count what the first part needs in backward because of it.
+        """The costs of the last region. They include memory that the first part's backward needs because of it.
 
-        Tied embeddings have one weight there and in the head. Where autograd adds up both gradients of it, it may need
-        room for the sum beside them: that depends on how the head has run. So where it does, the head's peak is at
-        least as high as that of the first part, whose own costs are those beside the head that asks for the least.
+        Tied embeddings share their weight with the head. Autograd adds up its two gradients, and may need room for the
+        sum beside them: that depends on how the head has run. Then the head's peak is at least that of the first part.
+        The first part's own costs are those beside the leanest way of the head.
         """
         peaks, usual = self._first_backward_peaks(), self._usual_end()
         gradients = self._gradients()
@@ -150,12 +141,12 @@ class StepLog:
         return head.model_copy(update={"choices": tuple(map(counted, head.choices))})
 
     def _usual_end(self) -> int:
-        """The peak of the first part in backward, beside the ways of the head that ask for about the least."""
+        """The peak of the first part in backward, beside the leanest ways of the head."""
         peaks = self._first_backward_peaks().values()
         return max(peak for peak in peaks if peak <= _ALIKE * min(peaks))
 
     def _first_backward_peaks(self) -> dict[str, int]:
-        """The peak of the first part in backward, by the name of the way in which the last one runs."""
+        """The peak of the first part in backward, by the name of the last part's way."""
         (candidate,) = self.layout.kinds[0].candidates
         found: dict[str, int] = {}
         samples = self._bytes(self.layout.kinds[0], candidate, self._gradients())

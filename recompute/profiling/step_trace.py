@@ -1,4 +1,4 @@
-"""Runs one training step and says what each region of it costs, in seconds and in bytes."""
+"""Runs one training step, and says how many seconds and bytes each region of it takes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Forward = Callable[[], tuple[Sequence[Tensor], Sequence[Tensor | None]]]
 
 @dataclass(frozen=True)
 class StepPart:
-    """What a region costs in one step. What runs before the first region, or after the last one, has the path "".
+    """The costs of a region in one step. The parts before the first region and after the last one have the path "".
 
     In forward a part lasts until the next region begins. In backward it begins when the region after it has computed
     the gradient of its input. Bytes are as in ``cost_table``: ``held_nbytes`` counts the region's output, if that is
@@ -49,15 +49,15 @@ class StepPart:
 
 @dataclass(frozen=True)
 class StepTrace:
-    """One training step. What was not measured, seconds or bytes, is 0."""
+    """One training step. Seconds and bytes that were not measured are 0."""
 
     parts: tuple[StepPart, ...]
-    """In the order of forward: what runs before the first region, the regions, what runs after the last one."""
+    """In the order of forward: before the first region, the regions, after the last one."""
     optimizer_seconds: float
     optimizer_peak_nbytes: int
     """Above the gradients."""
     peak_nbytes: int
-    """The most alive at once in the whole step, above what was allocated when it began."""
+    """The most alive at once in the whole step, above the bytes allocated when it began."""
 
     @property
     def seconds(self) -> float:
@@ -78,13 +78,13 @@ def trace_step(
     The optimizer is given gradients of zero: with a learning rate of 0 it changes no parameter, whatever the gradients
     were. Setting them to zero is not timed.
 
-    regions: by path; each runs once in forward, and none inside of another. They may be under any policy. What a
-        checkpoint runs again in backward belongs to the backward of its region. None: the step is one part, which no
-        hooks slow down.
+    regions: by path; each runs once in forward, and none inside of another. They may be under any policy. Ops that a
+        checkpoint runs again in backward belong to the backward of its region. None: the step is one part, and no
+        hooks slow it down.
     memory, clock: count and time the step, such as ``memory_trace(device)`` and ``Clock(device)``, not yet entered.
         Memory from before the step does not count, so there must be no gradients yet.
-    earlier: runs first, such as microbatches before this one. What it returns lives until backward has ended. Its
-        bytes, and those of gradients that it leaves, count in the step's peak, and in no part.
+    earlier: runs first, such as microbatches before this one. Its result lives until backward has ended. The bytes of
+        that and of its gradients count in the step's peak, and in no part.
 
     Raises ``ModelError`` if there are no regions, or one does not run exactly once or runs inside of another.
     """
@@ -103,7 +103,8 @@ def trace_step(
         for meter in marks.meters:
             stack.enter_context(meter)
         others = None if earlier is None else earlier()
-        marks.begin_forward()
+        marks.end("earlier")
+        marks.in_forward = True
         roots, gradients = forward()
         marks.end_forward()
         torch.autograd.backward(roots, gradients)
@@ -125,15 +126,12 @@ def trace_step(
 
 
 class _Span(NamedTuple):
-    """The time from one mark to the next. ``part`` is the number of the step's part, in the order of forward."""
+    """The time from one mark to the next, in the part of this number, in the order of forward."""
 
     phase: str
     part: int
     handed_nbytes: int
-    """Bytes of the gradient that this span hands on to the next one.
-
-    If the tensor that it is the gradient of has been freed by then, that tensor's bytes are subtracted.
-    """
+    """Bytes of the gradient that this span hands on to the next one, less those of its tensor if that is freed."""
 
 
 @dataclass
@@ -171,10 +169,6 @@ class _StepTracer:
             meter.mark(name)
         self.spans.append(_Span(phase, self.part, handed_nbytes))
         self.part = part
-
-    def begin_forward(self) -> None:
-        self.end("earlier")
-        self.in_forward = True
 
     def begin_region(self, path: str, module: nn.Module, *inputs: Any) -> None:
         if not self.in_forward:  # in backward, a checkpoint around the region runs it again
@@ -250,7 +244,8 @@ class _StepTracer:
         if self.memory is None:
             return [(0, 0, 0, 0)] * count, 0
         ends = {span.part: alive for span, alive, _ in self._alive() if span.phase == "forward"}
-        ends[max(0, count - 2)] -= self.shed.pop(max(0, count - 2), 0)
+        last = max(0, count - 2)
+        ends[last] -= self.shed.pop(last, 0)
         for number in range(count - 1):
             ends[number] -= self.shed.get(1, 0)  # the caller held it until all regions had run
         before = next(alive for span, alive, _ in self._alive() if span.phase == "earlier")

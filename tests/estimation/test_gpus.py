@@ -1,7 +1,9 @@
 """GPUs go by the names that people and CUDA give them, or by the figures of a data sheet."""
 
 import pytest
+import torch
 
+import recompute
 from recompute.errors import ModelError
 from recompute.estimation.gpus import GPUS, find_gpu, read_gpu
 
@@ -35,11 +37,12 @@ def test_the_figures_are_possible():
         assert gpu.capacity_nbytes % 2**30 == 0
 
 
-def test_a_name_that_is_none_is_told_with_the_nearest():
-    with pytest.raises(
-        ModelError, match=r"found '4080' \(did you mean 'RTX 4090'\?\)\. Any other by its data sheet: --"
-    ):
-        find_gpu("4080")
+def test_a_name_that_is_none_is_told_with_the_nearest_and_what_the_caller_can_pass_instead():
+    found, other = r".*found '4080' \(did you mean 'RTX 4090'\?\)", r"\. Any other by its data sheet: "
+    with pytest.raises(ModelError, match=f"^--gpu: {found}{other}--gpu-memory"):
+        read_gpu("4080")
+    with pytest.raises(ModelError, match=rf"^device: {found}{other}a recompute\.estimation"):
+        recompute.plan(torch.nn.Linear(2, 2), torch.ones(1, 2), budget="1GiB", device="4080")
 
 
 def test_figures_describe_a_gpu_or_replace_those_of_one():

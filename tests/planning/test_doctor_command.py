@@ -22,7 +22,7 @@ from recompute.estimation.estimate_result import Estimate, EstimateSettings
 from recompute.estimation.gpus import find_gpu
 from recompute.estimation.static_memory import StaticBytes
 from recompute.planning import doctor_command, longest_sequences
-from recompute.planning.doctor_command import Diagnosis, DoctorRequest, Remedy
+from recompute.planning.doctor_command import Diagnosis, Remedy
 from recompute.planning.prediction import predict
 from recompute.policy.loading import load_policy
 from recompute.profiling.roofline import op_seconds
@@ -47,7 +47,7 @@ def saved(folder, shape):
 def diagnose(config, memory="23GiB", **options):
     asked = EstimateOptions("bfloat16", options.pop("optimizer", "adamw"), "none", 1, "full", **options)
     given = {"gpu": "rtx4090", "gpu_memory": memory, "batch_size": 1, "seq_len": LENGTH}
-    return DoctorRequest.checked(model=str(config), options=asked, **given).run(lambda what, done, total: None)
+    return doctor_command.diagnose(str(config), asked, progress=lambda what, done, total: None, **given)
 
 
 def estimated(config, remedy):
@@ -125,7 +125,7 @@ def test_the_longest_sequence_takes_what_estimates_of_it_say(host, tmp_path, mon
     config, room = saved(tmp_path, {**SHAPE, "num_hidden_layers": 8}), 1 << 30
     asked = {"gpu": "rtx4090", "gpu_memory": f"{room}B", "batch_size": 1, "seq_len": 512, "longest": True, "host": host}
     options = EstimateOptions("bfloat16", "adamw", "none", 1, "full")
-    found = DoctorRequest.checked(model=str(config), options=options, **asked).run(lambda *told: None)
+    found = doctor_command.diagnose(str(config), options, progress=lambda *told: None, **asked)
     assert [row.seq_len for row in found.rows] == sorted((row.seq_len for row in found.rows), reverse=True)
     assert {row.policy for row in found.rows} == {"auto", "full", "long", "long, attention again"}
     limit = {"1GiB": 512, "64MiB": 32}[host] << 20

@@ -48,20 +48,14 @@ def profile():
 
 def without(profile, key):
     """The profile without the choices whose rules have this key."""
-
-    def has_none(choice):
-        return key not in (choice.rule or {})
-
-    regions = [
-        region.model_copy(update={"choices": tuple(filter(has_none, region.choices))}) for region in profile.regions
-    ]
+    left = [tuple(choice for choice in each.choices if key not in (choice.rule or {})) for each in profile.regions]
+    regions = [each.model_copy(update={"choices": ways}) for each, ways in zip(profile.regions, left, strict=True)]
     return profile.model_copy(update={"regions": tuple(regions)})
 
 
 def budgets_of(profile, count=12):
     """At equal distances between the least that there is a plan for and the most that makes one faster."""
-    low, high = solver.floor(profile), solver.solve(profile, 1 << 50)
-    least, most = (found.prediction.peak_nbytes for found in (low, high))
+    least, most = (found.prediction.peak_nbytes for found in (solver.floor(profile), solver.solve(profile, 1 << 50)))
     assert most > 1.02 * least
     return (least + (most - least) * number // (count + 1) for number in range(1, count + 1))
 
@@ -71,20 +65,19 @@ def unused(profile, budgets):
     return [1 - solver.solve(profile, budget).prediction.peak_nbytes / budget for budget in budgets]
 
 
-@pytest.mark.parametrize(("in_flight", "at_most"), [(1, 0.02), (4, 0.05)])
-def test_little_of_a_budget_is_left_also_with_few_layers(profile, in_flight, at_most):
+@pytest.mark.parametrize(("in_flight", "at_most", "average"), [(1, 0.02, 0.006), (4, 0.05, 0.0125)])
+def test_little_of_a_budget_is_left_also_with_few_layers(profile, in_flight, at_most, average):
+    """No cut of a layer is between 20 and 36 MiB: with four in flight, one layer's change is at least 64 MiB there."""
     fine = only_allowed(with_microbatches(profile, 4, in_flight), WITH_KERNELS)
-    coarse = without(fine, "hold")
-    budgets = list(budgets_of(coarse))
+    budgets = list(budgets_of(coarse := without(fine, "hold")))
     left, left_by_prices = unused(fine, budgets), unused(coarse, budgets)
     assert max(left) <= at_most < 0.7 * max(left_by_prices)
-    assert sum(left) <= 0.4 * sum(left_by_prices)
+    assert sum(left) <= min(0.42 * sum(left_by_prices), average * len(budgets))
 
 
 @pytest.mark.parametrize(("allowed", "some_faster"), [(WITH_KERNELS, 8), (EXACT, 0)])
 def test_plans_are_never_slower_for_it_nor_than_a_uniform_policy(profile, allowed, some_faster):
-    coarse = without(only_allowed(profile, allowed), "hold")
-    faster = 0
+    coarse, faster = without(only_allowed(profile, allowed), "hold"), 0
     for budget in budgets_of(coarse):
         found = recompute.plan(profile, budget=budget, allowed=allowed)
         assert found.predicted_peak_bytes <= budget
