@@ -290,6 +290,16 @@ def statistics_by_hand(self, x):
     return F.batch_norm(x, self.mean, self.variance, training=True).tanh().exp() if self.step else (x * 2).exp()
 
 
+def resizes_a_buffer(self, x):
+    """As the fake quantization of channels does it."""
+    y = self.linear(x)
+    size = y.detach().abs().amax(0)
+    if self.scale.shape != size.shape:
+        self.scale.resize_(size.shape)
+    self.scale.copy_(size)
+    return F.gelu(y / self.scale).sin()
+
+
 def averages(self, x):
     self.mean.mul_(0.9).add_(0.1 * x.detach().mean(0))
     return (x - self.mean).exp().tanh()
@@ -368,6 +378,7 @@ MODULES = {
     "statistics by hand": Body(
         statistics_by_hand, lambda: {"buffers": {"mean": torch.zeros(HIDDEN), "variance": torch.ones(HIDDEN)}}
     ),
+    "a buffer that the first run resizes": Body(resizes_a_buffer, one_buffer(torch.empty(0), "scale")),
     "averages in place": Body(averages, one_buffer(torch.zeros(HIDDEN), "mean")),
     "a buffer that is replaced": Body(replaces_a_buffer, one_buffer(), captured=True),
     "a buffer that is written to": Body(adds_to_a_buffer, one_buffer(), captured=False),

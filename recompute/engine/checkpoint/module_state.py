@@ -328,4 +328,6 @@ def _differ(before: Tensor, now: Tensor) -> bool:
 def _assign(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     with torch.no_grad():
         for buffer, value in zip(buffers, values, strict=True):
+            if buffer.shape != value.shape:  # forward resizes it, as fake quantization does
+                buffer.resize_(value.shape)
             buffer.copy_(value)
