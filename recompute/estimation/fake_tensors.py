@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._pytree import tree_map_only
 
 from recompute.engine.fake_mode import FakeMode
+from recompute.engine.wrapper_tensors import inner_tensors
 from recompute.estimation.quantized_linear import standing_for
 
 _CPU = torch.device("cpu")
@@ -96,6 +97,11 @@ def shapes_chosen_in_turn() -> bool:
 
 
 def _fake(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    if inner_tensors(tensor):  # a wrapper: of fake ones, in the dtypes that they have
+        kind: Any = type(tensor)
+        names, rest = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        held = {name: _fake(each, each.dtype) for name in names for each in (getattr(tensor, name),)}
+        return kind.__tensor_unflatten__(held, rest, tensor.shape, tensor.stride())
     made: Any = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=_CPU)
     mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     has_values = not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
