@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import recompute
 from recompute import counters
+from recompute.engine.wrapper_tensors import nbytes_held
 from recompute.errors import EstimateError, ModelError
 from recompute.estimation.estimate_options import EstimateOptions
 from recompute.estimation.estimate_result import Estimate
@@ -28,7 +29,6 @@ from recompute.estimation.quantized_linear import QuantizedLinear
 
 CONFIG = transformers.LlamaConfig(**{**models.SHAPE, "hidden_size": 128, "intermediate_size": 320, "head_dim": 32})
 LENGTH = 32
-SAME: dict[str, Any] = {"advise": False, "seq_len": LENGTH, "lora": 4, "base": "nf4"}
 
 
 def estimate(**options: Any) -> Estimate:
@@ -215,25 +215,46 @@ def bytes_of_model(model: nn.Module) -> int:
     return sum(found.values())
 
 
+def quantized_by_torchao(model: nn.Module, base: str) -> nn.Module:
+    quantization = pytest.importorskip("torchao.quantization")
+    from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
+
+    for path, module in model.named_modules():
+        if "int8" in base or not isinstance(module, nn.Linear) or "lm_head" in path:
+            continue
+        module.weight = nn.Parameter(to_nf4(module.weight.detach(), 64, 64), requires_grad=False)
+    if "int8" in base:
+        quantization.quantize_(model.model, quantization.Int8WeightOnlyConfig())
+    return model
+
+
 def adapted_for_real(base: str) -> nn.Module:
     model = transformers.LlamaForCausalLM._from_config(CONFIG, dtype=torch.bfloat16)
     config = peft.LoraConfig(r=4, target_modules="all-linear")
-    real = peft.get_peft_model(quantized_by_bitsandbytes(model, base), config, autocast_adapter_dtype=False)
+    quantized = quantized_by_torchao if "torchao" in base else quantized_by_bitsandbytes
+    real = peft.get_peft_model(quantized(model, base), config, autocast_adapter_dtype=False)
     for each in real.parameters():  # of codes of 8 bits, PEFT makes float32 adapters
         each.data = each.data.bfloat16() if each.requires_grad else each.data
     return real.train()
 
 
+def batch_of(sequences: int) -> dict[str, Tensor]:
+    ids = torch.zeros(sequences, LENGTH, dtype=torch.long)
+    return {"input_ids": ids, "labels": ids}
+
+
 @pytest.mark.parametrize("base", ["nf4", "nf4-double", "int8"])
 def test_static_bytes_are_what_peft_and_bitsandbytes_allocate(base: str) -> None:
-    static = estimate(base=base).static_bytes
-    assert static.parameters + static.buffers["the model's buffers"].nbytes == bytes_of_model(adapted_for_real(base))
+    real, found = adapted_for_real(base), estimate(base=base)
+    static = found.static_bytes
+    assert static.parameters + static.buffers["the model's buffers"].nbytes == bytes_of_model(real)
+    assert recompute.estimate(real, batch=batch_of(1), advise=False).peak_bytes == found.peak_bytes
 
 
-def test_activations_are_those_of_a_step_of_peft_and_bitsandbytes() -> None:
+@pytest.mark.parametrize("base", ["nf4", "nf4 of torchao", "int8 of torchao"])
+def test_a_loaded_model_takes_what_its_step_takes(base: str) -> None:
     """On the CPU, where both are measured; its nf4 kernel makes no whole weight, as forward on CUDA does."""
-    real, ids = adapted_for_real("nf4"), torch.zeros(2, LENGTH, dtype=torch.long)
-    batch = {"input_ids": ids, "labels": ids}
+    real, batch = adapted_for_real(base), batch_of(2)
     real(**batch).loss.backward()
     real.zero_grad()
     no_scratch = torch.backends.mkldnn.flags(enabled=False)  # some CPUs' GEMMs have some, which is not the model's
@@ -241,11 +262,12 @@ def test_activations_are_those_of_a_step_of_peft_and_bitsandbytes() -> None:
         loss = real(**batch).loss
         trace.mark("forward")
         loss.backward()
-    loaded = recompute.estimate(real, batch=batch, advise=False)
-    assert loaded.peak_bytes == recompute.estimate(CONFIG, **SAME, batch_size=2).peak_bytes
-    options = EstimateOptions("bfloat16", "adamw", "none", 1, "full", lora=4, base="nf4")
-    with fake_model_and_batch(CONFIG, options, 2, LENGTH, None) as subject:
-        step = ModelEstimator(subject, None).step(None, False)
+    options = EstimateOptions("bfloat16", "adamw", "none", 1, "full")
+    with fake_model_and_batch(real, options, 2, LENGTH, batch) as subject:
+        estimator = ModelEstimator(subject, None)
+        step = estimator.step(None, False)
+    held = sum(nbytes_held(each) for each in real.parameters())
+    assert "torchao" not in base or estimator.estimate(options, None).static_bytes.parameters == held
     assert sum(step.held.values()) == pytest.approx(trace.held_nbytes["forward"], rel=0.01)
     peak = max(moment.peak_nbytes(lambda gradients: gradients) for moment in step.moments)
     assert peak == pytest.approx(trace.peak_nbytes, rel=0.01)
