@@ -14,6 +14,7 @@ import re
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FunctionType
@@ -294,7 +295,8 @@ class GuardedCalls:
         from torch._dynamo.types import ConvertFrameReturn
 
         _prepare_frontend()
-        context: Any = torch._dynamo.optimize(backend=backend, nopython=True, dynamic=False)
+        weak: Any = weakref.WeakMethod(backend)  # torch holds a backend for good, and guards hold objects of models
+        context: Any = torch._dynamo.optimize(backend=lambda *given: weak()(*given), nopython=True, dynamic=False)
         if getattr(context, "callback", None) is None:
             raise NotCapturable("torch.compile is switched off")
         self._set: Any = frames.set_eval_frame

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from recompute.engine.wrapper_tensors import inner_tensors
 from recompute.errors import ModelError, RecomputeError
 from recompute.estimation.quantized_linear import packed_numbers
 
@@ -88,7 +89,12 @@ def make(
     if batch is not None:
         batch = check_batch(batch, name)
         check_taken(model, batch, name)
-    return model.to(device=device, dtype=dtype).train(), batch
+
+    def placed_here(tensor: Tensor) -> Tensor:
+        is_plain = tensor.is_floating_point() and not inner_tensors(tensor)  # a quantized one's ``to`` may undo that
+        return tensor.to(device=device, dtype=dtype if is_plain else None)
+
+    return model._apply(placed_here).train(), batch
 
 
 @contextmanager

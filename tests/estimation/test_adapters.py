@@ -23,6 +23,7 @@ from recompute.engine.wrapper_tensors import nbytes_held
 from recompute.errors import EstimateError, ModelError
 from recompute.estimation.estimate_options import EstimateOptions
 from recompute.estimation.estimate_result import Estimate
+from recompute.estimation.factories import make
 from recompute.estimation.model_and_batch import fake_model_and_batch
 from recompute.estimation.model_estimator import ModelEstimator
 from recompute.estimation.quantized_linear import QuantizedLinear
@@ -249,6 +250,12 @@ def test_static_bytes_are_what_peft_and_bitsandbytes_allocate(base: str) -> None
     static = found.static_bytes
     assert static.parameters + static.buffers["the model's buffers"].nbytes == bytes_of_model(real)
     assert recompute.estimate(real, batch=batch_of(1), advise=False).peak_bytes == found.peak_bytes
+
+
+def test_a_factory_may_make_codes_which_are_not_cast() -> None:
+    made, _ = make(lambda: adapted_for_real("nf4 of torchao"), "mine:made", dtype=torch.float32)
+    kinds = {type(each).__name__: each.dtype for each in made.parameters()}
+    assert kinds == {"NF4Tensor": torch.bfloat16, "Parameter": torch.float32}
 
 
 @pytest.mark.parametrize("base", ["nf4", "nf4 of torchao", "int8 of torchao"])
