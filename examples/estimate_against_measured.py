@@ -33,6 +33,7 @@ from recompute.estimation.build_model import build
 from recompute.profiling.dry_run import static_nbytes
 
 GIB = 2**30
+STEPS_BEFORE = 6  # by then regions run as captured code
 OPTIMIZERS: dict[str, dict[str, bool]] = {
     "adamw": {"foreach": True},
     "adamw-loop": {"foreach": False},
@@ -253,13 +254,13 @@ def estimated(case: Case, device: torch.device) -> dict[str, int]:
 
 
 def measured(case: Case, device: torch.device) -> dict[str, int]:
-    """Bytes of the third step. The first ones make the optimizer's states, and policies learn in them."""
+    """Bytes of a late step. The first ones make the optimizer's states, and policies learn in them."""
     model, batch = built(case, device)
     trained = [each for each in model.parameters() if each.requires_grad]
     optimizer = AdamW(trained, lr=1e-5, **OPTIMIZERS[case.optimizer])
     if case.policy != "none":
         recompute.apply(model, case.policy)
-    for _ in range(2):
+    for _ in range(STEPS_BEFORE):
         model(**batch).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -286,7 +287,8 @@ def main() -> None:
     )
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rows = []
+    options.out.mkdir(parents=True, exist_ok=True)
+    rows: list[dict[str, Any]] = []
     for case in tiny_cases() if options.tiny else cases():
         if options.only not in f"{case.name} {case.form} {case.policy} {case.optimizer}":
             continue
@@ -298,11 +300,10 @@ def main() -> None:
         rows.append({**facts, "estimated": said, "measured": took, "error": said["peak"] / took["peak"] - 1})
         named = f"{case.name}, {case.form or 'all weights'}, {case.policy}, {case.optimizer}"
         print(f"{named}: {rows[-1]['error']:+.2%}", flush=True)
+        (options.out / "estimates.md").write_text(table(rows) + "\n", encoding="utf-8")
+        result = {"machine": describe_machine(device), "rows": rows}
+        (options.out / "estimates.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     print(table(rows))
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "estimates.md").write_text(table(rows) + "\n", encoding="utf-8")
-    result = {"machine": describe_machine(device), "rows": rows}
-    (options.out / "estimates.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
 def table(rows: list[dict[str, Any]]) -> str:
