@@ -7,6 +7,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any
@@ -89,12 +90,7 @@ def make(
     if batch is not None:
         batch = check_batch(batch, name)
         check_taken(model, batch, name)
-
-    def placed_here(tensor: Tensor) -> Tensor:
-        is_plain = tensor.is_floating_point() and not inner_tensors(tensor)  # a quantized one's ``to`` may undo that
-        return tensor.to(device=device, dtype=dtype if is_plain else None)
-
-    return model._apply(placed_here).train(), batch
+    return model._apply(partial(_place, dtype=dtype, device=device)).train(), batch
 
 
 @contextmanager
@@ -144,11 +140,12 @@ def check_batch(batch: Any, name: str) -> Any:
 
 def placed(batch: Any, *, dtype: torch.dtype | None, device: torch.device) -> Any:
     """The batch on a device. dtype: for its tensors of floats; None to leave them as they are."""
+    return tree_map_only(Tensor, partial(_place, dtype=dtype, device=device), batch)
 
-    def place(tensor: Tensor) -> Tensor:
-        return tensor.to(device, dtype if tensor.is_floating_point() else None)
 
-    return tree_map_only(Tensor, place, batch)
+def _place(tensor: Tensor, dtype: torch.dtype | None, device: torch.device | None) -> Tensor:
+    is_cast = tensor.is_floating_point() and not inner_tensors(tensor)  # ``to`` may undo that one is quantized
+    return tensor.to(device=device, dtype=dtype if is_cast else None)
 
 
 def call(model: Any, batch: Any) -> Any:

@@ -109,7 +109,8 @@ class _Int8Product(torch.autograd.Function):
         rows = x.reshape(-1, x.shape[-1])
         ctx.linear, ctx.rows = linear, rows
         codes = rows.half().to(torch.int8)
-        product = torch._int_mm(codes, linear.weight.t()).to(x.dtype)
+        sums = torch._int_mm(codes, linear.weight.t())
+        product = sums.half().to(x.dtype)  # codes and sums live until then
         return product.view(*x.shape[:-1], linear.out_features)
 
     @staticmethod
