@@ -115,7 +115,6 @@ class _Int8Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        ctx.rows = None  # bitsandbytes keeps them to the end of backward, when more than these is free
         weight = ctx.linear.weight.to(gradient.dtype)
         return gradient @ weight.mul_(ctx.linear.scales), None, _of_bias(ctx, gradient)
 
