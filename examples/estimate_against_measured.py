@@ -280,7 +280,7 @@ def measured(case: Case, device: torch.device) -> dict[str, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="cases whose name, policy and optimizer contain this")
+    parser.add_argument("--only", default="", help="cases whose model, training, policy and optimizer contain this")
     parser.add_argument("--tiny", action="store_true", help="small models")
     parser.add_argument(
         "--out", type=Path, default=Path("results/estimate"), help="folder for estimates.json and estimates.md"
