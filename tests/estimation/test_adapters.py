@@ -30,6 +30,7 @@ from recompute.estimation.quantized_linear import QuantizedLinear
 
 CONFIG = transformers.LlamaConfig(**{**models.SHAPE, "hidden_size": 128, "intermediate_size": 320, "head_dim": 32})
 LENGTH = 32
+BATCH = dict.fromkeys(("input_ids", "labels"), torch.zeros(2, LENGTH, dtype=torch.long))
 
 
 def estimate(**options: Any) -> Estimate:
@@ -175,26 +176,17 @@ def quantized_by_bitsandbytes(model: nn.Module, base: str) -> nn.Module:
     from transformers.integrations import bitsandbytes as of_transformers
     from transformers.quantizers.base import get_keys_to_not_convert
 
-    kept = get_keys_to_not_convert(model)
-    double = base == "nf4-double"
-    config = (
-        transformers.BitsAndBytesConfig(load_in_8bit=True)
-        if base == "int8"
-        else transformers.BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=double,
-            bnb_4bit_compute_dtype=torch.bfloat16,
-        )
-    )
+    kept, nf4 = get_keys_to_not_convert(model), {"quant_type": "nf4", "compress_statistics": base == "nf4-double"}
+    four = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}
+    four |= {"load_in_4bit": True, "bnb_4bit_use_double_quant": base == "nf4-double"}
+    config = transformers.BitsAndBytesConfig(**({"load_in_8bit": True} if base == "int8" else four))
     weights = {path: module.weight.detach() for path, module in model.named_modules() if type(module) is nn.Linear}
     of_transformers.replace_with_bnb_linear(model, modules_to_not_convert=kept, quantization_config=config)
     for path, module in model.named_modules():
         if isinstance(module, bnb.nn.Linear8bitLt):
             module.weight = bnb.nn.Int8Params(weights[path], requires_grad=False, has_fp16_weights=False).to("cpu")
         elif isinstance(module, bnb.nn.Linear4bit):
-            options = {"compress_statistics": double, "quant_type": "nf4"}
-            module.weight = bnb.nn.Params4bit(weights[path], requires_grad=False, **options).to("cpu")
+            module.weight = bnb.nn.Params4bit(weights[path], requires_grad=False, **nf4).to("cpu")
     return model
 
 
@@ -220,12 +212,11 @@ def quantized_by_torchao(model: nn.Module, base: str) -> nn.Module:
     quantization = pytest.importorskip("torchao.quantization")
     from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
 
-    for path, module in model.named_modules():
-        if "int8" in base or not isinstance(module, nn.Linear) or "lm_head" in path:
-            continue
-        module.weight = nn.Parameter(to_nf4(module.weight.detach(), 64, 64), requires_grad=False)
     if "int8" in base:
         quantization.quantize_(model.model, quantization.Int8WeightOnlyConfig())
+    for module in model.model.modules():
+        if "nf4" in base and isinstance(module, nn.Linear):
+            module.weight = nn.Parameter(to_nf4(module.weight.detach(), 64, 64), requires_grad=False)
     return model
 
 
@@ -239,17 +230,12 @@ def adapted_for_real(base: str) -> nn.Module:
     return real.train()
 
 
-def batch_of(sequences: int) -> dict[str, Tensor]:
-    ids = torch.zeros(sequences, LENGTH, dtype=torch.long)
-    return {"input_ids": ids, "labels": ids}
-
-
 @pytest.mark.parametrize("base", ["nf4", "nf4-double", "int8"])
 def test_static_bytes_are_what_peft_and_bitsandbytes_allocate(base: str) -> None:
-    real, found = adapted_for_real(base), estimate(base=base)
+    real, found = adapted_for_real(base), estimate(base=base, batch_size=2)
     static = found.static_bytes
     assert static.parameters + static.buffers["the model's buffers"].nbytes == bytes_of_model(real)
-    assert recompute.estimate(real, batch=batch_of(1), advise=False).peak_bytes == found.peak_bytes
+    assert recompute.estimate(real, batch=BATCH, advise=False).peak_bytes == found.peak_bytes
 
 
 def test_a_factory_may_make_codes_which_are_not_cast() -> None:
@@ -261,16 +247,16 @@ def test_a_factory_may_make_codes_which_are_not_cast() -> None:
 @pytest.mark.parametrize("base", ["nf4", "nf4 of torchao", "int8 of torchao"])
 def test_a_loaded_model_takes_what_its_step_takes(base: str) -> None:
     """On the CPU, where both are measured; its nf4 kernel makes no whole weight, as forward on CUDA does."""
-    real, batch = adapted_for_real(base), batch_of(2)
-    real(**batch).loss.backward()
+    real = adapted_for_real(base)
+    real(**BATCH).loss.backward()
     real.zero_grad()
     no_scratch = torch.backends.mkldnn.flags(enabled=False)  # some CPUs' GEMMs have some, which is not the model's
     with no_scratch, counters.memory_trace(torch.device("cpu")) as trace:
-        loss = real(**batch).loss
+        loss = real(**BATCH).loss
         trace.mark("forward")
         loss.backward()
     options = EstimateOptions("bfloat16", "adamw", "none", 1, "full")
-    with fake_model_and_batch(real, options, 2, LENGTH, batch) as subject:
+    with fake_model_and_batch(real, options, 2, LENGTH, BATCH) as subject:
         estimator = ModelEstimator(subject, None)
         step = estimator.step(None, False)
     held = sum(nbytes_held(each) for each in real.parameters())
