@@ -193,18 +193,13 @@ def quantized_by_bitsandbytes(model: nn.Module, base: str) -> nn.Module:
 def bytes_of_model(model: nn.Module) -> int:
     """Of all storages that it has: parameters, and the scales that hang on those of bitsandbytes."""
     found: dict[int, int] = {}
-
-    def count(value: Any) -> None:
+    pending: list[Any] = [*model.parameters(), *model.buffers()]
+    for value in pending:  # which grows
         if isinstance(value, Tensor):
             found[value.untyped_storage()._cdata] = value.untyped_storage().nbytes()
-            for name in ("quant_state", "SCB"):
-                count(getattr(value, name, None))
+            pending += [getattr(value, name, None) for name in ("quant_state", "SCB")]
         elif type(value).__name__ == "QuantState":
-            for each in vars(value).values():
-                count(each)
-
-    for each in (*model.parameters(), *model.buffers()):
-        count(each)
+            pending += vars(value).values()
     return sum(found.values())
 
 
