@@ -6,21 +6,25 @@
 
 Weights are random, everything is in bfloat16, the optimizer is AdamW, and gradients are freed between steps. It prints
 a table, and writes it as JSON. On a CPU the columns differ, because estimates are for CUDA, which has other kernels.
+Cases of adapters and of float8 need PEFT and torchao, and some bitsandbytes.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from tabulate import tabulate
+from torch import nn
 from torch.optim import AdamW
 
 import recompute
@@ -29,6 +33,7 @@ from recompute.estimation.build_model import build
 from recompute.profiling.dry_run import static_nbytes
 
 GIB = 2**30
+STEPS_BEFORE = 6  # by then regions run as captured code
 OPTIMIZERS: dict[str, dict[str, bool]] = {
     "adamw": {"foreach": True},
     "adamw-loop": {"foreach": False},
@@ -102,8 +107,86 @@ OTHERS: dict[str, tuple[Callable[[], Any], int, int]] = {
 
 def tiny() -> transformers.LlamaConfig:
     return transformers.LlamaConfig(
-        vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
+        vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4
     )
+
+
+def is_in_a_layer(module: nn.Module, path: str) -> bool:
+    return isinstance(module, nn.Linear) and "layers" in path
+
+
+def with_lora(model: nn.Module) -> nn.Module:
+    import peft
+
+    lora = peft.LoraConfig(r=16, target_modules="all-linear")
+    return peft.get_peft_model(model.requires_grad_(False), lora, autocast_adapter_dtype=False)  # type: ignore[arg-type]
+
+
+def on_int8_of_torchao(model: nn.Module) -> nn.Module:
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    quantize_(model, Int8WeightOnlyConfig(), is_in_a_layer)
+    return with_lora(model)
+
+
+def on_nf4_of_torchao(model: nn.Module) -> nn.Module:
+    from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
+
+    for path, module in model.named_modules():
+        if is_in_a_layer(module, path):
+            module.weight = nn.Parameter(to_nf4(module.weight.detach()), requires_grad=False)  # type: ignore[arg-type]
+    return with_lora(model)
+
+
+def on_bitsandbytes(model: nn.Module, base: str) -> nn.Module:
+    import bitsandbytes
+
+    for path, old in list(model.named_modules()):
+        if not is_in_a_layer(old, path):
+            continue
+        weight, new = old.weight.detach(), None
+        sizes = {"input_features": old.in_features, "output_features": old.out_features, "bias": False}
+        if base == "int8":
+            new = bitsandbytes.nn.Linear8bitLt(**sizes, has_fp16_weights=False)
+            new.weight = bitsandbytes.nn.Int8Params(weight.cpu(), requires_grad=False, has_fp16_weights=False)
+        else:
+            new = bitsandbytes.nn.Linear4bit(**sizes, compute_dtype=torch.bfloat16, quant_type="nf4")
+            kept = {"quant_type": "nf4", "compress_statistics": False}
+            new.weight = bitsandbytes.nn.Params4bit(weight.cpu(), requires_grad=False, **kept)
+        model.set_submodule(path, new.to(weight.device))
+    model = with_lora(model)
+    for each in model.parameters():  # PEFT makes float32 adapters beside codes of 8 bits
+        each.data = each.data.bfloat16() if each.requires_grad else each.data
+    return model
+
+
+def in_float8(model: nn.Module, recipe: str) -> nn.Module:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    found = Float8LinearConfig.from_recipe_name(recipe)
+    emulates = next(model.parameters()).device.type == "cpu"
+    return convert_to_float8_training(model, config=replace(found, emulate=emulates), module_filter_fn=is_in_a_layer)
+
+
+@dataclass(frozen=True)
+class Form:
+    """What trains, in place of all weights in bfloat16."""
+
+    adapt: Callable[[nn.Module], nn.Module] = lambda model: model
+    options: dict[str, Any] | None = None
+    """Of ``recompute.estimate``, which is given the configuration; None: it is given the model that was adapted."""
+
+
+FORMS = {
+    "": Form(options={}),
+    "LoRA": Form(with_lora, {"lora": 16, "base": "bfloat16"}),
+    "LoRA, torchao's int8": Form(on_int8_of_torchao),
+    "LoRA, torchao's nf4": Form(on_nf4_of_torchao),
+    "LoRA, bitsandbytes' int8": Form(partial(on_bitsandbytes, base="int8"), {"lora": 16, "base": "int8"}),
+    "LoRA, bitsandbytes' nf4": Form(partial(on_bitsandbytes, base="nf4"), {"lora": 16, "base": "nf4"}),
+    "float8, tensorwise": Form(partial(in_float8, recipe="tensorwise")),
+    "float8, rowwise": Form(partial(in_float8, recipe="rowwise")),
+}
 
 
 @dataclass(frozen=True)
@@ -114,6 +197,7 @@ class Case:
     policy: str
     optimizer: str = "adamw"
     batch_size: int = 1
+    form: str = ""
 
 
 def cases() -> list[Case]:
@@ -129,21 +213,37 @@ def cases() -> list[Case]:
     for name, (make, batch_size, length) in OTHERS.items():
         for policy in ("none", "elementwise", "auto"):
             found.append(Case(name, make, length, policy, "adamw-fused", batch_size))
+    llama_8b_4 = ("llama-8b, 4 layers", lambda: llama(4, 4096, 14336, 32, 8))
+    for form, policy in itertools.product(list(FORMS)[1:], ("none", "full", "elementwise", "auto")):
+        found.append(Case(*llama_8b_4, 4096, policy, "adamw-fused", form=form))
     return found
 
 
 def tiny_cases() -> list[Case]:
-    return [Case("tiny", tiny, 64, policy) for policy in ("none", "full", "elementwise")]
+    return [Case("tiny", tiny, 64, policy) for policy in ("none", "full", "elementwise")] + [
+        Case("tiny", tiny, 64, "elementwise", form=form) for form in FORMS if form
+    ]
 
 
-def estimated(case: Case) -> dict[str, int]:
+def built(case: Case, device: torch.device) -> tuple[nn.Module, Any]:
+    sizes = {"sequence_length": case.seq_len, "batch_size": case.batch_size}
+    return build(case.make(), **sizes, dtype=torch.bfloat16, device=device, adapt=FORMS[case.form].adapt)
+
+
+def estimated(case: Case, device: torch.device) -> dict[str, int]:
+    options = FORMS[case.form].options
+    subject: Any = case.make()
+    if options is None:
+        subject, batch = built(case, device)
+        options = {"batch": batch}
     found = recompute.estimate(
-        case.make(),
+        subject,
         batch_size=case.batch_size,
         seq_len=case.seq_len,
         optimizer=case.optimizer,
         policy=case.policy,
         advise=False,
+        **options,
     )
     steps = {"forward": 0, "backward": 0, "optimizer": found.moments["optimizer step"]}
     for name, nbytes in found.moments.items():
@@ -154,18 +254,13 @@ def estimated(case: Case) -> dict[str, int]:
 
 
 def measured(case: Case, device: torch.device) -> dict[str, int]:
-    """Bytes of the third step. The first ones make the optimizer's states, and policies learn in them."""
-    model, batch = build(
-        case.make(),
-        sequence_length=case.seq_len,
-        batch_size=case.batch_size,
-        dtype=torch.bfloat16,
-        device=device,
-    )
-    optimizer = AdamW(model.parameters(), lr=1e-5, **OPTIMIZERS[case.optimizer])
+    """Bytes of a late step. The first ones make the optimizer's states, and policies learn in them."""
+    model, batch = built(case, device)
+    trained = [each for each in model.parameters() if each.requires_grad]
+    optimizer = AdamW(trained, lr=1e-5, **OPTIMIZERS[case.optimizer])
     if case.policy != "none":
         recompute.apply(model, case.policy)
-    for _ in range(2):
+    for _ in range(STEPS_BEFORE):
         model(**batch).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -185,29 +280,30 @@ def measured(case: Case, device: torch.device) -> dict[str, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="cases whose name, policy and optimizer contain this")
+    parser.add_argument("--only", default="", help="cases whose model, training, policy and optimizer contain this")
     parser.add_argument("--tiny", action="store_true", help="small models")
     parser.add_argument(
         "--out", type=Path, default=Path("results/estimate"), help="folder for estimates.json and estimates.md"
     )
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rows = []
+    options.out.mkdir(parents=True, exist_ok=True)
+    rows: list[dict[str, Any]] = []
     for case in tiny_cases() if options.tiny else cases():
-        if options.only not in f"{case.name} {case.policy} {case.optimizer}":
+        if options.only not in f"{case.name} {case.form} {case.policy} {case.optimizer}":
             continue
-        said, took = estimated(case), measured(case, device)
+        said, took = estimated(case, device), measured(case, device)
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
         facts = {key: value for key, value in asdict(case).items() if key != "make"}
         rows.append({**facts, "estimated": said, "measured": took, "error": said["peak"] / took["peak"] - 1})
-        print(f"{case.name}, {case.policy}, {case.optimizer}: {rows[-1]['error']:+.2%}", flush=True)
+        named = f"{case.name}, {case.form or 'all weights'}, {case.policy}, {case.optimizer}"
+        print(f"{named}: {rows[-1]['error']:+.2%}", flush=True)
+        (options.out / "estimates.md").write_text(table(rows) + "\n", encoding="utf-8")
+        result = {"machine": describe_machine(device), "rows": rows}
+        (options.out / "estimates.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     print(table(rows))
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "estimates.md").write_text(table(rows) + "\n", encoding="utf-8")
-    result = {"machine": describe_machine(device), "rows": rows}
-    (options.out / "estimates.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -218,12 +314,13 @@ def table(rows: list[dict[str, Any]]) -> str:
 
     columns = ["held", "forward", "backward", "optimizer", "peak"]
     lines = [
-        [row["name"], row["seq_len"], row["policy"], row["optimizer"]]
+        [row["name"], row["form"], row["seq_len"], row["policy"], row["optimizer"]]
         + [both(row, key) for key in columns]
         + [f"{row['error']:+.2%}"]
         for row in rows
     ]
-    headers = ["model", "sequence", "policy", "optimizer", *(f"{name}, GiB" for name in columns), "error of the peak"]
+    named = ["model", "trained", "sequence", "policy", "optimizer"]
+    headers = [*named, *(f"{name}, GiB" for name in columns), "error of the peak"]
     return tabulate(lines, headers, "github", disable_numparse=True)
 
 

@@ -10,6 +10,7 @@ import functools
 import importlib
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FunctionType
@@ -77,7 +78,8 @@ class GuardedCalls:
         from torch._dynamo.types import ConvertFrameReturn
 
         prepare_frontend()
-        context: Any = torch._dynamo.optimize(backend=backend, nopython=True, dynamic=False)
+        weak: Any = weakref.WeakMethod(backend)  # torch holds a backend for good, and guards hold objects of models
+        context: Any = torch._dynamo.optimize(backend=lambda *given: weak()(*given), nopython=True, dynamic=False)
         if getattr(context, "callback", None) is None:
             raise NotCapturable("torch.compile is switched off")
         self._set: Any = frames.set_eval_frame

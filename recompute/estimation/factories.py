@@ -7,6 +7,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from recompute.engine.wrapper_tensors import inner_tensors
 from recompute.errors import ModelError, RecomputeError
 from recompute.estimation.quantized_linear import packed_numbers
 
@@ -88,7 +90,7 @@ def make(
     if batch is not None:
         batch = check_batch(batch, name)
         check_taken(model, batch, name)
-    return model.to(device=device, dtype=dtype).train(), batch
+    return model._apply(partial(_place, dtype=dtype, device=device)).train(), batch
 
 
 @contextmanager
@@ -138,11 +140,12 @@ def check_batch(batch: Any, name: str) -> Any:
 
 def placed(batch: Any, *, dtype: torch.dtype | None, device: torch.device) -> Any:
     """The batch on a device. dtype: for its tensors of floats; None to leave them as they are."""
+    return tree_map_only(Tensor, partial(_place, dtype=dtype, device=device), batch)
 
-    def place(tensor: Tensor) -> Tensor:
-        return tensor.to(device, dtype if tensor.is_floating_point() else None)
 
-    return tree_map_only(Tensor, place, batch)
+def _place(tensor: Tensor, dtype: torch.dtype | None, device: torch.device | None) -> Tensor:
+    is_cast = tensor.is_floating_point() and not inner_tensors(tensor)  # ``to`` may undo that one is quantized
+    return tensor.to(device=device, dtype=dtype if is_cast else None)
 
 
 def call(model: Any, batch: Any) -> Any:

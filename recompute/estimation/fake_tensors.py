@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._pytree import tree_map_only
 
 from recompute.engine.fake_mode import FakeMode
+from recompute.engine.wrapper_tensors import inner_tensors
 from recompute.estimation.quantized_linear import standing_for
 
 _CPU = torch.device("cpu")
@@ -30,15 +31,14 @@ def fake_copy(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     for module in model.modules():
         for value in vars(module).values():
             if isinstance(value, Tensor):
-                memo[id(value)] = _fake(value, value.dtype)
+                memo[id(value)] = _fake(value)
         for parameter in module._parameters.values():
             if parameter is not None and id(parameter) not in memo:
-                kind = dtype if dtype and parameter.is_floating_point() else parameter.dtype
+                kind = dtype if parameter.is_floating_point() else None
                 memo[id(parameter)] = nn.Parameter(_fake(parameter, kind), parameter.requires_grad)
         for buffer in module._buffers.values():
             if buffer is not None:
-                memo.setdefault(id(buffer), _fake(buffer, buffer.dtype))
-    for module in model.modules():
+                memo.setdefault(id(buffer), _fake(buffer))
         if (stand_in := standing_for(module)) is not None:
             stand_in.bias = None if module.bias is None else memo[id(module.bias)]
             memo[id(module)] = stand_in
@@ -86,7 +86,7 @@ def _copied(tensor: Any, memo: dict[int, Any]) -> Tensor:
 
 def fake_batch(batch: Any) -> Any:
     """The batch with fake CPU tensors in the place of its own. Call it under the mode of fake tensors."""
-    return tree_map_only(Tensor, lambda tensor: _fake(tensor, tensor.dtype), batch)
+    return tree_map_only(Tensor, _fake, batch)
 
 
 def shapes_chosen_in_turn() -> bool:
@@ -95,7 +95,12 @@ def shapes_chosen_in_turn() -> bool:
     return isinstance(mode, FakeMode) and mode.values.chose_in_turn
 
 
-def _fake(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def _fake(tensor: Any, dtype: torch.dtype | None = None) -> Any:
+    if inner_tensors(tensor):  # a wrapper, as of codes: of fake ones in the dtypes that they have
+        names, rest = tensor.__tensor_flatten__()
+        held = {name: _fake(getattr(tensor, name)) for name in names}
+        return type(tensor).__tensor_unflatten__(held, rest, tensor.shape, tensor.stride())
+    dtype = dtype or tensor.dtype
     made: Any = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=_CPU)
     mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     has_values = not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"

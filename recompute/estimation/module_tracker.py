@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from recompute.engine.wrapper_tensors import inner_tensors
 from recompute.estimation.static_memory import ParameterShape
 
 LOSS = "the loss"
@@ -114,6 +115,7 @@ def parameter_shapes(model: nn.Module) -> list[ParameterShape]:
     seen: dict[Tensor, ParameterShape] = {}
     for path, parameter in model.named_parameters():
         trains = parameter.requires_grad
-        element = None if trains else parameter.element_size()
-        seen[parameter] = ParameterShape(tuple(parameter.shape), trains, layer_of(path), element)
+        for each in inner_tensors(parameter) or (parameter,):  # of a quantized one, its codes and scales
+            element = None if trains else each.element_size()
+            seen[each] = ParameterShape(tuple(each.shape), trains, layer_of(path), element)
     return list(seen.values())

@@ -109,12 +109,12 @@ class _Int8Product(torch.autograd.Function):
         rows = x.reshape(-1, x.shape[-1])
         ctx.linear, ctx.rows = linear, rows
         codes = rows.half().to(torch.int8)
-        product = torch._int_mm(codes, linear.weight.t()).to(x.dtype)
+        sums = torch._int_mm(codes, linear.weight.t())
+        product = sums.half().to(x.dtype)  # codes and sums live until then
         return product.view(*x.shape[:-1], linear.out_features)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        ctx.rows = None  # bitsandbytes keeps them to the end of backward, when more than these is free
         weight = ctx.linear.weight.to(gradient.dtype)
         return gradient @ weight.mul_(ctx.linear.scales), None, _of_bias(ctx, gradient)
 

@@ -1,6 +1,8 @@
 """Frozen weights of codes: torchao's wrap them, and a captured region runs the ops on them; bitsandbytes' are them."""
 
 import dataclasses
+import gc
+import weakref
 
 import pytest
 import torch
@@ -89,9 +91,15 @@ def test_a_checkpoint_is_captured(kind):
     Pair(kind, "checkpoint")
 
 
-def test_linears_of_8_bits_that_move_their_codes_are_captured():
+def test_linears_of_8_bits_that_move_their_codes_are_captured_and_freed():
     """Their forward assigns attributes, and puts the codes in the place of the weight."""
-    assert Pair("Linear8bitLt").held_nbytes() > 0
+    pair = Pair("Linear8bitLt")
+    assert pair.held_nbytes() > 0
+    codes = weakref.ref(pair.under.inside.base.state.CB)
+    del pair
+    for _ in range(2):  # torch's guards hide from the first what they hold
+        gc.collect()
+    assert codes() is None
 
 
 def test_other_codes_are_seen():

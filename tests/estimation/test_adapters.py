@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 import recompute
 from recompute import counters
+from recompute.engine.wrapper_tensors import nbytes_held
 from recompute.errors import EstimateError, ModelError
 from recompute.estimation.estimate_options import EstimateOptions
+from recompute.estimation.factories import make
 from recompute.estimation.model_and_batch import fake_model_and_batch
 from recompute.estimation.model_estimator import ModelEstimator
 from recompute.estimation.quantized_linear import QuantizedLinear
@@ -24,6 +26,7 @@ from recompute.estimation.quantized_linear import QuantizedLinear
 CONFIG = transformers.LlamaConfig(**{**models.SHAPE, "hidden_size": 128, "intermediate_size": 320, "head_dim": 32})
 LENGTH = 32
 SAME = {"advise": False, "seq_len": LENGTH, "lora": 4, "base": "nf4"}
+BATCH = dict.fromkeys(("input_ids", "labels"), torch.zeros(2, LENGTH, dtype=torch.long))
 
 
 def estimate(**options):
@@ -169,51 +172,50 @@ def quantized_by_bitsandbytes(model, base):
     from transformers.integrations import bitsandbytes as of_transformers
     from transformers.quantizers.base import get_keys_to_not_convert
 
-    kept = get_keys_to_not_convert(model)
-    double = base == "nf4-double"
-    config = (
-        transformers.BitsAndBytesConfig(load_in_8bit=True)
-        if base == "int8"
-        else transformers.BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=double,
-            bnb_4bit_compute_dtype=torch.bfloat16,
-        )
-    )
+    kept, nf4 = get_keys_to_not_convert(model), {"quant_type": "nf4", "compress_statistics": base == "nf4-double"}
+    four = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}
+    four |= {"load_in_4bit": True, "bnb_4bit_use_double_quant": base == "nf4-double"}
+    config = transformers.BitsAndBytesConfig(**({"load_in_8bit": True} if base == "int8" else four))
     weights = {path: module.weight.detach() for path, module in model.named_modules() if type(module) is nn.Linear}
     of_transformers.replace_with_bnb_linear(model, modules_to_not_convert=kept, quantization_config=config)
     for path, module in model.named_modules():
         if isinstance(module, bnb.nn.Linear8bitLt):
             module.weight = bnb.nn.Int8Params(weights[path], requires_grad=False, has_fp16_weights=False).to("cpu")
         elif isinstance(module, bnb.nn.Linear4bit):
-            options = {"compress_statistics": double, "quant_type": "nf4"}
-            module.weight = bnb.nn.Params4bit(weights[path], requires_grad=False, **options).to("cpu")
+            module.weight = bnb.nn.Params4bit(weights[path], requires_grad=False, **nf4).to("cpu")
     return model
 
 
 def bytes_of_model(model):
     """Of all storages that it has: parameters, and the scales that hang on those of bitsandbytes."""
     found = {}
-
-    def count(value):
+    pending = [*model.parameters(), *model.buffers()]
+    for value in pending:  # which grows
         if isinstance(value, Tensor):
             found[value.untyped_storage()._cdata] = value.untyped_storage().nbytes()
-            for name in ("quant_state", "SCB"):
-                count(getattr(value, name, None))
+            pending += [getattr(value, name, None) for name in ("quant_state", "SCB")]
         elif type(value).__name__ == "QuantState":
-            for each in vars(value).values():
-                count(each)
-
-    for each in (*model.parameters(), *model.buffers()):
-        count(each)
+            pending += vars(value).values()
     return sum(found.values())
+
+
+def quantized_by_torchao(model, base):
+    quantization = pytest.importorskip("torchao.quantization")
+    from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
+
+    if "int8" in base:
+        quantization.quantize_(model.model, quantization.Int8WeightOnlyConfig())
+    for module in model.model.modules():
+        if "nf4" in base and isinstance(module, nn.Linear):
+            module.weight = nn.Parameter(to_nf4(module.weight.detach(), 64, 64), requires_grad=False)
+    return model
 
 
 def adapted_for_real(base):
     model = transformers.LlamaForCausalLM._from_config(CONFIG, dtype=torch.bfloat16)
     config = peft.LoraConfig(r=4, target_modules="all-linear")
-    real = peft.get_peft_model(quantized_by_bitsandbytes(model, base), config, autocast_adapter_dtype=False)
+    quantized = quantized_by_torchao if "torchao" in base else quantized_by_bitsandbytes
+    real = peft.get_peft_model(quantized(model, base), config, autocast_adapter_dtype=False)
     for each in real.parameters():  # of codes of 8 bits, PEFT makes float32 adapters
         each.data = each.data.bfloat16() if each.requires_grad else each.data
     return real.train()
@@ -221,26 +223,35 @@ def adapted_for_real(base):
 
 @pytest.mark.parametrize("base", ["nf4", "nf4-double", "int8"])
 def test_static_bytes_are_what_peft_and_bitsandbytes_allocate(base):
-    static = estimate(base=base).static_bytes
-    assert static.parameters + static.buffers["the model's buffers"].nbytes == bytes_of_model(adapted_for_real(base))
+    real, found = adapted_for_real(base), estimate(base=base, batch_size=2)
+    static = found.static_bytes
+    assert static.parameters + static.buffers["the model's buffers"].nbytes == bytes_of_model(real)
+    assert recompute.estimate(real, batch=BATCH, advise=False).peak_bytes == found.peak_bytes
 
 
-def test_activations_are_those_of_a_step_of_peft_and_bitsandbytes():
+def test_a_factory_may_make_codes_which_are_not_cast():
+    made, _ = make(lambda: adapted_for_real("nf4 of torchao"), "mine:made", dtype=torch.float32)
+    kinds = {type(each).__name__: each.dtype for each in made.parameters()}
+    assert kinds == {"NF4Tensor": torch.bfloat16, "Parameter": torch.float32}
+
+
+@pytest.mark.parametrize("base", ["nf4", "nf4 of torchao", "int8 of torchao"])
+def test_a_loaded_model_takes_what_its_step_takes(base):
     """On the CPU, where both are measured; its nf4 kernel makes no whole weight, as forward on CUDA does."""
-    real, ids = adapted_for_real("nf4"), torch.zeros(2, LENGTH, dtype=torch.long)
-    batch = {"input_ids": ids, "labels": ids}
-    real(**batch).loss.backward()
+    real = adapted_for_real(base)
+    real(**BATCH).loss.backward()
     real.zero_grad()
     no_scratch = torch.backends.mkldnn.flags(enabled=False)  # some CPUs' GEMMs have some, which is not the model's
     with no_scratch, counters.memory_trace(torch.device("cpu")) as trace:
-        loss = real(**batch).loss
+        loss = real(**BATCH).loss
         trace.mark("forward")
         loss.backward()
-    loaded = recompute.estimate(real, batch=batch, advise=False)
-    assert loaded.peak_bytes == recompute.estimate(CONFIG, **SAME, batch_size=2).peak_bytes
-    options = EstimateOptions("bfloat16", "adamw", "none", 1, "full", lora=4, base="nf4")
-    with fake_model_and_batch(CONFIG, options, 2, LENGTH, None) as subject:
-        step = ModelEstimator(subject, None).step(None, False)
+    options = EstimateOptions("bfloat16", "adamw", "none", 1, "full")
+    with fake_model_and_batch(real, options, 2, LENGTH, BATCH) as subject:
+        estimator = ModelEstimator(subject, None)
+        step = estimator.step(None, False)
+    held = sum(nbytes_held(each) for each in real.parameters())
+    assert "torchao" not in base or estimator.estimate(options, None).static_bytes.parameters == held
     assert sum(step.held.values()) == pytest.approx(trace.held_nbytes["forward"], rel=0.01)
     peak = max(moment.peak_nbytes(lambda gradients: gradients) for moment in step.moments)
     assert peak == pytest.approx(trace.peak_nbytes, rel=0.01)
