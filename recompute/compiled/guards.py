@@ -78,8 +78,11 @@ class GuardedCalls:
         from torch._dynamo.types import ConvertFrameReturn
 
         prepare_frontend()
-        weak: Any = weakref.WeakMethod(backend)  # torch holds a backend for good, and guards hold objects of models
-        context: Any = torch._dynamo.optimize(backend=lambda *given: weak()(*given), nopython=True, dynamic=False)
+        self._backend = backend
+        weak: Any = weakref.ref(self)  # torch holds a backend for good, and guards hold objects of models
+        context: Any = torch._dynamo.optimize(
+            backend=lambda *given: weak()._backend(*given), nopython=True, dynamic=False
+        )
         if getattr(context, "callback", None) is None:
             raise NotCapturable("torch.compile is switched off")
         self._set: Any = frames.set_eval_frame
