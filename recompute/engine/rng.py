@@ -146,9 +146,9 @@ class RngState:
         """
         devices = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
         defaults = () if alone else (*devices, *(() if only_torch else GLOBALS))
-        self._states: list[tuple[RandomSource, Any]] = [] if alone else [(CPU, CPU.state())]
-        self._defaults = len(self._states) + len(defaults)
         try:
+            self._states: list[tuple[RandomSource, Any]] = [] if alone else [(CPU, CPU.state())]
+            self._defaults = len(self._states) + len(defaults)
             for value in (*defaults, *extra):
                 self.include(value)
         except RngError as error:
