@@ -338,6 +338,9 @@ class TapeFrame:
                 self._book.enter(results[number], recipes[plan.origin(number)], number, layout, counted=counted)
             self.statistics.plan = plan
             return None if self._is_deoptimized else plan
+        except BaseException:  # as from a saved-tensor hook around the region
+            self.handles.drop()
+            raise
         finally:
             self._clear()
 
