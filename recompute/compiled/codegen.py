@@ -34,6 +34,8 @@ from recompute.engine.tape.op_arguments import capture, generators_of
 from recompute.kernels.launch import IMPLEMENTATIONS
 from recompute.kernels.launch_plan import PlannedCall
 
+_LITERALS = frozenset((type(None), bool, int, str))
+
 
 @dataclass
 class Code:
@@ -267,7 +269,7 @@ class Code:
             if isinstance(value, list):
                 return f"[{items}]"
             return f"({items},)" if value else "()"
-        if value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value)):
+        if type(value) in _LITERALS or (type(value) is float and math.isfinite(value)):
             return repr(value)
         return self.named(value)
 

@@ -301,7 +301,7 @@ class Configured(Function):
         return gradient * ctx.options.factor, None, None
 
 
-class Mode(Enum):
+class Mode(str, Enum):
     FAST = "fast"
 
 
@@ -322,14 +322,15 @@ class Scaled(Function):
     """Takes constants in classes of their own, as those for float8 do."""
 
     @staticmethod
-    def forward(ctx, x, factors, recipe):
-        assert (type(factors), type(recipe), recipe.factors.mode) == (Factors, Recipe, Mode.FAST)
+    def forward(ctx, x, factors, recipe, mode):
+        assert (type(factors), type(recipe), type(mode)) == (Factors, Recipe, Mode)
+        assert mode is recipe.factors.mode
         ctx.factor = factors.factor * recipe.factors.factor
         return x.to(recipe.dtype) * ctx.factor
 
     @staticmethod
     def backward(ctx, gradient):
-        return gradient * ctx.factor, None, None
+        return gradient * ctx.factor, None, None, None
 
 
 class Packed(nn.Parameter):
@@ -450,7 +451,7 @@ FORWARDS = {
     "without gradients": scale_without_gradients,
     "autocast": lambda self, h: UnderAutocast.apply(h, self.linear.weight).sigmoid(),
     "objects": lambda self, h: Configured.apply(h, self.options, [h]).sigmoid() + Configured.apply(h, self.options, []),
-    "constants": lambda self, h: Scaled.apply(h, self.recipe.factors, self.recipe).sigmoid(),
+    "constants": lambda self, h: Scaled.apply(h, self.recipe.factors, self.recipe, Mode.FAST).sigmoid(),
     "a parameter of a class of its own": lambda self, h: Scale.apply(h, self.packed.view(-1)).sigmoid(),
     "inside of an op": lambda self, h: scaled(h, self.weight).sigmoid(),
     "an op that ends with one": lambda self, h: scaled_last(h, self.weight) * h,

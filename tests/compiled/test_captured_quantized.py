@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 from capture_testing import STEPS_TO_SETTLE, Around, Twins, body, tokens, train
+from engine_testing import function_of
 from tiers import slow
 from torch import nn
 
@@ -128,11 +129,15 @@ def mlp(self, x):
     return x + self.down(nn.functional.silu(self.gate(x.sin())) * self.up(x.sin()))
 
 
-def twins(recipe, action):
+def around(linear, **options):
     torch.manual_seed(0)
-    inside = body(mlp, gate=nn.Linear(32, 64), up=nn.Linear(32, 64), down=nn.Linear(64, 32))
+    gate, up, down = (linear(*sizes, **options) for sizes in ((32, 64), (32, 64), (64, 32)))
+    return Around(body(mlp, gate=gate, up=up, down=down).bfloat16())
+
+
+def twins(recipe, action):
     config = dataclasses.replace(float8.Float8LinearConfig.from_recipe_name(recipe), emulate=True)
-    module = float8.convert_to_float8_training(Around(inside.bfloat16()), config=config)
+    module = float8.convert_to_float8_training(around(nn.Linear), config=config)
     return Twins(module, {"rules": [{"match": "inside", "action": action}]}).settle(
         train(tokens(4, 32, dtype=torch.bfloat16))
     )
@@ -154,3 +159,51 @@ def test_equal_casts_run_once():
     (program,) = [program for graph in region.state.graphs.all if (program := graph.program(region)) is not None]
     assert program.forward.source.count("aten_clamp") == 5 * 2  # two Linears read the same
     assert program.backward.source.count("aten_clamp") == 8 * 2  # and two GEMMs the same gradient
+
+
+def to_nvfp4(x):
+    nvfp4 = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor")
+    scale = nvfp4.per_tensor_amax_to_scale(x.abs().amax())
+    return nvfp4.NVFP4Tensor.to_nvfp4(x.contiguous(), per_tensor_scale=scale)
+
+
+Nvfp4Product = function_of(
+    lambda x, w: torch.mm(to_nvfp4(x), to_nvfp4(w).t()),
+    lambda gradient, x, w: (
+        torch.mm(to_nvfp4(gradient), to_nvfp4(w.t()).t()),
+        torch.mm(to_nvfp4(gradient.t()), to_nvfp4(x.t()).t()),
+    ),
+)
+
+
+class Nvfp4Linear(nn.Linear):
+    """torchao's own, which trains, has kernels for GPUs alone. This one casts the same three products."""
+
+    def forward(self, x):
+        return Nvfp4Product.apply(x, self.weight)
+
+
+def of_blocks(kind):
+    if kind == "NVFP4":
+        return around(Nvfp4Linear, bias=False)
+    mxfp8 = pytest.importorskip("torchao.prototype.moe_training.mxfp8_linear")
+    preference = mxfp8.KernelPreference.EMULATED
+    return around(mxfp8.MXFP8Linear, kernel_preference=preference, wgrad_with_hp="hp" in kind)
+
+
+def descend(module):
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.sub_(parameter.grad, alpha=0.1)
+
+
+@pytest.mark.parametrize("action", ["recompute", "checkpoint"])
+@pytest.mark.parametrize("kind", ["MXFP8", "NVFP4", *slow("MXFP8, wgrad_with_hp")])
+def test_casts_to_blocks_with_scales_are_captured(kind, action):
+    """A GPU without Blackwell's Tensor Cores, or a CPU, multiplies what the codes stand for."""
+    found = Twins(of_blocks(kind), {"rules": [{"match": "inside", "action": action}]})
+    step = train(tokens(32, 32, dtype=torch.bfloat16))
+    for _ in range(8):
+        found.step(step)
+        found.both(descend)
+    assert found.runs_code(step) == 1, found.why_not

@@ -6,6 +6,7 @@ import threading
 from contextlib import contextmanager
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -37,6 +38,7 @@ VARIABLE = contextvars.ContextVar("scale", default=1.0)
 LOCAL, SETTINGS = threading.local(), Settings()
 NUMBER, ENTRIES, ITEMS, NESTED = 1.0, {"scale": 1.0}, [1.0], {"inside": [1.0]}
 CELL, PUT_IN_CELL = _variable_of_a_closure()
+ARRAY = np.ones(())
 
 READS = {
     "context variable": VARIABLE.get,
@@ -45,6 +47,7 @@ READS = {
     "entry of a dict": lambda: ENTRIES["scale"],
     "item of a list": lambda: ITEMS[0],
     "list inside of a dict": lambda: NESTED["inside"][0],
+    "array without dimensions": lambda: float(ARRAY),
     "environment": lambda: float(os.environ["RECOMPUTE_TESTS_SCALE"]),
     "environment by getenv": lambda: float(os.getenv("RECOMPUTE_TESTS_SCALE", "1")),
     "closure": CELL,
@@ -58,7 +61,7 @@ READS = {
 
 def put(value):
     global NUMBER
-    NUMBER = ENTRIES["scale"] = ITEMS[0] = NESTED["inside"][0] = value
+    NUMBER = ENTRIES["scale"] = ITEMS[0] = NESTED["inside"][0] = ARRAY[()] = value
     LOCAL.scale = SETTINGS.scale = SETTINGS.in_a_slot = Settings.of_the_class = value
     os.environ["RECOMPUTE_TESTS_SCALE"] = str(value)
     VARIABLE.set(value)

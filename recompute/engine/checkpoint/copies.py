@@ -17,6 +17,7 @@ from array import array
 from collections import ChainMap, OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from operator import length_hint
 from types import MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -236,7 +237,7 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
 
 def _is_longer(value: Any, most: int) -> bool:
     kind: Any = type(value)
-    return _may_change(kind) and not isinstance(value, Tensor) and len(value) > most
+    return _may_change(kind) and not isinstance(value, Tensor) and length_hint(value) > most  # arrays of () have no len
 
 
 def _is_small(value: Any) -> bool:

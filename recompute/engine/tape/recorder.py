@@ -53,6 +53,7 @@ from recompute.engine.wrapper_tensors import SEE, passed_on
 
 _new = tuple.__new__  # takes a third of the time of a NamedTuple's own
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
+_LIFT = torch.ops.aten.lift_fresh.default
 _compiling_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
 
@@ -259,7 +260,8 @@ class Tape(Scope, SeesAllOps):
         """A custom Function's forward has run, and has reached these."""
 
     def _run_in_function(self, reached: Reached, op: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        reached.add(self.frame.values.plain_parts(tensors_in((args, kwargs))))
+        if op is not _LIFT:  # its tensor is new: ``torch.tensor`` has made it, which is no op
+            reached.add(self.frame.values.plain_parts(tensors_in((args, kwargs))))
         output = run_as_called(op, args, kwargs, self.statistics.name)
         reached.make(self.frame.values.plain_parts(tensors_in(output)))
         return output
