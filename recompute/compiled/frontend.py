@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import os
 import re
 import sys
@@ -22,10 +23,8 @@ from torch._guards import TracingContext
 from torch._library.fake_class_registry import FakeScriptObject
 
 from recompute.compiled.called_methods import CalledMethods
-from recompute.compiled.compared_objects import guard_identities
 from recompute.compiled.function_calls import graph_call, takes_gradient
 from recompute.compiled.recording import FunctionResult, NotCapturable, ObjectUse, Recording, Use
-from recompute.compiled.replaced_methods import replacing
 from recompute.engine.tape.functions import FunctionOp, function_op, is_seen, make_whole
 from recompute.engine.tape.op_arguments import LISTS
 from recompute.engine.thread_state import local
@@ -91,6 +90,18 @@ def _may_ask(frame: Any) -> bool:
     return all(lies_in(each.f_code.co_filename, *folders) for each in asking)
 
 
+def _replacing(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
+    """A decorator: its function stands in for a method of torch's frontend, and takes the method first."""
+    method = getattr(owner, name)
+
+    def put(replacement: Callable[..., Any]) -> None:
+        replaced = functools.wraps(method)(lambda *args, **kwargs: replacement(method, *args, **kwargs))
+        is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
+        setattr(owner, name, staticmethod(replaced) if is_static else replaced)
+
+    return put
+
+
 @functools.cache
 def prepare_frontend() -> None:
     """Put all of this in place, for traces of regions."""
@@ -99,7 +110,7 @@ def prepare_frontend() -> None:
     _look_into_disabled()
     _name_torchs_classes()
     _pass_locks()
-    guard_identities()
+    _guard_identities()
     # Since torch 2.13 ``torch.compiler.is_compiling()`` is true in all threads while one of them traces.
     session = getattr(torch.compiler, "_compile_session_context", None)
     if session is not None:
@@ -114,13 +125,13 @@ def _notice_questions_and_calls() -> None:
     """Have torch's frontend tell when code asks if it is compiled, and which methods it calls."""
     from torch._dynamo.symbolic_convert import InliningInstructionTranslator, InstructionTranslatorBase
 
-    @replacing(InstructionTranslatorBase, "mark_inconsistent_side_effects")
+    @_replacing(InstructionTranslatorBase, "mark_inconsistent_side_effects")
     def noticed(mark: Callable[..., None], self: Any) -> None:
         if local.is_tracing and not _may_ask(self):
             last_trace.asks = True
         mark(self)
 
-    @replacing(InliningInstructionTranslator, "build_inline_tracer")
+    @_replacing(InliningInstructionTranslator, "build_inline_tracer")
     def noting(begin: Callable[..., Any], parent: Any, function: Any, args: Any, *others: Any, **options: Any) -> Any:
         own = getattr(function, "fn", None)
         function = _enabled(parent, function, own) or _traced_as(parent, own) or function
@@ -134,7 +145,7 @@ def _take_functions_whole() -> None:
     from torch._dynamo.variables.builder import wrap_fx_proxy
     from torch._dynamo.variables.misc import AutogradFunctionVariable
 
-    @replacing(AutogradFunctionVariable, "call_method")
+    @_replacing(AutogradFunctionVariable, "call_method")
     def whole(call: Callable[..., Any], self: Any, translator: Any, name: str, args: Any, kwargs: Any) -> Any:
         if name == "apply" and (other := _traced_as(translator, self.fn_cls)) is not None:
             return other.call_function(translator, args, kwargs)
@@ -235,7 +246,7 @@ def _look_into_disabled() -> None:
     """Have torch's frontend trace functions under ``torch.compiler.disable``."""
     from torch._dynamo.variables.functions import SkipFunctionVariable
 
-    @replacing(SkipFunctionVariable, "call_function")
+    @_replacing(SkipFunctionVariable, "call_function")
     def looking(call: Callable[..., Any], self: Any, translator: Any, args: Any, kwargs: Any) -> Any:
         enabled = _enabled(translator, self, self.value)
         if enabled is None:
@@ -248,7 +259,7 @@ def _name_torchs_classes() -> None:
     from torch._dynamo.variables.base import VariableTracker
     from torch._dynamo.variables.misc import GetAttrVariable
 
-    @replacing(GetAttrVariable, "call_method")
+    @_replacing(GetAttrVariable, "call_method")
     def named(call: Callable[..., Any], self: Any, translator: Any, name: str, args: Any, kwargs: Any) -> Any:
         owner = getattr(self.obj, "value", None)
         if local.is_tracing and isinstance(owner, type) and self.name in ("__module__", "__name__", "__qualname__"):
@@ -265,12 +276,52 @@ def _pass_locks() -> None:
 
     locks = type(threading.Lock()), type(threading.RLock())
 
-    @replacing(VariableBuilder, "_wrap")
+    @_replacing(VariableBuilder, "_wrap")
     def passing(wrap: Callable[..., Any], self: Any, value: Any) -> Any:
         if not local.is_tracing or type(value) not in locks:
             return wrap(self, value)
         self.install_guards(GuardBuilder.TYPE_MATCH)
         return NullContextVariable()
+
+
+def _guard_identities() -> None:
+    """Have torch's frontend guard objects that code compares by identity: it takes the answer for a constant."""
+    from torch._dynamo import variables
+    from torch._dynamo.variables.builtin import BuiltinVariable
+
+    compared = operator.is_, operator.is_not, operator.eq, operator.ne
+
+    @_replacing(BuiltinVariable, "call_function")
+    def comparing(call: Callable[..., Any], self: Any, translator: Any, args: Any, kwargs: Any) -> Any:
+        if self.fn in compared and len(args) == 2:
+            _guard_compared(*args, by_identity=self.fn in compared[:2])
+        return call(self, translator, args, kwargs)
+
+    protocol = getattr(variables, "object_protocol", None)
+    if protocol is not None:  # since torch 2.12 containers compare what is in them by it
+
+        @_replacing(protocol, "vt_identity_compare")
+        def identifying(compare: Callable[..., Any], left: Any, right: Any) -> Any:
+            _guard_compared(left, right, by_identity=False)
+            return compare(left, right)
+
+
+def _guard_compared(*compared: Any, by_identity: bool) -> None:
+    """by_identity: whatever methods they have. Else only objects without an ``__eq__`` are compared by identity."""
+    if not local.is_tracing:
+        return
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.variables import ConstDictVariable, ListVariable, UserDefinedObjectVariable
+
+    compared = tuple([each.realize() for each in compared])
+    kinds = (UserDefinedObjectVariable, ConstDictVariable, ListVariable) if by_identity else UserDefinedObjectVariable
+    if not all(isinstance(each, kinds) for each in compared):
+        return
+    types = {each.python_type() for each in compared}
+    if len(types) > 1 or not (by_identity or types.pop().__eq__ is object.__eq__):
+        return  # objects of two types are never the same one
+    sources = [each.source for each in compared if each.source is not None]
+    install_guard(*[source.make_guard(GuardBuilder.ID_MATCH) for source in sources])
 
 
 def _traced_as(translator: Any, function: Any) -> Any:
