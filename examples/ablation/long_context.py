@@ -75,6 +75,11 @@ class Row:
     peak_bytes: int | None = None
     reserved_bytes: int | None = None
     step_seconds: float | None = None
+    """The median of the steps that are timed."""
+
+    all_seconds: list[float] | None = None
+    """Of each step of this length."""
+
     offloaded_bytes: int = 0
     """Of one step."""
     loss: float | None = None
@@ -85,7 +90,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("ways", nargs="+", help=f"{PEER}, presets, or paths of policy files")
     parser.add_argument("--sequence", nargs="+", type=int, required=True)
-    parser.add_argument("--steps", type=int, default=2, help="that are timed, after a short one")
+    parser.add_argument("--steps", type=int, default=2, help="that are timed")
+    parser.add_argument(
+        "--warmup", type=int, default=6, help="steps before them, after a short one; policies capture layers in these"
+    )
     parser.add_argument(
         "--memory", type=parse_budget, help="the most that torch may take of the GPU's, as of a smaller GPU: 79GiB"
     )
@@ -119,7 +127,7 @@ def main() -> None:
         for way in options.ways:
             if way in exhausted:
                 continue
-            row = measured(way, length, options.steps, device, shape, options.lora)
+            row = measured(way, length, options, device, shape)
             if row.error is not None:
                 exhausted.add(way)
             results["rows"].append(asdict(row))
@@ -132,19 +140,19 @@ def main() -> None:
         dist.destroy_process_group()
 
 
-def measured(way: str, length: int, steps: int, device: torch.device, shape: dict[str, int], lora: int | None) -> Row:
+def measured(way: str, length: int, options: argparse.Namespace, device: torch.device, shape: dict[str, int]) -> Row:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
     try:
-        return _measured(way, length, steps, device, shape, lora)
+        return _measured(way, length, options, device, shape)
     except (torch.OutOfMemoryError, HostMemoryError) as error:
         if dist.is_initialized():  # other ranks wait for this one
             raise
         return Row(way, length, error=str(error).partition(".")[0])
 
 
-def _measured(way: str, length: int, steps: int, device: torch.device, shape: dict[str, int], lora: int | None) -> Row:
+def _measured(way: str, length: int, options: argparse.Namespace, device: torch.device, shape: dict[str, int]) -> Row:
     torch.manual_seed(0)
     config = LlamaConfig(**shape, max_position_embeddings=length, use_cache=False)
     torch.set_default_dtype(torch.bfloat16)
@@ -153,33 +161,35 @@ def _measured(way: str, length: int, steps: int, device: torch.device, shape: di
             model = LlamaForCausalLM(config).train()
     finally:
         torch.set_default_dtype(torch.float32)
-    if lora is not None:
+    if options.lora is not None:
         from peft import LoraConfig, get_peft_model
 
-        adapters = LoraConfig(r=lora, lora_alpha=2 * lora, target_modules="all-linear")
+        adapters = LoraConfig(r=options.lora, lora_alpha=2 * options.lora, target_modules="all-linear")
         model = get_peft_model(model, adapters, autocast_adapter_dtype=False)
     tokens = torch.randint(shape["vocab_size"], (1, length), device=device)
     if way != PEER:
         handle = recompute.apply(model, way)
         if dist.is_initialized():
             model = wrap(model, init_device_mesh(device.type, (dist.get_world_size(),)))
-        return _trained(model, handle, way, tokens, steps)
+        return _trained(model, handle, way, tokens, options)
     from liger_kernel.transformers import apply_liger_kernel_to_llama  # type: ignore[import-not-found]
 
     before = dict(vars(modeling_llama))
     apply_liger_kernel_to_llama(model=model)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     try:
-        return _trained(model, None, way, tokens, steps)
+        return _trained(model, None, way, tokens, options)
     finally:
         vars(modeling_llama).update(before)  # Liger changes it for all models
 
 
-def _trained(model: nn.Module, handle: AppliedPolicy | None, way: str, tokens: Tensor, steps: int) -> Row:
+def _trained(
+    model: nn.Module, handle: AppliedPolicy | None, way: str, tokens: Tensor, options: argparse.Namespace
+) -> Row:
     device, on_cuda = tokens.device, tokens.is_cuda
     optimizer = AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-5, fused=True)
     seconds, loss = [], 0.0
-    for step in range(1 + steps):
+    for step in range(1 + options.warmup + options.steps):
         if on_cuda and step == 1:
             torch.cuda.reset_peak_memory_stats()
         batch = tokens if step else tokens[:, :WARMUP_LENGTH]
@@ -199,7 +209,8 @@ def _trained(model: nn.Module, handle: AppliedPolicy | None, way: str, tokens: T
         tokens.shape[1],
         torch.cuda.max_memory_allocated() if on_cuda else None,
         torch.cuda.max_memory_reserved() if on_cuda else None,
-        statistics.median(seconds[1:]),
+        statistics.median(seconds[-options.steps :]),
+        seconds[1:],
         0 if handle is None or before is None else (handle.stats() - before).offloaded_nbytes,
         loss,
     )

@@ -217,11 +217,13 @@ def test_weight_gradient(monkeypatch, capsys, tmp_path):
 @pytest.mark.slow
 def test_long_context(monkeypatch, capsys, tmp_path):
     policies = [str(EXAMPLES / "policies" / "long-on-device.yaml"), "long"]
-    arguments = (*policies, "--sequence", "64", "128", "--steps", "1", "--lora", "4", "--out", str(tmp_path))
+    arguments = (*policies, "--sequence", "64", "128", "--steps", "1", "--lora", "4")
+    arguments = (*arguments, "--warmup", "1", "--out", str(tmp_path))
     output_of("ablation/long_context.py", *arguments, monkeypatch=monkeypatch, capsys=capsys)
     rows = json.loads((tmp_path / "results.json").read_text())["rows"]
     assert [(row["way"], row["sequence_length"]) for row in rows] == [(way, n) for n in (64, 128) for way in policies]
-    assert all(row["error"] is None and row["loss"] > 0 for row in rows)
+    assert all(row["error"] is None and row["loss"] > 0 and len(row["all_seconds"]) == 2 for row in rows)
+    assert all(row["step_seconds"] == row["all_seconds"][1] for row in rows)
     losses = {(row["way"], row["sequence_length"]): row["loss"] for row in rows}
     assert all(losses[policies[0], length] == losses[policies[1], length] for length in (64, 128))
 
