@@ -25,6 +25,7 @@ from recompute.compiled.held_inputs import (
 )
 from recompute.compiled.program import ANY, DroppedOutputs, Program, share_memory
 from recompute.compiled.region_record import RegionRecord
+from recompute.engine.compression import Codec, CompressedTensor
 from recompute.engine.cut.layout import Layout
 from recompute.engine.modes import count_dispatch_modes, count_function_modes, has_foreign_modes, hidden_from_modes
 from recompute.engine.recipe_book import open_book
@@ -32,6 +33,7 @@ from recompute.engine.recipes import Handle, Recipe, RecipeGroup, is_plain_eager
 from recompute.engine.region_statistics import Stopwatch
 from recompute.engine.rng import RngState
 from recompute.engine.saved_tensors import (
+    Hooks,
     KeptTensor,
     PackedTensor,
     are_held_as_they_are,
@@ -89,9 +91,11 @@ class CapturedFrame:
             found = program.forward(statistics.name, self._objects, is_sure, *given, *self._casts)
         outputs, self._kept, self._states, self.saved, self._held, self._others = found
         self._versions: list[int] = [self._kept[index]._version for index in program.shown]
-        self._are_packed = bool(self._kept) and not are_held_as_they_are(hooks := top_hooks())
+        codec, hooks = self._region.tape.codec, top_hooks()
+        is_coded = codec is not None and bool(program.compressible)
+        self._are_packed = bool(self._kept) and (is_coded or not are_held_as_they_are(hooks))
         if self._are_packed:
-            self._kept = [pack_through(hooks, tensor.detach(), statistics.name) for tensor in self._kept]
+            self._kept = self._packed(codec, hooks)
         self._given = self._casts = self._objects = ()
         plan = program.plan
         statistics.plan = None if self._region.is_checkpoint else plan
@@ -101,6 +105,16 @@ class CapturedFrame:
                 layout, counted = plan.facts[value].layout, value in plan.demanded
                 book.enter(outputs[position], recipe, slot, layout, counted=counted)
         return outputs
+
+    def _packed(self, codec: Codec | None, hooks: Hooks | None) -> Sequence[PackedTensor]:
+        """The kept values as these saved-tensor hooks hold them. codec: makes codes of those that may be a little off."""
+        program, group, name = self._program, RecipeGroup(self._program.around.numerics), self.statistics.name
+        return [
+            pack_through(hooks, tensor.detach(), name)
+            if codec is None or index not in program.compressible
+            else CompressedTensor(tensor, codec, self.statistics, hooks, group).handle(0)
+            for index, tensor in enumerate(self._kept)
+        ]
 
     def put_back(self) -> None:
         """Forward has stopped in its middle, and its region is to run in another way."""

@@ -312,7 +312,7 @@ class CapturedRegion(RegionRecord):
         counting = {id(runner.statistics): runner.statistics for runner in runners_in(function, args)}
         if self.is_checkpoint and any(each is not self.statistics for each in counting.values()):
             raise NotCapturable(_RULES_INSIDE)
-        before = [(each, Counts.so_far(each)) for each in counting.values()]
+        before = [(each, self.so_far(each)) for each in counting.values()]
         tapes: list[RecordingTape] = []
 
         def start(region: TapeRegion, variant: Hashable) -> RecordingTape:

@@ -79,6 +79,8 @@ class Program:
     """The positions of inputs, and the offset in its storage that each must have, as the region counts from there."""
     shown: tuple[int, ...]
     """The indices of the kept values that share memory with an output, so that others may write to them."""
+    compressible: tuple[int, ...]
+    """The indices of the kept values that a rule may hold as codes of 8 bits."""
     around: CallSettings
     """Those that forward ran under. The casts of autocast are ops of the program, which runs without it."""
     backward_autocast: Autocast | None

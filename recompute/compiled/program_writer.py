@@ -129,6 +129,7 @@ class ProgramWriter:
             others=others,
             offsets=tuple([(each.given, int(each.layout.offset)) for each in placed if each.given is not None]),
             shown=tuple([index for index, number in enumerate(self._kept) if self._is_output(number)]),
+            compressible=tuple([i for i, number in enumerate(self._kept) if number in self._bearing]),
             reaches=tuple(frame.reaches),
             fixed=tuple(sorted(frame.fixed)),
             draws_from=_generators_of([call.op for call in self._forward if _may_draw(call)]),
@@ -296,6 +297,11 @@ class ProgramWriter:
         # A value that a custom Function may write to counts as overwritten. It is held if autograd had saved it before.
         made = {self._made_by(value) for value in (*plan.kept, *(plan.demanded & plan.overwritten))}
         return frozenset(number for number in made if number is not None)
+
+    @cached_property
+    def _bearing(self) -> frozenset[int | None]:
+        """The buffers of the values that the plan keeps and that may come back a little off."""
+        return frozenset(map(self._made_by, self.plan.compressible))
 
     def _write_forward(
         self, ways: Sequence[tuple[int, str, str]], others: Sequence[tuple[int, str]]

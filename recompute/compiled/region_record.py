@@ -43,11 +43,6 @@ class Counts(NamedTuple):
         dropped = [nbytes for number, nbytes in saved.items() if number not in kept]
         return Counts(1, len(dropped), sum(dropped), sum(kept.values()), sum(saved.values()))
 
-    @staticmethod
-    def so_far(statistics: RegionStatistics) -> Counts:
-        """The totals themselves."""
-        return Counts(*[getattr(statistics, name) for name in Counts._fields])
-
     def since(self, earlier: Counts) -> Counts:
         return Counts(*map(operator.sub, self, earlier))
 
@@ -125,12 +120,20 @@ class RegionRecord:
         for statistics, counts in counted:
             counts.add_to(statistics)
 
+    def so_far(self, statistics: RegionStatistics) -> Counts:
+        """The totals of the region, or of a kernel inside."""
+        counts = Counts(*[getattr(statistics, name) for name in Counts._fields])
+        if statistics is not self.tape.statistics:
+            return counts
+        spared = statistics.compressed_nbytes - statistics.codes_nbytes  # each frame counts the codes that it makes
+        return counts._replace(kept_nbytes=counts.kept_nbytes + spared)
+
     def note_kernels(self, before: Iterable[tuple[RegionStatistics, Counts]]) -> None:
         """A frame by the tape has ended. before: the totals of the region and of the kernels inside before it."""
         plan = self.tape.plan or self.tape.statistics.plan  # the latter if the frame was deoptimized
         self._kernel_counts = []
         for statistics, start in before:
-            counts = Counts.so_far(statistics).since(start)
+            counts = self.so_far(statistics).since(start)
             if statistics is self.tape.statistics and plan is not None:
                 counts = counts.since(Counts.of(plan))  # the tape has counted that
             if any(counts):

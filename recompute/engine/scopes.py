@@ -88,6 +88,8 @@ class Scope:
             local.active_frames.pop()
         local.books.pop()
         pop_hooks()
+        if self.book is not None:
+            self.book = None  # autograd keeps the pack hook, and with it this scope, as long as the graph lives
 
     def pack(self, tensor: Tensor) -> PackedTensor:
         """The pack hook: what autograd holds in the place of a tensor."""
@@ -110,10 +112,6 @@ class RecipeScope(Scope):
         self._statistics = statistics
         self.outer = top_hooks()
         self.book = open_book() or RecipeBook()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        super().__exit__(kind, error, trace)
-        self.book = None  # autograd keeps the pack hook, and with it this scope, as long as the graph lives
 
     def pack(self, tensor: Tensor) -> PackedTensor:
         if (count_dispatch_modes() or count_function_modes()) and has_foreign_modes():

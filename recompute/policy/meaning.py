@@ -140,7 +140,7 @@ def meaning_of(rule: Rule) -> Meaning:
         rule.price,
         rule.hold,
         _KERNELS[rule.via],
-        rule.capture and not rule.compress,  # captured code holds its values as they are
+        rule.capture,
         compiled=rule.compiled,
         drops_outputs=True,
         compresses=rule.compress,

@@ -126,6 +126,26 @@ def test_what_does_not_bear_it_is_held_as_it_is(what, way):
     assert compressed(NEVER[what], way=way, weight=nn.Parameter(square(grad=False))) == []
 
 
+def test_captured_code_holds_the_codes_that_a_tape_holds():
+    def steps(*, capture):
+        model, handle = policed(**WAYS["recompute"], capture=capture)
+        found = []
+        for _ in range(8):
+            before = handle.stats()
+            model.zero_grad()
+            loss_of(model(square())).backward()
+            found.append(([bits(each.grad) for each in model.parameters()], handle.stats() - before))
+        return found, handle
+
+    (captured, handle), (taped, _) = steps(capture=True), steps(capture=False)
+    assert "1 of 1 run as captured code" in handle.explain()
+    for (gradients, counted), (expected, counted_by_tape) in zip(captured, taped, strict=True):
+        assert gradients == expected
+        for name in ("compressed_tensors", "compressed_nbytes", "codes_nbytes", "kept_nbytes", "eager_nbytes"):
+            assert getattr(counted, name) == getattr(counted_by_tape, name)
+        assert counted.compressed_tensors == len(GATES)
+
+
 def test_what_a_custom_function_saves_is_exact():
     saves = function_of(lambda x: x.clone(), lambda gradient, x: gradient / x)
 

@@ -38,6 +38,7 @@ import recompute
 from recompute.engine.host import host_memory, offload
 from recompute.engine.host.host_memory import POOL, HostPool, default_limit
 from recompute.engine.host.offload import OffloadedStorage
+from recompute.engine.recipe_book import RecipeBook
 from recompute.engine.thread_state import local
 from recompute.errors import HostMemoryError, MutationError, UnsupportedError
 
@@ -315,6 +316,16 @@ def test_memory_is_released_by_reference_count():
         del loss
         assert not any(isinstance(each, OffloadedStorage) for each in gc.get_objects())
         assert not offload._copies
+
+
+def test_a_graph_keeps_no_book_of_what_others_may_drop():
+    """Autograd keeps the hooks of each scope as long as the graph lives, and a book holds its recipes' tensors."""
+    model, _ = governed(**WAYS["recompute"])
+    model(batch()).sum().backward()
+    with no_garbage_collection():
+        loss = model(batch()).sum()
+        assert not any(isinstance(each, RecipeBook) for each in gc.get_objects())
+        loss.backward()
 
 
 def test_stats_and_explain_say_what_left():
