@@ -107,7 +107,7 @@ class CapturedFrame:
         return outputs
 
     def _packed(self, codec: Codec | None, hooks: Hooks | None) -> Sequence[PackedTensor]:
-        """The kept values as these saved-tensor hooks hold them. codec: makes codes of those that may be a little off."""
+        """The kept values as these hooks hold them. codec: makes codes of those that may be a little off."""
         program, group, name = self._program, RecipeGroup(self._program.around.numerics), self.statistics.name
         return [
             pack_through(hooks, tensor.detach(), name)

@@ -62,7 +62,7 @@ from recompute.compiled.generated.generated_kernel import GeneratedKernel
 from recompute.compiled.guards import MISSED
 from recompute.compiled.program import Program
 from recompute.compiled.recording import NotCapturable
-from recompute.compiled.region_record import DIFFERENTIATED, WARMUP_FRAMES, Counts, RegionRecord
+from recompute.compiled.region_record import DIFFERENTIATED, WARMUP_FRAMES, RegionRecord
 from recompute.compiled.region_tapes import RecordingTape
 from recompute.engine.checkpoint.region import StateHook
 from recompute.engine.cut.plan_cache import PlanCache

@@ -65,7 +65,6 @@ def _goes_without() -> bool:
 class Scope:
     """A span of forward where our hooks choose what autograd holds for each tensor that it saves."""
 
-    __slots__ = ()
     is_checkpoint = False
     holds_elsewhere = False
     """Whether it may take tensors off the device."""
