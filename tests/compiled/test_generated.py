@@ -49,6 +49,11 @@ def written_in_place(x, y):
     return x.copy_(before - x) * before
 
 
+def scaled_in_place(x, rows, columns):
+    """As torchao scales a GEMM of float8: by a product in float32 that is as large as the output."""
+    return (x.half() + 1).mul_(rows.float() * columns.float())
+
+
 def filled_by_parts(x, y):
     """As keys are put together of a part for each head and one for all heads."""
     keys = x.new_empty(2, 3, 5, 12)
@@ -81,6 +86,7 @@ GROUPS = {
     "casts": (lambda x: (x.to(torch.float16).mul(3).float() + 1, x * 2), [draw(4, 6)]),
     "one place of each row": (lambda x, i, v: x.scatter(-1, i, v) * 2, [draw(9, 5), draw(9, 1).long() % 5, draw(9, 1)]),
     "what is written in place": (written_in_place, [draw(6, 8), draw(8)]),
+    "what a wider operand is written into": (scaled_in_place, [draw(6, 8), draw(6, 1), draw(8)]),
     "parts that are filled one by one": (filled_by_parts, [draw(2, 5, 3, 8), draw(2, 5, 1, 4)]),
     "gradients of strided slices": (strided_gradients, [draw(3, 4), draw(3, 4)]),
     "integers": (lambda i: (i // 4, (i > 3).bitwise_not(), i.to(torch.bool)), [draw(9, 5).mul(30).long()]),
@@ -248,9 +254,10 @@ class TestRows:
         found, expected = safe_softmax(scores, -1), torch.ops.aten._safe_softmax(scores, -1)
         assert same_bits(found, expected)
 
-    def test_columns_few_rows_and_long_rows_are_atens(self):
+    def test_columns_few_rows_and_rows_that_are_long_or_lie_apart_are_atens(self):
         for function, given in (
             (lambda x: (x * 2).softmax(0), draw(300, 300)),
+            (lambda x: (x.t() * 2).sum(-1), draw(300, 300)),
             (lambda x: (x * 2).softmax(-1), draw(9, 100)),
             (lambda x: (x * 2).sum(-1), torch.zeros(1, 1).expand(300, 20000)),
         ):

@@ -109,6 +109,8 @@ def can_run_by_rows(call: Call, recording: Recording) -> bool:
     shape = operands[0].layout.shape
     if not shape or any(use.layout.dtype not in FLOATS or use.layout.shape != shape for use in operands):
         return False
+    if any(use.layout.stride[-1] > 1 for use in operands):  # a program would read a whole sector for each element
+        return False
     dims: Sequence[int] | int | None = values["dim"]
     dims = [dims] if isinstance(dims, int) else dims
     outputs = [recording.buffers[number].layout.dtype for number in call.results[:1] if number is not None]
