@@ -157,6 +157,17 @@ def their_gradient(gradient, output, place):
     return of_both[..., :-1] * 0.5, of_both[..., -1:] * 1
 
 
+def scale_of_rows(x):
+    """As torchao's rowwise float8 has it."""
+    scale = (448.0 / x.abs().amax(-1, keepdim=True).double().clamp(1e-12)).float()
+    return torch.exp2(torch.floor(torch.log2(scale)))
+
+
+def cast_by_rows(x):
+    scale = scale_of_rows(x)
+    return (x.float() * scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn), scale.reciprocal()
+
+
 def masked_scores(rows, width):
     """Among them rows of minus infinity alone, and a row with NaN beside that, with infinity, and of infinity alone."""
     scores = draw(rows, width)
@@ -182,6 +193,7 @@ BY_ROWS = {
     "softmax with masked rows": (lambda x: torch.ops.aten._safe_softmax(x * 2, -1) + 1, [masked_scores(300, 70)]),
     "a norm": (lambda x, w: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * w, [draw(512, 48), draw(48)]),
     "sums and rows of them": (lambda x, y: ((x * y).sum(-1), x * y.amax(-1, keepdim=True)), [draw(257, 40)] * 2),
+    "scales of rows, in float64 among others": (lambda x: x * 2 * scale_of_rows(x * 2), [draw(256, 40)]),
     "a mean without its dimension": (lambda x: (x + 1).mean(-1).exp(), [draw(4, 64, 40)]),
     "a sink": (scores_with_a_sink, [draw(1, 4, 64, 16), draw(1, 1, 64, 16), draw(4)]),
     "a sink's backward": (
@@ -384,6 +396,7 @@ def backward_of_a_gated_mlp(a, b, gradient, w):
 GROUPED = {
     "what only a group reads never reaches memory": (lambda x: ((x * 2).exp() + 1).tanh(), [draw(64)], [1], []),
     "a cast is made in each group that reads it": (norm, [draw(8, 16).bfloat16()], [1, 1], ["mean_dim"]),
+    "a scale of each row is made once": (cast_by_rows, [draw(300, 8)], [2, 1], ["linalg_vector_norm_default"]),
     "a GEMM between two calls keeps them apart": (
         lambda x, w: ((x * 2).exp() @ w * 3).tanh(), [draw(8, 8)] * 2, [1, 1], ["mm_default"],
     ),

@@ -38,6 +38,15 @@ def magnitude(x):
 
 
 @jit
+def reciprocal(x):
+    if x.dtype == tl.float64:  # which ``div_rn`` does not take, and which Triton divides exactly
+        inverse = 1.0 / x
+    else:
+        inverse = tl.div_rn(1.0, x)
+    return inverse
+
+
+@jit
 def is_tiny(x):
     """Whether a number has no full precision. Triton's libdevice takes such numbers for 0, and ATen does not."""
     return tl.abs(x) < 1.1754943508222875e-38

@@ -12,6 +12,7 @@ import torch
 from recompute.compiled.generated.dropout import DropoutMask
 from recompute.compiled.generated.pointwise_ops import (
     COPIES,
+    DOUBLES,
     FLOATS,
     FLOATS8,
     PLACED,
@@ -61,6 +62,8 @@ def can_be_generated(call: Call, recording: Recording) -> bool:
     dtypes = [output.layout.dtype, *[use.layout.dtype for use in call.uses()]]
     if not FLOATS8.keys().isdisjoint(dtypes):  # other calls on it, as copies in another order, are ATen's
         return call.op is _ATEN._to_copy.default and dtypes[1] in FLOATS
+    if torch.float64 in dtypes and call.op not in DOUBLES:
+        return False
     if by_rows:
         return True
     values = arguments_of(call)
@@ -80,7 +83,7 @@ def can_be_generated(call: Call, recording: Recording) -> bool:
     if row is None or any(type(values[name]) not in (Use, *_NUMBERS) for name in row.operands):
         return False
     dtype = computing_dtype(row, values, output.layout.dtype)
-    if not row.takes_all and dtype is not torch.float32:
+    if not row.takes_all and dtype not in (torch.float32, torch.float64):
         return False
     if row.promotion is None and any(
         type(value := values[name]) is Use and value.layout.dtype is not dtype
@@ -96,6 +99,8 @@ def can_be_generated(call: Call, recording: Recording) -> bool:
 
 def _can_be_cast(source: torch.dtype, target: torch.dtype) -> bool:
     """Whether a cast is reviewed: those of floating-point numbers to integers are not."""
+    if torch.float64 in (source, target):
+        return source in FLOATS or target is torch.float32
     return source is target or target in (*FLOATS, torch.bool) or source not in FLOATS
 
 

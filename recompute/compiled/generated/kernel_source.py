@@ -254,7 +254,7 @@ class KernelSource:
             elif not callable(row.expression):
                 if row.promotion is Promotion.ALWAYS_BOOL and dtype in FLOATS:  # a number is rounded as the tensor is
                     value = torch.tensor(value, dtype=values["self"].layout.dtype).item()
-                operands[name] = text_of(value) if dtype in FLOATS else repr(value)
+                operands[name] = text_of(value, TRITON_DTYPES[dtype]) if dtype.is_floating_point else repr(value)
         text = row.expression(operands) if callable(row.expression) else row.expression.format(**operands)
         assert text is not None
         computed = torch.bool if row.promotion is not None and output.dtype is torch.bool else dtype
