@@ -54,6 +54,18 @@ def scaled_in_place(x, rows, columns):
     return (x.half() + 1).mul_(rows.float() * columns.float())
 
 
+def scaled_along(x, dim):
+    """As torchao's rowwise float8 has it."""
+    scale = (448.0 / x.abs().amax(dim, keepdim=True).double().clamp(1e-12)).float()
+    scale = torch.exp2(torch.floor(torch.log2(scale)))
+    return (x.float() * scale).clamp(-448.0, 448.0), scale.reciprocal()
+
+
+def cast_along(x, dim):
+    scaled, inverse = scaled_along(x, dim)
+    return scaled.to(torch.float8_e4m3fn), inverse
+
+
 def filled_by_parts(x, y):
     """As keys are put together of a part for each head and one for all heads."""
     keys = x.new_empty(2, 3, 5, 12)
@@ -87,6 +99,8 @@ GROUPS = {
     "one place of each row": (lambda x, i, v: x.scatter(-1, i, v) * 2, [draw(9, 5), draw(9, 1).long() % 5, draw(9, 1)]),
     "what is written in place": (written_in_place, [draw(6, 8), draw(8)]),
     "what a wider operand is written into": (scaled_in_place, [draw(6, 8), draw(6, 1), draw(8)]),
+    "scales of rows, in float64 among others": (lambda x: scaled_along(x * 2, -1), [draw(256, 40)]),
+    "scales of columns, which lie in memory as rows": (lambda x: scaled_along(x.t(), 0), [draw(256, 40)]),
     "parts that are filled one by one": (filled_by_parts, [draw(2, 5, 3, 8), draw(2, 5, 1, 4)]),
     "gradients of strided slices": (strided_gradients, [draw(3, 4), draw(3, 4)]),
     "integers": (lambda i: (i // 4, (i > 3).bitwise_not(), i.to(torch.bool)), [draw(9, 5).mul(30).long()]),
@@ -157,17 +171,6 @@ def their_gradient(gradient, output, place):
     return of_both[..., :-1] * 0.5, of_both[..., -1:] * 1
 
 
-def scale_of_rows(x):
-    """As torchao's rowwise float8 has it."""
-    scale = (448.0 / x.abs().amax(-1, keepdim=True).double().clamp(1e-12)).float()
-    return torch.exp2(torch.floor(torch.log2(scale)))
-
-
-def cast_by_rows(x):
-    scale = scale_of_rows(x)
-    return (x.float() * scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn), scale.reciprocal()
-
-
 def masked_scores(rows, width):
     """Among them rows of minus infinity alone, and a row with NaN beside that, with infinity, and of infinity alone."""
     scores = draw(rows, width)
@@ -193,7 +196,6 @@ BY_ROWS = {
     "softmax with masked rows": (lambda x: torch.ops.aten._safe_softmax(x * 2, -1) + 1, [masked_scores(300, 70)]),
     "a norm": (lambda x, w: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * w, [draw(512, 48), draw(48)]),
     "sums and rows of them": (lambda x, y: ((x * y).sum(-1), x * y.amax(-1, keepdim=True)), [draw(257, 40)] * 2),
-    "scales of rows, in float64 among others": (lambda x: x * 2 * scale_of_rows(x * 2), [draw(256, 40)]),
     "a mean without its dimension": (lambda x: (x + 1).mean(-1).exp(), [draw(4, 64, 40)]),
     "a sink": (scores_with_a_sink, [draw(1, 4, 64, 16), draw(1, 1, 64, 16), draw(4)]),
     "a sink's backward": (
@@ -396,7 +398,11 @@ def backward_of_a_gated_mlp(a, b, gradient, w):
 GROUPED = {
     "what only a group reads never reaches memory": (lambda x: ((x * 2).exp() + 1).tanh(), [draw(64)], [1], []),
     "a cast is made in each group that reads it": (norm, [draw(8, 16).bfloat16()], [1, 1], ["mean_dim"]),
-    "a scale of each row is made once": (cast_by_rows, [draw(300, 8)], [2, 1], ["linalg_vector_norm_default"]),
+    "a cast to float8 reads each row once": (lambda x: cast_along(x, -1), [draw(300, 8)], [2], []),
+    "a cast to float8 of a transposed matrix, too": (lambda x: cast_along(x.t(), 0), [draw(300, 8)], [2], []),
+    "a scale of each column is made once": (
+        lambda x: cast_along(x, 0), [draw(300, 8)], [2, 1], ["linalg_vector_norm_default"],
+    ),
     "a GEMM between two calls keeps them apart": (
         lambda x, w: ((x * 2).exp() @ w * 3).tanh(), [draw(8, 8)] * 2, [1, 1], ["mm_default"],
     ),

@@ -39,11 +39,7 @@ def magnitude(x):
 
 @jit
 def reciprocal(x):
-    if x.dtype == tl.float64:  # which ``div_rn`` does not take, and which Triton divides exactly
-        inverse = 1.0 / x
-    else:
-        inverse = tl.div_rn(1.0, x)
-    return inverse
+    return 1.0 / x if x.dtype == tl.float64 else tl.div_rn(1.0, x)  # which takes float32 alone
 
 
 @jit

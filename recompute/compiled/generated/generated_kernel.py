@@ -100,7 +100,7 @@ class GeneratedKernel:
 
     def __str__(self) -> str:
         read, written, spared = map(humanize, self.nbytes)
-        exact = "exact but for the order of sums" if isinstance(self._space, Rows) else "exact"
+        exact = "exact but for the order of sums" if self._space.rounds else "exact"
         state = exact if self.is_exact else f"ATen's, as {self.reason}" if self.reason else "not run yet"
         return f"{self.name}: reads {read}, writes {written}, spares {spared}; {state}"
 
@@ -144,7 +144,7 @@ class GeneratedKernel:
         return expected
 
     def _agrees(self, expected: Tensor, found: Tensor, tolerance: float) -> bool:
-        if not isinstance(self._space, Rows) or not expected.is_floating_point():
+        if not self._space.rounds or not expected.is_floating_point():
             return not count_different(expected, found)
         expected, found = expected.float(), found.float()
         if not bool((expected.isfinite() == found.isfinite()).all()):

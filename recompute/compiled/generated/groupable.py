@@ -22,9 +22,8 @@ from recompute.compiled.generated.pointwise_ops import (
     arguments_of,
     computing_dtype,
 )
-from recompute.compiled.generated.row_ops import ROW_OPS, can_run_by_rows, operands_of, row_width
+from recompute.compiled.generated.row_ops import ROW_OPS, adds_up, can_run_by_rows, operands_of, row_width
 from recompute.compiled.generated.spaces import TILE, Elements, Rows, Tiles
-from recompute.compiled.generated.switch import Generates
 from recompute.compiled.recording import Call, Recording, Use
 from recompute.engine.tape.op_arguments import is_dense
 
@@ -43,7 +42,7 @@ def can_be_generated(call: Call, recording: Recording) -> bool:
     """Whether a generated kernel can compute a call."""
     if isinstance(call.op, DropoutMask):
         return True
-    by_rows = recording.generates is Generates.ROUNDED and can_run_by_rows(call, recording)
+    by_rows = can_run_by_rows(call, recording)
     if call.written or not call.results or None in call.results or (call.is_sequence and not by_rows):
         return False
     outputs = [recording.buffers[number] for number in call.results if number is not None]
@@ -238,4 +237,4 @@ def space_of(calls: Sequence[Call], stored: Sequence[int], recording: Recording)
     width = max([*map(row_width, by_rows), *[count // rows for count in written]])
     if width > 2 * max(map(row_width, by_rows)):
         raise NotOneKernel
-    return Rows(rows, width)
+    return Rows(rows, width, any(adds_up(call, recording) for call in by_rows))

@@ -33,7 +33,7 @@ from recompute.compiled.generated.pointwise_ops import (
     computing_dtype,
     text_of,
 )
-from recompute.compiled.generated.row_ops import ROW_OPS, RowWriter, operands_of, row_width
+from recompute.compiled.generated.row_ops import ROW_OPS, RowWriter, operands_of, row_dim, row_width
 from recompute.compiled.generated.spaces import BLOCK, Elements
 from recompute.compiled.recording import Buffer, Call, Recording, Use
 from recompute.compiled.statements import Statement
@@ -323,11 +323,11 @@ class KernelSource:
 
     def _by_rows(self, statement: Statement, call: Call, number: int, index: Index) -> str:
         """The value of a call that goes over rows, at an index."""
-        operands, width = operands_of(call), row_width(call)
-        lead, rest = index[: len(operands[0].layout.shape) - 1], index[len(operands[0].layout.shape) - 1 :]
-        column = Form.of_variable("c", width)
-        is_whole = self.recording.buffers[number].layout.shape == operands[0].layout.shape
-        place = rest[0] if is_whole else column
+        operands, width, dim = operands_of(call), row_width(call), row_dim(call)
+        shape, column = operands[0].layout.shape, Form.of_variable("c", width)
+        lead = *index[:dim], *index[dim + (len(index) == len(shape)) :]
+        is_whole = self.recording.buffers[number].layout.shape == shape
+        place = index[dim] if is_whole else column
         is_column = [(term.factor, term.variable, term.divisor) for term in place.terms] == [(1, "c", 1)]
         if (
             any("c" in self._counts_by(form) for form in lead)
@@ -337,7 +337,8 @@ class KernelSource:
             raise NotOneKernel
         outer, self._conditions, self._width = (self._conditions, self._width), [], width
         given = [
-            self._cast(self._read(statement, use, (*lead, column)), use.layout.dtype, torch.float32) for use in operands
+            self._cast(self._read(statement, use, (*lead[:dim], column, *lead[dim:])), use.layout.dtype, torch.float32)
+            for use in operands
         ]
         self._conditions, self._width = outer
         found = ROW_OPS[call.op][1](*given, RowWriter(width, lambda text: self._fresh("x", text)))

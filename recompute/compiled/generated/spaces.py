@@ -23,6 +23,7 @@ class Elements:
 
     size: int
     warps = WARPS
+    rounds = False
 
     @property
     def programs(self) -> int:
@@ -57,6 +58,8 @@ class Rows:
     rows: int
     width: int
     """The elements of the longest row."""
+    rounds: bool = True
+    """Whether sums over a row may differ from ATen's in their last bits."""
 
     @property
     def columns(self) -> int:
@@ -104,6 +107,7 @@ class Tiles:
     stride: int
     """From column to column."""
     warps = 8
+    rounds = False
 
     @property
     def programs(self) -> int:
