@@ -286,6 +286,32 @@ class TestRows:
         assert others == []
 
 
+def turned(matrix):
+    return matrix.t().clone(memory_format=torch.contiguous_format)
+
+
+TURNED = {
+    "alone": turned,
+    "as it is cast": lambda x: turned((x * 2).to(torch.float8_e5m2)),
+    "beside another cast": lambda x: ((x * 3).to(torch.float8_e4m3fn), turned((x * x[:1]).to(torch.float8_e4m3fn))),
+    "a cast of a transposed matrix": lambda x: turned((x.t() * x.t()[:, :1]).to(torch.float8_e4m3fn).t()),
+}
+
+
+@interpreted
+@pytest.mark.parametrize("shape", [(128, 128), (200, 333), (384, 129)], ids=str)
+@pytest.mark.parametrize("name", TURNED)
+def test_a_kernel_turns_a_matrix_of_float8_as_it_makes_it(name, shape):
+    """A GEMM reads one operand by columns, and ATen would turn it number by number."""
+    x = draw(*shape).to(torch.float8_e4m3fn if name == "alone" else torch.float32)
+    kernels, others = kernels_of(TURNED[name], x)
+    assert [kernel.name.partition("_")[0] for kernel in kernels] == ["turned"]
+    assert others == []
+    for found, expected in zip(*as_one_kernel(TURNED[name], x)(), strict=True):
+        assert found.stride() == expected.stride()
+        assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+
+
 ADDED = {
     "rows": (9, (40,), (6,), torch.float32),
     "many rows of few places": (3, (200,), (300,), torch.bfloat16),

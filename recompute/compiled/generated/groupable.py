@@ -59,8 +59,8 @@ def can_be_generated(call: Call, recording: Recording) -> bool:
         if buffer.device != recording.device:
             return False
     dtypes = [output.layout.dtype, *[use.layout.dtype for use in call.uses()]]
-    if not FLOATS8.keys().isdisjoint(dtypes):  # other calls on it, as copies in another order, are ATen's
-        return call.op is _ATEN._to_copy.default and dtypes[1] in FLOATS
+    if not FLOATS8.keys().isdisjoint(dtypes):  # most other calls on it are ATen's
+        return turned_matrix(call) is not None or (call.op is _ATEN._to_copy.default and dtypes[1] in FLOATS)
     if torch.float64 in dtypes and call.op not in DOUBLES:
         return False
     if by_rows:
@@ -163,18 +163,20 @@ def _box_of(values: dict[str, Any]) -> list[_Span] | None:
 def is_slow_alone(call: Call | None, recording: Recording) -> bool:
     """Whether ATen moves a call's elements slowly, so that a kernel of its own pays.
 
-    It closes gaps between parts, pads with zeros, repeats an operand over many elements, or takes new memory for a
-    tensor that was written in place.
+    It closes gaps between parts, pads with zeros, turns a matrix, repeats an operand over many elements, or takes new
+    memory for a tensor that was written in place.
     """
     if call is None or call.op in ROW_OPS:
         return False
     count, number = elements_of(call, recording), call.results[0]
-    is_in_place = number is not None and recording.buffers[number].root != number  # as it is for a kernel
-    return is_in_place or call.op in PLACED or (count >= LARGE and any(_is_repeated(use, count) for use in call.uses()))
+    if number is not None and recording.buffers[number].root != number:  # it was in place, as it is for a kernel
+        return True
+    is_repeating = count >= LARGE and any(_is_repeated(use, count) for use in call.uses())
+    return is_repeating or call.op in PLACED or turned_matrix(call) is not None
 
 
 def turned_matrix(call: Call | None) -> Tiles | None:
-    """The tiles that turn a matrix of float8 for a GEMM; None for any other call. ATen reads it number by number."""
+    """The space of a kernel that turns a matrix of float8 for a GEMM; None for any other call. ATen reads it slowly."""
     if call is None or call.op is not _ATEN.clone.default:
         return None
     values = arguments_of(call)
@@ -183,7 +185,7 @@ def turned_matrix(call: Call | None) -> Tiles | None:
         return None
     if stride[0] != 1 or stride[1] < shape[0] or min(shape) < TILE or shape[1] * stride[1] > MAX_ADDRESS:
         return None
-    return Tiles(shape[0], shape[1], stride[1])
+    return Tiles(shape[1], shape[0])
 
 
 def _is_repeated(use: Use, count: int) -> bool:
@@ -217,12 +219,18 @@ def elements_of(call: Call | None, recording: Recording) -> int:
     return int(recording.buffers[number].layout.shape.numel()) // max(1, len(equal_parts(call)))
 
 
-def space_of(calls: Sequence[Call], stored: Sequence[int], recording: Recording) -> Elements | Rows:
+def space_of(calls: Sequence[Call], stored: Sequence[int], recording: Recording) -> Elements | Rows | Tiles:
     """The space of a kernel that computes ``calls`` and fills the buffers ``stored``.
 
     Raises ``NotOneKernel`` if there is none.
     """
     by_rows = [call for call in calls if call.op in ROW_OPS]
+    written = [recording.buffers[number].layout.shape.numel() for number in stored]
+    if tiles := {found for call in calls if (found := turned_matrix(call)) is not None}:
+        space = tiles.pop()
+        if by_rows or tiles or any(count != space.rows * space.columns for count in written):
+            raise NotOneKernel
+        return space
     if not by_rows:
         makers = {number: call for call in calls for number in call.results}
         sizes = {elements_of(makers[number], recording) for number in stored}
@@ -231,7 +239,6 @@ def space_of(calls: Sequence[Call], stored: Sequence[int], recording: Recording)
         return Elements(sizes.pop())
     counts = {operands_of(call)[0].layout.shape.numel() // row_width(call) for call in by_rows}
     rows = counts.pop()
-    written = [recording.buffers[number].layout.shape.numel() for number in stored]
     if counts or any(count % rows for count in written):
         raise NotOneKernel
     width = max([*map(row_width, by_rows), *[count // rows for count in written]])

@@ -17,7 +17,14 @@ from typing import Any
 import torch
 
 from recompute.compiled.generated.dropout import DropoutMask
-from recompute.compiled.generated.groupable import MAX_ADDRESS, NotOneKernel, equal_parts, parts_of, space_of
+from recompute.compiled.generated.groupable import (
+    MAX_ADDRESS,
+    NotOneKernel,
+    equal_parts,
+    parts_of,
+    space_of,
+    turned_matrix,
+)
 from recompute.compiled.generated.index_forms import Form
 from recompute.compiled.generated.pointwise_ops import (
     COPIES,
@@ -34,7 +41,7 @@ from recompute.compiled.generated.pointwise_ops import (
     text_of,
 )
 from recompute.compiled.generated.row_ops import ROW_OPS, RowWriter, operands_of, row_dim, row_width
-from recompute.compiled.generated.spaces import BLOCK, Elements
+from recompute.compiled.generated.spaces import BLOCK, Elements, Tiles
 from recompute.compiled.recording import Buffer, Call, Recording, Use
 from recompute.compiled.statements import Statement
 from recompute.engine.cut.layout import Layout
@@ -94,7 +101,7 @@ class KernelSource:
         calls = {id(statement): statement.call for statement in self.group.values()}
         ops = [str(call.op).split(".")[1].lstrip("_") for call in calls.values() if call is not None]
         counted = {op: ops.count(op) for op in ops if op != "to_copy"}
-        kind = "pointwise" if isinstance(self.space, Elements) else "by_rows"
+        kind = {Elements: "pointwise", Tiles: "turned"}.get(type(self.space), "by_rows")
         return "_".join([kind, *[f"{op}{count if count > 1 else ''}" for op, count in counted.items()]])[:80]
 
     def is_stored_after(self, number: int, variable: str) -> bool:
@@ -140,6 +147,8 @@ class KernelSource:
         parts = equal_parts(statement.call) if isinstance(self.space, Elements) else []
         if not parts or statement.call is None:
             address = self.space.address(count)
+            if isinstance(self.space, Tiles) and turned_matrix(statement.call) is not None:
+                address = self.space.turned()
             self._width = self.space.width_of(count)
             value = self._value(number, self._index_in(address, layout))
             self.stores.append(f"tl.store(out{number} + ({address}), {value}{self._mask(address)})")

@@ -14,7 +14,7 @@ MAX_WIDTH = 16384
 """Elements of a row that one program holds in registers."""
 
 TILE = 128
-"""Rows, and columns, of a matrix that one program turns."""
+"""Rows, and columns, of a matrix that one program computes."""
 
 
 @dataclass(frozen=True)
@@ -100,25 +100,35 @@ class Rows:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Each program moves a square of a matrix, which lies in memory by columns, to where it lies by rows."""
+    """Each program computes a square of a matrix: rows ``r``, and columns ``c``, which lie side by side in memory."""
 
     rows: int
     columns: int
-    stride: int
-    """From column to column."""
-    warps = 8
+    warps = 16
     rounds = False
 
     @property
     def programs(self) -> int:
         return -(-self.rows // TILE) * -(-self.columns // TILE)
 
-    def text(self) -> str:
-        """The kernel."""
-        rows, columns, across = self.rows, self.columns, -(-self.rows // TILE)
-        return f"""def transposed_{rows}_{columns}(p0, p1):
-    r = (tl.program_id(0) % {across}) * {TILE} + tl.arange(0, {TILE})
-    c = (tl.program_id(0) // {across}) * {TILE} + tl.arange(0, {TILE})
-    x = tl.load(p0 + (c[:, None] * {self.stride} + r[None, :]), (c[:, None] < {columns}) & (r[None, :] < {rows}))
-    tl.store(p1 + (r[:, None] * {columns} + c[None, :]), tl.trans(x), (r[:, None] < {rows}) & (c[None, :] < {columns}))
-"""
+    def lines(self, index_type: str) -> list[str]:
+        program, across = f"tl.program_id(0){index_type}", -(-self.columns // TILE)
+        lines = [f"r = ({program} // {across} * {TILE} + tl.arange(0, {TILE}))[:, None]"]
+        return [*lines, f"c = ({program} % {across} * {TILE} + tl.arange(0, {TILE}))[None, :]"]
+
+    def address(self, count: int) -> Form:
+        return Form.total([(Form.of_variable("r", self.rows), self.columns), (Form.of_variable("c", self.columns), 1)])
+
+    def turned(self) -> Form:
+        """Where the elements lie in a tensor that has the columns as rows."""
+        return Form.total([(Form.of_variable("r", self.rows), 1), (Form.of_variable("c", self.columns), self.rows)])
+
+    def writes(self, count: int) -> bool:
+        return False
+
+    def width_of(self, count: int) -> int:
+        return 0
+
+    def guards(self, variables: Collection[str], width: int) -> list[str]:
+        sizes = {"r": self.rows, "c": self.columns}
+        return [f"({name} < {size})" for name, size in sizes.items() if name in variables and size % TILE]
