@@ -15,7 +15,7 @@ from torch import Tensor
 
 from recompute.compiled.generated import device_functions
 from recompute.compiled.generated.dropout import flat
-from recompute.compiled.generated.spaces import Elements, Rows, Tiles
+from recompute.compiled.generated.spaces import Elements, Rows
 from recompute.engine.bit_comparison import count_different
 from recompute.engine.cut.layout import Layout
 from recompute.engine.thread_state import is_in_cuda_graph
@@ -64,7 +64,7 @@ class GeneratedKernel:
         self,
         source: str,
         aten: Callable[..., Any],
-        space: Elements | Rows | Tiles,
+        space: Elements | Rows,
         outputs: Sequence[Layout],
         reused: Mapping[int, int] | None = None,
         nbytes: Traffic | None = None,

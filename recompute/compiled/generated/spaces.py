@@ -99,36 +99,28 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Tiles:
-    """Each program computes a square of a matrix: rows ``r``, and columns ``c``, which lie side by side in memory."""
+class Tiles(Rows):
+    """Each program computes a square of a matrix, whose rows lie in memory one after the other."""
 
-    rows: int
-    columns: int
+    rounds: bool = False
     warps = 16
-    rounds = False
 
     @property
     def programs(self) -> int:
-        return -(-self.rows // TILE) * -(-self.columns // TILE)
+        return -(-self.rows // TILE) * -(-self.width // TILE)
 
     def lines(self, index_type: str) -> list[str]:
-        program, across = f"tl.program_id(0){index_type}", -(-self.columns // TILE)
+        program, across = f"tl.program_id(0){index_type}", -(-self.width // TILE)
         lines = [f"r = ({program} // {across} * {TILE} + tl.arange(0, {TILE}))[:, None]"]
         return [*lines, f"c = ({program} % {across} * {TILE} + tl.arange(0, {TILE}))[None, :]"]
 
-    def address(self, count: int) -> Form:
-        return Form.total([(Form.of_variable("r", self.rows), self.columns), (Form.of_variable("c", self.columns), 1)])
-
     def turned(self) -> Form:
         """Where the elements lie in a tensor that has the columns as rows."""
-        return Form.total([(Form.of_variable("r", self.rows), 1), (Form.of_variable("c", self.columns), self.rows)])
+        return Form.total([(Form.of_variable("r", self.rows), 1), (Form.of_variable("c", self.width), self.rows)])
 
     def writes(self, count: int) -> bool:
         return False
 
-    def width_of(self, count: int) -> int:
-        return 0
-
     def guards(self, variables: Collection[str], width: int) -> list[str]:
-        sizes = {"r": self.rows, "c": self.columns}
+        sizes = {"r": self.rows, "c": self.width}
         return [f"({name} < {size})" for name, size in sizes.items() if name in variables and size % TILE]
