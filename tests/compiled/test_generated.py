@@ -274,9 +274,10 @@ class TestRows:
             (lambda x: (x.t() * 2).sum(-1), draw(300, 300)),
             (lambda x: (x * 2).softmax(-1), draw(9, 100)),
             (lambda x: (x * 2).sum(-1), torch.zeros(1, 1).expand(300, 20000)),
+            (lambda x: (x * 2).abs().amax(-1), torch.zeros(1, 1).expand(300, 9000)),
         ):
             _, others = kernels_of(function, given, generates=Generates.ROUNDED)
-            assert [line for line in others if "softmax" in line or "sum" in line] != []
+            assert [line for line in others if "softmax" in line or "sum" in line or "norm" in line] != []
 
     def test_what_is_read_in_another_order_is_a_kernel_of_its_own(self):
         kernels, others = kernels_of(

@@ -126,8 +126,9 @@ def can_run_by_rows(call: Call, recording: Recording) -> bool:
         return False
     if any(use.layout.stride[row_dim(call)] > 1 for use in operands):  # a program would read a sector for each element
         return False
-    if recording.generates is not Generates.ROUNDED and adds_up(call, recording):
+    is_sum = adds_up(call, recording)
+    if is_sum and recording.generates is not Generates.ROUNDED:
         return False
     outputs = [recording.buffers[number].layout.dtype for number in call.results[:1] if number is not None]
-    width = row_width(call)
-    return outputs[0] in FLOATS and 1 < width <= MAX_WIDTH and shape.numel() // width >= MIN_ROWS
+    width, most = row_width(call), MAX_WIDTH if is_sum else MAX_WIDTH // 2  # ATen's maxima of longer rows are faster
+    return outputs[0] in FLOATS and 1 < width <= most and shape.numel() // width >= MIN_ROWS
