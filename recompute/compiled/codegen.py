@@ -78,6 +78,11 @@ class Code:
             pairs = zip(call.results, twin.results, strict=True)
             self.tensors |= {one: self.tensors[other] for one, other in pairs if one is not None and other is not None}
             return
+        is_ours = self.recording.is_generated and (again or all(self._makes(before) for before, _ in call.written))
+        if is_ours and call.written and (calls := out_of_place(call, self.recording)):
+            for each in calls:
+                self.call(each, again=again)
+            return
         if again:
             self.reruns.append(call)
         if self.recording.is_generated:
@@ -86,9 +91,6 @@ class Code:
         if (mask := mask_of(call, self.recording)) is not None:
             self._dropout(call, mask, again, state)
             return
-        is_ours = self.recording.is_generated and (again or all(self._makes(before) for before, _ in call.written))
-        if is_ours and call.written:
-            call = out_of_place(call, self.recording) or call
         rounds = self.recording.is_generated and self.recording.generates is Generates.ROUNDED
         if rounds and call.op in READERS:
             parts = {use: self._part(use, again) for use in call.uses()}

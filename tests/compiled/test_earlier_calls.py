@@ -8,9 +8,6 @@ from capture_testing import Around, Twins, body, linear, tokens, train
 from generated_testing import written
 
 from recompute.compiled.earlier_calls import MAX_DISTANCE
-from recompute.compiled.generated.generated_kernel import GeneratedKernel
-from recompute.compiled.generated.groupable import turned_matrix
-from recompute.engine.cut.layout import Layout
 
 ATEN = torch.ops.aten
 FAR = range(MAX_DISTANCE + 1)
@@ -72,18 +69,3 @@ def test_the_largest_absolute_value_is_a_norm(largest, special):
     assert "linalg_vector_norm" in code.statements[-1].text
     run = code.compiled(["def run(t0):"], f"t{number}", [f"t{number}"])
     assert torch.equal(run(x).nan_to_num(-1.0), largest(x).nan_to_num(-1.0))
-
-
-@pytest.mark.parametrize("shape", [(128, 128), (200, 333), (384, 129)], ids=str)
-def test_a_kernel_turns_a_matrix_of_float8(shape):
-    matrix = torch.randn(shape).to(torch.float8_e4m3fn)
-
-    def turned(x):
-        return x.t().clone(memory_format=torch.contiguous_format)
-
-    code, _ = written(turned, matrix)
-    tiles = turned_matrix(code.statements[-1].call)
-    expected = turned(matrix)
-    kernel = GeneratedKernel(tiles.text(), turned, tiles, [Layout.of(expected)])
-    (found,) = kernel._launch(matrix.t())
-    assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))

@@ -49,6 +49,23 @@ def written_in_place(x, y):
     return x.copy_(before - x) * before
 
 
+def scaled_in_place(x, rows, columns):
+    """As torchao scales a GEMM of float8: by a product in float32 that is as large as the output."""
+    return (x.half() + 1).mul_(rows.float() * columns.float())
+
+
+def scaled_along(x, dim):
+    """As torchao's rowwise float8 has it."""
+    scale = (448.0 / x.abs().amax(dim, keepdim=True).double().clamp(1e-12)).float()
+    scale = torch.exp2(torch.floor(torch.log2(scale)))
+    return (x.float() * scale).clamp(-448.0, 448.0), scale.reciprocal()
+
+
+def cast_along(x, dim):
+    scaled, inverse = scaled_along(x, dim)
+    return scaled.to(torch.float8_e4m3fn), inverse
+
+
 def filled_by_parts(x, y):
     """As keys are put together of a part for each head and one for all heads."""
     keys = x.new_empty(2, 3, 5, 12)
@@ -81,6 +98,9 @@ GROUPS = {
     "casts": (lambda x: (x.to(torch.float16).mul(3).float() + 1, x * 2), [draw(4, 6)]),
     "one place of each row": (lambda x, i, v: x.scatter(-1, i, v) * 2, [draw(9, 5), draw(9, 1).long() % 5, draw(9, 1)]),
     "what is written in place": (written_in_place, [draw(6, 8), draw(8)]),
+    "what a wider operand is written into": (scaled_in_place, [draw(6, 8), draw(6, 1), draw(8)]),
+    "scales of rows, in float64 among others": (lambda x: scaled_along(x * 2, -1), [draw(256, 40)]),
+    "scales of columns, which lie in memory as rows": (lambda x: scaled_along(x.t(), 0), [draw(256, 40)]),
     "parts that are filled one by one": (filled_by_parts, [draw(2, 5, 3, 8), draw(2, 5, 1, 4)]),
     "gradients of strided slices": (strided_gradients, [draw(3, 4), draw(3, 4)]),
     "integers": (lambda i: (i // 4, (i > 3).bitwise_not(), i.to(torch.bool)), [draw(9, 5).mul(30).long()]),
@@ -248,14 +268,16 @@ class TestRows:
         found, expected = safe_softmax(scores, -1), torch.ops.aten._safe_softmax(scores, -1)
         assert same_bits(found, expected)
 
-    def test_columns_few_rows_and_long_rows_are_atens(self):
+    def test_columns_few_rows_and_rows_that_are_long_or_lie_apart_are_atens(self):
         for function, given in (
             (lambda x: (x * 2).softmax(0), draw(300, 300)),
+            (lambda x: (x.t() * 2).sum(-1), draw(300, 300)),
             (lambda x: (x * 2).softmax(-1), draw(9, 100)),
             (lambda x: (x * 2).sum(-1), torch.zeros(1, 1).expand(300, 20000)),
+            (lambda x: (x * 2).abs().amax(-1), torch.zeros(1, 1).expand(300, 9000)),
         ):
             _, others = kernels_of(function, given, generates=Generates.ROUNDED)
-            assert [line for line in others if "softmax" in line or "sum" in line] != []
+            assert [line for line in others if "softmax" in line or "sum" in line or "norm" in line] != []
 
     def test_what_is_read_in_another_order_is_a_kernel_of_its_own(self):
         kernels, others = kernels_of(
@@ -263,6 +285,32 @@ class TestRows:
         )
         assert {kernel.name.partition("_")[0] for kernel in kernels} == {"by", "pointwise"}
         assert others == []
+
+
+def turned(matrix):
+    return matrix.t().clone(memory_format=torch.contiguous_format)
+
+
+TURNED = {
+    "alone": turned,
+    "as it is cast": lambda x: turned((x * 2).to(torch.float8_e5m2)),
+    "beside another cast": lambda x: ((x * 3).to(torch.float8_e4m3fn), turned((x * x[:1]).to(torch.float8_e4m3fn))),
+    "a cast of a transposed matrix": lambda x: turned((x.t() * x.t()[:, :1]).to(torch.float8_e4m3fn).t()),
+}
+
+
+@interpreted
+@pytest.mark.parametrize("shape", [(128, 128), (200, 333), (384, 129)], ids=str)
+@pytest.mark.parametrize("name", TURNED)
+def test_a_kernel_turns_a_matrix_of_float8_as_it_makes_it(name, shape):
+    """A GEMM reads one operand by columns, and ATen would turn it number by number."""
+    x = draw(*shape).to(torch.float8_e4m3fn if name == "alone" else torch.float32)
+    kernels, others = kernels_of(TURNED[name], x)
+    assert [kernel.name.partition("_")[0] for kernel in kernels] == ["turned"]
+    assert others == []
+    for found, expected in zip(*as_one_kernel(TURNED[name], x)(), strict=True):
+        assert found.stride() == expected.stride()
+        assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
 
 
 ADDED = {
@@ -377,6 +425,11 @@ def backward_of_a_gated_mlp(a, b, gradient, w):
 GROUPED = {
     "what only a group reads never reaches memory": (lambda x: ((x * 2).exp() + 1).tanh(), [draw(64)], [1], []),
     "a cast is made in each group that reads it": (norm, [draw(8, 16).bfloat16()], [1, 1], ["mean_dim"]),
+    "a cast to float8 reads each row once": (lambda x: cast_along(x, -1), [draw(300, 8)], [2], []),
+    "a cast to float8 of a transposed matrix, too": (lambda x: cast_along(x.t(), 0), [draw(300, 8)], [2], []),
+    "a scale of each column is made once": (
+        lambda x: cast_along(x, 0), [draw(300, 8)], [2, 1], ["linalg_vector_norm_default"],
+    ),
     "a GEMM between two calls keeps them apart": (
         lambda x, w: ((x * 2).exp() @ w * 3).tanh(), [draw(8, 8)] * 2, [1, 1], ["mm_default"],
     ),

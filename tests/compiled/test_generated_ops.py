@@ -20,9 +20,9 @@ UNARY = {
     **{f"pow {power}": lambda x, power=power: ATEN.pow.Tensor_Scalar(x, power) for power in (1, 2, 3, 0.5, -0.5, -1)},
     **{
         name: getattr(ATEN, name)
-        for name in ("neg", "abs", "reciprocal", "exp", "log", "sin", "cos", "sqrt", "rsqrt", "tanh", "sigmoid")
+        for name in ("neg", "abs", "reciprocal", "exp", "exp2", "log", "log2", "sin", "cos", "sqrt", "rsqrt", "tanh")
     },
-    **{name: getattr(ATEN, name) for name in ("silu", "gelu", "relu", "logical_not", "clone")},
+    **{name: getattr(ATEN, name) for name in ("sigmoid", "floor", "silu", "gelu", "relu", "logical_not", "clone")},
     "gelu by tanh": lambda x: ATEN.gelu(x, approximate="tanh"),
     **{
         f"{name}.Scalar": lambda x, name=name: getattr(ATEN, name).Scalar(x, 0.1)
@@ -32,6 +32,7 @@ UNARY = {
         f"to {dtype}": lambda x, dtype=dtype: ATEN._to_copy(x, dtype=dtype)
         for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
     },
+    "float64": lambda x: ATEN.mul.Tensor(ATEN.reciprocal(x.double().clamp(1e-12)), 448.0).float(),
     "clamp": lambda x: ATEN.clamp(x, -0.7, 1.3),
     "clamp from below": lambda x: ATEN.clamp(x, 0.1),
     "zeros": lambda x: ATEN.add.Tensor(x, ATEN.zeros(x.shape, dtype=x.dtype, device=x.device)),

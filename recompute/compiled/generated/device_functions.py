@@ -38,6 +38,11 @@ def magnitude(x):
 
 
 @jit
+def reciprocal(x):
+    return 1.0 / x if x.dtype == tl.float64 else tl.div_rn(1.0, x)  # which takes float32 alone
+
+
+@jit
 def is_tiny(x):
     """Whether a number has no full precision. Triton's libdevice takes such numbers for 0, and ATen does not."""
     return tl.abs(x) < 1.1754943508222875e-38

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
-import torch
-
 from recompute.compiled.generated.generated_kernel import GeneratedKernel, Traffic
-from recompute.compiled.generated.groupable import is_slow_alone, turned_matrix
+from recompute.compiled.generated.groupable import is_slow_alone
 from recompute.compiled.generated.grouping import Grouping
 from recompute.compiled.generated.kernel_source import KernelSource
-from recompute.compiled.generated.spaces import Tiles
 from recompute.compiled.recording import Recording
 from recompute.compiled.statements import Statement, lines_of
 from recompute.engine.cut.layout import Layout
@@ -39,8 +35,6 @@ def fused(
             if source.inputs:  # else it computes constants
                 dying = {name for name, reader in last_unit.items() if reader is unit} & grouping.own
                 members = [_generated(source, members, views, names, dying)]
-        elif (tiles := turned_matrix(members[0].call)) is not None:
-            members = [_turned(members[0], tiles, recording, names)]
         found += members
     return list(_with_views(found, views, last))
 
@@ -79,20 +73,6 @@ def _generated(
         if (whole.shape, whole.stride) != (layout.shape, layout.stride):
             text += f"\n{made[index]} = {made[index]}.as_strided({tuple(layout.shape)}, {layout.stride})"
     return Statement(text, read, made, again=all(statement.again for statement in members))
-
-
-def _turned(statement: Statement, tiles: Tiles, recording: Recording, names: dict[str, Any]) -> Statement:
-    """The statement that calls a kernel which writes a matrix by rows that lies in memory by columns."""
-    call, name = statement.call, f"kernel{len(names)}"
-    assert call is not None
-    (number,) = call.results
-    assert number is not None
-    buffer, copy = recording.buffers[number], {"memory_format": torch.contiguous_format}
-    moved = Traffic(buffer.nbytes, buffer.nbytes, 0)
-    names[name] = GeneratedKernel(
-        tiles.text(), lambda matrix: (matrix.clone(**copy),), tiles, [buffer.layout], nbytes=moved
-    )
-    return replace(statement, text=f"{statement.makes[0]}, = {name}({statement.reads[0]})", call=None)
 
 
 def _reused(source: KernelSource, layouts: Sequence[Layout], dying: Iterable[str]) -> dict[int, str]:

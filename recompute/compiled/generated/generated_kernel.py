@@ -15,7 +15,7 @@ from torch import Tensor
 
 from recompute.compiled.generated import device_functions
 from recompute.compiled.generated.dropout import flat
-from recompute.compiled.generated.spaces import Elements, Rows, Tiles
+from recompute.compiled.generated.spaces import Elements, Rows
 from recompute.engine.bit_comparison import count_different
 from recompute.engine.cut.layout import Layout
 from recompute.engine.thread_state import is_in_cuda_graph
@@ -64,7 +64,7 @@ class GeneratedKernel:
         self,
         source: str,
         aten: Callable[..., Any],
-        space: Elements | Rows | Tiles,
+        space: Elements | Rows,
         outputs: Sequence[Layout],
         reused: Mapping[int, int] | None = None,
         nbytes: Traffic | None = None,
@@ -100,7 +100,7 @@ class GeneratedKernel:
 
     def __str__(self) -> str:
         read, written, spared = map(humanize, self.nbytes)
-        exact = "exact but for the order of sums" if isinstance(self._space, Rows) else "exact"
+        exact = "exact but for the order of sums" if self._space.rounds else "exact"
         state = exact if self.is_exact else f"ATen's, as {self.reason}" if self.reason else "not run yet"
         return f"{self.name}: reads {read}, writes {written}, spares {spared}; {state}"
 
@@ -144,7 +144,7 @@ class GeneratedKernel:
         return expected
 
     def _agrees(self, expected: Tensor, found: Tensor, tolerance: float) -> bool:
-        if not isinstance(self._space, Rows) or not expected.is_floating_point():
+        if not self._space.rounds or not expected.is_floating_point():
             return not count_different(expected, found)
         expected, found = expected.float(), found.float()
         if not bool((expected.isfinite() == found.isfinite()).all()):

@@ -12,6 +12,7 @@ import torch
 from recompute.compiled.generated.dropout import DropoutMask
 from recompute.compiled.generated.pointwise_ops import (
     COPIES,
+    DOUBLES,
     FLOATS,
     FLOATS8,
     PLACED,
@@ -21,9 +22,8 @@ from recompute.compiled.generated.pointwise_ops import (
     arguments_of,
     computing_dtype,
 )
-from recompute.compiled.generated.row_ops import ROW_OPS, can_run_by_rows, operands_of, row_width
+from recompute.compiled.generated.row_ops import ROW_OPS, adds_up, can_run_by_rows, operands_of, row_width
 from recompute.compiled.generated.spaces import TILE, Elements, Rows, Tiles
-from recompute.compiled.generated.switch import Generates
 from recompute.compiled.recording import Call, Recording, Use
 from recompute.engine.tape.op_arguments import is_dense
 
@@ -42,7 +42,7 @@ def can_be_generated(call: Call, recording: Recording) -> bool:
     """Whether a generated kernel can compute a call."""
     if isinstance(call.op, DropoutMask):
         return True
-    by_rows = recording.generates is Generates.ROUNDED and can_run_by_rows(call, recording)
+    by_rows = can_run_by_rows(call, recording)
     if call.written or not call.results or None in call.results or (call.is_sequence and not by_rows):
         return False
     outputs = [recording.buffers[number] for number in call.results if number is not None]
@@ -59,8 +59,10 @@ def can_be_generated(call: Call, recording: Recording) -> bool:
         if buffer.device != recording.device:
             return False
     dtypes = [output.layout.dtype, *[use.layout.dtype for use in call.uses()]]
-    if not FLOATS8.keys().isdisjoint(dtypes):  # other calls on it, as copies in another order, are ATen's
-        return call.op is _ATEN._to_copy.default and dtypes[1] in FLOATS
+    if not FLOATS8.keys().isdisjoint(dtypes):  # most other calls on it are ATen's
+        return tiles_of(call) is not None or (call.op is _ATEN._to_copy.default and dtypes[1] in FLOATS)
+    if torch.float64 in dtypes and call.op not in DOUBLES:
+        return False
     if by_rows:
         return True
     values = arguments_of(call)
@@ -80,7 +82,7 @@ def can_be_generated(call: Call, recording: Recording) -> bool:
     if row is None or any(type(values[name]) not in (Use, *_NUMBERS) for name in row.operands):
         return False
     dtype = computing_dtype(row, values, output.layout.dtype)
-    if not row.takes_all and dtype is not torch.float32:
+    if not row.takes_all and dtype not in (torch.float32, torch.float64):
         return False
     if row.promotion is None and any(
         type(value := values[name]) is Use and value.layout.dtype is not dtype
@@ -96,6 +98,8 @@ def can_be_generated(call: Call, recording: Recording) -> bool:
 
 def _can_be_cast(source: torch.dtype, target: torch.dtype) -> bool:
     """Whether a cast is reviewed: those of floating-point numbers to integers are not."""
+    if torch.float64 in (source, target):
+        return source in FLOATS or target is torch.float32
     return source is target or target in (*FLOATS, torch.bool) or source not in FLOATS
 
 
@@ -159,18 +163,20 @@ def _box_of(values: dict[str, Any]) -> list[_Span] | None:
 def is_slow_alone(call: Call | None, recording: Recording) -> bool:
     """Whether ATen moves a call's elements slowly, so that a kernel of its own pays.
 
-    It closes gaps between parts, pads with zeros, repeats an operand over many elements, or takes new memory for a
-    tensor that was written in place.
+    It closes gaps between parts, pads with zeros, turns a matrix, repeats an operand over many elements, or takes new
+    memory for a tensor that was written in place.
     """
     if call is None or call.op in ROW_OPS:
         return False
     count, number = elements_of(call, recording), call.results[0]
-    is_in_place = number is not None and recording.buffers[number].root != number  # as it is for a kernel
-    return is_in_place or call.op in PLACED or (count >= LARGE and any(_is_repeated(use, count) for use in call.uses()))
+    if number is not None and recording.buffers[number].root != number:  # it was in place, as it is for a kernel
+        return True
+    is_repeating = count >= LARGE and any(_is_repeated(use, count) for use in call.uses())
+    return is_repeating or call.op in PLACED or tiles_of(call) is not None
 
 
-def turned_matrix(call: Call | None) -> Tiles | None:
-    """The tiles that turn a matrix of float8 for a GEMM; None for any other call. ATen reads it number by number."""
+def tiles_of(call: Call | None) -> Tiles | None:
+    """The space of a kernel that turns a matrix of float8 for a GEMM; None for any other call. ATen reads it slowly."""
     if call is None or call.op is not _ATEN.clone.default:
         return None
     values = arguments_of(call)
@@ -179,7 +185,7 @@ def turned_matrix(call: Call | None) -> Tiles | None:
         return None
     if stride[0] != 1 or stride[1] < shape[0] or min(shape) < TILE or shape[1] * stride[1] > MAX_ADDRESS:
         return None
-    return Tiles(shape[0], shape[1], stride[1])
+    return Tiles(shape[1], shape[0])
 
 
 def _is_repeated(use: Use, count: int) -> bool:
@@ -219,6 +225,12 @@ def space_of(calls: Sequence[Call], stored: Sequence[int], recording: Recording)
     Raises ``NotOneKernel`` if there is none.
     """
     by_rows = [call for call in calls if call.op in ROW_OPS]
+    written = [recording.buffers[number].layout.shape.numel() for number in stored]
+    if tiles := {found for call in calls if (found := tiles_of(call)) is not None}:
+        space = tiles.pop()
+        if by_rows or tiles or any(count != space.rows * space.width for count in written):
+            raise NotOneKernel
+        return space
     if not by_rows:
         makers = {number: call for call in calls for number in call.results}
         sizes = {elements_of(makers[number], recording) for number in stored}
@@ -227,10 +239,9 @@ def space_of(calls: Sequence[Call], stored: Sequence[int], recording: Recording)
         return Elements(sizes.pop())
     counts = {operands_of(call)[0].layout.shape.numel() // row_width(call) for call in by_rows}
     rows = counts.pop()
-    written = [recording.buffers[number].layout.shape.numel() for number in stored]
     if counts or any(count % rows for count in written):
         raise NotOneKernel
     width = max([*map(row_width, by_rows), *[count // rows for count in written]])
     if width > 2 * max(map(row_width, by_rows)):
         raise NotOneKernel
-    return Rows(rows, width)
+    return Rows(rows, width, any(adds_up(call, recording) for call in by_rows))

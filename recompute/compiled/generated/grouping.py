@@ -199,10 +199,14 @@ class Grouping:
         return True
 
     def _is_cheap(self, statement: Statement, index: int) -> bool:
-        """Whether to make a value again reads no more than to read it."""
+        """Whether to make a value again reads no more than to read it, and computes no element again and again."""
         assert statement.call is not None
         if statement.call.op in ROW_OPS:
             return False
+        if statement.call.op not in COPIES and len(self.readers[index]) > 1:
+            count = elements_of(statement.call, self.recording)
+            if any(elements_of(self.statements[each].call, self.recording) > count for each in self.readers[index]):
+                return False
         buffers, sources = self.recording.buffers, {use.buffer for use in statement.call.uses()}
         made = sum(buffers[number].nbytes for number in self._results(index))
         return sum(buffers[number].nbytes for number in sources) <= made

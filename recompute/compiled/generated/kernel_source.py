@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from recompute.compiled.generated.dropout import DropoutMask
-from recompute.compiled.generated.groupable import MAX_ADDRESS, NotOneKernel, equal_parts, parts_of, space_of
+from recompute.compiled.generated.groupable import MAX_ADDRESS, NotOneKernel, equal_parts, parts_of, space_of, tiles_of
 from recompute.compiled.generated.index_forms import Form
 from recompute.compiled.generated.pointwise_ops import (
     COPIES,
@@ -33,8 +33,8 @@ from recompute.compiled.generated.pointwise_ops import (
     computing_dtype,
     text_of,
 )
-from recompute.compiled.generated.row_ops import ROW_OPS, RowWriter, operands_of, row_width
-from recompute.compiled.generated.spaces import BLOCK, Elements
+from recompute.compiled.generated.row_ops import ROW_OPS, RowWriter, operands_of, row_dim, row_width
+from recompute.compiled.generated.spaces import BLOCK, Elements, Tiles
 from recompute.compiled.recording import Buffer, Call, Recording, Use
 from recompute.compiled.statements import Statement
 from recompute.engine.cut.layout import Layout
@@ -94,7 +94,7 @@ class KernelSource:
         calls = {id(statement): statement.call for statement in self.group.values()}
         ops = [str(call.op).split(".")[1].lstrip("_") for call in calls.values() if call is not None]
         counted = {op: ops.count(op) for op in ops if op != "to_copy"}
-        kind = "pointwise" if isinstance(self.space, Elements) else "by_rows"
+        kind = {Elements: "pointwise", Tiles: "turned"}.get(type(self.space), "by_rows")
         return "_".join([kind, *[f"{op}{count if count > 1 else ''}" for op, count in counted.items()]])[:80]
 
     def is_stored_after(self, number: int, variable: str) -> bool:
@@ -140,6 +140,8 @@ class KernelSource:
         parts = equal_parts(statement.call) if isinstance(self.space, Elements) else []
         if not parts or statement.call is None:
             address = self.space.address(count)
+            if isinstance(self.space, Tiles) and tiles_of(statement.call) is not None:
+                address = self.space.turned()
             self._width = self.space.width_of(count)
             value = self._value(number, self._index_in(address, layout))
             self.stores.append(f"tl.store(out{number} + ({address}), {value}{self._mask(address)})")
@@ -254,7 +256,7 @@ class KernelSource:
             elif not callable(row.expression):
                 if row.promotion is Promotion.ALWAYS_BOOL and dtype in FLOATS:  # a number is rounded as the tensor is
                     value = torch.tensor(value, dtype=values["self"].layout.dtype).item()
-                operands[name] = text_of(value) if dtype in FLOATS else repr(value)
+                operands[name] = text_of(value, TRITON_DTYPES[dtype]) if dtype.is_floating_point else repr(value)
         text = row.expression(operands) if callable(row.expression) else row.expression.format(**operands)
         assert text is not None
         computed = torch.bool if row.promotion is not None and output.dtype is torch.bool else dtype
@@ -323,11 +325,11 @@ class KernelSource:
 
     def _by_rows(self, statement: Statement, call: Call, number: int, index: Index) -> str:
         """The value of a call that goes over rows, at an index."""
-        operands, width = operands_of(call), row_width(call)
-        lead, rest = index[: len(operands[0].layout.shape) - 1], index[len(operands[0].layout.shape) - 1 :]
-        column = Form.of_variable("c", width)
-        is_whole = self.recording.buffers[number].layout.shape == operands[0].layout.shape
-        place = rest[0] if is_whole else column
+        operands, width, dim = operands_of(call), row_width(call), row_dim(call)
+        shape, column = operands[0].layout.shape, Form.of_variable("c", width)
+        lead = *index[:dim], *index[dim + (len(index) == len(shape)) :]
+        is_whole = self.recording.buffers[number].layout.shape == shape
+        place = index[dim] if is_whole else column
         is_column = [(term.factor, term.variable, term.divisor) for term in place.terms] == [(1, "c", 1)]
         if (
             any("c" in self._counts_by(form) for form in lead)
@@ -337,7 +339,8 @@ class KernelSource:
             raise NotOneKernel
         outer, self._conditions, self._width = (self._conditions, self._width), [], width
         given = [
-            self._cast(self._read(statement, use, (*lead, column)), use.layout.dtype, torch.float32) for use in operands
+            self._cast(self._read(statement, use, (*lead[:dim], column, *lead[dim:])), use.layout.dtype, torch.float32)
+            for use in operands
         ]
         self._conditions, self._width = outer
         found = ROW_OPS[call.op][1](*given, RowWriter(width, lambda text: self._fresh("x", text)))

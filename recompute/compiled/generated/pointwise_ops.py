@@ -23,6 +23,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 FLOATS8 = {torch.float8_e4m3fn: 464.0, torch.float8_e5m2: 61439.99609375}
 """The dtypes that a kernel may cast to at its end, and the largest number that rounds to a finite one of each."""
 TRITON_DTYPES = {
+    torch.float64: "tl.float64",
     torch.float32: "tl.float32",
     torch.bfloat16: "tl.bfloat16",
     torch.float16: "tl.float16",
@@ -61,10 +62,11 @@ def cast_to_float8(x: str, dtype: torch.dtype) -> str:
     return f"functions.to_float8({x}, {settings})"
 
 
-def text_of(number: float) -> str:
-    """A number as it stands in a kernel that computes in float32."""
+def text_of(number: float, dtype: str = "tl.float32") -> str:
+    """A number as it stands in a kernel that computes in float32, or in float64 if that is ``dtype``."""
     number = float(number)
-    return repr(number) if math.isfinite(number) else f'float("{number}")'
+    text = repr(number) if math.isfinite(number) else f'float("{number}")'
+    return f"tl.full((), {text}, {dtype})" if dtype == TRITON_DTYPES[torch.float64] else text
 
 
 def _add_scaled(values: dict[str, Any], alpha: float) -> str:
@@ -116,8 +118,8 @@ def _floor_divide(values: dict[str, Any]) -> str | None:
 
 def _clamp(values: dict[str, Any]) -> str | None:
     x, low, high = values["self"], values["min"], values["max"]
-    found = x if low is None else f"tl.maximum({x}, {text_of(low)})"
-    found = found if high is None else f"tl.minimum({found}, {text_of(high)})"
+    found = x if low is None else f"tl.maximum({x}, {text_of(low, values['dtype'])})"
+    found = found if high is None else f"tl.minimum({found}, {text_of(high, values['dtype'])})"
     return f"tl.where({x} != {x}, {x}, {found})"
 
 
@@ -151,9 +153,12 @@ ROWS: dict[Any, Row] = {
     _ATEN.div.Scalar: Row(_BINARY, _div, Promotion.INT_TO_FLOAT),
     _ATEN.pow.Tensor_Scalar: Row(("self",), _pow),
     _ATEN.neg.default: Row(("self",), "functions.negate({self})"),
-    _ATEN.reciprocal.default: Row(("self",), "tl.div_rn(1.0, {self})", Promotion.INT_TO_FLOAT),
+    _ATEN.reciprocal.default: _unary("functions.reciprocal"),
     _ATEN.exp.default: _unary("math.exp"),
+    _ATEN.exp2.default: _unary("math.exp2"),
     _ATEN.log.default: _unary("math.log"),
+    _ATEN.log2.default: _unary("math.log2"),
+    _ATEN.floor.default: Row(("self",), "tl.floor({self})"),
     _ATEN.sin.default: _unary("functions.sine"),
     _ATEN.cos.default: _unary("math.cos"),
     _ATEN.sqrt.default: _unary("tl.sqrt_rn"),
@@ -196,6 +201,8 @@ ROWS: dict[Any, Row] = {
     **{getattr(_ATEN, name).Scalar: _compare(sign) for name, sign in _SIGNS.items()},
 }
 
+DOUBLES = (_ATEN._to_copy.default, _ATEN.clamp.default, _ATEN.mul.Tensor, _ATEN.reciprocal.default)
+"""The ops that are computed in float64, too: torchao makes the scales of float8 so."""
 COPIES = (_ATEN._to_copy.default, _ATEN.clone.default)
 """Ops that return the same elements, perhaps in another dtype, or in another order in memory."""
 REPLACED = (_ATEN.scatter.src,)

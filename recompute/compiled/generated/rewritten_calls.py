@@ -20,7 +20,7 @@ from torch._prims_common import elementwise_dtypes
 
 from recompute.compiled.generated.groupable import can_be_generated
 from recompute.compiled.generated.pointwise_ops import FLOATS, ROWS, arguments_of, stand_in
-from recompute.compiled.recording import Call, Recording, Use
+from recompute.compiled.recording import Buffer, Call, Recording, Use
 from recompute.engine.cut.layout import Layout
 from recompute.engine.tape.op_arguments import is_dense
 
@@ -47,23 +47,35 @@ def largest_size(call: Call, recording: Recording, has: Callable[[int], bool]) -
     return call._replace(op=_ATEN.linalg_vector_norm.default, args=args)
 
 
-def out_of_place(call: Call, recording: Recording) -> Call | None:
-    """The call that returns a new tensor where ``call`` writes in place; None if no generated kernel computes it."""
+def out_of_place(call: Call, recording: Recording) -> list[Call]:
+    """The calls that return a new tensor where ``call`` writes in place; none if no generated kernel computes them.
+
+    Where an operand has a wider dtype than the target, the second call casts what the first one has computed.
+    """
     target = call.args[0] if call.args else None
     if len(call.written) != 1 or type(target) is not Use or not isinstance(call.op, torch._ops.OpOverload):
-        return None
+        return []
     ((before, after),) = call.written
-    whole = recording.buffers[before].layout
+    buffer = recording.buffers[before]
+    whole = buffer.layout
     if target.buffer != before or target.is_conjugate or not whole.is_contiguous:
-        return None
+        return []
+    dtype = whole.dtype
     if call.op is _ATEN.copy_.default:
         op, args = _ATEN.as_strided_scatter.default, _part_replaced(Use(before, whole), target, call.args[1])
     else:
-        op, args = _functional(call), call.args if target.layout == whole else None
+        op, dtype = _functional(call, dtype)
+        args = call.args if target.layout == whole else None
     if op is None or args is None:
-        return None
-    found = Call(op, args, call.kwargs if op in ROWS else {}, (after,), (), is_sequence=False)
-    return found if can_be_generated(found, recording) else None
+        return []
+    kwargs, number, calls = call.kwargs if op in ROWS else {}, after, []
+    if dtype is not whole.dtype:
+        number, wide = len(recording.buffers), Layout(whole.shape, whole.stride, 0, dtype)
+        recording.buffers.append(Buffer(wide, wide.shape.numel() * dtype.itemsize, number, device=buffer.device))
+        cast = {"dtype": whole.dtype}
+        calls = [Call(_ATEN._to_copy.default, (Use(number, wide),), cast, (after,), (), is_sequence=False)]
+    calls.insert(0, Call(op, args, kwargs, (number,), (), is_sequence=False))
+    return calls if all(can_be_generated(each, recording) for each in calls) else []
 
 
 def _part_replaced(whole: Use, target: Use, source: Any) -> tuple[Any, ...] | None:
@@ -74,18 +86,17 @@ def _part_replaced(whole: Use, target: Use, source: Any) -> tuple[Any, ...] | No
     return whole, source, list(shape), list(stride), offset - whole.layout.offset
 
 
-def _functional(call: Call) -> Any:
-    """The op that returns the numbers which an op writes in place, if it returns them in the dtype of the target."""
+def _functional(call: Call, dtype: torch.dtype) -> tuple[Any, torch.dtype]:
+    """The op that returns the numbers which an op writes into a tensor of ``dtype``; and the dtype that it returns."""
     name = call.op._schema.name.partition("::")[2]
     packet = getattr(_ATEN, name[:-1], None) if name.endswith("_") else None
     op = getattr(packet, call.op._overloadname, None)
     row = ROWS.get(op)
     if row is None or row.promotion is None:
-        return op if row is not None else None
+        return op if row is not None else None, dtype
     values = arguments_of(call)
     operands = [stand_in(values[each]) if type(values[each]) is Use else values[each] for each in row.operands]
-    found = elementwise_dtypes(*operands, type_promotion_kind=row.promotion)[1]
-    return op if found is values["self"].layout.dtype else None
+    return op, elementwise_dtypes(*operands, type_promotion_kind=row.promotion)[1]
 
 
 def part_of_rows(use: Use, recording: Recording) -> tuple[Use, Layout] | None:

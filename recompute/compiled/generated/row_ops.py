@@ -1,18 +1,19 @@
-"""The ATen ops over the last dimension that a generated kernel computes by rows: reductions, and softmax.
+"""The ATen ops along a dimension that a generated kernel computes by rows: reductions, and softmax.
 
 They sum up in another order than ATen's kernels, so that they round in another way. Only a policy that may round, such
-as ``auto``, runs them.
+as ``auto``, runs them; but for the greatest absolute value of a row, which has ATen's bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 from recompute.compiled.generated.pointwise_ops import FLOATS, arguments_of
 from recompute.compiled.generated.spaces import MAX_WIDTH
+from recompute.compiled.generated.switch import Generates
 from recompute.compiled.recording import Call, Recording, Use
 
 _ATEN = torch.ops.aten
@@ -96,26 +97,38 @@ def operands_of(call: Call) -> list[Use]:
     return [values[name] for name in names]
 
 
+def row_dim(call: Call) -> int:
+    """The dimension that an op goes along."""
+    dim = arguments_of(call)["dim"]
+    return (dim if isinstance(dim, int) else dim[0]) % len(operands_of(call)[0].layout.shape)
+
+
 def row_width(call: Call) -> int:
     """The elements of a row that an op goes over."""
-    return int(operands_of(call)[0].layout.shape[-1])
+    return int(operands_of(call)[0].layout.shape[row_dim(call)])
+
+
+def adds_up(call: Call, recording: Recording) -> bool:
+    """Whether an op on rows may round in another way than ATen's: the greatest of absolute values is what it is."""
+    maker = recording.maker(operands_of(call)[0])
+    return call.op is not _ATEN.amax.default or maker is None or maker.op is not _ATEN.abs.default
 
 
 def can_run_by_rows(call: Call, recording: Recording) -> bool:
     """Whether a generated kernel can compute a call by rows. Whether its operands and outputs fit is not looked at."""
     if call.op not in ROW_OPS:
         return False
-    values, operands = arguments_of(call), operands_of(call)
+    dims, operands = arguments_of(call)["dim"], operands_of(call)
     shape = operands[0].layout.shape
     if not shape or any(use.layout.dtype not in FLOATS or use.layout.shape != shape for use in operands):
         return False
-    dims: Sequence[int] | int | None = values["dim"]
-    dims = [dims] if isinstance(dims, int) else dims
+    if dims is None or (not isinstance(dims, int) and len(dims) != 1):
+        return False
+    if any(use.layout.stride[row_dim(call)] > 1 for use in operands):  # a program would read a sector for each element
+        return False
+    is_sum = adds_up(call, recording)
+    if is_sum and recording.generates is not Generates.ROUNDED:
+        return False
     outputs = [recording.buffers[number].layout.dtype for number in call.results[:1] if number is not None]
-    return (
-        dims is not None
-        and [dim % len(shape) for dim in dims] == [len(shape) - 1]
-        and outputs[0] in FLOATS
-        and 1 < shape[-1] <= MAX_WIDTH
-        and shape.numel() // shape[-1] >= MIN_ROWS
-    )
+    width, most = row_width(call), MAX_WIDTH if is_sum else MAX_WIDTH // 2  # ATen's maxima of longer rows are faster
+    return outputs[0] in FLOATS and 1 < width <= most and shape.numel() // width >= MIN_ROWS

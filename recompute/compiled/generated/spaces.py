@@ -14,7 +14,7 @@ MAX_WIDTH = 16384
 """Elements of a row that one program holds in registers."""
 
 TILE = 128
-"""Rows, and columns, of a matrix that one program turns."""
+"""Rows, and columns, of a matrix that one program computes."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class Elements:
 
     size: int
     warps = WARPS
+    rounds = False
 
     @property
     def programs(self) -> int:
@@ -57,6 +58,8 @@ class Rows:
     rows: int
     width: int
     """The elements of the longest row."""
+    rounds: bool = True
+    """Whether sums over a row may differ from ATen's in their last bits."""
 
     @property
     def columns(self) -> int:
@@ -96,25 +99,28 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Tiles:
-    """Each program moves a square of a matrix, which lies in memory by columns, to where it lies by rows."""
+class Tiles(Rows):
+    """Each program computes a square of a matrix, whose rows lie in memory one after the other."""
 
-    rows: int
-    columns: int
-    stride: int
-    """From column to column."""
-    warps = 8
+    rounds: bool = False
+    warps = 16
 
     @property
     def programs(self) -> int:
-        return -(-self.rows // TILE) * -(-self.columns // TILE)
+        return -(-self.rows // TILE) * -(-self.width // TILE)
 
-    def text(self) -> str:
-        """The kernel."""
-        rows, columns, across = self.rows, self.columns, -(-self.rows // TILE)
-        return f"""def transposed_{rows}_{columns}(p0, p1):
-    r = (tl.program_id(0) % {across}) * {TILE} + tl.arange(0, {TILE})
-    c = (tl.program_id(0) // {across}) * {TILE} + tl.arange(0, {TILE})
-    x = tl.load(p0 + (c[:, None] * {self.stride} + r[None, :]), (c[:, None] < {columns}) & (r[None, :] < {rows}))
-    tl.store(p1 + (r[:, None] * {columns} + c[None, :]), tl.trans(x), (r[:, None] < {rows}) & (c[None, :] < {columns}))
-"""
+    def lines(self, index_type: str) -> list[str]:
+        program, across = f"tl.program_id(0){index_type}", -(-self.width // TILE)
+        lines = [f"r = ({program} // {across} * {TILE} + tl.arange(0, {TILE}))[:, None]"]
+        return [*lines, f"c = ({program} % {across} * {TILE} + tl.arange(0, {TILE}))[None, :]"]
+
+    def turned(self) -> Form:
+        """Where the elements lie in a tensor that has the columns as rows."""
+        return Form.total([(Form.of_variable("r", self.rows), 1), (Form.of_variable("c", self.width), self.rows)])
+
+    def writes(self, count: int) -> bool:
+        return False
+
+    def guards(self, variables: Collection[str], width: int) -> list[str]:
+        sizes = {"r": self.rows, "c": self.width}
+        return [f"({name} < {size})" for name, size in sizes.items() if name in variables and size % TILE]
