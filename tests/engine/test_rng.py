@@ -4,7 +4,6 @@ import gc
 import random
 from random import gauss
 
-import mpmath
 import numpy as np
 import pytest
 import sympy
@@ -216,5 +215,4 @@ def test_the_search_for_generators_runs_no_code_and_ends():
 
 
 def test_the_search_does_not_enter_the_packages_that_torch_is_made_of():
-    walk = Walk([lambda x: (np.linalg.norm(x), sympy.solve(x), mpmath.polyroots(x))])
-    assert len(walk.globals) == 3
+    assert len(Walk([lambda x: (np.linalg.norm(x), sympy.solve(x))]).globals) == 2

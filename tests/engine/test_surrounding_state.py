@@ -24,10 +24,6 @@ class Settings:
     __slots__ = ("__dict__", "in_a_slot")
 
 
-class Sealed(Settings):
-    in_a_slot = property(Settings.in_a_slot.__get__)
-
-
 def _variable_of_a_closure():
     value = 1.0
 
@@ -39,7 +35,8 @@ def _variable_of_a_closure():
 
 
 VARIABLE = contextvars.ContextVar("scale", default=1.0)
-LOCAL, SETTINGS, SEALED = threading.local(), Settings(), Sealed()
+LOCAL, SETTINGS = threading.local(), Settings()
+SEALED = type("Sealed", (Settings,), {"in_a_slot": property(Settings.in_a_slot.__get__)})()
 NUMBER, ENTRIES, ITEMS, NESTED = 1.0, {"scale": 1.0}, [1.0], {"inside": [1.0]}
 CELL, PUT_IN_CELL = _variable_of_a_closure()
 ARRAY = np.ones(())

@@ -36,7 +36,6 @@ from recompute.engine.thread_state import alive
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 _MISSING = object()
-_CONTENTS: Any = CellType.cell_contents
 _MANY = 100
 """The contents of a longer list or dict, as a vocabulary, are not noted."""
 
@@ -44,9 +43,8 @@ _MANY = 100
 Place = tuple[Any, Any]
 """The owner of a value, and the value's name there.
 
-The owner is a dict, and the name a key; or a class, and an attribute; or an object or the cell of a closure, and a
-descriptor of its slot, which no method of the object's class stands before; or None, and an object that is read as a
-whole: a ``threading.local``, which is empty on another thread, or the environment.
+The owner is a dict, and the name a key; or a class, and an attribute; or an object or a closure's cell, and a slot; or
+None, and an object that is read whole: a ``threading.local``, which is empty on another thread, or the environment.
 """
 
 
@@ -114,7 +112,7 @@ class Places:
         inside = [value for value in found.values() if known.isdisjoint(map(id, value.modules()))]
         self.modules = [weakref.ref(value) for value in inside]
         """The modules that names in the code lead to, beside the region's own."""
-        places: list[Place] = [(cell, _CONTENTS) for cell in walk.cells.values()]
+        places: list[Place] = [(cell, CellType.cell_contents) for cell in walk.cells.values()]
         places += [(None, os.environ)] if reads_environment(walk) else []
         entries = dict(walk.globals)
         for value in {id(value): value for value in walk.values}.values():
