@@ -68,7 +68,7 @@ def walk_references(roots: Iterable[Any]) -> list[Any]:
     """All that ``roots``, which are functions, modules or any objects, may use; some of it more than once.
 
     Follows the names in their code through helpers, methods, Python modules, objects and containers. It does not enter
-    code of torch, NumPy, Triton or Python itself. No name leads to an attribute whose name is computed, to code in C or
+    torch, NumPy, SymPy, Triton or Python itself. No name leads to an attribute whose name is computed, to code in C or
     to a generator that is made while the code runs: it misses those.
     """
     return Walk(roots).values
@@ -155,11 +155,11 @@ class Walk:
 
 _PRIMITIVE = (int, float, complex, str, bytes, type(None))
 _MANY = 1000  # the rest of a longer container, such as a vocabulary, is left alone
-_FOREIGN = frozenset((*sys.stdlib_module_names, "torch", "numpy", "triton", __name__.partition(".")[0]))
+_FOREIGN = frozenset((*sys.stdlib_module_names, "torch", "numpy", "sympy", "triton", __name__.partition(".")[0]))
 
 
 def is_foreign(value: Any) -> bool:
-    """Whether it is code of torch, NumPy, Triton, Python or this package, which need not be searched.
+    """Whether it is code of torch, NumPy, SymPy, Triton, Python or this package, which need not be searched.
 
     Such code draws from the global generators, or from generators among its arguments.
     """

@@ -6,6 +6,7 @@ from random import gauss
 
 import numpy as np
 import pytest
+import sympy
 import torch
 import torch.nn.functional as F
 from engine_testing import CPU, Tracker, bits, holding, policed, tokens
@@ -13,7 +14,7 @@ from torch import nn
 
 from recompute.counters import memory_trace
 from recompute.engine import rng
-from recompute.engine.reachable_objects import find_generators
+from recompute.engine.reachable_objects import Walk, find_generators
 from recompute.engine.rng import RngState, is_random_source
 
 
@@ -211,3 +212,7 @@ def test_the_search_for_generators_runs_no_code_and_ends():
         return trap.touched, trap.again(), trap.me, function()
 
     assert find_generators([function]) == [own]
+
+
+def test_the_search_does_not_enter_the_packages_that_torch_is_made_of():
+    assert len(Walk([lambda x: (np.linalg.norm(x), sympy.solve(x))]).globals) == 2

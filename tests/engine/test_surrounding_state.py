@@ -36,6 +36,7 @@ def _variable_of_a_closure():
 
 VARIABLE = contextvars.ContextVar("scale", default=1.0)
 LOCAL, SETTINGS = threading.local(), Settings()
+SEALED = type("Sealed", (Settings,), {"in_a_slot": property(Settings.in_a_slot.__get__)})()
 NUMBER, ENTRIES, ITEMS, NESTED = 1.0, {"scale": 1.0}, [1.0], {"inside": [1.0]}
 CELL, PUT_IN_CELL = _variable_of_a_closure()
 ARRAY = np.ones(())
@@ -54,6 +55,7 @@ READS = {
     "attribute": lambda: SETTINGS.scale,
     "attribute by a constant name": lambda: getattr(SETTINGS, "scale"),  # noqa: B009
     "attribute in a slot": lambda: SETTINGS.in_a_slot,
+    "slot behind a property": lambda: SEALED.in_a_slot,
     "attribute of a class": lambda: Settings.of_the_class,
     "attribute of a class by an instance": lambda: SETTINGS.of_the_class,
 }
@@ -63,6 +65,7 @@ def put(value):
     global NUMBER
     NUMBER = ENTRIES["scale"] = ITEMS[0] = NESTED["inside"][0] = ARRAY[()] = value
     LOCAL.scale = SETTINGS.scale = SETTINGS.in_a_slot = Settings.of_the_class = value
+    Settings.in_a_slot.__set__(SEALED, value)
     os.environ["RECOMPUTE_TESTS_SCALE"] = str(value)
     VARIABLE.set(value)
     PUT_IN_CELL(value)

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat, starmap
-from types import MemberDescriptorType, MethodType, ModuleType
+from types import CellType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -43,8 +43,8 @@ _MANY = 100
 Place = tuple[Any, Any]
 """The owner of a value, and the value's name there.
 
-The owner is a dict, and the name a key; or a class, an object or the cell of a closure, and an attribute; or None, and
-an object that is read as a whole: a ``threading.local``, which is empty on another thread, or the environment.
+The owner is a dict, and the name a key; or a class, and an attribute; or an object or a closure's cell, and a slot; or
+None, and an object that is read whole: a ``threading.local``, which is empty on another thread, or the environment.
 """
 
 
@@ -54,8 +54,8 @@ def _get(owner: Any, name: Any) -> Any:
     if type(owner) is dict or isinstance(owner, type):
         return (owner if type(owner) is dict else vars(owner)).get(name, _MISSING)
     try:
-        return getattr(owner, name)
-    except (AttributeError, ValueError):  # the latter of an empty cell
+        return name.__get__(owner)
+    except (AttributeError, ValueError):  # the slot is empty; the latter of a cell
         return _MISSING
 
 
@@ -71,10 +71,10 @@ def _put(owner: Any, name: Any, value: Any) -> None:
             owner.pop(name, None)
         else:
             owner[name] = value
-    elif value is _MISSING:
-        delattr(owner, name)
+    elif isinstance(owner, type):
+        delattr(owner, name) if value is _MISSING else setattr(owner, name, value)
     else:
-        setattr(owner, name, value)
+        name.__delete__(owner) if value is _MISSING else name.__set__(owner, value)
 
 
 def reads_environment(walk: Walk) -> bool:
@@ -112,7 +112,7 @@ class Places:
         inside = [value for value in found.values() if known.isdisjoint(map(id, value.modules()))]
         self.modules = [weakref.ref(value) for value in inside]
         """The modules that names in the code lead to, beside the region's own."""
-        places: list[Place] = [(cell, "cell_contents") for cell in walk.cells.values()]
+        places: list[Place] = [(cell, CellType.cell_contents) for cell in walk.cells.values()]
         places += [(None, os.environ)] if reads_environment(walk) else []
         entries = dict(walk.globals)
         for value in {id(value): value for value in walk.values}.values():
@@ -219,7 +219,7 @@ def _attributes_read(value: Any, names: set[str]) -> Iterator[Place]:
                 attribute = vars(base)[name]
                 if isinstance(attribute, MemberDescriptorType):
                     if not isinstance(value, type):
-                        yield value, name
+                        yield value, attribute
                 elif not hasattr(attribute, "__get__"):
                     yield base, name
 
