@@ -31,6 +31,7 @@ from recompute.engine.cut.ops import Kind, facts
 from recompute.engine.rng import RngState, WatchedDraws
 from recompute.engine.saved_tensors import seen_as
 from recompute.engine.tape.op_arguments import capture, generators_of
+from recompute.engine.thread_state import is_fake
 from recompute.kernels.launch import IMPLEMENTATIONS
 from recompute.kernels.launch_plan import PlannedCall
 
@@ -66,6 +67,8 @@ class Code:
 
     def __post_init__(self) -> None:
         self._earlier = EarlierCalls(self.recording)
+        if is_fake():
+            self.names["address"] = id
 
     def call(self, call: Call, *, again: bool = False, state: str | None = None) -> None:
         """Write a call of an op whose arguments have variables.
@@ -116,7 +119,7 @@ class Code:
         text = f"{function}({', '.join(arguments)})"
         if makes:
             text = f"{', '.join(targets)}{',' if call.is_sequence and len(targets) == 1 else ''} = {text}"
-        if again and state is not None:
+        if again and state is not None and not is_fake():
             text = f"with {state}.replayed():\n    {text}"
             reads.append(state)
         known = facts(call.op)
