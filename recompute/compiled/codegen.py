@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tag, Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from recompute.compiled.earlier_calls import EarlierCalls
 from recompute.compiled.function_calls import FunctionCall
@@ -315,7 +316,8 @@ class Code:
         ``head`` makes.
         """
         is_generated = self.recording.is_generated
-        fast = fused(self.statements, last, self.recording, self.names) if is_generated else self.statements
+        with unset_fake_temporarily():  # the text of some kernels has numbers that torch computes
+            fast = fused(self.statements, last, self.recording, self.names) if is_generated else self.statements
 
         def written(statements: Sequence[Statement], around: bool = False) -> Any:
             used = {name for statement in statements for name in (*statement.reads, *statement.makes)}
