@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from recompute.engine.thread_state import local
+from recompute.engine.thread_state import is_fake, local
 from recompute.errors import KernelError
 from recompute.kernels.argument_layouts import layouts_of
 from recompute.kernels.launch_plan import Launch, PlansByLayout, is_out_of_the_ordinary, noting
@@ -63,6 +63,8 @@ def run(kernel: Any, programs: int, *arguments: Any, **settings: Any) -> None:
         return
     device = arguments[0].device
     if device.type != "cuda":
+        if is_fake():
+            return
         with _NOTHING if noting.launches is None else _disable_current_modes():  # the interpreter runs ops
             kernel[(programs,)](*arguments, **settings)
         _note(kernel, programs, arguments, settings)

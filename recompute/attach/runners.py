@@ -192,11 +192,15 @@ def region_in(runner: Runner | None) -> CapturedRegion | None:
 
     Kernels and what runs off CUDA in their place may each have one: then it is the one that was tried.
     """
-    regions: list[CapturedRegion] = []
-    while runner is not None:
-        regions += [each for each in getattr(runner, "regions", ()) if isinstance(each, CapturedRegion)]
-        runner = getattr(runner, "inner", None) or getattr(runner, "fallback", None)
+    regions = list(regions_in(runner))
     return next((region for region in regions if region.was_tried), regions[0] if regions else None)
+
+
+def regions_in(runner: Runner | None) -> Iterator[CapturedRegion]:
+    """All such regions of a runner, and of those inside of it."""
+    while runner is not None:
+        yield from [each for each in getattr(runner, "regions", ()) if isinstance(each, CapturedRegion)]
+        runner = getattr(runner, "inner", None) or getattr(runner, "fallback", None)
 
 
 def choose_runners(

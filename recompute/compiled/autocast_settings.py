@@ -18,13 +18,13 @@ from torch.nn import functional as F
 from torch.nn.modules.module import _has_any_global_hook
 
 from recompute.engine.bit_comparison import is_verifying
-from recompute.engine.modes import count_dispatch_modes, count_function_modes
+from recompute.engine.modes import count_dispatch_modes, count_function_modes, has_foreign_modes
 from recompute.engine.numerics import Autocast as Autocast
 from recompute.engine.numerics import Numerics
 from recompute.engine.numerics import autocast_in_force as autocast_in_force
 from recompute.engine.rng import RngState
 from recompute.engine.saved_tensors import has_only_our_hooks, top_hooks
-from recompute.engine.thread_state import is_in_cuda_graph, local
+from recompute.engine.thread_state import is_fake, is_in_cuda_graph, local
 
 
 class CallSettings(NamedTuple):
@@ -83,7 +83,9 @@ def leaving_vmaps(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def is_undisturbed() -> bool:
     """Whether nothing around a region changes how its ops run, or how their saved tensors are held."""
-    if local.active_frames or count_dispatch_modes() or count_function_modes() or is_verifying():
+    if local.active_frames or is_verifying():
+        return False
+    if (count_dispatch_modes() or count_function_modes()) and (has_foreign_modes() or not is_fake()):
         return False
     return (
         not _has_any_global_hook()

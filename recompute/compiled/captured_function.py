@@ -42,6 +42,7 @@ from recompute.engine.saved_tensors import (
     pack_through,
     top_hooks,
 )
+from recompute.engine.tape.op_arguments import PLAIN
 from recompute.engine.thread_state import stopwatch_of
 
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
@@ -183,7 +184,7 @@ class CapturedFrame:
             if gradient is None or layout is None:
                 if gradient is not layout:
                     return False
-            elif type(gradient) is not Tensor or layout not in (of := Layout.of(gradient), of._replace(offset=ANY)):
+            elif type(gradient) not in PLAIN or layout not in (of := Layout.of(gradient), of._replace(offset=ANY)):
                 return False
         return all([share_memory(gradients[one], gradients[other]) for one, other in self._program.shared_gradients])
 

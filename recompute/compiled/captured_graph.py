@@ -11,7 +11,7 @@ import functools
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -29,11 +29,12 @@ from recompute.compiled.program import Program
 from recompute.compiled.recording import Departure, NotCapturable, Recording
 from recompute.compiled.region_record import MAX_FAILURES, RegionRecord
 from recompute.compiled.region_tapes import GraphTape
+from recompute.compiled.unguarded_calls import UnguardedCalls, kind_of, modules_in
 from recompute.engine.checkpoint.module_state import RUNNER
-from recompute.engine.cut.layout import Layout
 from recompute.engine.rng import RngState
 from recompute.engine.tape.exposed_memory import expose_arrays, is_shared
 from recompute.engine.tape.op_arguments import PLAIN, is_frozen
+from recompute.engine.thread_state import is_fake
 from recompute.engine.wrapper_tensors import inner_tensors
 
 
@@ -88,7 +89,7 @@ class GuardedGraphs:
 
     def __init__(self, cached: CachedGraphs):
         self._cached = cached
-        self._calls: GuardedCalls | None = None
+        self._calls: GuardedCalls | UnguardedCalls | None = None
         self._lock = threading.Lock()
         self._traces = 0
         """How many traces are going on."""
@@ -106,7 +107,7 @@ class GuardedGraphs:
     def _trace(self, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         with self._lock:
             if self._calls is None:
-                self._calls = GuardedCalls(self._compile)
+                self._calls = UnguardedCalls(self._add) if is_fake() else GuardedCalls(self._compile)
             self._traces += 1
         try:
             recorded = None if _running.attempt is None else _running.attempt.recorded
@@ -147,9 +148,11 @@ class GuardedGraphs:
 
     def _compile(self, module: torch.fx.GraphModule, given: Sequence[Any]) -> Callable[..., Any]:
         unfit = "it asks whether it is compiled" if asks_about_tracing() else _unfit_node(module)
-        graph = CapturedGraph(self._cached, module, names_read(), unfit or "")
-        self.graphs.append(graph)
-        return graph.run
+        return self._add(module, objects_of(module.graph), names_read(), unfit or "")
+
+    def _add(self, *graph: Any) -> Callable[..., Any]:
+        self.graphs.append(CapturedGraph(self._cached, *graph))
+        return self.graphs[-1].run
 
 
 class _Running(threading.local):
@@ -197,14 +200,24 @@ class Caller:
 class CapturedGraph:
     """A graph of a region, and the programs that were made of it: one for each plan, and way to go backward."""
 
-    def __init__(self, cached: CachedGraphs, module: torch.fx.GraphModule, read: frozenset[str], failure: str):
-        """read: the names that its code reads in Python. failure: why no program can be made of it, or ""."""
+    def __init__(
+        self,
+        cached: CachedGraphs,
+        graph: Any,
+        objects: Sequence[int],
+        read: frozenset[str] = frozenset(),
+        failure: str = "",
+    ):
+        """graph: has the function, ``forward``, and its ``code``.
+
+        objects: the positions of the inputs that are no tensors, and go to custom Functions as they are.
+        read: the names that its code reads in Python. failure: why no program can be made of it, or "".
+        """
         self._cached = cached
-        self._forward = leaving_vmaps(module.forward)
-        self._code = module.code
+        self._forward = leaving_vmaps(graph.forward)
+        self._code = graph.code
         self._read = read
-        self._objects = objects_of(module.graph)
-        """The positions of the inputs that are no tensors, and go to custom Functions as they are."""
+        self._objects = objects
         self._unfit = failure
         self._callers: weakref.WeakKeyDictionary[RegionRecord, Caller] = weakref.WeakKeyDictionary()
 
@@ -289,7 +302,7 @@ class CapturedGraph:
         else:
             attempt.recorded = None
         functions = tuple([expected.recording.calls[index].op for index in expected.recording.functions])
-        key = self._code, functions, tuple([_kind(value) for value in given])
+        key = self._code, functions, tuple([kind_of(value) for value in given])
         known = self._cached.programs.setdefault(key, [])
         expose_arrays(given)
         state = GlobalState()
@@ -328,12 +341,6 @@ class CapturedGraph:
         return seen.finish(plan, given, outputs)
 
 
-def modules_in(function: Callable[..., Any], args: tuple) -> Iterable[nn.Module]:
-    """The module whose forward ``function`` is, or which it is given, and those inside of it."""
-    module = next((m for m in (getattr(function, "__self__", None), *args[:1]) if isinstance(m, nn.Module)), None)
-    return () if module is None else module.modules()
-
-
 def runners_in(function: Callable[..., Any], args: tuple) -> Iterator[Any]:
     """The runners of ``modules_in(function, args)``."""
     for inside in modules_in(function, args):
@@ -349,12 +356,6 @@ def _as_plain(value: Any) -> Any:
         return value
     with torch._C.DisableTorchFunctionSubclass():
         return nn.Parameter(value.detach(), requires_grad=False)
-
-
-def _kind(value: Any) -> Hashable:
-    """Code that was made for a tensor depends on this."""
-    layout = Layout.of(value)
-    return layout, value.device, value.requires_grad, isinstance(value, nn.Parameter)
 
 
 _OTHER_TRANSFORMS = frozenset(

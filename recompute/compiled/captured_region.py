@@ -55,21 +55,22 @@ from recompute.compiled.captured_graph import (
     CapturedGraph,
     GuardedGraphs,
     RecordedFrame,
-    modules_in,
     runners_in,
 )
 from recompute.compiled.generated.generated_kernel import GeneratedKernel
 from recompute.compiled.guards import MISSED
 from recompute.compiled.program import Program
 from recompute.compiled.recording import NotCapturable
-from recompute.compiled.region_record import DIFFERENTIATED, WARMUP_FRAMES, RegionRecord
+from recompute.compiled.region_record import DIFFERENTIATED, RegionRecord, warmup_frames
 from recompute.compiled.region_tapes import RecordingTape
+from recompute.compiled.unguarded_calls import modules_in
 from recompute.engine.checkpoint.region import StateHook
 from recompute.engine.cut.plan_cache import PlanCache
 from recompute.engine.cut.save_plan import LARGEST_COPY, SavePlan
 from recompute.engine.reachable_objects import walk_references
 from recompute.engine.rng import RngState, is_random_source
 from recompute.engine.tape.recorder import TapeRegion
+from recompute.engine.thread_state import is_fake
 
 MAX_HITS = 1
 """After more captured calls than this a recorded frame is thrown away. Two kinds of calls that take turns need 1."""
@@ -100,7 +101,7 @@ class CaptureCache:
 
     def graphs_of(self, function: Hashable, rule: Hashable) -> CachedGraphs:
         """The graphs of all regions that run ``function`` under ``rule``."""
-        key = function, rule
+        key = function, rule, is_fake()
         return self._graphs.get(key) or self._graphs.setdefault(key, CachedGraphs())
 
 
@@ -295,7 +296,7 @@ class CapturedRegion(RegionRecord):
     @property
     def is_settled(self) -> bool:
         """Whether its frames were alike so far."""
-        return self._frames >= WARMUP_FRAMES if self.is_checkpoint else self.has_settled(self.tape.plan)
+        return self._frames >= warmup_frames() if self.is_checkpoint else self.has_settled(self.tape.plan)
 
     def record(self, function: Callable[..., Any], args: tuple, kwargs: dict) -> tuple[Any, RecordedFrame | str | None]:
         """Run once more by the tape, which also records the calls that a graph of the region must make.

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tag, Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from recompute.compiled.earlier_calls import EarlierCalls
 from recompute.compiled.function_calls import FunctionCall
@@ -31,6 +32,7 @@ from recompute.engine.cut.ops import Kind, facts
 from recompute.engine.rng import RngState, WatchedDraws
 from recompute.engine.saved_tensors import seen_as
 from recompute.engine.tape.op_arguments import capture, generators_of
+from recompute.engine.thread_state import is_fake
 from recompute.kernels.launch import IMPLEMENTATIONS
 from recompute.kernels.launch_plan import PlannedCall
 
@@ -66,6 +68,8 @@ class Code:
 
     def __post_init__(self) -> None:
         self._earlier = EarlierCalls(self.recording)
+        if is_fake():
+            self.names["address"] = id
 
     def call(self, call: Call, *, again: bool = False, state: str | None = None) -> None:
         """Write a call of an op whose arguments have variables.
@@ -118,7 +122,7 @@ class Code:
         text = f"{function}({', '.join(arguments)})"
         if makes:
             text = f"{', '.join(targets)}{',' if call.is_sequence and len(targets) == 1 else ''} = {text}"
-        if again and state is not None:
+        if again and state is not None and not is_fake():
             text = f"with {state}.replayed():\n    {text}"
             reads.append(state)
         known = facts(call.op)
@@ -314,7 +318,8 @@ class Code:
         ``head`` makes.
         """
         is_generated = self.recording.is_generated
-        fast = fused(self.statements, last, self.recording, self.names) if is_generated else self.statements
+        with unset_fake_temporarily():  # the text of some kernels has numbers that torch computes
+            fast = fused(self.statements, last, self.recording, self.names) if is_generated else self.statements
 
         def written(statements: Sequence[Statement], around: bool = False) -> Any:
             used = {name for statement in statements for name in (*statement.reads, *statement.makes)}

@@ -11,6 +11,7 @@ from recompute.compiled.program import Program
 from recompute.engine.cut.save_plan import SavePlan
 from recompute.engine.region_statistics import RegionStatistics
 from recompute.engine.tape.recorder import TapeRegion
+from recompute.engine.thread_state import is_fake
 from recompute.errors import warn
 
 WARMUP_FRAMES = 3
@@ -22,6 +23,11 @@ MAX_FAILURES = 3
 """How many calls of equal regions torch's frontend may fail on, and how often a region may observe a graph in vain."""
 
 DIFFERENTIATED = "its backward is differentiated in its turn"
+
+
+def warmup_frames() -> int:
+    """``WARMUP_FRAMES``; fewer on tensors without values, where frames cannot differ by these."""
+    return 2 if is_fake() else WARMUP_FRAMES
 
 
 class Counts(NamedTuple):
@@ -100,7 +106,7 @@ class RegionRecord:
     def has_settled(self, plan: SavePlan | None) -> bool:
         """Whether enough frames have had this plan, or any one plan if ``plan`` is None."""
         counts = [count for known, count in self._plans.values() if plan is None or known is plan]
-        return max(counts, default=0) >= WARMUP_FRAMES - 1
+        return max(counts, default=0) >= warmup_frames() - 1
 
     def count(self, plan: SavePlan | None) -> None:
         """A frame by the tape, other than the region's own, has ended."""
@@ -142,7 +148,7 @@ class RegionRecord:
 
     def trusts(self, program: Program) -> bool:
         """Whether backward of a program has come here, and has always been as it was recorded."""
-        return program in self._trusted
+        return is_fake() or program in self._trusted
 
     def count_backward(self, program: Program) -> None:
         """Backward of a program was as it was recorded."""

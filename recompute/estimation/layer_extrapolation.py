@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -46,15 +45,15 @@ def extrapolated_step(
 ) -> SimulatedStep | None:
     """A step of all layers, from two steps with few of them; None where these do not agree.
 
-    governed: puts the policy on the model's layers, and runs first forwards inside of the context that it is given. It
-        yields a function that runs a step with the layers that there are then.
+    governed: puts the policy on the model's layers, and runs first steps. It yields a function that runs a step with
+        the layers that there are then.
     known: the growth of moments outside of the layers under other policies. With it, the longer step is enough.
     """
     if not stacks:
         return None
     key = tuple([(stack.path, *stack[2:]) for stack in stacks])
     try:
-        with shortened(stacks, "few"), governed(partial(shortened, stacks, "to_learn")) as simulate:
+        with shortened(stacks, "few"), governed() as simulate:
             few = _Few(stacks, simulate())
             if key in known:
                 with suppress(_NotAlike):  # other moments than under that policy

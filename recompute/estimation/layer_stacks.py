@@ -36,11 +36,6 @@ class LayerStack(NamedTuple):
     """Whether the first layer of each kind counts as one by itself."""
 
     @property
-    def to_learn(self) -> int:
-        """How many of the first layers show every kind, and one more: the first one's input comes from elsewhere."""
-        return max(map(self.kinds.index, self.kinds)) + 2
-
-    @property
     def whole(self) -> int:
         return len(self.kinds)
 

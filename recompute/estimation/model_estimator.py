@@ -6,7 +6,7 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,17 +18,19 @@ from transformers import PretrainedConfig
 
 from recompute.attach.apply import AppliedPolicy, apply
 from recompute.attach.module_entries import module_entries
+from recompute.attach.runners import regions_in
+from recompute.engine.thread_state import local, swapped
 from recompute.errors import EstimateError, ModelError, NoEffectError, PolicyWarning
 from recompute.estimation.attention_choice import Platform
 from recompute.estimation.estimate_options import EstimateOptions
 from recompute.estimation.estimate_result import Advice, Estimate, EstimateSettings, ModuleActivations
 from recompute.estimation.fake_tensors import shapes_chosen_in_turn
 from recompute.estimation.layer_extrapolation import Growth, extrapolated_step
-from recompute.estimation.layer_stacks import find_stacks, shortened
+from recompute.estimation.layer_stacks import find_stacks
 from recompute.estimation.model_and_batch import ModelAndBatch
 from recompute.estimation.module_tracker import LOSS, layer_of, parameter_shapes, pattern_of, unit_of
 from recompute.estimation.optimizer_step import OptimizerStep, simulate_by_shape
-from recompute.estimation.simulation import SimulatedStep, Surroundings, run_forward, simulate
+from recompute.estimation.simulation import SimulatedStep, Surroundings, learn, simulate
 from recompute.estimation.static_memory import (
     DTYPE_RECIPES,
     OPTIMIZERS,
@@ -41,7 +43,6 @@ from recompute.estimation.static_memory import (
 from recompute.estimation.storage_tracker import OpClock
 from recompute.estimation.workspaces import cublas_nbytes
 from recompute.policy.loading import load_policy
-from recompute.policy.meaning import Mechanism, meaning_of
 from recompute.policy.rules import Policy, Rule
 
 OPTIMIZER_STEP = "optimizer step"
@@ -72,7 +73,6 @@ class ModelEstimator:
         self._steps: dict[Any, SimulatedStep] = {}
         self._growth: dict[Any, Growth] = {}
         self._updates: dict[Any, OptimizerStep] = {}
-        self._has_met_functions = False
         self._parameters = parameter_shapes(subject.model)
         if not any(each.trains for each in self._parameters):
             raise ModelError(f"{subject.name}: expected a model with parameters to train; found none")
@@ -218,47 +218,28 @@ class ModelEstimator:
             ]:
                 step = extrapolated_step(finer, governed, self._growth)
             if step is None:
-                few = partial(shortened, stacks, "to_learn")
-                with governed(few, few) as simulate_all:
+                with governed() as simulate_all:
                     step = simulate_all()
             self._steps[policy, autocast] = step
         return self._steps[policy, autocast]
 
     @contextmanager
-    def _governed(
-        self,
-        policy: Policy | None,
-        autocast: bool,
-        first: Callable[[], AbstractContextManager[None]] = nullcontext,
-        second: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> Iterator[Callable[[], SimulatedStep]]:
-        """Inside, the model is under the policy, which has learned from forwards.
-
-        first, second: contexts for these forwards.
+    def _governed(self, policy: Policy | None, autocast: bool) -> Iterator[Callable[[], SimulatedStep]]:
+        """Inside, the model is under the policy, which has learned from steps before.
 
         Yields a function that runs a step of the model with the layers that it then has.
         """
         subject, handle = self._subject, None
         if policy is not None:
-            # No step is captured here: kernels of ours take the memory that generated ones would.
-            rules = [rule.model_copy(update={"compiled": False}) for rule in policy.rules]
-            with warnings.catch_warnings():
+            with swapped(local, "simulates_cuda", self._platform is not None), warnings.catch_warnings():
                 if policy.name == _CHUNKED:  # its rule for the head comes before any other
                     warnings.simplefilter("ignore", PolicyWarning)
-                policy = policy.model_copy(update={"rules": tuple(rules)})
                 handle = apply(subject.model, policy, strict=self._strict)
         surroundings = Surroundings(self._platform, torch.bfloat16 if autocast else None)
         try:
-            mechanisms = {meaning_of(rule).mechanism for rule in (() if policy is None else policy.rules)}
-            if mechanisms & {Mechanism.TAPE, Mechanism.CHECKPOINT}:  # a second forward may hold less than the first
-                # A tape takes custom Functions for single steps once it has met them. Where regions of two kinds begin
-                # alike, one takes the other's plan in the first forward. And each checkpoint learns by itself.
-                is_tape = Mechanism.TAPE in mechanisms
-                meets = is_tape and not self._has_met_functions
-                self._has_met_functions |= is_tape
-                for around in (*([first] if meets else []), first, second):
-                    with around():
-                        run_forward(subject.model, subject.run, surroundings)
+            if handle is not None:
+                regions = [region for each in handle._attachments for region in regions_in(each.runner)]
+                learn(subject.model, subject.run, surroundings, regions)
             logits: dict[str, Any] = {"tokens": self._tokens(), "classes": self._classes()}
 
             def run() -> SimulatedStep:

@@ -14,7 +14,7 @@ from torch import nn
 
 from recompute.attach.apply import apply
 from recompute.attach.module_entries import module_entries
-from recompute.compiled.captured_region import WARMUP_FRAMES
+from recompute.compiled.region_record import WARMUP_FRAMES
 from recompute.errors import ModelError, RecomputeError, warn
 from recompute.estimation.layer_stacks import shortened
 from recompute.profiling.candidates import Candidate

@@ -188,16 +188,16 @@ def _note_output(returned: dict[str, Tensor], path: str, module: nn.Module, args
         returned[path] = torch.empty(output.shape, dtype=output.dtype, device="meta")
 
 
-def policy_from_rules(rules: Mapping[str, Mapping[str, Any] | None], *, generates: bool = True) -> Policy:
+def policy_from_rules(rules: Mapping[str, Mapping[str, Any] | None], *, captures: bool = True) -> Policy:
     """The policy that gives each module, by path, a rule of these fields, or none.
 
-    generates: whether kernels may be generated, which only captured steps do. If not, ``kernels`` stand in for these.
+    captures: whether modules may be captured. If not, ``kernels`` stand in for those that captured code generates.
     """
     alike: dict[str, tuple[Mapping[str, Any], list[str]]] = {}
     for path, fields in rules.items():
         if fields is not None:
-            if fields.get("via") == "auto" and not generates:
-                fields = {**fields, "compiled": False}
+            if not captures and fields["action"] in ("recompute", "checkpoint"):
+                fields = {**fields, "capture": False}
             alike.setdefault(repr(sorted(fields.items())), (fields, []))[1].append(path)
     found = [Rule(match=paths, **fields) for fields, paths in alike.values()]
     return Policy(name="profile", rules=found or NO_RULES)
@@ -205,7 +205,7 @@ def policy_from_rules(rules: Mapping[str, Mapping[str, Any] | None], *, generate
 
 def policy_for(run: DryRun, rules: Mapping[str, Mapping[str, Any] | None]) -> Policy:
     """``policy_from_rules`` for the steps of ``run``. Calculated steps are never captured."""
-    return policy_from_rules(rules, generates=not run.is_calculated)
+    return policy_from_rules(rules, captures=not run.is_calculated)
 
 
 def _plans(run: DryRun, regions: Collection[str], via: str) -> dict[str, SavePlan]:
@@ -224,7 +224,7 @@ def _plans(run: DryRun, regions: Collection[str], via: str) -> dict[str, SavePla
 def _with_kernels(model: nn.Module, regions: Mapping[str, nn.Module]) -> dict[str, bool]:
     """The regions in which kernels can stand in for something, and whether a tape runs around these kernels."""
     rules = dict.fromkeys(regions, recomputing_rule("auto"))
-    with apply(model, policy_from_rules(rules, generates=False)) as handle:
+    with apply(model, policy_from_rules(rules, captures=False)) as handle:
         found = _around_kernels(handle, lambda kernel: True)
         taped = {attachment.path for attachment in handle._attachments if isinstance(attachment.runner, RegionRunner)}
     return {path: path in taped for path in regions if path in found}

@@ -23,7 +23,7 @@ from recompute.estimation.build_model import without_values
 from recompute.estimation.fake_tensors import fake_batch, fake_copy
 from recompute.estimation.module_tracker import unit_of
 from recompute.estimation.optimizer_step import simulate_by_shape, simulate_optimizer
-from recompute.estimation.simulation import Surroundings, run_forward, simulate
+from recompute.estimation.simulation import Surroundings, run_step, simulate
 from recompute.estimation.storage_tracker import StorageTrace
 from recompute.estimation.workspaces import workspace_nbytes
 
@@ -129,7 +129,7 @@ def fake_step(model, batch, policy):
     with without_values("model"):
         fake, given = fake_copy(model, torch.float32), fake_batch(batch)
         recompute.apply(fake, policy)
-        run_forward(fake, lambda: run(fake, given), Surroundings())
+        run_step(fake, lambda: run(fake, given), Surroundings())
         return simulate(fake, lambda: run(fake, given))
 
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import recompute
 from recompute.attach.runners import region_in
-from recompute.compiled.captured_region import WARMUP_FRAMES
+from recompute.compiled.region_record import WARMUP_FRAMES
 from recompute.errors import PolicyWarning
 from recompute.kernels import launch
 from recompute.kernels.launch_plan import PlannedCall

@@ -19,7 +19,7 @@ from recompute.compiled.recording import Call, Recording, Use
 from recompute.engine.cut.layout import Layout
 from recompute.engine.rng import CudaSource
 from recompute.engine.tape.op_arguments import is_dense
-from recompute.engine.thread_state import is_in_cuda_graph
+from recompute.engine.thread_state import is_fake, is_in_cuda_graph, local
 from recompute.errors import RngError
 from recompute.kernels.launch import multiprocessors
 
@@ -48,6 +48,8 @@ class DropoutMask:
     @property
     def threads(self) -> int:
         """The threads of ATen's kernel."""
+        if is_fake():
+            return BLOCK_THREADS  # nobody draws
         resident = torch.cuda.get_device_properties(self.device).max_threads_per_multi_processor // BLOCK_THREADS
         blocks = -(-self.layout.shape.numel() // BLOCK_THREADS)
         return min(multiprocessors(self.device) * resident, blocks) * BLOCK_THREADS
@@ -82,6 +84,8 @@ class DropoutMask:
         """
         if name is None and is_in_cuda_graph():
             return None
+        if is_fake():
+            return 0, 0
         source = self._source()
         try:
             seed, offset = source.state()
@@ -94,7 +98,7 @@ class DropoutMask:
     def __call__(self, state: DropoutState | None) -> Tensor:
         """The mask, by ATen's kernel."""
         like = torch.empty_strided(self.layout.shape, self.layout.stride, dtype=self.layout.dtype, device=self.device)
-        if state is None:
+        if state is None or is_fake():
             return _ATEN.native_dropout.default(like, self.p, True)[1]
         source = self._source()
         present = source.state()
@@ -123,7 +127,7 @@ def mask_of(call: Call, recording: Recording) -> DropoutMask | None:
     is_aligned = int(layout.offset) * layout.dtype.itemsize % 16 == 0 and count % 4 == 0
     if not (is_alike and is_aligned and is_dense(layout, count * layout.dtype.itemsize) and count <= MAX_ELEMENTS):
         return None
-    is_there = device.type == "cuda" and recording.buffers[use.buffer].device == device
+    is_there = (device.type == "cuda" or local.simulates_cuda) and recording.buffers[use.buffer].device == device
     return DropoutMask(layout, device, p) if is_there and layout.dtype in FLOATS else None
 
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
+from recompute.engine.thread_state import local
 from recompute.kernels.launch import triton
 
 
@@ -28,7 +29,7 @@ _devices = {"cuda"}
 
 def is_generating(device: torch.device) -> bool:
     """Whether kernels are generated for code that runs on a device: on CUDA, as eager code is the faster on a CPU."""
-    return triton is not None and not _is_off and device.type in _devices
+    return not _is_off and (local.simulates_cuda or (triton is not None and device.type in _devices))
 
 
 @contextmanager
