@@ -268,7 +268,7 @@ def _tensors(title: str, statistics: RegionStatistics, width: int | None) -> str
     """
     plan = statistics.plan
     rows = [] if plan is None else list(saved_rows(plan, compresses=statistics.compressed_tensors > 0))
-    why = "an output, which another module saved"
+    why = "an output that another module saved"
     rows += [
         SavedTensorRow(each.made_by, "(outside)", each.layout, each.nbytes, "dropped", why)
         for each in statistics.dropped_outputs

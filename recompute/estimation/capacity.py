@@ -49,9 +49,9 @@ class Fit(NamedTuple):
             found.append(f"at batch {self.batch_size:,}, {length if self.longest_sequence else 'no sequence fits'}")
         if self.changes:
             what = " and ".join(filter(None, (", ".join(self.changes[:-1]), self.changes[-1])))
-            told += f" With {what} it does: {humanize(self.changed_peak_nbytes)}."
+            told += f" It fits with {what}: {humanize(self.changed_peak_nbytes)}."
         if not found:
-            return f"{told} Other sizes of batch and sequence do not change that: the batch comes with the model."
+            return f"{told} The model brings its own batch, so no other batch sizes and sequence lengths were tried."
         return f"{told} {'; '.join(found).capitalize()}."
 
 

@@ -89,12 +89,12 @@ def estimate_as_asked(
 def _check_sweep(model: str, plot: Path, overwrite: bool) -> None:
     if names_factory(model):
         raise EstimateError(
-            f"--sweep: expected a model whose batch is made here, in several sizes; {model} returns a batch of its "
-            "own. Estimate one size after another by what the function returns"
+            f"--sweep: expected a model for which batches of several sizes can be made; {model} returns its own batch. "
+            "Drop --sweep, and have the function return one size after another"
         )
     check_writable(plot.parent, error=EstimateError, is_folder=True)
     if not overwrite:
-        check_new([plot], error=EstimateError, others="--overwrite replaces it, and --out names another folder")
+        check_new([plot], error=EstimateError, others="Pass --overwrite to replace it, or --out for another folder")
 
 
 def _sweep(

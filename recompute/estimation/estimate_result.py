@@ -137,28 +137,27 @@ def _described(estimate: Estimate) -> str:
     kept = [("parameters", static.parameters), ("gradients", static.gradients), ("optimizer states", static.optimizer)]
     kept += [(name, buffer.nbytes) for name, buffer in static.buffers.items()]
     held = [
-        (each.path or "the loss, and what is in no module", each.modules, humanize(each.nbytes))
+        (each.path or "the loss, and code outside of modules", each.modules, humanize(each.nbytes))
         for each in sorted(estimate.activations, key=lambda each: -each.nbytes)
     ]
     highest = sorted(estimate.moments.items(), key=lambda item: -item[1])[:_MOMENTS]
     peak, logits = humanize(estimate.peak_bytes), ""
     if estimate.logits_peak_bytes:
         logits = f"; logits take up to {humanize(estimate.logits_peak_bytes)}"
+    parts = ", ".join(f"{part} {humanize(nbytes)}" for part, nbytes in estimate.parts.items())
     blocks = [
         title,
-        table("static", [(name, humanize(nbytes)) for name, nbytes in kept]),
-        table("held after forward", [*held, ("together", "", humanize(estimate.activation_bytes))], "modules"),
+        table("static memory", [(name, humanize(nbytes)) for name, nbytes in kept]),
+        table("held after forward, by", [*held, ("total", "", humanize(estimate.activation_bytes))], "modules"),
         f"One layer holds {humanize(estimate.activation_bytes_per_layer)}{logits}.",
         table("highest moments", [(name, humanize(nbytes)) for name, nbytes in highest]),
-        f"Peak: {peak}, at: {estimate.peak_moment}. Most of it is {estimate.dominates}: "
-        + ", ".join(f"{part} {humanize(nbytes)}" for part, nbytes in estimate.parts.items())
-        + ".",
+        f"Peak: {peak}, during: {estimate.peak_moment}. The largest part: {estimate.dominates}.\nAll parts: {parts}.",
     ]
     if estimate.host_bytes:
-        blocks.append(f"The policy carries {humanize(estimate.host_bytes)} to the host's memory.")
+        blocks.append(f"The policy offloads {humanize(estimate.host_bytes)} to host memory.")
     if estimate.advice:
         lower = [(each.what, humanize(each.saves_nbytes)) for each in estimate.advice]
-        blocks.append(table("what lowers the peak, by itself", lower, "by"))
+        blocks.append(table("a single change", lower, "lowers the peak by"))
     return "\n\n".join(blocks)
 
 
@@ -186,7 +185,7 @@ def sweep_table(estimates: Sequence[tuple[int, int, Estimate]]) -> str:
         )
         for batch_size, length, each in estimates
     ]
-    columns = ["batch", "sequence", "static", "activations", "logits", "peak", "at", "most of it", "best change"]
+    columns = ["batch", "sequence", "static", "activations", "logits", "peak", "during", "largest part", "best change"]
     align = ["right"] * 6 + ["left"] * 3
     return tabulate(rows, columns, "simple", colalign=align, disable_numparse=True)
 

@@ -73,7 +73,7 @@ def fake_model_and_batch(
             if batch is not None:
                 check_taken(model, batch, name)
             elif not (hasattr(model, "config") and hasattr(model, "main_input_name")):
-                raise ModelError(f"{name}: what its forward is given is not known: pass batch, as in batch=(x,)")
+                raise ModelError(f"{name}: a batch is missing. Pass forward's arguments, as in batch=(x,)")
             fake, given = stack.enter_context(on_fake_tensors(model, batch, adapt["dtype"]))
             if adapters is not None:
                 fake = adapt["adapt"](fake)

@@ -318,9 +318,7 @@ class ModelEstimator:
     def _with_chunked_loss(self, policy: Policy | None) -> Policy:
         head = self.head()
         if head is None:
-            raise EstimateError(
-                f"loss: chunked is for a language model, whose head gives logits; {self._subject.name} has none"
-            )
+            raise EstimateError(f"loss: chunked needs a language model with one head; {self._subject.name} has none")
         rule = Rule(match=[head], action="recompute", via="kernel")
         rules = () if policy is None else policy.rules
         return Policy(name=_CHUNKED, rules=[rule, *rules])

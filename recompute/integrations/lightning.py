@@ -90,8 +90,8 @@ class RecomputeCallback(HoldsPolicy, Callback):
         is_compiled = pl_module._compiler_ctx is not None
         if is_compiled and self._options.logits is False:
             raise UnsupportedError(
-                "logits=False: the LightningModule is compiled with its loss, which is then computed from whole "
-                "logits. Give fit what torch.compile was given, or drop logits=False."
+                "logits=False: the LightningModule is compiled with its loss, which is then computed from logits. "
+                "Pass the module that is not compiled to fit, or drop logits=False."
             )
         target = _part_of(pl_module, self.module)
         self._training = PolicyInTraining(target, self.policy, self._options, _ADVICE)
@@ -151,9 +151,9 @@ def _refuse_strategy(strategy: Strategy) -> None:
         return
     if strategy._activation_checkpointing_kwargs:
         raise UnsupportedError(
-            "activation_checkpointing_policy of FSDPStrategy runs every module that it names again as a whole, and "
-            "leaves a policy nothing to choose. Drop either: it (with ModelParallelStrategy and fully_shard in place "
-            "of FSDPStrategy, whose FSDP1 no policy reaches into), or the RecomputeCallback."
+            "activation_checkpointing_policy of FSDPStrategy runs every module that it names again as a whole, so a "
+            "policy has no effect there. Drop it, and use ModelParallelStrategy and fully_shard (FSDP2) in place of "
+            "FSDPStrategy; or drop the RecomputeCallback."
         )
     raise UnsupportedError(
         "FSDPStrategy shards by FSDP1, whose wrappers hide the model's modules and their names from a policy. Use "

@@ -68,9 +68,9 @@ class PolicyInTraining:
     def end_step(self) -> None:
         """Call this after the last of the forwards whose gradients one step of the optimizer takes."""
         if self._options.logits is False and self._meter.reads_logits:
-            why = "no loss was computed from the output of the model's head, which was read"
+            why = "the logits were read, but no loss that kernels compute was computed from them"
             if self._meter.has_losses:
-                why = "something that no kernel computes read the output of the model's head, and so it was computed"
+                why = "code beside the loss read the logits, so they were computed"
             warn(f"logits=False has no effect: {why}. {self._advice}, or drop logits=False.")
             self._options = self._options.model_copy(update={"logits": None})  # so that it is said once
         self._meter.end_step()
@@ -136,9 +136,9 @@ def _paths_of_head(model: nn.Module, logits: bool) -> list[str]:
     heads = {names[head]: head for head in _heads(model) if head in names}
     if len(heads) > 1:
         raise UnsupportedError(
-            f"logits={logits}: expected one head; {type(model).__name__} has {', '.join(map(repr, heads))}. Name the "
-            "part of the model that has the one meant where the callback takes a `module`, or drop logits and give "
-            "the head a rule in the policy."
+            f"logits={logits}: expected one head; {type(model).__name__} has {', '.join(map(repr, heads))}. If the "
+            "callback takes a `module`, name the part of the model with the head that you mean. Or drop logits, and "
+            "give the head a rule in the policy."
         )
     path, head = next(iter(heads.items()), (None, None))
     if path is None or head is None or is_head(head):

@@ -27,7 +27,6 @@ _BEST = 3
 PRESETS = ("elementwise", "auto", "alternate", "full")
 """The policies to try."""
 _RANK = 16
-_PLURAL = ("logits", "activations", "buffers")
 
 
 class Remedy(NamedTuple):
@@ -96,16 +95,16 @@ class Diagnosis:
         what = "; ".join(filter(None, (settings.model, settings.batch, settings.adapters)))
         verb = "fits" if self.fits else "does not fit"
         is_static = sum(self.static.values()) > self.gpu.capacity_nbytes
-        start = "Most of it is" if self.fits else f"In the way {'are the' if self.in_the_way in _PLURAL else 'is'}"
+        start = "The largest part" if self.fits else "The largest obstacle"
         return "\n".join(
             [
                 f"{what}; {settings.dtype}, {settings.optimizer}.",
                 "",
-                f"As it is, a step {verb} one {self.gpu.name}: it takes {humanize(self.now.peak_bytes)} at its peak, "
-                f"the {self.now.peak_moment}, and the card has {room}.",
-                f"Static memory is {humanize(sum(self.static.values()))}: {_listed(self.static)}.",
-                f"At the peak there are beside it: {_listed(self.beside)}.",
-                f"{start} {self.in_the_way}{', which alone is too much' * is_static}.",
+                f"Without changes, a step {verb} one {self.gpu.name}: its peak is {humanize(self.now.peak_bytes)} "
+                f"({self.now.peak_moment}), and the GPU has {room}.",
+                f"Static memory: {humanize(sum(self.static.values()))} ({_listed(self.static)}).",
+                f"Also held at the peak: {_listed(self.beside)}.",
+                f"{start}: {self.in_the_way}{', which alone is too much' * is_static}.",
                 *self._advice(),
             ]
         )
@@ -113,28 +112,28 @@ class Diagnosis:
     def _advice(self) -> list[str]:
         lines = []
         if not self.remedies:
-            lines.append("No policy, no other optimizer and no sharding makes it fit: shorten the sequence.")
+            lines.append("No policy, no other optimizer and no sharding makes it fit. Shorten the sequence.")
         elif self.remedies[0].devices > 1:
             lines.append(
-                f"No policy makes it fit one card: sharding does. It takes {self.remedies[0].devices} of them under "
-                "FSDP2, with the same batch on each."
+                f"No policy makes it fit one GPU. Sharding does: it takes {self.remedies[0].devices} GPUs under FSDP2, "
+                "with the same batch on each."
             )
         elif all(any("optimizer" in change for change in each.changes) for each in self.remedies):
-            lines.append("No policy makes it fit by itself: another optimizer does.")
+            lines.append("No policy alone makes it fit. Another optimizer does.")
         if self.by_adapters is not None:
             changes = " and ".join(self.by_adapters.changes)
-            lines.append(f"Adapters alone fit one card: {changes} take {humanize(self.by_adapters.peak_nbytes)}.")
+            lines.append(f"Adapters fit one GPU: {changes} take {humanize(self.by_adapters.peak_nbytes)}.")
         if self.remedies:
             rows = [
                 (
-                    ", ".join(each.changes) or "nothing",
+                    ", ".join(each.changes) or "no change",
                     humanize(each.peak_nbytes),
                     f"{each.seconds * 1e3:,.{0 if each.seconds > 0.1 else 2}f}",
                     f"{each.seconds / self.seconds:.2f}x",
                 )
                 for each in self.remedies
             ]
-            lines += ["", table("what to change, the fastest first", rows, "peak", "ms a step", "against now"), ""]
+            lines += ["", table("what to change, fastest first", rows, "peak", "ms a step", "time against now"), ""]
             lines += self._how_to_type([change for each in self.remedies for change in each.changes])
         return lines
 
@@ -142,14 +141,16 @@ class Diagnosis:
         lines = []
         policy = next((each.removeprefix("policy ") for each in changes if each.startswith("policy ")), None)
         if policy is not None:
-            trainer = f'with a Trainer, as recompute_policy="{policy}"'
-            lines.append(f'Type a policy as recompute.apply(model, "{policy}"), or, {trainer}.')
+            trainer = f'recompute_policy="{policy}"'
+            lines.append(f'To use a policy: recompute.apply(model, "{policy}"), or {trainer} for a Trainer.')
         if "a chunked cross-entropy" in changes:
-            lines.append("Type a chunked cross-entropy as the rule {type: head, action: recompute, via: kernel}.")
+            lines.append(
+                "To use a chunked cross-entropy: the rule {type: head, action: recompute, via: kernel} in a policy."
+            )
         return [
             *lines,
-            f"Times are calculated from the data sheet of {self.gpu.name}, without what devices tell each other.",
-            "recompute plan --budget 100% with the same options mixes policies by layer.",
+            f"Times are calculated from the {self.gpu.name}'s data sheet, without communication between GPUs.",
+            "To choose a policy for each layer: recompute plan --budget 100% with the same options.",
         ]
 
 
@@ -181,7 +182,7 @@ def diagnose(
     device, options = read_gpu(gpu, memory=gpu_memory), options.read()
     check_source(model)
     if host is not None and not longest:
-        raise EstimateError("--host: expected --longest beside it")
+        raise EstimateError("--host has an effect only with --longest. Pass both, or neither")
     progress("loading torch and transformers", 0, 0)
     from recompute.profiling.roofline import op_seconds  # which imports torch
 
@@ -212,7 +213,7 @@ def _gpu_here() -> Gpu:
     import torch
 
     if not torch.cuda.is_available():
-        raise ModelError("gpu: expected --gpu, as in --gpu 'RTX 4090': this machine has no CUDA device")
+        raise ModelError("gpu: this machine has no CUDA device. Name one, as in --gpu 'RTX 4090'")
     return find_gpu(torch.cuda.get_device_name())._replace(capacity_nbytes=torch.cuda.mem_get_info()[1])
 
 

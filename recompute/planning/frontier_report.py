@@ -23,9 +23,9 @@ def table(plan: Plan) -> str:
         choices = choices_of(plan.profile, assignment)
         ways = Counter(choice.name for choice in choices if choice.rule is not None)
         milliseconds = f"{prediction.step_seconds * 1e3:.1f} ({prediction.step_seconds / fastest:.2f}x)"
-        ways_text = ", ".join(f"{count} {name}" for name, count in ways.items()) or "as it is"
+        ways_text = ", ".join(f"{count} {name}" for name, count in ways.items()) or "none"
         rows.append((humanize(prediction.peak_nbytes), milliseconds, prediction.peak_moment, ways_text))
-    headers = ("peak", "ms a step", "at its peak in", "regions not run as they are")
+    headers = ("peak", "ms a step", "peak during", "regions under a rule")
     return tabulate(rows, headers, "github", colalign=("right", "right", "left", "left"), disable_numparse=True)
 
 

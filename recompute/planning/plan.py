@@ -31,10 +31,10 @@ class VerificationRound(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"peak {humanize(self.measured_peak_nbytes)} where {humanize(self.predicted_peak_nbytes)} was predicted "
-            f"({self.measured_peak_nbytes / max(self.predicted_peak_nbytes, 1) - 1:+.1%}), "
-            f"{self.measured_step_seconds * 1e3:.1f} ms a step where {self.predicted_step_seconds * 1e3:.1f} was "
-            f"({self.measured_step_seconds / (self.predicted_step_seconds or 1) - 1:+.1%})"
+            f"peak {humanize(self.measured_peak_nbytes)} (predicted {humanize(self.predicted_peak_nbytes)}, "
+            f"{self.measured_peak_nbytes / max(self.predicted_peak_nbytes, 1) - 1:+.1%}), "
+            f"{self.measured_step_seconds * 1e3:.1f} ms a step (predicted {self.predicted_step_seconds * 1e3:.1f}, "
+            f"{self.measured_step_seconds / (self.predicted_step_seconds or 1) - 1:+.1%})"
         )
 
 
@@ -215,12 +215,11 @@ def _note(profile: Profile, solution: Solution, budget_nbytes: int) -> str:
     if solver.is_fastest(profile, solution):
         needed = humanize(solution.prediction.peak_nbytes)
         notes.append(
-            f"this is the fastest there is, and needs {needed} of the {humanize(budget_nbytes)}: more memory would not "
-            "make it faster"
+            f"no plan is faster, even with more memory: this one needs {needed} of the {humanize(budget_nbytes)}"
         )
     if profile.source == "roofline":
-        shared = ", without what devices tell each other" if profile.machine.get("devices", 1) > 1 else ""
-        notes.append(f"the profile is calculated for a device, not measured on one{shared}: verify the plan there")
+        shared = ", without communication between devices" if profile.machine.get("devices", 1) > 1 else ""
+        notes.append(f"the profile was calculated, not measured{shared}: verify the plan on the device itself")
     return "; ".join(notes)
 
 

@@ -54,13 +54,11 @@ class PlanRequest:
         check_request(self.budget, self.allowed)
         check_microbatches(self.microbatches, self.microbatches_in_flight, PlanError)
         if (self.model is None) == (self.profile is None) and not (self.verify and self.model is not None):
-            raise PlanError("expected --model or --profile (both: to --verify a plan that a saved profile gives)")
+            raise PlanError("expected --model or --profile, or both with --verify")
         if self.verify and self.model is None:
-            raise PlanError("expected --model to --verify a plan with; found --profile alone")
+            raise PlanError("--verify runs the plan, which needs --model; found --profile alone")
         if self.gpu is not None and (self.verify or self.model is None):
-            raise PlanError(
-                "expected --gpu beside --model, whose profile it calculates, and no --verify, which runs it"
-            )
+            raise PlanError("--gpu calculates the profile of --model for a GPU, and excludes --profile and --verify")
         named = replace(
             self,
             optimizer=read_option(
@@ -70,22 +68,22 @@ class PlanRequest:
         )
         if named.sharding != "none" and self.gpu is None:
             raise PlanError(
-                f"expected --gpu beside --sharding {named.sharding}: what several devices do is calculated here; on "
-                "the devices themselves, agree() of recompute.integrations.distributed plans from what each measures"
+                f"--sharding {named.sharding} is calculated for a GPU that --gpu names; found none. To plan on the "
+                "devices themselves, use agree() of recompute.integrations.distributed"
             )
         if self.adapters is not None and self.model is None:
-            raise PlanError("expected --model beside --lora; a profile knows what it was measured with")
+            raise PlanError("--lora adds adapters to --model; found --profile, which was measured with or without them")
         if self.adapters is not None and self.adapters.is_quantized and self.gpu is None:
             raise PlanError(
-                f"expected --gpu beside --base {self.adapters.base}: plans of a quantized base are calculated here; in "
-                "Python, recompute.plan measures the model that you have loaded"
+                f"--base {self.adapters.base} is calculated for a GPU that --gpu names; found none. To measure a "
+                "quantized model, load it in Python and call recompute.plan"
             )
         if self.model is not None:
             check_source(self.model)
         for path in self._files:
             check_writable(path, error=PlanError)
         if not self.overwrite:
-            check_new(self._files, error=PlanError, others="--overwrite replaces what is there; or name another file")
+            check_new(self._files, error=PlanError, others="Pass --overwrite to replace, or name another file")
         return named
 
     @property
@@ -136,7 +134,7 @@ class PlanRequest:
         """The plan as text, with its frontier if that was asked for; or as one JSON object."""
         if as_json:
             return plan.to_json()
-        use = "" if self.out else '\nWrite it by --out plan.yaml, and apply it: recompute.apply(model, "plan.yaml").'
+        use = "" if self.out else '\nTo use it: --out plan.yaml, then recompute.apply(model, "plan.yaml").'
         if not self.frontier:
             return f"{plan}{use}"
         from recompute.planning import frontier_report  # which imports matplotlib

@@ -69,24 +69,24 @@ UNJUDGED = {**KERNEL, "grads_match": None, "grad_error": 2.5e-3, "grad_tolerance
     ("changed", "shown", "told"),
     [
         (row("hook", losses_match=False, loss_error=1e-3), ["✗ 1.0e-03", "✓ bitwise"],
-            "1.0e-03 of the losses, above 0"),
+            "losses differ: relative error 1.0e-03, allowed 0"),
         (row("full", grads_match=False, grad_error_last=2e-3), ["✓ bitwise", "✗ 2.0e-03"],
-            "2.0e-03 of the gradients, above 0.0e+00"),
+            "gradients differ: relative error 2.0e-03, allowed 0.0e+00"),
         ({**KERNEL, "grads_match": False, "grad_error": 6e-7}, ["≈ 1.2e-07", "✗ 6.0e-07"],
-            "6.0e-07 of the gradients, above 5.0e-07"),
+            "gradients differ: relative error 6.0e-07, allowed 5.0e-07"),
         (UNJUDGED, ["≈ 1.2e-07", "≈ 2.5e-03"], None),  # there was no room for the reference
     ],
 )  # fmt: skip
 def test_what_differs_is_marked_and_told(changed, shown, told):
     assert cells(NONE, changed)[2][4:] == shown
-    expected = [] if told is None else [f"{changed['policy']}, sequence 64: relative error {told}"]
+    expected = [] if told is None else [f"{changed['policy']}, sequence 64: {told}"]
     assert ablation_report.failures(results(NONE, changed)) == expected
 
 
 def test_what_failed_or_is_missing_stands_below_the_table():
     found = results(NONE, BROKEN, complete=False)
-    assert ablation_report.failures(found) == [TOLD, "interrupted: the rows still to come are missing"]
-    assert f"- {TOLD}\n- interrupted: the rows" in ablation_report.markdown(found)
+    assert ablation_report.failures(found) == [TOLD, "interrupted: rows are missing"]
+    assert f"- {TOLD}\n- interrupted: rows" in ablation_report.markdown(found)
     assert len(cells()) == 1
 
 
@@ -157,6 +157,7 @@ def test_what_was_trained_and_on_what_is_described(config, text):
     assert ablation_report.markdown(found).endswith(f"{where}\n\n`recompute ablate`\n")
 
 
+EQUAL = "All results are as under `none`, bit for bit"
 SHARES = "1.30 of the time, 0.25 of the activations, 0.40 of the peak"
 FAST = {**KERNEL, "policy": "auto", "step_seconds": 0.09, "peak_bytes": 5 * MIB, "activation_bytes_held": 2 * MIB}
 FASTEST = "`auto` is fastest: 0.90 of the time, 0.25 of the activations, 0.50 of the peak of `none`."
@@ -165,18 +166,18 @@ FASTEST = "`auto` is fastest: 0.90 of the time, 0.25 of the activations, 0.50 of
 @pytest.mark.parametrize(
     ("rows", "told"),
     [
-        ([NONE, FULL], [f"`full` is fastest after `none`: {SHARES} of `none`. Nothing changes a bit."]),
+        ([NONE, FULL], [f"`full` is fastest after `none`: {SHARES} of `none`. {EQUAL}."]),
         ([NONE, FULL, FAST],
-            [f"{FASTEST} `full` peaks lowest: {SHARES}. Nothing changes a bit but `auto`, which may round."]),
-        ([NONE, FAST, BROKEN], [f"{FASTEST} Nothing changes a bit but `auto`, which may round. `broken` failed."]),
+            [f"{FASTEST} `full` peaks lowest: {SHARES}. {EQUAL}, but for `auto`, which may round."]),
+        ([NONE, FAST, BROKEN], [f"{FASTEST} {EQUAL}, but for `auto`, which may round. `broken` failed."]),
         ([NONE, row("full", 2 * MIB, 4 * MIB, 0.13, grads_match=False, grad_error_last=2e-3)],
-            [f"`full` is fastest after `none`: {SHARES} of `none`. Nothing changes a bit but `full`, which may not."]),
+            [f"`full` is fastest after `none`: {SHARES} of `none`. {EQUAL}, but for `full`, which may not."]),
         ([timed("none"), timed("none", model="n"), timed("a", model="n")],
             ["n: `a` is fastest after `none`: 1.00 of the time, 1.00 of the activations, 1.00 of the peak of `none`. "
-             "Nothing changes a bit."]),
+             f"{EQUAL}."]),
         ([NONE, {**FULL, "step_seconds_quartiles": (0.11, 0.15)}],
-            [f"`full` is fastest after `none`: {SHARES} of `none`. Nothing changes a bit. `full` took other times from "
-             "step to step: was this machine busy with something else?"]),
+            [f"`full` is fastest after `none`: {SHARES} of `none`. {EQUAL}. `full`: steps took very different times. "
+             "Was this machine busy with something else?"]),
         ([NONE], []),
         ([failed("none", "no room"), FULL], []),
     ],
@@ -189,7 +190,7 @@ def test_the_legend_has_the_words_and_marks_that_the_table_has():
     legend = ablation_report.markdown(results(NONE, KERNEL))
     words = ["held after forward", "peak", "ms a step", "✓ bitwise", "✓ …", "≈ …"]
     assert re.findall(r"^- [*]{2}(.*)[*]{2}: ", legend, re.MULTILINE) == words
-    assert "On a CPU, kernels are their references" in legend
+    assert "On a CPU, plain PyTorch stands in for the kernels" in legend
     assert "✓ …" not in ablation_report.markdown(results(NONE, FULL))
 
 

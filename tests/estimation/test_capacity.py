@@ -60,7 +60,7 @@ def test_what_a_size_does_not_change_has_no_largest(capacity):
 
     own = fitted(lambda batch, length: 1000)
     assert (own.largest_batch, own.longest_sequence) == (None, None)
-    assert str(own).endswith("Other sizes of batch and sequence do not change that: the batch comes with the model.")
+    assert str(own).endswith("so no other batch sizes and sequence lengths were tried.")
     images = fitted(lambda batch, length: 1000 * batch)
     assert (images.largest_batch, images.longest_sequence) == (capacity // 1000, None)
     assert str(images).endswith("The largest batch is 5." if images.fits else "No batch fits.")
