@@ -188,18 +188,13 @@ def estimate(
     base: parts.BaseOption = "",
     sharding: parts.ShardingOption = "none",
     devices: parts.DevicesOption = 1,
-    gpu: str | None = typer.Option(None, help="Say whether the step fits this GPU (H200, …), and what would fit."),
+    gpu: str | None = typer.Option(None, help="Say whether the step fits this GPU (H200, …), and which sizes do."),
     gpu_memory: str | None = typer.Option(None, help="The GPU's memory, such as 24GiB."),
     policy: str | None = typer.Option(None, help="Preset or policy file."),
     loss: str = typer.Option("full", help="full: logits are made. chunked: a cross-entropy without logits."),
     microbatches: parts.MicrobatchesOption = 1,
     microbatches_in_flight: parts.InFlightOption = 1,
     as_json: parts.JsonOption = False,
-    sweep: bool = typer.Option(
-        False, "--sweep", help="Table and plot of 1, 2, 4 times the batch and 1/2, 1, 2, 4 times the length."
-    ),
-    out: Path = typer.Option("results/estimate", help="Folder for the plot.", file_okay=False, callback=own_path),
-    overwrite: parts.OverwriteOption = False,
 ) -> None:
     """Print the memory of a training step: parameters, gradients, optimizer, activations, and the peak.
 
@@ -212,11 +207,10 @@ def estimate(
 
     several = microbatches, microbatches_in_flight, lora, lora_targets, base
     options = EstimateOptions(dtype, optimizer, sharding, devices, loss, *several)
-    asked: dict[str, Any] = {"device": read_capacity(gpu, gpu_memory), "batch_size": batch_size, "seq_len": seq_len}
-    asked |= {"policy": policy, "sweep": sweep, "out": out, "overwrite": overwrite}
+    device, sizes = read_capacity(gpu, gpu_memory), {"batch_size": batch_size, "seq_len": seq_len}
     with parts.progress_told() as tell:
-        answer = estimate_as_asked(model, options, progress=tell, **asked)
-    typer.echo(answer.to_json() if as_json else answer.text)
+        answer = estimate_as_asked(model, options, policy=policy, device=device, progress=tell, **sizes)
+    typer.echo(answer.to_json() if as_json else str(answer))
     if answer.fit is not None and not answer.fit.fits:
         raise typer.Exit(1)
 
@@ -307,7 +301,7 @@ def plan(
     out: Path | None = typer.Option(None, help="Write the policy to this YAML file.", callback=own_path),
     overwrite: parts.OverwriteOption = False,
     as_json: parts.JsonOption = False,
-    frontier: bool = typer.Option(False, "--frontier", help="Show plans for other budgets; with --out, also as a PNG."),
+    frontier: bool = typer.Option(False, "--frontier", help="Show plans for other budgets."),
     verify: bool = typer.Option(False, "--verify", help="Run the plan. If its peak is off by over 2%, plan again."),
 ) -> None:
     """Choose the policy that trains a model fastest within a memory budget.

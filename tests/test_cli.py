@@ -131,7 +131,7 @@ def test_ctrl_c_reports_the_rows_so_far(config, tmp_path, monkeypatch):
     code, output = recompute("ablate", config, "--out", tmp_path, "--steps", 1)
     assert code == 130
     assert "interrupted: rows are missing" in output
-    (going_on,) = re.findall(r"^to go on: (.*)$", output, re.MULTILINE)
+    (going_on,) = re.findall(r"^to continue: (.*)$", output, re.MULTILINE)
     assert shlex.split(going_on)[-2:] == ["7", "--resume"]
     assert re.search(r"^full +", output, re.MULTILINE)
     assert [row["policy"] for row in saved(tmp_path)["rows"]] == ["none", "full"]
@@ -167,7 +167,7 @@ def test_a_full_disk_leaves_the_table_and_what_was_written(of_a_factory, later, 
     assert saved(out)["complete"] is later
     if not later:
         assert saved_rows == ["none"]
-        assert re.search(r"to go on: .* --resume", output)
+        assert re.search(r"to continue: .* --resume", output)
 
 
 def test_a_disk_that_is_full_from_the_beginning_is_told_before_anything_is_trained(config, tmp_path, monkeypatch):

@@ -114,19 +114,15 @@ HIDDEN_IMPORTS = {
         "recompute.estimation.attention_choice",
         "recompute.substitution.formulas",
     ),
-    "recompute.estimation.estimate_command": ("recompute.estimation.fitting_changes",),
-    "recompute.estimation.estimate_result": ("matplotlib",),
     "recompute.planning.make_plan": ("recompute.planning.plan_verification", "recompute.profiling.profile_model"),
     "recompute.planning.doctor_command": (
         "torch",
-        "recompute.estimation.fitting_changes",
         "recompute.engine.host.host_memory",
         "recompute.profiling.roofline",
     ),
     "recompute.planning.plan_command": (
         "torch",
         "recompute.estimation.build_model",
-        "recompute.planning.frontier_report",
         "recompute.profiling.profile_model",
     ),
     # Parts of torch that it does not load itself, which only what is compiled or wrapped needs.

@@ -156,7 +156,7 @@ def load(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise AblationError(f"{expected}; {error.strerror}") from error
     except ValueError as error:
-        raise AblationError(f"{expected}; found no JSON ({error})") from error
+        raise AblationError(f"{expected}; found invalid JSON ({error})") from error
     rows = found.get("rows") if isinstance(found, dict) else None
     if not isinstance(rows, list) or not all(isinstance(row, dict) and "policy" in row for row in rows):
         raise AblationError(f"{expected}, with rows that each have a policy")

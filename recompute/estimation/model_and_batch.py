@@ -32,12 +32,6 @@ class ModelAndBatch(NamedTuple):
     assumed: tuple[str, ...] = ()
     """Assumptions about the batch."""
 
-    def of_sizes(self, batch_size: int, length: int) -> ModelAndBatch:
-        """The same model with a batch of other sizes, whose length is at most that of this one."""
-        dtype = next(self.model.parameters()).dtype
-        batch = batch_of(self.model, self.name, length, batch_size, dtype, torch.device("cpu"))
-        return self._replace(batch=batch, name=describe(self.model, batch))
-
     def run(self) -> tuple[Tensor, Any]:
         output = call(self.model, self.batch)
         if (loss := own_loss(output)) is not None:

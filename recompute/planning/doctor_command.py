@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from recompute.errors import EstimateError, ModelError
@@ -16,6 +17,7 @@ from recompute.estimation.estimate_result import Estimate, table
 from recompute.estimation.gpus import Gpu, find_gpu, read_gpu, read_size
 from recompute.planning.longest_sequences import SequencesThatFit, longest_sequences
 from recompute.policy.loading import load_policy
+from recompute.policy.rules import Policy
 from recompute.units import humanize
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ Progress = Callable[[str, int, int], None]
 _BEST = 3
 PRESETS = ("elementwise", "auto", "alternate", "full")
 """The policies to try."""
+_DEVICES = [2**exponent for exponent in range(11)]
 _RANK = 16
 
 
@@ -219,16 +222,14 @@ def _gpu_here() -> Gpu:
 
 def _remedies(estimator: ModelEstimator, options: EstimateOptions, gpu: Gpu, progress: Progress) -> list[Remedy]:
     """The fastest ways to fit, each under another policy or loss, on as few devices as any needs."""
-    from recompute.estimation.fitting_changes import combinations  # which imports torch
-
     found: dict[Any, Remedy] = {}
-    tried = list(combinations(estimator, options, None, None, PRESETS))
-    for done, each in enumerate(tried):
-        if found and each.options.devices > next(iter(found.values())).devices:
+    tried = list(_combinations(estimator, options))
+    for done, (told, changed, policy) in enumerate(tried):
+        if found and changed.devices > next(iter(found.values())).devices:
             break
         progress("looking for changes that fit", done, len(tried))
-        if (remedy := _tried(estimator, each.told, each.options, each.policy, gpu)) is not None:
-            key = each.policy and each.policy.name, each.options.loss
+        if (remedy := _tried(estimator, told, changed, policy, gpu)) is not None:
+            key = policy and policy.name, changed.loss
             known = found.setdefault(key, remedy)
             if (len(remedy.changes), remedy.seconds) < (len(known.changes), known.seconds):
                 found[key] = remedy
@@ -237,6 +238,26 @@ def _remedies(estimator: ModelEstimator, options: EstimateOptions, gpu: Gpu, pro
         return any({*each.changes} < {*remedy.changes} and each.seconds <= remedy.seconds for each in found.values())
 
     return sorted((each for each in found.values() if not is_needless(each)), key=lambda each: each.seconds)[:_BEST]
+
+
+def _combinations(
+    estimator: ModelEstimator, options: EstimateOptions
+) -> Iterator[tuple[tuple[str, ...], EstimateOptions, Policy | None]]:
+    """All combinations of changes to try, with their names: from none to the most devices."""
+    losses = ["full", *(["chunked"] if estimator.head() is not None else [])]
+    others = ["adamw-fused", "adamw-8bit"] if options.optimizer in ("adamw", "adamw-loop") else ["adamw-8bit"]
+    optimizers = dict.fromkeys([options.optimizer, *(others if options.optimizer.startswith("adamw") else [])])
+    for devices, optimizer, policy, loss in product(_DEVICES, optimizers, (None, *map(load_policy, PRESETS)), losses):
+        if loss == "chunked" and policy is not None and policy.name == "auto":
+            continue  # it makes no logits anyway
+        told = ["a chunked cross-entropy"] if loss == "chunked" else []
+        told += [] if policy is None else [f"policy {policy.name}"]
+        told += [] if optimizer == options.optimizer else [f"optimizer {optimizer}"]
+        changed = options._replace(optimizer=optimizer, loss=loss)
+        if devices > 1:
+            told.append(f"fsdp2 over {devices} devices")
+            changed = changed._replace(sharding="fsdp2", devices=devices)
+        yield tuple(told), changed, policy
 
 
 def _by_adapters(estimator: Any, options: EstimateOptions, gpu: Gpu) -> Remedy | None:

@@ -63,17 +63,13 @@ def plan(
     training: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "progress": progress}
     if isinstance(model, Profile):
         if verify:
-            raise PlanError(
-                "verify=True runs the plan, which needs a model; found a profile. Pass the model and a batch"
-            )
+            raise PlanError("verify=True runs the plan, which needs a model and a batch; found a profile")
         table = model
     else:
         check_request(budget, allowed)
         check_microbatches(microbatches, microbatches_in_flight, PlanError)
         if verify and device is not None:
-            raise PlanError(
-                f"verify=True runs the plan on this machine; found device={show(device)}. Drop one of the two"
-            )
+            raise PlanError(f"verify=True runs the plan on this machine; drop it, or device={show(device)}")
         shared = {"device": device, "sharding": sharding, "devices": devices}
         table = _profiled(model, example_batch, profile, budget, allowed, training | shared)
     table = with_microbatches(table, microbatches, microbatches_in_flight)

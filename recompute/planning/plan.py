@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -167,6 +168,20 @@ def with_frontier(plan: Plan, progress: Callable[[str, int, int], None] | None =
     """The plan with its ``frontier``."""
     tell: dict[str, Any] = {} if progress is None else {"progress": partial(progress, "solving for other budgets")}
     return replace(plan, frontier=tuple(solver.frontier(plan.profile, **tell)))
+
+
+def frontier_table(plan: Plan) -> str:
+    """One line for each point of the frontier: peak, time, the peak's moment, how many regions run in which way."""
+    fastest = min(point.prediction.step_seconds for point in plan.frontier) or 1.0
+    rows = []
+    for assignment, prediction in plan.frontier:
+        choices = choices_of(plan.profile, assignment)
+        ways = Counter(choice.name for choice in choices if choice.rule is not None)
+        milliseconds = f"{prediction.step_seconds * 1e3:.1f} ({prediction.step_seconds / fastest:.2f}x)"
+        ways_text = ", ".join(f"{count} {name}" for name, count in ways.items()) or "none"
+        rows.append((humanize(prediction.peak_nbytes), milliseconds, prediction.peak_moment, ways_text))
+    headers = ("peak", "ms a step", "peak during", "regions under a rule")
+    return tabulate(rows, headers, "github", colalign=("right", "right", "left", "left"), disable_numparse=True)
 
 
 def solve_plan(profile: Profile, budget_nbytes: int) -> Plan:

@@ -14,9 +14,9 @@ from recompute.estimation.check_paths import check_source
 from recompute.estimation.estimate_options import check_microbatches
 from recompute.estimation.gpus import Gpu
 from recompute.estimation.static_memory import OPTIMIZERS, check_sharding, read_option
-from recompute.files import check_new, check_writable, png_of, user_path, write_file
+from recompute.files import check_new, check_writable
 from recompute.planning.make_plan import check_request, plan
-from recompute.planning.plan import Plan
+from recompute.planning.plan import Plan, frontier_table
 from recompute.profiling.cost_table import Profile
 
 
@@ -87,14 +87,9 @@ class PlanRequest:
         return named
 
     @property
-    def _plot(self) -> Path | None:
-        """The picture of the frontier, beside the policy."""
-        return user_path(self.out).with_suffix(".png") if self.out is not None and self.frontier else None
-
-    @property
     def _files(self) -> list[Path]:
         """The files to write."""
-        return [path for path in (self.out, self._plot, self.save_profile) if path is not None]
+        return [path for path in (self.out, self.save_profile) if path is not None]
 
     def run(self, progress: Callable[[str, int, int], None]) -> Plan:
         """Make the plan of a ``checked`` request; writes the profile, if asked to."""
@@ -135,18 +130,10 @@ class PlanRequest:
         if as_json:
             return plan.to_json()
         use = "" if self.out else '\nTo use it: --out plan.yaml, then recompute.apply(model, "plan.yaml").'
-        if not self.frontier:
-            return f"{plan}{use}"
-        from recompute.planning import frontier_report  # which imports matplotlib
-
-        return f"{plan}{use}\n\n{frontier_report.table(plan)}"
+        return f"{plan}{use}\n\n{frontier_table(plan)}" if self.frontier else f"{plan}{use}"
 
     def write(self, plan: Plan) -> list[Path]:
-        """Write the policy to ``out``, and beside it the frontier's plot. Returns all that the request has written."""
+        """Write the policy to ``out``. Returns all that the request has written."""
         if self.out is not None:
             plan.save(self.out)
-        if self._plot is not None:
-            from recompute.planning import frontier_report
-
-            write_file(self._plot, png_of(frontier_report.plot(plan)))
         return self._files  # the profile was written before, as soon as it was measured

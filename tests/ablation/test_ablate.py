@@ -243,7 +243,6 @@ VERIFY, ESTIMATE = ["verify", "elementwise", "--device", "cpu"], ["estimate"]
             r"it raised OSError: the disk is full \(\S+its_own_model\.py, line 19\)\. Call it"),
         (VERIFY, "its_own_model:other_keyword",
             r"for the forward of .*, forward\(input\); found the keywords y: missing .* 'input'"),
-        ([*ESTIMATE, "--sweep"], "its_own_model:make", "--sweep: expected a model for which batches of several sizes"),
         (ESTIMATE, "its_own_model:nothing", "with parameters to train; found none"),
     ],
 )  # fmt: skip

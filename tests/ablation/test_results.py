@@ -120,7 +120,7 @@ def test_results_of_others_are_not_resumed(least, tmp_path, part, key, value, me
     assert saved(tmp_path) == found
 
 
-@pytest.mark.parametrize(("text", "message"), [("{", "found no JSON"), ('{"rows": 3}', "with rows that each have")])
+@pytest.mark.parametrize(("text", "message"), [("{", "invalid JSON"), ('{"rows": 3}', "with rows that each have")])
 def test_a_file_that_holds_no_results_is_told(tmp_path, text, message):
     (tmp_path / "results.json").write_text(text, encoding="utf-8")
     with pytest.raises(AblationError, match=rf"results\.json: expected the results\.json of an ablation.*{message}"):

@@ -26,8 +26,8 @@ def config(**changes):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("hello", ":1:1: expected an ablation's .yaml file, .*; found no JSON (expecting value)"),
-        ('{"model_type": ', "found no JSON (expecting value)"),
+        ("hello", ":1:1: expected an ablation's .yaml file, .*; found invalid JSON (expecting value)"),
+        ('{"model_type": ', "found invalid JSON (expecting value)"),
         (b"\xff\xfe", "found bytes that are not UTF-8 text"),
         ("[1]", "expected a JSON object with a model_type; found a list"),
         ("{}", "expected a model_type, .*; found {}"),

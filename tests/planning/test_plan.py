@@ -12,10 +12,10 @@ from torch import nn
 from recompute import load_policy
 from recompute.attach.module_entries import module_entries
 from recompute.errors import BudgetError, PlanError, PolicyError
-from recompute.planning import frontier_report, solver
+from recompute.planning import solver
 from recompute.planning.allowed_ways import only_allowed
 from recompute.planning.make_plan import plan
-from recompute.planning.plan import solve_plan
+from recompute.planning.plan import frontier_table, solve_plan
 from recompute.planning.policy_of_plan import policy_of
 from recompute.planning.prediction import choices_of
 from recompute.policy.document import parse_document
@@ -138,7 +138,7 @@ def test_a_plan_shows_itself():
     ):
         assert line in text, text
     assert found.note == ""
-    rows = frontier_report.table(found).splitlines()
+    rows = frontier_table(found).splitlines()
     assert len(rows) == 2 + len(found.frontier)
     assert "1.00x" in rows[2]
     assert len(json.loads(found.to_json())["frontier"]) == len(found.frontier)
@@ -208,7 +208,7 @@ def test_via_auto_counts_as_a_kernel():
         ({"budget": 10}, BudgetError, "is below static memory"),
         ({"budget": "1GiB", "allowed": ["hok"]}, PlanError, "allowed: expected some of keep, hook, kernel, checkpoint"),
         ({"budget": "1GiB", "allowed": "hook"}, PlanError, "allowed: expected a list such as"),
-        ({"budget": "1GiB", "verify": True}, PlanError, "verify=True runs the plan, which needs a model"),
+        ({"budget": "1GiB", "verify": True}, PlanError, "verify=True runs the plan, which needs a model and"),
     ],
 )
 def test_what_is_asked_for_wrongly_is_told(options, error, message):
