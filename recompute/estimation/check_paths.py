@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import re
 from pathlib import Path
 
-from recompute.errors import ModelError
+from recompute.errors import ModelError, PolicyError
 from recompute.files import user_path
+from recompute.policy.document import parse_json, read_text
 
 EXPECTED = (
     "expected an ablation's .yaml file, the config.json of a Hugging Face model or the folder with it, the name of "
@@ -57,16 +57,9 @@ def _factory_meant(source: str) -> str:
 
 def _check_json(path: Path) -> None:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read: {error.strerror}; {EXPECTED}") from error
-    except UnicodeDecodeError as error:
-        raise ModelError(f"{path}: {EXPECTED}; found bytes that are not UTF-8 text") from error
-    except json.JSONDecodeError as error:
-        raise ModelError(
-            f"{path}:{error.lineno}:{error.colno}: {EXPECTED}; found invalid JSON "
-            f"({error.msg[:1].lower()}{error.msg[1:]})"
-        ) from error
+        found = parse_json(read_text(path, "configuration"), str(path), "configuration")
+    except PolicyError as error:
+        raise ModelError(f"{error}; {EXPECTED}") from error
     if not isinstance(found, dict):
         raise ModelError(f"{path}: expected a JSON object with a model_type; found a {type(found).__name__}")
     if not isinstance(found.get("model_type"), str):

@@ -17,7 +17,7 @@ from recompute.estimation.adapt_model import adapting
 from recompute.estimation.adapters import BASES
 from recompute.estimation.build_model import build_fake, without_values
 from recompute.estimation.estimate_options import EstimateOptions
-from recompute.estimation.factories import call, check_taken, describe, own_loss, placed
+from recompute.estimation.factories import call, check_taken, describe, loss_in, placed
 from recompute.estimation.fake_tensors import fake_batch, fake_copy
 from recompute.estimation.make_batch import batch_of, takes_images
 from recompute.estimation.static_memory import DTYPE_RECIPES
@@ -34,13 +34,7 @@ class ModelAndBatch(NamedTuple):
 
     def run(self) -> tuple[Tensor, Any]:
         output = call(self.model, self.batch)
-        if (loss := own_loss(output)) is not None:
-            return loss, output
-        values = getattr(output, "to_tuple", lambda: output)()
-        floats = [each for each in tree_leaves(values) if isinstance(each, Tensor) and each.is_floating_point()]
-        if not floats:
-            raise ModelError(f"{self.name}: expected a loss or tensors of floats; found {type(output).__name__}")
-        return torch.stack([each.float().sum() if each.dim() else each for each in floats]).sum(), output
+        return loss_in(output, self.name), output
 
 
 @contextmanager

@@ -48,19 +48,10 @@ class RecomputeCallback(HoldsPolicy, Callback):
         the LightningModule's modules: for a model in ``self.model`` "model.layers.0" or, at any depth, "**.layers.*".
     module: the path of the LightningModule's part that is to be under the policy ("model"). The policy's paths are then
         those of this part, as without Lightning.
-    kernels: True for kernels wherever they can stand in, False for hooks alone; None: as each rule says (``via``).
-    logits: False to compute the loss without logits, by a kernel, which rounds in its own way whatever the policy; True
-        to have them in training; None: as the policy says. They are made where other code reads them, as in evaluation.
-    logs: whether to log, by the LightningModule's ``log_dict``, at each step that the Trainer logs. Figures are of the
-        steps since it logged the last time:
-
-        - ``recompute_eager_nbytes`` (held without the policy), ``recompute_kept_nbytes`` (held with it),
-          ``recompute_dropped_nbytes`` and ``recompute_regenerated_nbytes``: means over batches, as ``stats()`` counts.
-        - ``token_accuracy`` of the last step and ``mean_token_accuracy`` of all these steps, over the tokens of all
-          devices. Only where the loss goes without logits.
-        - ``recompute_held_nbytes``, the most that a ``training_step`` left (less the gradients that it freed, where it
-          runs backward itself), and ``recompute_peak_nbytes``, the most since ``fit`` began. Both are those of the
-          device with the most. On CUDA alone.
+    kernels, logits: as ``integrations.training.Options`` explains them.
+    logs: whether to log the figures of ``Options``, by the LightningModule's ``log_dict``, when the Trainer logs.
+        ``recompute_held_nbytes`` is the most that a ``training_step`` left, less the gradients that it freed, where it
+        runs backward itself.
 
     Raises ``PolicyError`` for a bad policy or option, and, when ``fit`` begins, ``UnsupportedError`` where the strategy
     or the model would fight the policy.

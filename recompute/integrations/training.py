@@ -20,7 +20,21 @@ from recompute.substitution.head import is_head, why_no_head
 
 
 class Options(BaseModel):
-    """The options of a ``RecomputeCallback`` beside the policy."""
+    """The options of a ``RecomputeCallback`` beside the policy.
+
+    kernels: True for kernels wherever they can stand in, False for hooks alone; None: as each rule says (``via``).
+    logits: False to compute the loss without logits, by a kernel, which rounds in its own way whatever the policy; True
+        to have them in training; None: as the policy says. They are made where other code reads them, as in evaluation.
+    logs: whether to add figures to the trainer's logs, of the steps since the log before:
+
+        - ``recompute_eager_nbytes`` (held without the policy), ``recompute_kept_nbytes`` (held with it),
+          ``recompute_dropped_nbytes`` and ``recompute_regenerated_nbytes``: means over forwards with their backwards,
+          as ``stats()`` counts.
+        - ``token_accuracy`` of the last step and ``mean_token_accuracy`` of all these steps, over the tokens of all
+          devices. Only where the loss goes without logits.
+        - ``recompute_held_nbytes``, the most that a forward left, and ``recompute_peak_nbytes``, the most since
+          training began. Both are those of the device with the most. On CUDA alone.
+    """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 

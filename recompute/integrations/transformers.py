@@ -43,20 +43,9 @@ class RecomputeCallback(HoldsPolicy, TrainerCallback):
     """Puts the Trainer's model under ``policy`` while it trains.
 
     policy: as ``recompute.apply`` takes it: a preset's name, a path, a mapping or a ``Policy``.
-    kernels: True for kernels wherever they can stand in, False for hooks alone; None: as each rule says (``via``).
-    logits: False to compute the loss without logits, by a kernel, which rounds in its own way whatever the policy; True
-        to have them in training; None: as the policy says. They are made where other code reads them, as in evaluation.
-    logs: whether to add to the Trainer's logs. Figures are of the steps since the log before:
-
-        - ``recompute_eager_nbytes`` (held without the policy), ``recompute_kept_nbytes`` (held with it),
-          ``recompute_dropped_nbytes`` and ``recompute_regenerated_nbytes``: means over forwards with their backwards,
-          as ``stats()`` counts.
-        - ``token_accuracy`` of the last step and ``mean_token_accuracy`` of all these steps, over the tokens of all
-          devices. Only where the loss goes without logits.
-        - ``recompute_held_nbytes``, the most that a forward left, and ``recompute_peak_nbytes``, the most since
-          training began. Both are those of the device with the most. On CUDA alone.
-
-        Callbacks that run before this one do not see these in ``on_log``. ``state.log_history`` has them.
+    kernels, logits: as ``integrations.training.Options`` explains them.
+    logs: whether to add the figures of ``Options`` to the Trainer's logs. Callbacks that run before this one do not see
+        these in ``on_log``. ``state.log_history`` has them.
 
     Raises ``PolicyError`` for a bad policy or option, and, when the Trainer is made or begins to train,
     ``UnsupportedError`` where its other arguments would fight the policy.

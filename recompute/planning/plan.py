@@ -161,7 +161,7 @@ class Plan:
                 f"({self.uniform.predicted_step_seconds / (self.predicted_step_seconds or 1):.2f}x)"
             )
         lines += [f"measured: {found}" for found in self.rounds]
-        return "\n".join([*lines, *([self.note] if self.note else [])])
+        return "\n".join([*lines, *filter(None, self.note.split("; "))])
 
 
 def with_frontier(plan: Plan, progress: Callable[[str, int, int], None] | None = None) -> Plan:
@@ -178,7 +178,7 @@ def frontier_table(plan: Plan) -> str:
         choices = choices_of(plan.profile, assignment)
         ways = Counter(choice.name for choice in choices if choice.rule is not None)
         milliseconds = f"{prediction.step_seconds * 1e3:.1f} ({prediction.step_seconds / fastest:.2f}x)"
-        ways_text = ", ".join(f"{count} {name}" for name, count in ways.items()) or "none"
+        ways_text = "; ".join(f"{count} x {name}" for name, count in ways.items()) or "none"
         rows.append((humanize(prediction.peak_nbytes), milliseconds, prediction.peak_moment, ways_text))
     headers = ("peak", "ms a step", "peak during", "regions under a rule")
     return tabulate(rows, headers, "github", colalign=("right", "right", "left", "left"), disable_numparse=True)

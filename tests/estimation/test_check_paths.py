@@ -26,9 +26,9 @@ def config(**changes):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("hello", ":1:1: expected an ablation's .yaml file, .*; found invalid JSON (expecting value)"),
-        ('{"model_type": ', "found invalid JSON (expecting value)"),
-        (b"\xff\xfe", "found bytes that are not UTF-8 text"),
+        ("hello", ":1:1: not valid JSON: expecting value; expected an ablation's .yaml file, "),
+        ('{"model_type": ', ":1:16: not valid JSON: the file ends"),
+        (b"\xff\xfe", ":1: expected UTF-8 text; found byte 0xff"),
         ("[1]", "expected a JSON object with a model_type; found a list"),
         ("{}", "expected a model_type, .*; found {}"),
         ('{"hidden_size": 8}', "expected a model_type, .*; found keys hidden_size"),
