@@ -217,7 +217,7 @@ def test_what_a_function_saved_may_not_change(x):
         y = module.inside(h)
         with torch.no_grad():
             h.add_(1)
-        with pytest.raises(RuntimeError, match=r"modified by an inplace operation|changed in place"):
+        with pytest.raises(RuntimeError, match=r"modified by an inplace operation|modified in place"):
             loss_of(y).backward()
 
 
