@@ -258,8 +258,8 @@ def _check_block(op: str, block: int) -> None:
 def _check_format(op: str, format: str, device: torch.device) -> None:
     if format == "fp8" and native_format(device) != "fp8":
         raise KernelError(
-            f"{op}: fp8 on {device}, which does not convert to it; expected an NVIDIA GPU of compute capability 8.9 or "
-            "newer, or the CPU. Use format='int8' or None."
+            f"{op}: {device} has no fp8; expected an NVIDIA GPU of compute capability 8.9 or newer, or the CPU. Use "
+            "format='int8' or None."
         )
 
 

@@ -149,7 +149,7 @@ def linear_cross_entropy(
     logits = None
     if return_logits:
         if words.group:
-            raise KernelError(f"{op}: return_logits with the words shared by a group; expected one of the two.")
+            raise KernelError(f"{op}: return_logits=True is not possible with group. Drop one of the two.")
         logits_nbytes(op, logits_bytes, 0, len(weight), 1)  # refuses what makes no sense
         logits = _scored_logits(Head(hidden, weight, bias, *(adapter or ())), settings)
         results = losses_of(logits, target, class_weights, settings._replace(scale=1.0, softcap=0.0, temperature=1.0))
@@ -235,8 +235,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if torch.is_grad_enabled():
                 if settings.group:
                     raise KernelError(
-                        "linear_cross_entropy: a gradient of the gradient, of words that a group shares; expected "
-                        "first derivatives alone (create_graph=False)."
+                        "linear_cross_entropy: group allows first derivatives alone; expected create_graph=False."
                     )
                 inputs = (*saved[:7], settings, ctx.narrow)
                 given = (dloss, dentropy) if settings.with_entropy else dloss

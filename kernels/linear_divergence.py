@@ -122,13 +122,13 @@ def linear_divergence(
         log_p = -head_losses(op, *operands, logits_bytes, hold_logits)[0]
         return _divergence_of_words(log_p, teacher, teacher_indices, teacher_logsumexp, settings)
     if teacher_weight is None:
-        raise KernelError(f"{op}: expected teacher_weight, or teacher_indices; found neither.")
+        raise KernelError(f"{op}: expected teacher_weight or teacher_indices; found neither.")
     launch.check(op, student=student, teacher=teacher, teacher_weight=teacher_weight, teacher_bias=teacher_bias)
     check_head(op, "teacher", teacher, teacher_weight, teacher_bias)
     if teacher.shape[:-1] != student.shape[:-1] or len(teacher_weight) != len(student_weight):
         raise KernelError(
-            f"{op}: student {tuple(student.shape)} with {len(student_weight)} words and teacher "
-            f"{tuple(teacher.shape)} with {len(teacher_weight)}; expected as many tokens and words of both."
+            f"{op}: student {tuple(student.shape)} has {len(student_weight)} words, and teacher "
+            f"{tuple(teacher.shape)} has {len(teacher_weight)}; expected the same tokens and words for both."
         )
     narrow = autocast_dtype(student.device.type)
     ours = Head(*head_operands(op, "student", student, student_weight, student_bias, narrow))
@@ -173,8 +173,8 @@ def _check_words(
             raise KernelError(f"{op}: teacher_logsumexp is {tuple(logsumexp.shape)}; expected {tuple(tokens)}.")
     elif kind == REVERSE_KL:
         raise KernelError(
-            f"{op}: reverse_kl is infinite, as the teacher gives no probability to words that it does not list; "
-            "expected teacher_logsumexp, or another kind."
+            f"{op}: reverse_kl is infinite where the teacher's list leaves out words. Pass teacher_logsumexp, or "
+            "choose another kind."
         )
 
 

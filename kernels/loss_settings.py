@@ -92,7 +92,7 @@ def check_target(
     if class_weights is not None and class_weights.shape != (vocabulary,):
         raise KernelError(f"{op}: class_weights has shape {tuple(class_weights.shape)}; expected ({vocabulary},).")
     if class_weights is not None and class_weights.requires_grad:
-        raise KernelError(f"{op}: class_weights requires a gradient, and gets none; expected it detached.")
+        raise KernelError(f"{op}: class_weights requires a gradient, but gets none; expected class_weights.detach().")
 
 
 class Targets(NamedTuple):

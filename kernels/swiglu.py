@@ -52,7 +52,7 @@ def _apply(op: str, gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
     launch.check(op, gate=gate, up=up)
     if up is None:
         if gate.dim() == 0 or gate.shape[-1] % 2:
-            raise KernelError(f"{op}: gate has shape {tuple(gate.shape)}; expected (..., 2 · I) where up is None.")
+            raise KernelError(f"{op}: gate has shape {tuple(gate.shape)}; expected (..., 2 · I) if up is None.")
     else:
         launch.check_same_shape(op, gate=gate, up=up)
     product = _GLU.apply(gate, up, activation)

@@ -40,18 +40,20 @@ def words_of(op: str, weight: Tensor, group: ProcessGroup | None, vocabulary: in
     """
     if group is None:
         if vocabulary not in (None, len(weight)):
-            raise KernelError(f"{op}: vocabulary is {vocabulary} for {len(weight)} words; expected group beside it.")
+            raise KernelError(
+                f"{op}: vocabulary is {vocabulary}, but weight has {len(weight)} words; expected group, too."
+            )
         return Words()
     rank, ranks, rows = distributed.get_rank(group), distributed.get_world_size(group), len(weight)
     if rank < 0:
-        raise KernelError(f"{op}: this process is no rank of group; expected one that is.")
+        raise KernelError(f"{op}: this process is not a rank of group. Call it on the group's ranks alone.")
     vocabulary = rows * ranks if vocabulary is None else int(vocabulary)
     most = -(-vocabulary // ranks)
     first = min(rank * most, vocabulary)
     if rows != min(most, vocabulary - first):
         raise KernelError(
             f"{op}: weight has {rows} rows on rank {rank} of {ranks}; expected {min(most, vocabulary - first)} of "
-            f"{vocabulary} words, as torch.chunk cuts them. Give `vocabulary`, the words of all ranks, if they differ."
+            f"{vocabulary} words, as torch.chunk cuts them. Pass `vocabulary`, the words of all ranks, if they differ."
         )
     return Words(group.group_name, first, vocabulary)
 
@@ -66,7 +68,7 @@ def local_parts(
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     if not isinstance(weight, DTensor):
-        raise KernelError(f"{op}: hidden, target or bias is a DTensor and weight is none; expected weight to be one.")
+        raise KernelError(f"{op}: hidden, target or bias is a DTensor, and weight is not; expected a DTensor, too.")
     mesh = weight.device_mesh
     if mesh.ndim != 1 or (weight.placements[0] != Shard(0) and not weight.placements[0].is_replicate()):
         raise KernelError(
@@ -81,7 +83,7 @@ def local_parts(
 
     if bias is not None:
         if not isinstance(bias, DTensor):
-            raise KernelError(f"{op}: weight is a DTensor and bias is none; expected both or neither.")
+            raise KernelError(f"{op}: weight is a DTensor, and bias is not; expected both or neither.")
         bias = bias.redistribute(mesh, weight.placements).to_local()
     group, vocabulary = (mesh.get_group(), weight.shape[0]) if shards else (None, None)
     return whole(hidden), weight.to_local(), whole(target), bias, group, vocabulary

@@ -54,7 +54,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Activation recomputation for PyTorch: hooks and Triton kernels, chosen by a policy.",
+    help="Activation recomputation for PyTorch: a policy says what a training step holds, and what it recomputes.",
 )
 
 
@@ -76,26 +76,28 @@ def main(
 @app.command()
 def ablate(
     config: Path | None = typer.Argument(
-        None, help="YAML file; see examples/ablation. Default: by whether there is a GPU.", callback=own_path
+        None, help="YAML file, as in examples/ablation. By default, a Llama that fits this device.", callback=own_path
     ),
-    policy: list[str] | None = typer.Option(None, help="Preset or policy file, instead of the config's. Repeatable."),
-    peer: list[str] | None = typer.Option(None, help="torch-checkpoint, liger …, instead of the config's. Repeatable."),
-    text: Path | None = typer.Option(None, help="Train on this file's bytes.", callback=own_path),
+    policy: list[str] | None = typer.Option(None, help="Preset or policy file, in place of the config's. Repeatable."),
+    peer: list[str] | None = typer.Option(
+        None, help="Other method (torch-checkpoint, liger …), in place of the config's. Repeatable."
+    ),
+    text: Path | None = typer.Option(None, help="File to train on, byte by byte.", callback=own_path),
     out: Path = typer.Option("results/ablation", help="Folder to write to.", file_okay=False, callback=own_path),
     device: parts.Device | None = typer.Option(None, help="Where to train."),
-    steps: int | None = typer.Option(None, help="Training steps a policy.", min=1),
+    steps: int | None = typer.Option(None, help="Training steps for each policy.", min=1),
     model: str | None = typer.Option(
-        None, help="package.module:factory, which returns a model and a batch, instead of a Llama and a text."
+        None, help="package.module:factory, a function that returns a model and a batch, in place of a Llama."
     ),
-    resume: bool = typer.Option(False, "--resume", help="Go on with the results there; measure again what failed."),
+    resume: bool = typer.Option(False, "--resume", help="Continue the results in --out; repeat what failed."),
     overwrite: parts.OverwriteOption = False,
     compare: tuple[Path, Path] | None = typer.Option(
-        None, metavar="A B", help="Train nothing: say what changed between two results.json, or their folders."
+        None, metavar="A B", help="Train nothing. Compare two results.json, or their folders."
     ),
 ) -> None:
-    """Train models under each of several policies, and compare memory, time, losses and gradients.
+    """Train a model under several policies, and compare memory, time, losses and gradients.
 
-    Writes results.json, and tables, plots and a page of it. Exits with 1 if a policy failed or does not match.
+    Writes results.json, and tables and a plot of it. Exits with 1 if a policy fails or changes results.
     """
     if compare is not None:
         from recompute.ablation.results import compare as compare_results
@@ -154,12 +156,12 @@ def explain(
     lora: parts.LoraOption = None,
     lora_targets: parts.LoraTargetsOption = "all-linear",
     base: parts.BaseOption = "",
-    device: parts.Device = typer.Option("auto", help="Whose attention and kernels to explain; cuda needs no GPU."),
-    wide: bool = typer.Option(False, "--wide", help="Every byte, in lines as long as that takes."),
+    device: parts.Device = typer.Option("auto", help="Device to explain for; cuda needs no GPU."),
+    wide: bool = typer.Option(False, "--wide", help="Show exact bytes, in long lines."),
 ) -> None:
-    """Print what a policy keeps and drops of a model, tensor by tensor, and why.
+    """Print which tensors of a model a policy keeps and drops, and why.
 
-    Takes no memory for the model, and neither its weights nor a GPU.
+    Needs no GPU, no weights and no memory for the model.
     """
     from recompute.estimation.adapters import Adapters
 
@@ -179,34 +181,25 @@ def estimate(
     model: str = typer.Option(..., "--model", "--config", help=parts.MODEL_HELP),
     seq_len: parts.LengthOption = 4096,
     batch_size: parts.BatchOption = 1,
-    dtype: str = typer.Option(
-        "bfloat16", help="bfloat16, bfloat16-autocast, bfloat16-mixed (float32 masters), float32."
-    ),
-    optimizer: str = typer.Option(
-        "adamw", help="adamw (foreach), adamw-fused, adamw-loop, adamw-8bit, sgd, sgd-momentum."
-    ),
+    dtype: str = typer.Option("bfloat16", help=parts.DTYPE_HELP),
+    optimizer: str = typer.Option("adamw", help=parts.OPTIMIZER_HELP),
     lora: parts.LoraOption = None,
     lora_targets: parts.LoraTargetsOption = "all-linear",
     base: parts.BaseOption = "",
     sharding: parts.ShardingOption = "none",
     devices: parts.DevicesOption = 1,
-    gpu: str | None = typer.Option(None, help="Say whether it fits this GPU (H200, …), and what would."),
-    gpu_memory: str | None = typer.Option(None, help="The GPU's memory instead: 24GiB."),
+    gpu: str | None = typer.Option(None, help="Say whether the step fits this GPU (H200, …), and which sizes do."),
+    gpu_memory: str | None = typer.Option(None, help="The GPU's memory, such as 24GiB."),
     policy: str | None = typer.Option(None, help="Preset or policy file."),
-    loss: str = typer.Option("full", help="full: with all logits; chunked: without them."),
+    loss: str = typer.Option("full", help="full: logits are made. chunked: a cross-entropy without logits."),
     microbatches: parts.MicrobatchesOption = 1,
     microbatches_in_flight: parts.InFlightOption = 1,
     as_json: parts.JsonOption = False,
-    sweep: bool = typer.Option(
-        False, "--sweep", help="A table, and a plot, of 1, 2, 4 times the batch by 1/2, 1, 2, 4 the length."
-    ),
-    out: Path = typer.Option("results/estimate", help="Folder for the plot.", file_okay=False, callback=own_path),
-    overwrite: parts.OverwriteOption = False,
 ) -> None:
-    """Print what a training step will take: parameters, gradients, optimizer, activations, and the peak.
+    """Print the memory of a training step: parameters, gradients, optimizer, activations, and the peak.
 
-    Counts on a CUDA device; takes neither a GPU nor memory for the model, nor its weights.
-    With --gpu or --gpu-memory it exits with 0 if the step fits, and with 1 if it does not; with 2 for a mistake.
+    Estimates for a CUDA device. Needs no GPU, no weights and no memory for the model.
+    With --gpu or --gpu-memory it exits with 0 if the step fits, with 1 if it does not, and with 2 for a mistake.
     """
     from recompute.estimation.capacity import read_capacity
     from recompute.estimation.estimate_command import estimate_as_asked
@@ -214,11 +207,10 @@ def estimate(
 
     several = microbatches, microbatches_in_flight, lora, lora_targets, base
     options = EstimateOptions(dtype, optimizer, sharding, devices, loss, *several)
-    asked: dict[str, Any] = {"device": read_capacity(gpu, gpu_memory), "batch_size": batch_size, "seq_len": seq_len}
-    asked |= {"policy": policy, "sweep": sweep, "out": out, "overwrite": overwrite}
+    device, sizes = read_capacity(gpu, gpu_memory), {"batch_size": batch_size, "seq_len": seq_len}
     with parts.progress_told() as tell:
-        answer = estimate_as_asked(model, options, progress=tell, **asked)
-    typer.echo(answer.to_json() if as_json else answer.text)
+        answer = estimate_as_asked(model, options, policy=policy, device=device, progress=tell, **sizes)
+    typer.echo(answer.to_json() if as_json else str(answer))
     if answer.fit is not None and not answer.fit.fits:
         raise typer.Exit(1)
 
@@ -228,20 +220,20 @@ def doctor(
     model: parts.ModelOption,
     seq_len: parts.LengthOption = 4096,
     batch_size: parts.BatchOption = 1,
-    dtype: str = typer.Option("bfloat16", help="As estimate takes it."),
-    optimizer: str = typer.Option("adamw", help="As estimate takes it."),
+    dtype: str = typer.Option("bfloat16", help=parts.DTYPE_HELP),
+    optimizer: str = typer.Option("adamw", help=parts.OPTIMIZER_HELP),
     lora: parts.LoraOption = None,
     lora_targets: parts.LoraTargetsOption = "all-linear",
     base: parts.BaseOption = "",
     gpu: str | None = typer.Option(None, help="The GPU to fit (H200, 'RTX 4090', …). Default: this machine's."),
-    gpu_memory: str | None = typer.Option(None, help="The GPU's memory, where it has another: 24GiB."),
-    longest: bool = typer.Option(False, "--longest", help="Say how long a sequence fits, under which policy, instead."),
-    host: str | None = typer.Option(None, help="The host's memory, with --longest: 128GiB. Default: what is free."),
+    gpu_memory: str | None = typer.Option(None, help="The GPU's memory, such as 24GiB. Default: by its name."),
+    longest: bool = typer.Option(False, "--longest", help="Print the longest sequence that fits, for each policy."),
+    host: str | None = typer.Option(None, help="Host memory for --longest, such as 128GiB. Default: what is free."),
     as_json: parts.JsonOption = False,
 ) -> None:
-    """Say whether a run fits a GPU, what is in the way, and the three best things to type, with the time they cost.
+    """Say whether a run fits a GPU, what takes the memory, and which three changes are fastest.
 
-    Needs no GPU. Exits with 0 if the run fits as it is, with 1 if it does not, and with 2 for a mistake.
+    Needs no GPU. Exits with 0 if the run fits without changes, with 1 if it does not, and with 2 for a mistake.
     """
     from recompute.estimation.estimate_options import EstimateOptions
     from recompute.planning.doctor_command import diagnose
@@ -264,9 +256,9 @@ def verify(
     dtype: parts.DTypeOption = "float32",
     device: parts.Device = typer.Option("auto", help="Where to train."),
 ) -> None:
-    """Check that a model with random weights has the same gradients with a policy as without it.
+    """Check that a policy does not change the gradients of a model, with random weights.
 
-    Exits with 1 if it has not, or if the policy's rules drop nothing, so that there is nothing to check.
+    Exits with 1 if it changes them, or if the policy's rules drop nothing.
     """
     rules = _load_policy(policy, model)
 
@@ -283,10 +275,10 @@ def verify(
 
 @app.command()
 def plan(
-    budget: str = typer.Option(..., help="Of the whole step: 40GiB, 40GB, or 80% of the device."),
+    budget: str = typer.Option(..., help="Memory of the whole step: 40GiB, 40GB, or 80% of the device."),
     model: str | None = typer.Option(None, help=parts.MODEL_HELP),
-    profile: Path | None = typer.Option(None, help="What --save-profile wrote: measure nothing.", callback=own_path),
-    save_profile: Path | None = typer.Option(None, help="Write the measurements to this JSON.", callback=own_path),
+    profile: Path | None = typer.Option(None, help="A file of --save-profile, to measure nothing.", callback=own_path),
+    save_profile: Path | None = typer.Option(None, help="Write the measurements to this JSON file.", callback=own_path),
     seq_len: parts.LengthOption = 4096,
     batch_size: parts.BatchOption = 1,
     dtype: parts.DTypeOption = "bfloat16",
@@ -295,11 +287,11 @@ def plan(
     base: parts.BaseOption = "",
     device: parts.Device = typer.Option("auto", help="Where to measure."),
     gpu: str | None = typer.Option(
-        None, help="Measure nothing: calculate for this GPU (H200, rtx4090, …), which need not be here."
+        None, help="Measure nothing. Calculate for this GPU (H200, 'RTX 4090', …), which need not be here."
     ),
-    gpu_memory: str | None = typer.Option(None, help="Of a GPU by its data sheet: 24GiB."),
-    gpu_tflops: float | None = typer.Option(None, help="Of a GPU by its data sheet, dense, in the model's dtype: 165."),
-    gpu_bandwidth: str | None = typer.Option(None, help="Of a GPU by its data sheet: 1008GB/s."),
+    gpu_memory: str | None = typer.Option(None, help="The GPU's memory by its data sheet, such as 24GiB."),
+    gpu_tflops: float | None = typer.Option(None, help="Its dense TFLOP/s in the model's dtype, such as 165."),
+    gpu_bandwidth: str | None = typer.Option(None, help="Its memory bandwidth, such as 1008GB/s."),
     sharding: parts.ShardingOption = "none",
     devices: parts.DevicesOption = 1,
     microbatches: parts.MicrobatchesOption = 1,
@@ -309,8 +301,8 @@ def plan(
     out: Path | None = typer.Option(None, help="Write the policy to this YAML file.", callback=own_path),
     overwrite: parts.OverwriteOption = False,
     as_json: parts.JsonOption = False,
-    frontier: bool = typer.Option(False, "--frontier", help="Show what other budgets give; with --out, a PNG, too."),
-    verify: bool = typer.Option(False, "--verify", help="Run the plan; if its peak is off by over 2%, plan again."),
+    frontier: bool = typer.Option(False, "--frontier", help="Show plans for other budgets."),
+    verify: bool = typer.Option(False, "--verify", help="Run the plan. If its peak is off by over 2%, plan again."),
 ) -> None:
     """Choose the policy that trains a model fastest within a memory budget.
 
@@ -355,9 +347,9 @@ def _load_policy(policy: str, model: str) -> Policy:
 
 @app.command()
 def policies(
-    name: str | None = typer.Argument(None, help="Print this preset's file, to read or to start from."),
+    name: str | None = typer.Argument(None, help="The preset to print."),
 ) -> None:
-    """List the policies that come with this package, or print one."""
+    """List the presets, or print one."""
     from recompute.policy.loading import load_policy, preset_names, preset_path
 
     if name is not None:

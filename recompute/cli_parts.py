@@ -27,12 +27,14 @@ def _dtype(name: str) -> str:
 
 
 MODEL_HELP = (
-    "An ablation's .yaml (its model section), a config.json or its folder, a name Hugging Face knows, or "
-    "package.module:factory, a function that returns a model and a batch."
+    "A config.json or its folder, a name on Hugging Face, an ablation's .yaml, or package.module:factory, a function "
+    "that returns a model and a batch."
 )
+DTYPE_HELP = "bfloat16, bfloat16-autocast, bfloat16-mixed (float32 master weights), float32."
+OPTIMIZER_HELP = "adamw (foreach), adamw-fused, adamw-loop, adamw-8bit, sgd, sgd-momentum."
 ALLOW_HELP = (
-    "keep, hook, kernel, checkpoint, offload or compress: only what is listed may be chosen. compress is not exact, "
-    "and chosen only if listed. Repeatable."
+    "Choose only among these: keep, hook, kernel, checkpoint, offload, compress. By default all but compress, which is "
+    "not exact. Repeatable."
 )
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -43,20 +45,20 @@ def own_path(path: Path | None) -> Path | None:
 
 PolicyArgument = Annotated[str, typer.Argument(help="Preset or policy file.")]
 ModelOption = Annotated[str, typer.Option(help=MODEL_HELP)]
-LengthOption = Annotated[int, typer.Option(help="Tokens of a sequence. A factory has its own.", min=2)]
-BatchOption = Annotated[int, typer.Option(help="Sequences or images. A factory has its own.", min=1)]
+LengthOption = Annotated[int, typer.Option(help="Tokens of a sequence. A factory ignores it.", min=2)]
+BatchOption = Annotated[int, typer.Option(help="Sequences or images. A factory ignores it.", min=1)]
 DTypeOption = Annotated[str, typer.Option(help="The model's dtype.", parser=_dtype, metavar="|".join(_DTYPES))]
 ShardingOption = Annotated[str, typer.Option(help="none, ddp, zero1, zero2, zero3 or fsdp2.")]
-DevicesOption = Annotated[int, typer.Option(help="That share the model; the batch is one device's.", min=1)]
-MicrobatchesOption = Annotated[int, typer.Option(help="Of a step; the batch is one of them.", min=1)]
+DevicesOption = Annotated[int, typer.Option(help="Devices that share the model. Each has a batch.", min=1)]
+MicrobatchesOption = Annotated[int, typer.Option(help="Batches of one optimizer step.", min=1)]
 InFlightOption = Annotated[
-    int, typer.Option(help="Of a pipeline's stage: between forward and backward at once.", min=1)
+    int, typer.Option(help="Batches of a pipeline's stage that are between forward and backward at once.", min=1)
 ]
-OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace files that are there.")]
-LoraOption = Annotated[int | None, typer.Option(help="The rank of LoRA adapters, which alone train.", min=1)]
-LoraTargetsOption = Annotated[str, typer.Option(help="What these adapt: all-linear, or names: q_proj,v_proj.")]
+OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")]
+LoraOption = Annotated[int | None, typer.Option(help="Train only LoRA adapters, of this rank.", min=1)]
+LoraTargetsOption = Annotated[str, typer.Option(help="Modules with adapters: all-linear, or names: q_proj,v_proj.")]
 BaseOption = Annotated[
-    str, typer.Option(help="The frozen base: bf16, int8, nf4, nf4-double (double quantization) or float8.")
+    str, typer.Option(help="Dtype of the frozen base: bf16, int8, nf4, nf4-double (double quantization) or float8.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 

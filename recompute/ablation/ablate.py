@@ -69,7 +69,7 @@ class Ablation:
         return ablation_plots.memory_against_time(self.results["rows"])
 
     def save(self, folder: str | Path) -> None:
-        """Write ``results.json``, tables, plots and a page of all into ``folder``, which is made.
+        """Write ``results.json``, and tables and a plot of it, into ``folder``, which is made.
 
         They take the places of those that are there. Raises ``WriteError`` where one cannot be written.
         """
@@ -133,7 +133,7 @@ def ablate(
         if out is not None:
             found.save(out)
     except WriteError as error:  # whoever trained for hours gets the numbers
-        warnings.warn(f"{error}. What was measured is returned; its save(folder) writes it", stacklevel=2)
+        warnings.warn(f"{error}. The results are returned: call save(folder) on them to write them", stacklevel=2)
     return found
 
 
@@ -178,7 +178,7 @@ def record(
 def policies_by_name(policies: Any) -> dict[str, PolicyLike]:
     """The policies, loaded, by the names of their rows, without the baseline."""
     if isinstance(policies, str):
-        raise AblationError(f"policies: expected several, as in [{policies!r}]; found one name")
+        raise AblationError(f"policies: expected a list, as in [{policies!r}]; found a single name")
     given = policies.items() if isinstance(policies, Mapping) else ((None, policy) for policy in policies)
     named: dict[str, PolicyLike] = {}
     for name, policy in given:
@@ -189,8 +189,8 @@ def policies_by_name(policies: Any) -> dict[str, PolicyLike]:
             continue
         if name in named or name == BASELINE or is_peer(name) or name.endswith(COMPILED):
             raise AblationError(
-                f"policies: expected a name for each, of no other policy and no peer; found {name!r}. Pass a mapping "
-                "of names to policies"
+                f"policies: expected a name for each that no other policy and no peer has; found {name!r}. Pass a "
+                "mapping of names to policies"
             )
         named[name] = loaded
     return named
@@ -232,9 +232,9 @@ def ablate_as_asked(
     """
     given = {key: value for key, value in options.items() if value}
     if model is not None and (config or "text" in given):
-        raise AblationError("expected a configuration with its text, or --model; found both")
+        raise AblationError("expected a configuration file or --text, or else --model; found both. Drop one of them")
     if resume and overwrite:
-        raise AblationError("expected --resume, which goes on with results, or --overwrite; found both")
+        raise AblationError("--resume continues results and --overwrite replaces them; found both. Drop one of them")
     base = AblationConfig() if model else default_config(given.get("device", "auto"))
     if config:
         base = load_document(AblationConfig, config, kind="configuration")
@@ -244,7 +244,7 @@ def ablate_as_asked(
     for policy in settings.policies:
         load_policy(policy)  # a typing mistake is told now, and not after other policies were trained
     if not overwrite and not (resume and (out / results.NAME).is_file()):
-        others = "--resume goes on with these results, --overwrite replaces them, and --out names another folder"
+        others = "Pass --resume to continue these results, --overwrite to replace them, or --out for another folder"
         check_new((out / name for name in (results.NAME, *ablation_report.FILES)), error=AblationError, others=others)
     recording = {"resume": resume, "tell": tell, "tell_left": tell_left}
     if model is None:
@@ -268,10 +268,11 @@ def _reported(recorder: RowRecorder, out: Path, command: str, is_interrupted: bo
         if recorder.problem is not None:
             raise recorder.problem
         files = [results.NAME]
-        files += ablation_report.write(recorder.results, out)
+        ablation_report.write(recorder.results, out)
+        files += ablation_report.FILES
     except WriteError as error:
         problems.append(str(error))
     if is_interrupted or len(files) < 2:
         words = [word for word in shlex.split(command) if word not in ("--overwrite", "--resume")]
-        problems.append(f"to go on: {shlex.join([*words, '--resume'])}")
+        problems.append(f"to continue: {shlex.join([*words, '--resume'])}")
     return AblationOutcome(ablation_report.summary(recorder.results), problems, is_interrupted, files)

@@ -91,7 +91,7 @@ class LongestSequence(BaseModel):
             except BudgetError as error:
                 raise ValueError(f"budget: {error}, or '{DEVICE}'") from error
         if self.start > self.most:
-            raise ValueError(f"expected start to be at most most = {self.most}")
+            raise ValueError(f"start: expected at most {self.most}, the value of most; found {self.start}")
         return self
 
     def budget_nbytes(self, device: torch.device) -> int | None:
@@ -105,7 +105,7 @@ class LongestSequence(BaseModel):
         is_share = isinstance(self.budget, str) and "%" in self.budget  # to look at a device takes some of its memory
         try:
             if self.budget == DEVICE:
-                raise BudgetError(f"expected a size such as '4GiB' on {device.type}; found '{DEVICE}', a CUDA device's")
+                raise BudgetError(f"expected a size such as '4GiB' on {device.type}; '{DEVICE}' is for CUDA devices")
             return parse_budget(self.budget, torch.cuda.mem_get_info(device)[1] if is_share and on_cuda else None)
         except BudgetError as error:
             raise AblationError(f"longest_sequence.budget: {error}") from error
@@ -199,11 +199,11 @@ class AblationConfig(BaseModel):
             if getattr(self, several) and one in self.model_fields_set:
                 raise ValueError(f"expected {one} or {several}; found both")
         if self.cell_timeout_seconds is not None and not self.isolate:
-            raise ValueError("cell_timeout_seconds: expected isolate: true beside it, as only a process can be ended")
+            raise ValueError("cell_timeout_seconds needs isolate: true, because only a process of its own can be ended")
         if self.longest_sequence and self.longest_sequence.budget == DEVICE and not self.isolate:
             raise ValueError(
-                f"longest_sequence: budget {DEVICE}: expected isolate: true beside it, so that what does not fit ends "
-                "nothing but its own process"
+                f"longest_sequence: budget {DEVICE} needs isolate: true, so that a training that does not fit ends "
+                "only its own process"
             )
         of_transformers = {"step: layers": self.step == "layers", "longest_sequence": self.longest_sequence}
         for key, is_asked in {**of_transformers, "lora": self.lora is not None}.items():
@@ -237,7 +237,7 @@ class AblationConfig(BaseModel):
         """The only comparison. Raises ``AblationError`` if there are several models, sizes or dtypes."""
         found, *others = self.comparisons()
         if others:
-            raise AblationError("expected a configuration with one model, sequence length, batch size and dtype")
+            raise AblationError("expected one model, one sequence length, one batch size and one dtype; found several")
         return found
 
 

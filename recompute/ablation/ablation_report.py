@@ -2,53 +2,30 @@
 
 from __future__ import annotations
 
-import base64
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from string import Template
 from typing import Any, NamedTuple
 
-from markdown_it import MarkdownIt
 from tabulate import tabulate
 
 from recompute.ablation import ablation_plots
 from recompute.ablation.ablation_config import is_factory
 from recompute.ablation.peers import BASELINE
 from recompute.ablation.results import AXES, RowDict, grouped, place, place_of, varied
-from recompute.files import write_file
+from recompute.files import png_of, write_file
 from recompute.units import humanize
 
-FILES = ("results.md", *ablation_plots.NAMES, "report.html")
-"""What ``write`` may write."""
+FILES = ("results.md", "results.png")
+"""What ``write`` writes."""
 
 _MOST_NAMED = 4  # policies in a verdict
 
 
-def write(results: Mapping[str, Any], out: Path) -> list[str]:
-    """Write all that is made of ``results.json`` into the folder `out`. Returns the names of the files.
-
-    These are ``results.md``, plots (``results.png`` and others, as far as there are numbers for them) and
-    ``report.html``, a page with all of it, which opens without a network. Raises ``WriteError``.
-    """
-    drawn = ablation_plots.pictures(results["rows"])
-    for name in set(ablation_plots.NAMES) - drawn.keys():
-        (out / name).unlink(missing_ok=True)  # of an earlier run
-    files: dict[str, str | bytes] = {"results.md": markdown(results)}
-    files |= drawn | {"report.html": _page(results, drawn)}
-    for name, content in files.items():
-        write_file(out / name, content)
-    return list(files)
-
-
-def _page(results: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str:
-    """The Markdown with its plots, the configuration and the machine, as HTML."""
-    images = [f"![{name}](data:image/png;base64,{base64.b64encode(data).decode()})" for name, data in pictures.items()]
-    details = [f"## {name}\n\n```json\n{json.dumps(results[name], indent=2)}\n```" for name in ("config", "machine")]
-    text = "\n\n".join(["# Policies compared", markdown(results), *images, *details])
-    body = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
-    return Template((Path(__file__).parent / "page.html").read_text(encoding="utf-8")).substitute(body=body)
+def write(results: Mapping[str, Any], out: Path) -> None:
+    """Write ``FILES``, which are made of ``results.json``, into the folder `out`. Raises ``WriteError``."""
+    write_file(out / "results.md", markdown(results))
+    write_file(out / "results.png", png_of(ablation_plots.memory_against_time(results["rows"])))
 
 
 def summary(results: Mapping[str, Any]) -> str:
@@ -105,10 +82,10 @@ def _verdict(rows: Sequence[RowDict]) -> str:
     changed = [name for name, row in measured.items() if not row["losses_match"] or _grad_error(row)]
     rounding = _listed([name for name in changed if name not in wrong], ", which may round")
     changes = " and ".join(filter(None, (rounding, _listed(wrong, ", which may not"))))
-    told.append(f"Nothing changes a bit{changes and ' but '}{changes}.")
+    told.append(f"All results are as under `{BASELINE}`, bit for bit{changes and ', but for '}{changes}.")
     told.append(_listed([row["policy"] for row in rows if row["error"] is not None], " failed."))
     unsteady = [name for name, row in {BASELINE: base, **measured}.items() if _spread(row) > _STEADY]
-    told.append(_listed(unsteady, " took other times from step to step: was this machine busy with something else?"))
+    told.append(_listed(unsteady, ": steps took very different times. Was this machine busy with something else?"))
     return " ".join(filter(None, told))
 
 
@@ -130,12 +107,12 @@ def _listed(names: Sequence[str], then: str) -> str:
 _NUMBER = re.compile(r"\d\S*")
 _LEGEND = {
     "held after forward": "activations that wait for backward. Weights, gradients and optimizer states come on top.",
-    "peak": "the most of them alive at once in forward and backward.",
-    "ms a step": "the median of the timed steps. In parentheses: how many times that of `none`.",
+    "peak": "the most activation memory at once, in forward and backward.",
+    "ms a step": "the median of the timed steps. In parentheses: relative to `none`.",
     "✓ bitwise": "equal to `none` in every bit.",
-    "✓ …": "differs by rounding alone: at most twice as far from `none` as rounding puts `none` from the exact value.",
-    "≈ …": "differs, as rounding in another order does. That is no failure: nothing but bits was compared.",
-    "✗ …": "differs by more than this policy may.",
+    "✓ …": "differs by rounding alone: at most twice the rounding error of `none` itself.",
+    "≈ …": "differs, as rounding in another order does. That is no failure: only bits were compared.",
+    "✗ …": "differs by more than this policy allows.",
 }
 
 
@@ -144,7 +121,7 @@ def _legend(cells: Sequence[Sequence[str]], machine: Mapping[str, Any]) -> list[
     shown = {_NUMBER.sub("…", cell) for line in cells for cell in line}
     lines = [f"**{word}**: {meaning}" for word, meaning in _LEGEND.items() if word in shown]
     if machine["gpu"] is None and {"kernel", "auto"} & {line[0] for line in cells}:
-        lines.append("On a CPU, kernels are their references in plain PyTorch, which take longer than kernels do.")
+        lines.append("On a CPU, plain PyTorch stands in for the kernels, and takes longer than they do on a GPU.")
     return lines
 
 
@@ -152,7 +129,7 @@ def failures(results: Mapping[str, Any]) -> list[str]:
     """One line for each row that failed or does not match the baseline, and one if rows are missing."""
     axes = varied(results["rows"])
     lines = [line(row, axes) for row in results["rows"] if _problem(row)]
-    return lines if results["complete"] else [*lines, "interrupted: the rows still to come are missing"]
+    return lines if results["complete"] else [*lines, "interrupted: rows are missing"]
 
 
 def line(row: RowDict, axes: Iterable[str] = ()) -> str:
@@ -170,9 +147,9 @@ def _problem(row: RowDict) -> str | None:
     if row["error"] is not None:
         return str(row["error"]).partition("\n")[0]
     if row["grads_match"] is False:
-        return f"relative error {_grad_error(row):.1e} of the gradients, above {row['grad_tolerance']:.1e}"
+        return f"gradients differ: relative error {_grad_error(row):.1e}, allowed {row['grad_tolerance']:.1e}"
     if row["exact"] and row["losses_match"] is False:
-        return f"relative error {row['loss_error']:.1e} of the losses, above 0"
+        return f"losses differ: relative error {row['loss_error']:.1e}, allowed 0"
     return None
 
 

@@ -170,7 +170,7 @@ def _cut_cross_entropy(peer: str, model: Any, match: Match, stack: ExitStack) ->
     head = model.get_output_embeddings() if decoder is not None else None
     if decoder is None or not isinstance(head, nn.Linear):
         raise AblationError(
-            f"the peer {peer} is for a model of transformers with a decoder and a Linear head; found "
+            f"the peer {peer} needs a model of transformers with a decoder and a Linear head; found "
             f"{type(model).__name__}"
         )
     softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
@@ -188,7 +188,7 @@ def _liger(peer: str, model: nn.Module, match: Match, stack: ExitStack) -> None:
     """Liger changes the model, and a module of transformers for all models: that one is put back as it was."""
     model = without_adapters(model)
     if not isinstance(model, LlamaForCausalLM):
-        raise AblationError(f"the peer {peer} is for transformers' LlamaForCausalLM; found {type(model).__name__}")
+        raise AblationError(f"the peer {peer} needs transformers' LlamaForCausalLM; found {type(model).__name__}")
     liger = _imported(peer, "liger_kernel.transformers", "liger-kernel")
     stack.callback(vars(modeling_llama).update, dict(vars(modeling_llama)))
     has_loss = peer == "liger-loss"
@@ -202,7 +202,7 @@ def _imported(peer: str, module: str, packages: str) -> Any:
     except ImportError as error:
         is_absent = error.name is not None and f"{module}.".startswith(f"{error.name}.")
         needed = f"needs the package {packages.split()[0]}" if is_absent else f"cannot import {module} ({error})"
-        raise AblationError(f"the peer {peer} {needed}: pip install {packages}") from error
+        raise AblationError(f"the peer {peer} {needed}. Run pip install {packages}") from error
 
 
 _WAYS: dict[str, Callable[[str, Any, Match, ExitStack], None]] = {

@@ -156,7 +156,7 @@ def load(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise AblationError(f"{expected}; {error.strerror}") from error
     except ValueError as error:
-        raise AblationError(f"{expected}; found no JSON ({error})") from error
+        raise AblationError(f"{expected}; found invalid JSON ({error})") from error
     rows = found.get("rows") if isinstance(found, dict) else None
     if not isinstance(rows, list) or not all(isinstance(row, dict) and "policy" in row for row in rows):
         raise AblationError(f"{expected}, with rows that each have a policy")
@@ -173,8 +173,8 @@ def resumed(expected: Mapping[str, Any], file: Path) -> tuple[dict[str, Any], li
     if changes:
         listed = "\n".join(f"  {key}: {NAME} has {before!r}, this run {now!r}" for key, before, now in changes)
         raise AblationError(
-            f"{file}: expected results of the same configuration, machine and versions to resume; found others:\n"
-            f"{listed}\nRun with the configuration and on the machine of before, or write to another folder by --out"
+            f"{file}: expected results of the same configuration, machine and versions; found others:\n"
+            f"{listed}\nUse the same configuration and machine as before, or write to another folder with --out"
         )
     dates = [*found.get("resumed", ()), expected["machine"]["date"]]
     return found | {"resumed": dates}, [AblationRow(**row) for row in found["rows"]]
@@ -221,11 +221,13 @@ def compare(one: Path, other: Path) -> str:
     for when, rows, others in (("before", mine, theirs), ("after", theirs, mine)):
         if alone := [f"  {names[key]}" for key in rows if key not in others]:
             blocks.append("\n".join([f"rows {when} alone:", *alone]))
-    changes = [(names[key], *change) for key in mine if key in theirs for change in _changes(mine[key], theirs[key])]
-    columns = ("row", "number", "before", "after", "ratio", "change")
-    align = ("left", "left", "right", "right", "right", "left")
-    changed = tabulate(changes, columns, colalign=align, disable_numparse=True) if changes else "no row is in both"
-    return "\n\n".join([*blocks, changed])
+    found = [(names[key], *change) for key in mine if key in theirs for change in _changes(mine[key], theirs[key])]
+    if changes := [each for each in found if each[-1] != _SAME]:
+        columns = ("row", "number", "before", "after", "ratio", "change")
+        align = ("left", "left", "right", "right", "right", "left")
+        blocks.append(tabulate(changes, columns, colalign=align, disable_numparse=True))
+    same = f"{len(found) - len(changes)} of {len(found)} numbers are the same" if found else "no row is in both"
+    return "\n\n".join([*blocks, same])
 
 
 def _rows(results: Mapping[str, Any]) -> dict[tuple[Any, ...], dict[str, Any]]:
@@ -237,6 +239,9 @@ def _rows(results: Mapping[str, Any]) -> dict[tuple[Any, ...], dict[str, Any]]:
     return {(*place(row), row["policy"]): row for row in rows}
 
 
+_SAME = "the same"
+
+
 def _changes(before: RowDict, after: RowDict) -> Iterator[tuple[str, str, str, str, str]]:
     """The numbers that both rows have, and whatever else only one of them says, or they say otherwise."""
     for key in (*_TIMES, *_COUNTS):
@@ -245,7 +250,7 @@ def _changes(before: RowDict, after: RowDict) -> Iterator[tuple[str, str, str, s
             old, new = (f"{each * 1e3:.2f} ms" if key in _TIMES else f"{each:,}" for each in (one, other))
             spreads = [row[f"{key}_quartiles"] for row in (before, after) if row.get(f"{key}_quartiles")]
             if one == other:
-                judged = "the same"
+                judged = _SAME
             elif key in _TIMES and len(spreads) < 2:
                 judged = "spread not known"
             else:

@@ -282,7 +282,7 @@ def _machine(config: AblationConfig, device: torch.device) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix=_PREFIX) as folder:
         found, error = run_apart(work, Path(folder), lambda *_: None, config.cell_timeout_seconds)
     if found is None:
-        raise AblationError(f"isolate: a process of its own cannot look at the device: {error}")
+        raise AblationError(f"isolate: the process that queries the CUDA device failed: {error}")
     return found
 
 

@@ -165,8 +165,8 @@ def factory_experiment(
         model, _ = made()
         if _fingerprint(model) != weights:
             raise AblationError(
-                f"{name} gives other weights when it is called again with the same random state, so that policies "
-                "cannot be compared: have it draw from the default generators of torch, NumPy or Python alone"
+                f"{name} returned other weights when it was called again with the same random state, so policies "
+                "cannot be compared. Draw only from the default generators of torch, NumPy and Python"
             )
         return model
 
@@ -181,9 +181,9 @@ def factory_experiment(
 def _batches(own: Any, batch: Any, steps: int, name: str) -> list[Any]:
     """One batch for each step: the factory's own, the one given, or what the function given returns."""
     if own is not None and batch is not None:
-        raise AblationError(f"{name} returns a batch, and one is passed, too: drop either")
+        raise AblationError(f"{name} returns a batch, and a batch is passed as well. Drop one of them")
     if own is None and batch is None:
-        raise AblationError(f"expected a batch: pass one, or have {name} return (model, batch)")
+        raise AblationError(f"a batch is missing. Pass one, or have {name} return (model, batch)")
     if callable(batch) and not isinstance(batch, (Tensor, Mapping)):
         return [factories.check_batch(batch(), "batch") for _ in range(steps)]
     return [own if batch is None else factories.check_batch(batch, "batch")] * steps

@@ -126,8 +126,8 @@ def checked_hooks(state_hooks: Any) -> tuple[StateHook, ...]:
     for hook in hooks:
         if not (isinstance(hook, (tuple, list)) and len(hook) == 2 and all(map(callable, hook))):
             raise TypeError(
-                f"state_hooks takes pairs of functions, (snapshot, restored), got {hook!r}. snapshot() is called in "
-                "forward; restored(what it returned) gives a context manager, and the module runs again inside of it."
+                f"state_hooks takes pairs of functions, (snapshot, restored), got {hook!r}. snapshot() runs in forward "
+                "and returns a state; restored(state) returns a context manager, in which the module runs again."
             )
     return hooks
 
@@ -272,7 +272,7 @@ class AppliedPolicy(PolicyReport):
 
     def _notes(self) -> list[str]:
         if self.removed:
-            return ["It was removed: what stands here is of before."]
+            return ["This policy was removed. The figures are from before."]
         model = self._model()
         if model is None:
             return []
@@ -289,11 +289,11 @@ class AppliedPolicy(PolicyReport):
         heads = [each.path for each in entries if each.is_head]
         if not heads:
             return [
-                "No loss goes without logits: no Linear outside of the layers has as many inputs and outputs as the "
-                "words' Embedding, and no module is called lm_head."
+                "No loss is computed without logits, because no head was found: no Linear outside of the layers has "
+                "the Embedding's shape, and no module is called lm_head."
             ]
         why = "; ".join(f"{path} is {why_no_head(modules[path])}" for path in heads if not is_head(modules[path]))
-        return [f"No loss goes without logits: {why or 'other rules have ' + ', '.join(heads)}."]
+        return [f"No loss is computed without logits: {why or 'other rules govern ' + ', '.join(heads)}."]
 
     def observe_losses(self, observe: LossObserver, observe_logits: Callable[[], None]) -> bool:
         """Have ``observe(argmax, target, ignore_index)`` called for each loss that is computed without logits.

@@ -67,8 +67,7 @@ def attachments_of(
             if meaning.kernels is Kernels.EVERYWHERE and all(kernel_of(runner) is None for _, _, runner in found):
                 without_kernel.setdefault(index, {})[type(modules[path]).__name__] = None
     for index, classes in without_kernel.items():
-        does = "does" if len(classes) == 1 else "do"
-        what = f"no kernel computes what {listed(list(classes))} {does}; hooks regenerate it"
+        what = f"no kernel replaces {listed(list(classes))}, so hooks regenerate there. Write via: auto to allow that"
         warn(f"policy {policy.name}: rules[{index}]: {what}")
     if decorated or any(meanings[index].drops_outputs for index in rules.values()):
         root = chosen.get(id(model))
@@ -87,8 +86,8 @@ def attach(attachments: list[Attachment]) -> None:
         is_bare_root = not attachment.path and isinstance(runner, RootRunner) and runner.inner is None
         if "forward" in vars(module) and not is_bare_root:
             raise UnsupportedError(
-                f"{_name(attachment.path, module)} has had its forward replaced on the instance, where a "
-                "policy cannot reach it. Apply the policy before whatever replaces it."
+                f"{_name(attachment.path, module)} has a forward that was set on the instance, where a policy cannot "
+                "reach it. Apply the policy first, and replace forward afterwards."
             )
     with ExitStack() as undo:
         for attachment, module in living:
@@ -153,18 +152,18 @@ def refuse_governed(model: nn.Module) -> None:
             )
         if any(map(is_lazy, module.parameters(recurse=False))):
             raise UnsupportedError(
-                f"{_name(path, module)} has parameters without a shape yet. Run the model once, then apply the policy."
+                f"{_name(path, module)} has uninitialized parameters. Run the model once, then apply the policy."
             )
         if is_decorated(module):
             raise AlreadyAppliedError(
-                f"{_name(path, module)} is already under a policy, that of the decorator of its class. Take the "
-                "decorator off the class, or apply this policy to the modules beside it."
+                f"{_name(path, module)} is already under a policy: its class is decorated with one. Remove the "
+                "decorator, or apply this policy to other modules."
             )
         if RUNNER in vars(module):
             raise AlreadyAppliedError(
-                f"{_name(path, module)} is already under a policy. To put this one in its place: "
-                "recompute.apply(model, policy, replace=True). To take it off: remove() of the handle that apply "
-                "returned. To have both, give the model one policy with the rules of both."
+                f"{_name(path, module)} is already under a policy. To replace it: recompute.apply(model, policy, "
+                "replace=True). To remove it: remove() of the handle that apply returned. To have both, write one "
+                "policy with the rules of both."
             )
 
 
@@ -198,7 +197,9 @@ def _policed(base: Any) -> type[nn.Module]:
 def _handle(module: nn.Module) -> object:
     handle = getattr(vars(module).get(RUNNER), "handle", None)
     if handle is None:
-        raise AttributeError(f"{type(module).__name__!r} has no handle of its own: a policy is on the model around it")
+        raise AttributeError(
+            f"{type(module).__name__!r} has no handle: its policy was applied to a model that contains it"
+        )
     return handle
 
 

@@ -40,11 +40,11 @@ def check_effect(
     if strict and not rules and has_effect(policy):
         lines = "\n  ".join(unmatched)
         raise NoEffectError(
-            f"policy {policy.name} governs no module of {name}: {lines}\nGive it a rule that matches, "
+            f"policy {policy.name} governs no module of {name}: {lines}\nAdd a rule that matches, "
             + (
-                "or put it on the model that has the layers: recompute.apply(model, policy)"
+                "or apply the policy to the model that has the layers: recompute.apply(model, policy)"
                 if decorated
-                else "treat a module as one layer by recompute.recompute(module), or allow this: "
+                else "treat a module as one layer with recompute.recompute(module), or allow this: "
                 "recompute.apply(model, policy, strict=False)"
             )
         )
@@ -83,11 +83,11 @@ def _doubts(word: str) -> Iterator[str]:
     if "." in word:
         if not is_op(word):
             yield (
-                f"no op is called {word}; a region's explain() names those that it runs, as they are below autograd "
+                f"no op is called {word}. explain() lists the ops that a module runs, by their names below autograd "
                 "('aten._softmax', not 'aten.softmax')"
             )
     elif word not in FAMILIES and (meant := _meant(word)) is not None:
-        yield f"{word} is the name of a tensor, as recompute.keep(tensor, {word!r}) gives it; did you mean {meant!r}?"
+        yield f"{word} is read as a tensor's name, from recompute.keep(tensor, {word!r}). Did you mean {meant!r}?"
 
 
 def _meant(word: str) -> str | None:

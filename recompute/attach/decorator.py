@@ -80,7 +80,7 @@ def recompute(target: Any = None, *, policy: PolicyLike | None = None, state_hoo
     if isinstance(target, (type, Policy)) or not callable(target):
         raise TypeError(
             "recompute decorates an nn.Module class, a module or a function, got "
-            f"{target!r}; a policy goes in by name: @recompute(policy=...)"
+            f"{target!r}. Pass a policy as a keyword: @recompute(policy=...)"
         )
     return _decorate_function(target, loaded, CaptureCache(checked_hooks(state_hooks)))
 
@@ -151,10 +151,12 @@ def _attach_decorated(module: nn.Module, cls: type[nn.Module], policy: Policy, c
 def _decorate_function(function: Forward, policy: Policy, cache: CaptureCache) -> Forward:
     name = getattr(function, "__name__", type(function).__name__)
     if any(is_kind(function) for is_kind in (isgeneratorfunction, iscoroutinefunction, isasyncgenfunction)):
-        raise UnsupportedError(f"{name} is a generator or a coroutine: what it runs cannot be run again as one piece")
+        raise UnsupportedError(
+            f"{name} is a generator or a coroutine, which cannot run again as a whole. Decorate a plain function"
+        )
     entries = [ModuleEntry("", name, is_block=True)]
     rules = assign(policy, entries)
-    what = f"the function {name}, one of an empty path and that class"
+    what = f"the function {name} (its path is empty, its class is {name})"
     check_effect(policy, what, rules, unmatched_rules(policy, entries, rules), [], strict=True, decorated=True)
     if not rules:
         return function

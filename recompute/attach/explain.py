@@ -188,7 +188,8 @@ def _modules(groups: Sequence[_Alike], columns: Mapping[str, str], width: int) -
 
 _LEGEND = (
     "Bytes of one forward of one module; in the last line, of all forwards of all modules. eager: what a module holds "
-    "for backward without the policy. explain(wide=True), or --wide, has every byte."
+    "for backward without the policy. Below, (given) is an input or a parameter, and alive is held in any case, as "
+    "parameters are. explain(wide=True), or --wide, has every byte."
 )
 
 
@@ -268,7 +269,7 @@ def _tensors(title: str, statistics: RegionStatistics, width: int | None) -> str
     """
     plan = statistics.plan
     rows = [] if plan is None else list(saved_rows(plan, compresses=statistics.compressed_tensors > 0))
-    why = "an output, which another module saved"
+    why = "an output that another module saved"
     rows += [
         SavedTensorRow(each.made_by, "(outside)", each.layout, each.nbytes, "dropped", why)
         for each in statistics.dropped_outputs

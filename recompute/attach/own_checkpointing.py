@@ -70,8 +70,8 @@ def said_of(found: Sequence[Checkpointing], name: str) -> str:
         paths.setdefault(what, []).append(each.path or "the model")
     where = "; ".join(f"{what} in {listed(of_what)}" for what, of_what in paths.items())
     return (
-        f"{name} has its own checkpointing on ({where}): it runs these modules again as a whole, and leaves a policy "
-        "nothing to choose there."
+        f"{name} has its own checkpointing on ({where}). It runs these modules again as a whole, so a policy has no "
+        "effect there."
     )
 
 
@@ -81,7 +81,7 @@ def how_to_turn_off(found: Sequence[Checkpointing]) -> str:
 
 
 _WAYS = {
-    _WRAPS: "Take checkpoint_wrapper, or apply_activation_checkpointing, out",
+    _WRAPS: "Remove checkpoint_wrapper, or apply_activation_checkpointing",
     "gradient_checkpointing": "Call model.gradient_checkpointing_disable() (diffusers: disable_gradient_checkpointing)",
     "grad_checkpointing": "Call model.set_grad_checkpointing(False)",
 }
@@ -91,6 +91,6 @@ def warn_of_checkpointing(found: Sequence[Checkpointing], name: str) -> None:
     """name: the name of the model's class."""
     if found:
         warn(
-            f"{said_of(found, name)} {how_to_turn_off(found)}, or have the policy turn it off while it is on: "
+            f"{said_of(found, name)} {how_to_turn_off(found)}. Or let recompute turn it off until remove(): "
             "recompute.apply(model, policy, replace_checkpointing=True)"
         )

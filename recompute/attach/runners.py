@@ -57,8 +57,8 @@ class OuterRunner(Runner):
         if any(isinstance(each, Tensor) and each.requires_grad for each in values):
             cache.warned_of_evaluation = True
             warn(
-                f"{self.statistics.name} runs in evaluation mode with gradients enabled. Its policy does nothing "
-                "there, except that kernels stand in. Call model.train() to train, or evaluate under torch.no_grad()."
+                f"{self.statistics.name} runs in evaluation mode with gradients enabled. In evaluation mode a policy "
+                "drops nothing; only its kernels run. Call model.train() to train, or evaluate under torch.no_grad()."
             )
 
 
@@ -68,7 +68,7 @@ class RootRunner(OuterRunner):
     def __init__(self, statistics: RegionStatistics, inner: Runner | None = None):
         self.statistics = statistics
         self.inner = inner
-        scope = "outputs that come back are dropped wherever they are saved inside"
+        scope = "outputs of modules inside are dropped if they can be recomputed"
         self.note = scope if inner is None else f"{inner.note}; {scope}"
 
     def run_training(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:

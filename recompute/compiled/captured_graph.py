@@ -147,7 +147,7 @@ class GuardedGraphs:
             _running.attempt = around
 
     def _compile(self, module: torch.fx.GraphModule, given: Sequence[Any]) -> Callable[..., Any]:
-        unfit = "it asks whether it is compiled" if asks_about_tracing() else _unfit_node(module)
+        unfit = "its forward asks whether torch.compile traces it" if asks_about_tracing() else _unfit_node(module)
         return self._add(module, objects_of(module.graph), names_read(), unfit or "")
 
     def _add(self, *graph: Any) -> Callable[..., Any]:
@@ -308,9 +308,9 @@ class CapturedGraph:
         state = GlobalState()
         try:
             if not all(isinstance(value, Tensor) for value in given):
-                raise Departure("its graph is given an object that is no tensor")
+                raise Departure("an input of its graph is not a tensor")
             if any(map(Tensor.is_inference, given)):  # the guards of a graph tell such tensors from others
-                raise NotCapturable("it is given a tensor that was made in inference mode, which has no version")
+                raise NotCapturable("one of its inputs was made under torch.inference_mode()")
             for index, function in expected.recording.functions.items():
                 if function.changed & self._read:
                     raise Departure(CHANGES.format(expected.recording.calls[index].op))
@@ -325,7 +325,7 @@ class CapturedGraph:
                 outputs = graph(*given)
                 tape.end_forward()
                 if not all(isinstance(output, Tensor) for output in outputs):
-                    raise Departure("its graph returns an object that is no tensor")
+                    raise Departure("an output of its graph is not a tensor")
         except Exception as error:  # if it is the user's, the tape will raise it again
             state.put_back()
             has_departed = isinstance(error, Departure)
@@ -336,7 +336,7 @@ class CapturedGraph:
         plan = tape.finish(outputs)
         region.count(plan)
         if plan is None or not region.knows(plan):
-            caller.learn("its graph saves other tensors than its forward does")
+            caller.learn("its graph saves other tensors for backward than its eager forward")
             return outputs
         return seen.finish(plan, given, outputs)
 
@@ -372,11 +372,12 @@ def _unfit_node(module: torch.fx.GraphModule) -> str | None:
         if node.op == "call_method" and node.target in _REFUSED_METHODS:
             return f"it calls Tensor.{node.target}"
         if getattr(node.target, "__name__", "") in _OTHER_TRANSFORMS:
-            return "it calls a transform of torch.func other than vmap, or differentiates forward"
+            return "it uses a torch.func transform other than vmap, or forward-mode differentiation"
         if isinstance(node.target, torch._ops.HigherOrderOperator):
-            return f"it has a higher-order operator, {node.target}"
+            return f"it uses the higher-order operator {node.target}"
         if isinstance(node.meta.get("example_value"), torch.SymInt):
-            return f"its graph computes a number, by {node.target}"  # and a program is made for the one it has now
+            # A program would be made for the number that it is now.
+            return f"it computes a Python number from a tensor, by {node.target}"
     return None
 
 

@@ -83,8 +83,8 @@ MAX_UNUSED_GRAPHS = 2
 MAX_MISSES = 32
 """A region is refused after so many calls in a row without a graph: each costs a look at the guards."""
 
-_RULES_INSIDE = "modules inside of it have rules of their own, or hooks of others or torch.func take what it saves"
-_DRAWS = "it draws from a random generator of Python's or of NumPy's"
+_RULES_INSIDE = "modules inside of it have their own rules, or it runs under other saved-tensor hooks or torch.func"
+_DRAWS = "it draws random numbers from Python's random or from NumPy"
 
 
 class CaptureCache:
@@ -155,7 +155,7 @@ class RecordingNext(State):
 
     def call(self, region: CapturedRegion, *call: Any) -> Transition:
         if region.recordings >= MAX_GRAPHS:
-            return region.run_by_tape(*call), Refused("its frames differ from each other")
+            return region.run_by_tape(*call), Refused(f"it ran different ops in each of {MAX_GRAPHS} recorded calls")
         region.recordings += 1
         try:
             result, frame = region.record(*call)
@@ -206,7 +206,7 @@ class Captured(State):
         graphs.misses += not attempt.waits
         if graphs.misses >= MAX_MISSES:
             reason = region.failure and f" ({region.failure})"
-            refused = Refused(f"none of its last {MAX_MISSES} calls was like one whose graph was taken{reason}")
+            refused = Refused(f"its last {MAX_MISSES} calls matched none of its captured graphs{reason}")
             return region.run_by_tape(*call), refused
         if region.recordings < MAX_GRAPHS and region.is_settled:
             return RecordingNext(graphs, attempt.departed).call(region, *call)
@@ -345,7 +345,9 @@ class CapturedRegion(RegionRecord):
         if sum(known.nbytes for known in made) <= max(LARGEST_COPY, sum(known.nbytes for known in given) // 8):
             return ""
         reasons = [plan.steps[known.step].reason for known in made if known.step is not None]
-        return f"a checkpoint holds less: {next(filter(None, reasons), 'some ops do not run again')}"
+        return (
+            f"captured it would hold more than as a checkpoint: {next(filter(None, reasons), 'some ops cannot rerun')}"
+        )
 
     def shared_graphs(self, function: Callable[..., Any]) -> CachedGraphs:
         assert self._cache is not None
@@ -391,4 +393,4 @@ class CapturedRegion(RegionRecord):
         if self.is_captured or (graphs := self.state.graphs) is None:
             return ""
         last = next((reason for graph in reversed(graphs.all) if (reason := graph.failure(self))), "")
-        return graphs.failure or last or graphs.shared.failure or "it has not run backward since"
+        return graphs.failure or last or graphs.shared.failure or "its backward has not run yet"

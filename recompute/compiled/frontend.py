@@ -206,7 +206,7 @@ def stand_in_for(recording: Recording) -> Callable[..., Any]:
                 takes = torch.is_grad_enabled() and any(map(takes_gradient, args))
                 outputs = tuple([_made_like(result, takes=takes) for result in results])
                 return outputs if call.is_sequence else outputs[0]
-        raise NotCapturable(f"{op} is called in another way than in its forward")
+        raise NotCapturable(f"{op} gets other arguments in the graph than in eager code")
 
     return stand_in
 
@@ -370,7 +370,7 @@ def _of_codes(self: Any, x: Tensor) -> Any:
     has_moved = self.weight.CB is None and state.CB is not None and not state.has_fp16_weights
     is_cast = self.bias is None or self.bias.dtype == x.dtype
     if not has_moved or not is_cast or state.is_training != self.training:
-        raise NotImplementedError("its first call moves the codes of its weight")
+        raise NotImplementedError("the first call of bitsandbytes' Linear8bitLt moves its weight")
     return matmul(x, self.weight, bias=self.bias, state=state)
 
 

@@ -107,8 +107,8 @@ class FunctionBackward:
 
 
 _OTHER_GRADIENTS = (
-    "the backward of {} gives a gradient to other arguments than it did when its module was captured. Give the rule of "
-    "the module `capture: false`."
+    "the backward of {} returns gradients for other arguments than when its module was captured. Add `capture: false` "
+    "to the module's rule."
 )
 
 
@@ -179,12 +179,12 @@ class FunctionCall:
             output = self.op.function.apply(*args)
         after.values = ()
         if versions != [version_of(args[position]) for position in self._made]:
-            raise Departure(f"{self.op} changes from time to time what it is given")
+            raise Departure(f"{self.op} writes to an argument in some calls and not in others")
         if self._names and changed(found, found_by(self.op, args, self._names)):
             raise Departure(CHANGES.format(self.op))
         outputs = output if type(output) in LISTS else (output,)
         if list(map(_described, outputs)) != self._results:
-            raise Departure(f"{self.op} gives something else from time to time")
+            raise Departure(f"{self.op} does not return the same kind of outputs in each call")
         first = next(filter(takes_gradient, outputs), None)
         after.node = None if first is None else first.view_as(first).grad_fn
         return *[each.detach() if isinstance(each, Tensor) else each for each in outputs], after
@@ -244,10 +244,10 @@ def unseen(node: Any) -> str:
     if function.__module__ == "torch._library.autograd":
         formula = _registered(function.backward)
         if not is_seen(formula) and not formula.__module__.startswith(_TRUSTED):
-            return f"the backward that {formula.__module__} has registered for a custom op may run more than ops"
+            return f"the backward formula that {formula.__module__} registers for a custom op may do more than call ops"
         return ""
     if not is_seen(function) and make_whole(function):
-        return "a custom Function in another op has run no op, so that no tape has seen it"
+        return "a custom autograd.Function inside of another op called no op, so nothing could be recorded"
     return ""
 
 
@@ -282,7 +282,7 @@ def graph_call(op: FunctionOp) -> Callable[..., Any]:
 
 
 _MANY = 100
-CHANGES = "{} changes what the code around it reads"
+CHANGES = "{} changes Python objects that the code around it reads"
 
 Found = dict[str, list[Any]]
 """Objects by the names that led to them."""

@@ -103,7 +103,7 @@ class GuardedCalls:
             with _tracing(self._methods, self._recording):
                 traced = context.callback(frame, *state)
             if traced.guarded_code is None:  # torch would run the call as it is
-                raise NotCapturable("torch.compile passes it by")
+                raise NotCapturable("torch.compile skips its forward")
             return traced
 
         for callback in (miss, trace):  # by this torch knows whose guards to check

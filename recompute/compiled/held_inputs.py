@@ -65,15 +65,14 @@ HELPERS: dict[str, Any] = {
 
 
 _DIFFERS = (
-    "in {}: backward differs from those before it (other outputs take a gradient, or gradients of another layout, it "
-    "runs under another autocast, or it is differentiated in its turn), and forward cannot run again, as {}. Give the "
-    "rule `capture: false`."
+    "in {}: this backward differs from the captured one (gradients of other outputs, other strides, another autocast, "
+    "or create_graph=True), and forward cannot run again because {}. Add `capture: false` to the module's rule."
 )
 
 _REACHES_LESS = (
-    "in {}: backward comes by some of its outputs, but those that had gradients before depend on more inputs. Captured "
-    "code is one node of autograd's graph, which would hand a gradient of None to these inputs, and so to hooks and "
-    "modules before them; plain PyTorch does not go there. Give the rule `capture: false`."
+    "in {}: backward reaches only some of its outputs, and these depend on fewer inputs than the captured backward. "
+    "Captured code is one autograd node: it would pass a gradient of None to the other inputs, where plain PyTorch "
+    "calls no hook and no backward at all. Add `capture: false` to the module's rule."
 )
 
 
@@ -97,9 +96,9 @@ def checked_other(other: Other, name: str, *, may_be_memory: bool) -> Tensor:
         if tensor is None and may_be_memory:
             tensor = memory
     if tensor is None:
-        raise UnsupportedError(_DIFFERS.format(name, "a tensor that it was given is gone"))
+        raise UnsupportedError(_DIFFERS.format(name, "one of its inputs has been freed"))
     if (tensor._version, tensor.data_ptr()) != state:
-        raise UnsupportedError(_DIFFERS.format(name, f"a {describe(tensor)} that it was given has changed since"))
+        raise UnsupportedError(_DIFFERS.format(name, f"one of its inputs, a {describe(tensor)}, has changed since"))
     return tensor
 
 

@@ -25,7 +25,7 @@ from recompute.compiled.function_calls import (
     unseen,
 )
 from recompute.compiled.program import Program
-from recompute.compiled.program_writer import ObservedFrame, ProgramWriter
+from recompute.compiled.program_writer import RETURNS_INPUT, ObservedFrame, ProgramWriter
 from recompute.compiled.recording import Call, Departure, NotCapturable, Recording, Use
 from recompute.compiled.region_graph import (
     INPUT,
@@ -38,6 +38,7 @@ from recompute.compiled.region_graph import (
     numbered_nodes,
     reached_from,
 )
+from recompute.compiled.region_record import DIFFERENTIATED
 from recompute.engine.cut.layout import Layout, are_apart
 from recompute.engine.cut.save_plan import SavePlan
 from recompute.engine.numerics import Autocast, autocast_in_force
@@ -111,7 +112,7 @@ class Observation:
                 number = self.recording.give(tensor, position)
                 root = self.recording.buffers[self.recording.buffers[number].root]
                 if root.given != position and parameters & {root.given, position}:
-                    raise NotCapturable("one of its parameters shares memory with another tensor that it is given")
+                    raise NotCapturable("one of its parameters shares memory with another of its inputs")
         except NotCapturable as error:
             raise Departure(str(error)) from error
 
@@ -143,7 +144,7 @@ class Observation:
         index, buffers = len(self.recording.calls) - 1, self.recording.buffers
         op, given, _, _, written, _ = self.recording.calls[index]
         if type(op) is not FunctionOp or is_changed:
-            self._fail(f"{op} changes what it is given")
+            self._fail(f"{op} writes to one of its arguments")
             return
         outputs = output if type(output) in LISTS else (output,)
         around = _again(self._frame.around.autocast)
@@ -169,15 +170,15 @@ class Observation:
         try:
             frame.plan, frame.steps = plan, len(self.recording.calls)
             if frame.steps != len(plan.steps):
-                raise NotCapturable("it passes tensors to recompute.keep, or their memory to others")
+                raise NotCapturable("it passes tensors to recompute.keep, or exposes their memory")
             if self._saved_whole & frame.saved_views:
-                raise NotCapturable("autograd saves one of its parameters both as it is and as a view")
+                raise NotCapturable("autograd saves one of its parameters twice: as it is, and as a view")
             frame.results = [self.recording.use(tensor) for tensor in outputs]
             for one, other in combinations(frame.results, 2):
                 if one.buffer == other.buffer and not are_apart(one.layout, other.layout):
                     raise NotCapturable("two of its outputs overlap in memory")
             if any(use.is_conjugate for use in frame.results):
-                raise NotCapturable("it gives conjugates that are not computed yet")
+                raise NotCapturable("it returns a lazy conjugate (Tensor.conj)")
             frame.gradients = [None] * len(outputs)
             frame.fixed = {position for position, tensor in enumerate(outputs) if not tensor.requires_grad}
             return self._walk([*given, *self._find_casts(given)], outputs)
@@ -196,7 +197,7 @@ class Observation:
             if position is None or result is None or position not in self._frame.around.cached:
                 continue
             if not 1 <= given[position].dim() <= 5:
-                raise NotCapturable("autocast casts a parameter of no dimension, or of more than five")
+                raise NotCapturable("autocast casts a parameter that has 0 dimensions, or more than 5")
             cast = cast_of(given[position])
             if self.recording.knows(cast) and self.recording.use(cast).buffer == result:
                 self._frame.casts[result] = position
@@ -213,29 +214,29 @@ class Observation:
         for position, output in enumerate(outputs):
             if output.requires_grad:
                 if output.grad_fn is None and output._is_view():
-                    raise NotCapturable("it returns a view that was made without gradients")
+                    raise NotCapturable("it returns a view that was made under torch.no_grad()")
                 edge = torch.autograd.graph.get_gradient_edge(output)
                 if edge.node in ends:
-                    raise NotCapturable("it returns a tensor, or a view of one, that it was given")
+                    raise NotCapturable(RETURNS_INPUT)
                 roots[position] = edge
         if not roots:
-            raise NotCapturable("none of its outputs takes a gradient")
+            raise NotCapturable("none of its outputs requires a gradient")
         nodes = [root.node for root in roots.values()]
         numbers, self._edges = numbered_nodes(nodes, ends)
         if any(not node.next_functions for node in numbers if node not in nodes):
-            raise NotCapturable("its graph reaches a leaf that it was not given")
+            raise NotCapturable("its autograd graph reaches a leaf that is not among its inputs")
         if reason := next(filter(None, [unseen(node) for node in numbers if node not in self._nodes]), ""):
             raise NotCapturable(reason)
         for name in MODE_DEPENDENT.intersection(node.name() for node in numbers):
-            raise NotCapturable(f"{name} computes in another way while it is recorded")
+            raise NotCapturable(f"{name} computes differently while it is recorded")
         if any((INPUT, OTHER) in edges for edges in self._edges):
-            raise NotCapturable("its graph reaches a tensor that it was not given")
+            raise NotCapturable("its autograd graph reaches a tensor that is not among its inputs")
         self._frame.reaches = [
             reached_from(numbers[roots[position].node], self._edges) if position in roots else frozenset()
             for position in range(len(outputs))
         ]
         if not any(self._frame.reaches):
-            raise NotCapturable("the gradients of its outputs reach none of its inputs")
+            raise NotCapturable("none of its outputs depends on an input that requires a gradient")
         read = {edge for edges in self._edges for edge in edges}
         outputs = list(outputs)
         for position, root in roots.items():
@@ -259,7 +260,7 @@ class Observation:
         if self.reason is not None:
             return
         if torch.is_grad_enabled():
-            self._fail("its backward is differentiated in its turn")
+            self._fail(DIFFERENTIATED)
             return
         try:
             given = [None if g is None else self._take(g, number, slot) for slot, g in enumerate(gradients)]
@@ -278,12 +279,12 @@ class Observation:
             self._see(gradient, use)
         elif (position := self._outputs.get((number, slot))) is not None:
             if gradients[position] is not None:  # as when a hook runs backward of the graph that it is called by
-                raise NotCapturable("its backward runs again before it has ended")
+                raise NotCapturable("its backward starts again before it has ended")
             gradients[position] = buffer = self.recording.receive(gradient)
             if self.recording.buffers[buffer].root not in gradients:
-                raise NotCapturable("the gradient of an output shares memory with one of its tensors")
+                raise NotCapturable("the gradient of an output shares memory with one of the module's tensors")
         else:
-            raise NotCapturable("a gradient comes from outside of its graph")
+            raise NotCapturable("a gradient enters in the middle of its autograd graph")
         return self.recording.use(gradient)
 
     def _see(self, gradient: Tensor, use: Use) -> None:
@@ -292,11 +293,11 @@ class Observation:
             self._sums.remove(use.buffer)  # from now on it is a tensor like others, and may have views
             self.recording.bind(gradient, use.buffer)
             if not are_alike(Layout.of(gradient), use.layout):
-                raise NotCapturable("autograd adds up gradients of several layouts")
+                raise NotCapturable("autograd adds gradients that have different strides")
         elif (found := self.recording.use(gradient))[1:] == use[1:] and found.buffer in self._given_back:
             self.recording.bind(gradient, use.buffer)  # a Function has given back the memory of a gradient
         elif found != use:
-            raise NotCapturable("a hook replaces a gradient inside of it")
+            raise NotCapturable("a tensor hook inside of it replaces a gradient")
 
     def _after(self, number: int, gradients: tuple[Tensor | None, ...], _: Any) -> Sequence[Tensor | None] | None:
         """A node of the graph has run. Returns its gradients, if autograd would make other tensors of them."""
@@ -373,9 +374,9 @@ class Observation:
         try:
             # The captured node gives gradients only to the inputs that got one while it was recorded.
             if set(leading) != set(come):
-                raise NotCapturable("its backward gives no gradient to some of the tensors that take one")
+                raise NotCapturable("its backward returns no gradient for some inputs that require one")
             if self.is_called_again and frozenset(come) not in self._frame.reaches:
-                raise NotCapturable("its outputs depend on different inputs, and it runs several times in a step")
+                raise NotCapturable("its outputs depend on different inputs, and it runs several times in each step")
             missing = Counter(leading) - Counter(come)  # because outputs had no gradient
             contributions += [(position, None) for position in missing.elements()]
             writer = ProgramWriter(self._frame)

@@ -23,6 +23,7 @@ from recompute.engine.numerics import Autocast
 from recompute.engine.tape.functions import FunctionOp
 from recompute.engine.tape.op_arguments import generators_of
 
+RETURNS_INPUT = "it returns one of its inputs, or a view of one"
 SMALL = 8
 """Values that are left for the region's own backward are so many times smaller than the outputs that came back."""
 
@@ -217,7 +218,7 @@ class ProgramWriter:
                 self._bring(use.buffer, code)
             makers = [self.recording.buffers[before].call for before, _ in call.written]
             if any(index is None or index < len(self._forward) for index in makers):
-                raise NotCapturable(f"backward writes into a tensor of forward ({call.op})")
+                raise NotCapturable(f"its backward writes to a tensor of its forward, by {call.op}")
             if type(call.op) is FunctionBackward:
                 code.function_backward(call)
             else:
@@ -235,7 +236,7 @@ class ProgramWriter:
             number = self._made_by(value)
             position = next((i for i, use in enumerate(self.frame.results) if use.buffer == number), None)
             if position is None:
-                raise NotCapturable("a part of an output is dropped where others save it")
+                raise NotCapturable("code outside saves a part of one of its outputs, which it would drop")
             found[position] = value
         if not found:
             return None
@@ -282,7 +283,9 @@ class ProgramWriter:
                 assert index is not None
                 call = self._forward[index]
                 if index not in self.plan.rerun_set:
-                    raise NotCapturable(f"backward reads an output of {call.op} that is neither kept nor made again")
+                    raise NotCapturable(
+                        f"its backward reads an output of {call.op} that is neither kept nor recomputed"
+                    )
                 missing = [use.buffer for use in call.uses() if use.buffer not in code.tensors]
                 if missing:
                     pending += missing
@@ -317,7 +320,7 @@ class ProgramWriter:
         for index, call in enumerate(self._forward):
             roots = [buffers[buffers[before].root] for before, _ in call.written]
             if index not in frame.functions and any(r.given is not None or r.constant is not None for r in roots):
-                raise NotCapturable(f"it writes to a tensor that it did not make ({call.op})")
+                raise NotCapturable(f"it writes to one of its inputs, by {call.op}")
             if frame.casts and call.results and call.results[0] in frame.casts:
                 continue  # autocast has done so
             if index in self._again and _is_watched(call):
@@ -346,7 +349,7 @@ class ProgramWriter:
         root = self.recording.buffers[buffer.root]
         if root.given is not None or root.constant is not None:
             if position not in self.frame.fixed or root.given in dict(self.frame.contributions):
-                raise NotCapturable("it returns a tensor, or a view of one, that it was given")
+                raise NotCapturable(RETURNS_INPUT)
             return f"{code.tensor(use)}.detach()"
         if use.layout == buffer.layout:
             return code.tensors[use.buffer]

@@ -20,7 +20,16 @@ from recompute.engine.cut.ops import DATA_DEPENDENT, EFFECT, NO_TENSOR, Kind, fa
 from recompute.engine.cut.save_plan import LARGEST_COPY
 from recompute.engine.tape.autocast import left_out
 from recompute.engine.tape.functions import FunctionOp
-from recompute.engine.tape.op_arguments import LISTS, at, generators_of, is_constant, is_frozen, is_plain, parameter_of
+from recompute.engine.tape.op_arguments import (
+    LISTS,
+    at,
+    generators_of,
+    is_constant,
+    is_frozen,
+    is_plain,
+    not_plain,
+    parameter_of,
+)
 
 _DATA_DEPENDENT = {Tag.data_dependent_output, Tag.dynamic_output_shape}
 
@@ -32,7 +41,7 @@ class NotCapturable(Exception):
 class Departure(Exception):
     """Other calls run than expected."""
 
-    def __init__(self, reason: str = "torch.compile's graph of it takes other steps than its forward"):
+    def __init__(self, reason: str = "torch.compile's graph of it runs other ops than its eager forward"):
         super().__init__(reason)
 
 
@@ -179,13 +188,13 @@ class Recording:
     def give(self, tensor: Tensor, position: int) -> int:
         """Add a tensor that no call has made."""
         if not is_plain(tensor):
-            raise NotCapturable(f"it is given a {type(tensor).__name__} that is no plain view of a storage")
+            raise NotCapturable(f"one of its inputs is {not_plain(tensor)}")
         return self._given(tensor, position)
 
     def receive(self, gradient: Tensor, call: int | None = None) -> int:
         """Add a gradient that backward is given, or that ``call``, a custom Function's backward, has given."""
         if not is_plain(gradient) or not torch._C._has_storage(gradient):  # a batch of gradients has none
-            raise NotCapturable(f"its backward is given a {type(gradient).__name__} that is no plain view of a storage")
+            raise NotCapturable(f"its backward gets a gradient that is {not_plain(gradient)}")
         return self._given(gradient, None) if call is None else self._new(gradient, call=call)
 
     def _given(self, tensor: Tensor, position: int | None) -> int:
@@ -205,12 +214,12 @@ class Recording:
         if is_conjugate:
             tensor = tensor.conj()  # the numbers in memory
         if not is_plain(tensor) and not is_frozen(tensor):
-            raise NotCapturable(f"an op reads a {type(tensor).__name__} that is no plain view of a storage")
+            raise NotCapturable(f"an op reads {not_plain(tensor)}")
         number = self._current.get(tensor.untyped_storage()._cdata)
         if number is None and self.is_open:
             number = self._new(tensor)
         if number is None:
-            raise NotCapturable("an op reads a tensor that the region was not given and did not make")
+            raise NotCapturable("an op reads a tensor that is neither an input nor made inside of it")
         if tensor.dtype is not self.buffers[number].layout.dtype:
             self._place(tensor)
         return Use(number, Layout.of(tensor), is_conjugate)
@@ -225,14 +234,7 @@ class Recording:
             self._weak.append(storage._weak_ref())
         self._current[storage._cdata] = buffer
 
-    def run(
-        self,
-        op: Any,
-        args: tuple,
-        kwargs: dict[str, Any],
-        run: Callable[[], Any],
-        give_up: Callable[[NotCapturable], None],
-    ) -> Any:
+    def run(self, op: Any, args: tuple, kwargs: dict, run: Callable[[], Any], give_up: Callable[..., None]) -> Any:
         """Run an op and record it. give_up: called with the reason if it cannot be recorded."""
         started = None
         try:
@@ -254,7 +256,7 @@ class Recording:
         known = facts(op)
         if known.kind is Kind.VIEW:
             if isinstance(op, OpOverload) and _DATA_DEPENDENT.intersection(op.tags):
-                raise NotCapturable(f"{known.name} depends on data")
+                raise NotCapturable(f"{known.name}: {DATA_DEPENDENT}")
             if op is torch.ops.aten.lift_fresh.default:
                 self._see_constant(args[0])
             has_offset = op is torch.ops.aten.as_strided.default and kwargs.get("storage_offset", args[3:]) != ()
@@ -262,23 +264,23 @@ class Recording:
                 self._place(args[0])
             return None
         if not isinstance(op, OpOverload):
-            raise NotCapturable(f"{op} is no op of the dispatcher")
+            raise NotCapturable(f"{op} is not an op of PyTorch's dispatcher")
         if known.is_foreign and known.reason in (EFFECT, NO_TENSOR):  # forward may have to run again
             raise NotCapturable(f"{known.name}: {known.reason}")
         if known.is_foreign and generators_of(op):
-            raise NotCapturable(f"{known.name} may draw from a random generator of its own")
+            raise NotCapturable(f"{known.name} may draw random numbers from its own generator")
         if (known.casts_inside or torch.is_inference_mode_enabled()) and left_out():
-            raise NotCapturable(f"autocast applies inside of {known.name}")
+            raise NotCapturable(f"autocast casts inside of {known.name}")
         if _DATA_DEPENDENT.intersection(op.tags) and facts_of_call(op, args, kwargs).reason == DATA_DEPENDENT:
-            raise NotCapturable(f"{known.name} depends on data")
+            raise NotCapturable(f"{known.name}: {DATA_DEPENDENT}")
         written = tensors_in(at(known.writes, args, kwargs))
         started = Started(op, self._template(args), self._template(kwargs), [(t, Layout.of(t)) for t in written])
         if self.is_forward:
             for tensor in written:  # before the op writes, which could not be taken back
                 if tensor.is_conj():
-                    raise NotCapturable(f"{known.name} writes to conjugates")
+                    raise NotCapturable(f"{known.name} writes to a lazy conjugate (Tensor.conj)")
                 if self.buffers[self.buffers[self.use(tensor).buffer].root].call is None:
-                    raise NotCapturable(f"{known.name} writes to a tensor that it did not make")
+                    raise NotCapturable(f"it writes to one of its inputs, by {known.name}")
         return started
 
     def _start_function(self, op: FunctionOp, args: tuple, kwargs: dict[str, Any]) -> Started:
@@ -310,7 +312,7 @@ class Recording:
             if not isinstance(tensor, Tensor):
                 results.append(None)
             elif not is_plain(tensor):
-                raise NotCapturable(f"{started.op} gives a {type(tensor).__name__} that is no plain view of a storage")
+                raise NotCapturable(f"{started.op} returns {not_plain(tensor)}")
             else:
                 results.append(None if self.knows(tensor) else self._new(tensor, call=index))
         is_sequence = type(output) in LISTS
@@ -379,7 +381,7 @@ class Recording:
             return ObjectUse(None)
         position = next((index for index, known in enumerate(self.objects) if known is value), None)
         if not takes_objects or position is None:
-            raise NotCapturable(f"an op is given a {type(value).__name__}")
+            raise NotCapturable(f"an op takes an argument of type {type(value).__name__}")
         return ObjectUse(position)
 
 

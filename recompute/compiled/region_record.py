@@ -22,7 +22,7 @@ MAX_REPLAYS = 8
 MAX_FAILURES = 3
 """How many calls of equal regions torch's frontend may fail on, and how often a region may observe a graph in vain."""
 
-DIFFERENTIATED = "its backward is differentiated in its turn"
+DIFFERENTIATED = "its gradients are differentiated (create_graph=True)"
 
 
 def warmup_frames() -> int:
@@ -166,7 +166,7 @@ class RegionRecord:
         self._trusted.discard(program)
         self._replays += MAX_REPLAYS if is_differentiated else 1
         if self._replays >= MAX_REPLAYS:
-            self.refuse(DIFFERENTIATED if is_differentiated else "its backward differs from time to time")
+            self.refuse(DIFFERENTIATED if is_differentiated else "its backward differs from step to step")
             return
         first, count = self._first_replays.get(program, (self.statistics.frames, 0))
         self._first_replays[program] = first, count + 1
@@ -176,7 +176,7 @@ class RegionRecord:
 
 
 _ROUNDS = (
-    "in {}: gradients are differentiated in their turn, of a forward that has run as captured code. The gradients of "
-    "gradients are right, but may differ in the last bits from those of plain PyTorch. From now on the module stays on "
-    "the tape, where they do not differ; with `capture: false` in its rule it does from the first step."
+    "in {}: a gradient is differentiated (create_graph=True) after forward ran as captured code. This second "
+    "derivative is right, but its last bits may differ from plain PyTorch's. From now on the module runs uncaptured, "
+    "where they do not differ. Add `capture: false` to its rule to have that from the first step on."
 )

@@ -139,12 +139,11 @@ def _contexts(op_policy: OpPolicy) -> tuple[Any, Any]:
     """The contexts of torch's checkpoint for a region and for its second run. AOTAutograd traces both."""
     if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL) is None:
         raise UnsupportedError(
-            "a module under a policy is in compiled code that does not reach torch's AOTAutograd as one graph, so the "
-            "policy cannot be lowered. Either something in its forward breaks the graph: torch.compile(..., "
-            "fullgraph=True) says what; compile something smaller, or give that module no rule. If that is state that "
-            "it changes, a key/value cache, say: use_cache=False, or torch._dynamo.config."
-            "skip_fwd_side_effects_in_bwd_under_checkpoint = True. Or the backend is one that takes forward alone, as "
-            "'eager' does: use 'inductor' or 'aot_eager'."
+            "torch.compile splits a module under a policy into several graphs, or its backend takes forward alone, so "
+            "the policy has no effect there. torch.compile(..., fullgraph=True) says what breaks the graph: compile "
+            "something smaller, or give that module no rule. If it is a key/value cache: use_cache=False, or "
+            "torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True. In place of the backend "
+            "'eager': 'inductor' or 'aot_eager'."
         )
     first, second = create_selective_checkpoint_contexts(_policy_fn, allow_cache_entry_mutation=True)
     first.op_policy = op_policy  # torch accepts only modes of its own classes, or subclasses of these
@@ -245,9 +244,8 @@ def _unpack(packed: None) -> Tensor:
 
 
 _SAVES_ARE_UNKNOWN = (
-    "a rule with price or hold cannot be lowered here: AOTAutograd has not looked at the region before it traced it, "
-    "or has seen other ops in it then. Leave the key away (rerun and keep say which ops run again), or give what the "
-    "rule governs to torch.compile by itself."
+    "torch.compile cannot follow a rule with price or hold here, because it does not trace the module's ops before "
+    "it compiles them. Remove the key (rerun and keep say which ops run again), or compile the module by itself."
 )
 
 
@@ -264,12 +262,12 @@ def _refusal(message: str) -> Callable[[], None]:
 
 
 refuse_first_run = _refusal(
-    "an instance of a class decorated with recompute gets its policy when it first runs, which cannot be compiled. Run "
-    "it once before it is compiled, or decorate the instance."
+    "an instance of a class that is decorated with recompute gets its policy in its first run, which cannot be "
+    "compiled. Run it once before you compile it, or decorate the instance."
 )
 _UNSEEN = (
-    "a rule that {} governs a module in compiled code, where no hook sees what is held for backward. Compile less than "
-    "that module, or give it a rule that does not {}."
+    "a rule that {} governs a module in compiled code, where saved-tensor hooks do not run. Compile less than that "
+    "module, or give it a rule that does not {}."
 )
 _refuse_offloading = _refusal(_UNSEEN.format("offloads", "offload"))
 _refuse_compression = _refusal(_UNSEEN.format("compresses", "compress"))

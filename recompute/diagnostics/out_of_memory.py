@@ -59,22 +59,22 @@ class OutOfMemory:
     def __str__(self) -> str:
         blocks = [f"out of memory in the {self.where}{self.device and f'; {self.device}'}"]
         static = ", ".join(f"{name} {humanize(nbytes)}" for name, nbytes in self.static.items() if nbytes)
-        blocks.append(f"Before the step there were: {static or 'nothing'}.")
+        blocks.append(f"Held before the step: {static or 'nothing'}.")
         if self.problem:
-            return "\n".join([*blocks, f"What the step takes is not known: {self.problem}"])
+            return "\n".join([*blocks, f"The step cannot be estimated: {self.problem}"])
         blocks.append(
-            f"A step on this batch takes {humanize(self.peak_nbytes)} more at its peak, the {self.peak_moment}, as "
-            "estimated on tensors without values."
+            f"A step on this batch takes up to {humanize(self.peak_nbytes)} more, in the {self.peak_moment}. This is "
+            "an estimate, made on fake tensors."
         )
         held = [
             (each.path or "outside of all modules", each.modules, humanize(each.nbytes)) for each in self.activations
         ]
-        blocks.append(table("holds for backward", held, "modules", "together"))
+        blocks.append(table("held for backward, by", held, "modules", "total"))
         if self.rules:
             rows = [(each.what, humanize(each.saves_nbytes)) for each in self.rules]
-            blocks.append(table("one of these rules, before any others", rows, "lowers the peak by"))
+            blocks.append(table("one of these rules, as the policy's first", rows, "lowers the peak by"))
         else:
-            blocks.append("No rule lowers the peak: a smaller batch, shorter sequences or more devices would.")
+            blocks.append("No rule lowers the peak. Use a smaller batch, shorter sequences or more devices.")
         return "\n\n".join(blocks)
 
 
@@ -179,12 +179,12 @@ def _report(model: nn.Module, latest: _Latest, where: str) -> OutOfMemory:
         total = torch.cuda.mem_get_info(device)[1]
         allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
         text = (
-            f"the device has {humanize(total)}, tensors take {humanize(allocated)}, and the allocator reserves "
+            f"of the device's {humanize(total)}, tensors take {humanize(allocated)} and torch's allocator reserves "
             f"{humanize(reserved)}"
         )
         static["others (optimizer states, the batch …)"] = max(0, latest.allocated_nbytes - sum(static.values()))
     if latest.batch is None:
-        return OutOfMemory(where, text, static, problem="the model has not run in training yet.")
+        return OutOfMemory(where, text, static, problem="the model has not run in training mode yet.")
     try:
         return _with_advice(model, latest, device, OutOfMemory(where, text, static))
     except Exception as error:  # the report of an error may not hide it

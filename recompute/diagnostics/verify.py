@@ -71,27 +71,26 @@ class Verification:
     """As ``AppliedPolicy.stats`` has it."""
 
     def __str__(self) -> str:
-        verdict = f"outputs and {self.gradients} gradients are bit for bit those without it"
+        lines = [f"policy {self.policy}: outputs and {self.gradients} gradients equal those without it, bit for bit"]
         if not self.bitwise:
-            allowed = "each may be off by" if self.compressed_tensors else "twice the rounding error is"
-            verdict = (
-                f"{self.gradients} gradients differ from those without it by {self.relative_error:.1e} of their norm "
-                f"({self.max_difference:.1e} at most), where {allowed} {self.tolerance:.1e}"
-            )
+            allowed = "for each" if self.compressed_tensors else "twice the rounding error"
+            lines = [
+                f"policy {self.policy}: {self.gradients} gradients are right, but not bit for bit",
+                f"relative error of all gradients: {self.relative_error:.1e} (allowed: {self.tolerance:.1e}, "
+                f"{allowed}); largest difference of a number: {self.max_difference:.1e}",
+            ]
             if self.compressed_tensors:
                 worst = max(self.errors, key=self.errors.__getitem__)
-                verdict += (
-                    f"; {self.compressed_tensors} tensors were held in 8 bits and came back off by at most "
-                    f"{self.worst_code_error:.1%} of their block's largest number; the gradient that differs most is "
-                    f"that of {worst}, by {self.errors[worst]:.1%}"
-                )
-        memory = "nothing was dropped"
-        if self.dropped_tensors:
-            dropped = f"{self.dropped_tensors} tensors ({self.dropped_nbytes:,} bytes)"
-            memory = f"{dropped} were dropped and came back as they were"
+                lines += [
+                    f"largest relative error of one gradient: {self.errors[worst]:.1%} ({worst})",
+                    f"held in 8 bits: {self.compressed_tensors} tensors, off by at most {self.worst_code_error:.1%} "
+                    "of the largest number in a block",
+                ]
+        dropped = f", {self.dropped_nbytes:,} bytes, all regenerated with the same bits" if self.dropped_tensors else ""
+        lines.append(f"dropped: {self.dropped_tensors} tensors{dropped}")
         if self.eager_nbytes:
-            memory += f"; of {self.eager_nbytes:,} bytes saved without it, {self.kept_nbytes:,} were kept"
-        return f"policy {self.policy}: {verdict}; {memory}"
+            lines.append(f"kept: {self.kept_nbytes:,} of the {self.eager_nbytes:,} bytes that are saved without it")
+        return "\n".join(lines)
 
 
 def verify(
@@ -139,8 +138,8 @@ def verify(
     with expected.rng.replayed():
         if found.rng.drawn() is not None:
             raise GradientMismatch(
-                f"under policy {name} outputs and gradients are those without it, but random generators are left in "
-                "another state, so that the next step would differ"
+                f"under policy {name} outputs and gradients equal those without it, but the random generators end in "
+                "another state, so the next step would differ"
             )
     pairs = _pairs(ours := found.tensors["gradients"], theirs := expected.tensors["gradients"])
     errors = {each: _error_of(ours.get(each), theirs[each]) for each in theirs}
@@ -255,8 +254,8 @@ def _in_wider_dtype(trial: _Trial, policy: str) -> _Outcome:
         return trial.run(dtype)
     except RuntimeError as error:  # as from an op that has no kernel for float64
         raise UnsupportedError(
-            f"under policy {policy} gradients differ, as a kernel's may; by how much is to be measured against the "
-            f"model in {dtype}, and it does not run in that: {error}"
+            f"under policy {policy} gradients differ, as kernels round differently. To judge the difference, verify "
+            f"runs the model in {dtype}, which fails: {error}"
         ) from error
 
 
@@ -283,11 +282,11 @@ def _refuse_idle(handle: AppliedPolicy, model: nn.Module, is_exact: bool) -> Non
     if not has_effect(policy) or any(compiled):
         return
     paths = [each.path or type(model).__name__ for each in handle._attachments if each.rule is not None]
-    did_nothing = "which ran and neither dropped, offloaded nor compressed anything"
+    did_nothing = "nothing was dropped, offloaded or compressed there"
     found = did_nothing if stats.frames else "none of them ran with gradients"
     raise NoEffectError(
-        f"policy {policy.name} governs {listed(paths)}, {found} on this batch: there is nothing to verify. "
-        "handle.explain(), after a forward under recompute.apply(), says why each tensor is kept"
+        f"policy {policy.name} governs {listed(paths)}, but on this batch {found}: there is nothing to verify. "
+        "Call handle.explain() after a forward under recompute.apply() to see why each tensor is kept"
     )
 
 
@@ -354,22 +353,22 @@ def _complaint(
             if len(names) > _SHOWN:
                 lines.append(f"  and {len(names) - _SHOWN} more")
     lines.append(
-        f"expected gradients that are off by at most {tolerance:.1e} of the norm of each, and the same outputs"
+        f"expected the same outputs, and gradients whose relative error is at most {tolerance:.1e}"
         if compresses
-        else f"expected at most twice the rounding error of each, which is {tolerance:.1e} of the norm of all gradients"
+        else f"expected at most twice the rounding error; of all gradients together that is {tolerance:.1e}"
         if tolerance
-        else "expected the same bits, as no kernel stands in for a module"
+        else "expected the same bits, because no kernel replaces a module"
     )
     return "\n".join(lines)
 
 
 def _apart(found: Tensor | None, expected: Tensor | None) -> str:
     if found is None or expected is None:
-        return "there is none " + ("under it" if found is None else "without it")
+        return "missing " + ("under the policy" if found is None else "without the policy")
     if found.shape != expected.shape or found.dtype is not expected.dtype:
-        return f"{describe(found)} under it, {describe(expected)} without it"
-    text = f"shape {tuple(found.shape)}, {count_different(found, expected)} of {found.numel()} elements"
+        return f"{describe(found)} under the policy, {describe(expected)} without it"
+    text = f"shape {tuple(found.shape)}, {count_different(found, expected)} of {found.numel()} elements differ"
     if not expected.is_floating_point():
         return text
     error = relative_error([found], [expected])
-    return f"{text}, by at most {max_difference(found, expected):.1e}, in all by {error:.1e} of its norm"
+    return f"{text}, by at most {max_difference(found, expected):.1e}; relative error {error:.1e}"

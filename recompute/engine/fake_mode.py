@@ -93,9 +93,9 @@ def refused_address(error: Exception, where: str = "") -> ModelError:
             kernel = getattr(getattr(own, "fn", None), "__name__", None)
     what = f"launches the kernel {kernel}" if kernel else "asks for the memory of a tensor, as to launch a kernel,"
     return ModelError(
-        f"{where or ('the model' if module is None else type(module).__name__)} {what}{place}; tensors without values "
-        "have no memory. Make what launches it an operator with a fake implementation, by torch.library.triton_op and "
-        "wrap_triton, or by torch.library.custom_op and register_fake; or measure the model on its device, with "
+        f"{where or ('the model' if module is None else type(module).__name__)} {what}{place}. Here the model runs on "
+        "fake tensors, which have no memory. Register that code as an operator (torch.library.triton_op and "
+        "wrap_triton, or torch.library.custom_op and register_fake), or measure the model on its device, with "
         "recompute.profile."
     )
 

@@ -101,7 +101,7 @@ class Handle(PackedTensor):
             view, whole = self.view
             if (found := Layout.of(value)) != whole:
                 name = self.source.statistics.name
-                raise RegenerationError(f"in {name}: {whole} was dropped, and {found} came back.")
+                raise RegenerationError(f"in {name}: a tensor with {whole} was dropped, and {found} was regenerated.")
             value = seen_as(value, view)
         return value
 
@@ -324,9 +324,9 @@ class OpRecipe(Recipe):
         for number, original in (self._originals or {}).items():
             if different := count_different(outputs[number if slots is None else slots[number]], original):
                 raise RegenerationError(
-                    f"in {self.statistics.name}: {self.name} gave back a {describe(original)} of which {different} of "
-                    f"{original.numel()} elements differ from what was dropped. List {self.name} in the rule's keep, "
-                    "or pass the tensor to recompute.keep."
+                    f"in {self.statistics.name}: {self.name} regenerated a {describe(original)}, and {different} of "
+                    f"{original.numel()} elements differ from the dropped ones. List {self.name} in the rule's "
+                    "keep, or pass the tensor to recompute.keep."
                 )
         name = self.statistics.name
         if slots is None:

@@ -65,10 +65,10 @@ class CudaSource(RandomSource):
             return self.generator.initial_seed(), self.generator.get_offset()
         except RuntimeError as error:  # torch refuses to read a generator while a CUDA graph is captured
             raise RngError(
-                f"the state of the random generator of {self.generator.device} cannot be read: the module ran under "
-                "its rule while a CUDA graph was being captured, where what it draws cannot be drawn again. Compile "
-                'it, with `mode="reduce-overhead"`, which has CUDA graphs of its own; or give it a rule with `action: '
-                f"recompute` and no dropout; or capture the graph without the policy. ({error})"
+                f"the random generator of {self.generator.device} cannot be read while a CUDA graph is captured, so "
+                'random numbers could not be drawn again. Use torch.compile(mode="reduce-overhead") in place of your '
+                "own CUDA graph, a rule with `action: recompute` and no dropout, or no policy inside of the graph. "
+                f"({error})"
             ) from error
 
     def restore(self, state: tuple[int, int]) -> None:

@@ -240,9 +240,9 @@ def checked(tensor: Tensor, version: int, name: str) -> Tensor:
         node = torch._C._current_autograd_node()
         reader = "backward" if node is None else node.name()
         raise MutationError(
-            f"in {name}: a {describe(tensor)} that {reader} needs has been modified in place since it was "
-            f"saved: it is at version {version_of(tensor)}, expected version {version}. Replace the in-place "
-            "operation, or let it modify a clone."
+            f"in {name}: {reader} needs a {describe(tensor)} that was modified in place after it was saved: it is at "
+            f"version {version_of(tensor)}, expected version {version}. Replace the in-place operation, or let it "
+            "modify a clone."
         )
     return tensor
 

@@ -56,8 +56,7 @@ def _goes_without() -> bool:
     """Always False. The first time it warns."""
     warn(
         "saved-tensor hooks are disabled here (torch.autograd.graph.disable_saved_tensors_hooks), and a policy needs "
-        "them: modules run as without it, and nothing is dropped. Take them out of the policy, or run them outside of "
-        "that context."
+        "them, so nothing is dropped. Run the modules outside of that context, or leave them out of the policy."
     )
     return False
 
@@ -186,7 +185,7 @@ def keep(tensor: Tensor, name: str | None = None) -> Tensor:
         raise TypeError(f"recompute.keep takes a tensor, got {type(tensor).__name__}")
     if name is not None and not (isinstance(name, str) and is_tensor_name(name)):
         raise ValueError(
-            f"recompute.keep takes a name that a rule's keep can list, such as 'router_logits', got {name!r}"
+            f"recompute.keep takes a name of letters, digits and '_', such as 'router_logits', got {name!r}"
         )
     if torch.compiler.is_compiling():
         return keep_op(tensor, name) if torch.is_grad_enabled() and not torch.compiler._is_exporting_flag else tensor

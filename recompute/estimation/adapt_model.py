@@ -40,7 +40,7 @@ def adapted(model: nn.Module, adapters: Adapters, dtype: torch.dtype, compute_dt
         import peft
     except ModuleNotFoundError as error:
         raise ModelError(
-            f"adapters need PEFT, and there is no module {error.name}: pip install 'torch-recompute[peft]'"
+            f"adapters need PEFT, and there is no module {error.name}. Run pip install 'torch-recompute[peft]'"
         ) from error
     name = type(model).__name__
     model.requires_grad_(False)
@@ -57,7 +57,7 @@ def adapted(model: nn.Module, adapters: Adapters, dtype: torch.dtype, compute_dt
             warnings.simplefilter("ignore", FutureWarning)  # PEFT reads what transformers calls by another name now
             return peft.get_peft_model(model, config, autocast_adapter_dtype=dtype is torch.float32).train()
     except (ValueError, TypeError, RuntimeError) as error:
-        raise ModelError(f"{name}: expected a model that PEFT adapts; it refuses this one: {error}") from error
+        raise ModelError(f"{name}: PEFT cannot add adapters to this model: {error}") from error
 
 
 def quantize(model: nn.Module, base: str, compute_dtype: torch.dtype) -> None:

@@ -37,7 +37,7 @@ class Adapters(NamedTuple):
         if self.lora is None:
             if base or self.targets != ALL_LINEAR:
                 told = f"base {base!r}" if base else f"lora_targets {self.targets!r}"
-                raise EstimateError(f"expected lora beside {told}: a frozen base has nothing to train")
+                raise EstimateError(f"{told} has an effect only with adapters. Pass lora as well")
             return None
         is_rank = isinstance(self.lora, int) and not isinstance(self.lora, bool) and self.lora >= 1
         if not is_rank and not hasattr(self.lora, "peft_type"):

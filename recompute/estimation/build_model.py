@@ -117,8 +117,8 @@ def without_values(name: str) -> Iterator[None]:
             yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ModelError(
-            f"{name}: its forward depends on the values of tensors ({error}), so only a real run can tell: apply the "
-            "policy, run forward, and print the handle's explain()"
+            f"{name}: its forward depends on the values of tensors, which are not known here ({error}). Apply the "
+            "policy to the real model, run forward, and print the handle's explain()"
         ) from error
     finally:
         masking_utils.find_packed_sequence_indices = find
@@ -127,7 +127,9 @@ def without_values(name: str) -> Iterator[None]:
 def _of_factory(name: str, dtype: torch.dtype, device: torch.device) -> tuple[nn.Module, Any]:
     model, batch = make(load_factory(name), name, dtype=dtype, device=device)
     if batch is None:
-        raise ModelError(f"{name}: expected it to return (model, batch), as nothing else says what forward is given")
+        raise ModelError(
+            f"{name}: expected it to return (model, batch); found a model alone, and forward needs a batch"
+        )
     return model, placed(batch, dtype=dtype, device=device)
 
 
@@ -170,10 +172,10 @@ def refusals_named(source: Source) -> Iterator[None]:
         kind = "" if isinstance(error, (OSError, ValueError)) or len(lines) > 1 else f"{type(error).__name__}: "
         if isinstance(error, OSError) and isinstance(source, str) and not user_path(source).exists():
             raise ModelError(
-                f"{source}: no file and no folder here has this name, and transformers did not fetch a model of this "
-                f"name: {told}. Give a name that Hugging Face knows, or the path of a config.json"
+                f"{source}: no file or folder has this name, and transformers did not fetch a model of this name: "
+                f"{told}. Give a name that Hugging Face knows, or the path of a config.json"
             ) from error
         raise ModelError(
-            f"{_called(source)}: expected a configuration that transformers {transformers.__version__} builds a model "
-            f"of; it refuses this one: {kind}{told}. Correct that, or give the path of another config.json"
+            f"{_called(source)}: transformers {transformers.__version__} cannot build a model from this "
+            f"configuration: {kind}{told}. Correct it, or give the path of another config.json"
         ) from error

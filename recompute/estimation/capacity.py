@@ -24,10 +24,6 @@ class Fit(NamedTuple):
     """The largest batch at this sequence length; 0: none fits; None: the peak is the same for every size."""
     longest_sequence: int | None
     """The longest sequence at this batch size, of the lengths that ``fit`` tries; 0: none fits; None: as above."""
-    changes: tuple[str, ...] = ()
-    """Where it does not fit, the fewest changes that make it fit; () if no tried ones do."""
-    changed_peak_nbytes: int = 0
-    """The peak with these."""
 
     @property
     def fits(self) -> bool:
@@ -47,12 +43,11 @@ class Fit(NamedTuple):
         if self.longest_sequence is not None:
             length = f"the longest sequence is {_at_most(self.longest_sequence, _MOST_TOKENS)}"
             found.append(f"at batch {self.batch_size:,}, {length if self.longest_sequence else 'no sequence fits'}")
-        if self.changes:
-            what = " and ".join(filter(None, (", ".join(self.changes[:-1]), self.changes[-1])))
-            told += f" With {what} it does: {humanize(self.changed_peak_nbytes)}."
         if not found:
-            return f"{told} Other sizes of batch and sequence do not change that: the batch comes with the model."
-        return f"{told} {'; '.join(found).capitalize()}."
+            told += " The model brings its own batch, so no other batch sizes and sequence lengths were tried."
+        else:
+            told += f" {'; '.join(found).capitalize()}."
+        return told if self.fits else f"{told} recompute doctor finds changes that make it fit."
 
 
 def _at_most(found: int, most: int) -> str:

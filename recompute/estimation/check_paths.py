@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import re
 from pathlib import Path
 
-from recompute.errors import ModelError
+from recompute.errors import ModelError, PolicyError
 from recompute.files import user_path
+from recompute.policy.document import parse_json, read_text
 
 EXPECTED = (
     "expected an ablation's .yaml file, the config.json of a Hugging Face model or the folder with it, the name of "
@@ -41,9 +41,7 @@ def check_source(source: str) -> None:
     if not path.exists():
         looks_like_a_path = source.endswith((".json", ".yaml", ".yml", "/")) or source.startswith((".", "~", "/"))
         if looks_like_a_path or source.count("/") > 1 or (os.sep not in "/" and os.sep in source):
-            raise ModelError(
-                f"{source}: cannot be read as the configuration of a model: there is no such file or folder; {EXPECTED}"
-            )
+            raise ModelError(f"{source}: there is no such file or folder; {EXPECTED}")
         return
     if path.suffix not in (".yaml", ".yml"):
         _check_json(path)
@@ -59,19 +57,13 @@ def _factory_meant(source: str) -> str:
 
 def _check_json(path: Path) -> None:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read as the configuration of a model: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ModelError(f"{path}: {EXPECTED}; found no JSON, but bytes that are no UTF-8 text") from error
-    except json.JSONDecodeError as error:
-        raise ModelError(
-            f"{path}:{error.lineno}:{error.colno}: {EXPECTED}; found no JSON ({error.msg[:1].lower()}{error.msg[1:]})"
-        ) from error
+        found = parse_json(read_text(path, "configuration"), str(path), "configuration")
+    except PolicyError as error:
+        raise ModelError(f"{error}; {EXPECTED}") from error
     if not isinstance(found, dict):
         raise ModelError(f"{path}: expected a JSON object with a model_type; found a {type(found).__name__}")
     if not isinstance(found.get("model_type"), str):
         raise ModelError(
-            f"{path}: expected a model_type, which says what transformers is to build ('llama', 'qwen3', …); "
+            f"{path}: expected a model_type, which names the architecture ('llama', 'qwen3', …); "
             + (f"found keys {', '.join(list(found)[:5])}{', …' if len(found) > 5 else ''}" if found else "found {}")
         )

@@ -17,8 +17,8 @@ def check_microbatches(microbatches: int, in_flight: int, error: type[RecomputeE
     check_counts(error, microbatches=microbatches, microbatches_in_flight=in_flight)
     if in_flight > microbatches:
         raise error(
-            f"microbatches_in_flight: expected at most microbatches, which is {microbatches}, as no more are in flight "
-            f"than a step has; found {in_flight}. Pass microbatches=, the number that the schedule has"
+            f"microbatches_in_flight: expected at most the {microbatches} microbatches of a step; found {in_flight}. "
+            "Pass microbatches=, the number of microbatches in the schedule"
         )
 
 

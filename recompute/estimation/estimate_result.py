@@ -1,20 +1,16 @@
-"""The result of an estimate: static bytes, activations, the peak and advice; and a sweep as a table and a plot."""
+"""The result of an estimate: static bytes, activations, the peak and advice."""
 
 from __future__ import annotations
 
 import json
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from tabulate import tabulate
 
 from recompute.estimation.static_memory import StaticBytes
 from recompute.units import humanize
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 class Advice(NamedTuple):
@@ -137,28 +133,27 @@ def _described(estimate: Estimate) -> str:
     kept = [("parameters", static.parameters), ("gradients", static.gradients), ("optimizer states", static.optimizer)]
     kept += [(name, buffer.nbytes) for name, buffer in static.buffers.items()]
     held = [
-        (each.path or "the loss, and what is in no module", each.modules, humanize(each.nbytes))
+        (each.path or "the loss, and code outside of modules", each.modules, humanize(each.nbytes))
         for each in sorted(estimate.activations, key=lambda each: -each.nbytes)
     ]
     highest = sorted(estimate.moments.items(), key=lambda item: -item[1])[:_MOMENTS]
     peak, logits = humanize(estimate.peak_bytes), ""
     if estimate.logits_peak_bytes:
         logits = f"; logits take up to {humanize(estimate.logits_peak_bytes)}"
+    parts = ", ".join(f"{part} {humanize(nbytes)}" for part, nbytes in estimate.parts.items())
     blocks = [
         title,
-        table("static", [(name, humanize(nbytes)) for name, nbytes in kept]),
-        table("held after forward", [*held, ("together", "", humanize(estimate.activation_bytes))], "modules"),
+        table("static memory", [(name, humanize(nbytes)) for name, nbytes in kept]),
+        table("held after forward, by", [*held, ("total", "", humanize(estimate.activation_bytes))], "modules"),
         f"One layer holds {humanize(estimate.activation_bytes_per_layer)}{logits}.",
         table("highest moments", [(name, humanize(nbytes)) for name, nbytes in highest]),
-        f"Peak: {peak}, at: {estimate.peak_moment}. Most of it is {estimate.dominates}: "
-        + ", ".join(f"{part} {humanize(nbytes)}" for part, nbytes in estimate.parts.items())
-        + ".",
+        f"Peak: {peak}, during: {estimate.peak_moment}. The largest part: {estimate.dominates}.\nAll parts: {parts}.",
     ]
     if estimate.host_bytes:
-        blocks.append(f"The policy carries {humanize(estimate.host_bytes)} to the host's memory.")
+        blocks.append(f"The policy offloads {humanize(estimate.host_bytes)} to host memory.")
     if estimate.advice:
         lower = [(each.what, humanize(each.saves_nbytes)) for each in estimate.advice]
-        blocks.append(table("what lowers the peak, by itself", lower, "by"))
+        blocks.append(table("a single change", lower, "lowers the peak by"))
     return "\n\n".join(blocks)
 
 
@@ -168,46 +163,3 @@ def table(title: str, rows: Sequence[tuple[object, ...]], *columns: str) -> str:
     headers = [title, *columns, *([""] * (width - 1 - len(columns)))]
     align = ["left", *["right"] * (width - 1)]
     return tabulate(rows, headers, "simple", colalign=align, disable_numparse=True)
-
-
-def sweep_table(estimates: Sequence[tuple[int, int, Estimate]]) -> str:
-    """One line for each batch size and sequence length."""
-    rows = [
-        (
-            batch_size,
-            length,
-            humanize(each.static_bytes.total),
-            humanize(each.activation_bytes),
-            humanize(each.logits_peak_bytes),
-            humanize(each.peak_bytes),
-            each.peak_moment,
-            each.dominates,
-            each.advice[0].what if each.advice else "",
-        )
-        for batch_size, length, each in estimates
-    ]
-    columns = ["batch", "sequence", "static", "activations", "logits", "peak", "at", "most of it", "best change"]
-    align = ["right"] * 6 + ["left"] * 3
-    return tabulate(rows, columns, "simple", colalign=align, disable_numparse=True)
-
-
-def sweep_plot(estimates: Sequence[tuple[int, int, Estimate]]) -> Figure:
-    """The peak against the sequence length, with a line for each batch size and one for static bytes."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    for size in sorted({batch_size for batch_size, _, _ in estimates}):
-        points = sorted(
-            (length, each.peak_bytes / 2**30) for batch_size, length, each in estimates if batch_size == size
-        )
-        axes.plot(*zip(*points, strict=True), marker="o", label=f"batch {size}")
-    static = estimates[0][2].static_bytes.total / 2**30
-    axes.axhline(static, color="gray", linestyle="--", label="static")
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log", base=2)
-    axes.set_xlabel("sequence length")
-    axes.set_ylabel("peak, GiB a device")
-    axes.set_title("\n".join(textwrap.wrap(estimates[0][2].settings.model, 80)), fontsize="medium")
-    axes.legend()
-    return figure

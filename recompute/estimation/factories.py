@@ -55,8 +55,8 @@ def check_factory(factory: Any, name: str) -> Factory:
     """Return ``factory`` if it can be one, or raise a ``ModelError`` that calls it ``name``."""
     if isinstance(factory, nn.Module) or not callable(factory):
         raise ModelError(
-            f"{name}: expected a function without arguments that makes a model, or (model, batch), anew each time; "
-            f"found {_kind(factory)}"
+            f"{name}: expected a function without arguments that returns a new model, or (model, batch); found "
+            f"{_kind(factory)}"
         )
     try:
         signature = inspect.signature(factory)
@@ -66,7 +66,7 @@ def check_factory(factory: Any, name: str) -> Factory:
         signature.bind()
     except TypeError as error:
         raise ModelError(
-            f"{name}: expected a function without arguments that makes a model, or (model, batch); found {error}"
+            f"{name}: expected a function without arguments that returns a model, or (model, batch); {error}"
         ) from error
     return factory
 
@@ -107,7 +107,7 @@ def _failures_named(factory: Factory, name: str) -> Iterator[None]:
         where = (own or frames)[-1]
         raise ModelError(
             f"{name}: expected it to return a model, or (model, batch); it raised {type(error).__name__}: {error} "
-            f"({where.filename}, line {where.lineno}). Call it by itself to see where that comes from"
+            f"({where.filename}, line {where.lineno}). Call it by itself to see the whole traceback"
         ) from error
 
 
@@ -124,8 +124,8 @@ def check_taken(model: nn.Module, batch: Any, name: str) -> None:
     except TypeError as error:
         given = f"the keywords {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else "a batch by position"
         raise ModelError(
-            f"{name}: expected a batch that the forward of {type(model).__name__} takes, which is forward{signature}; "
-            f"found {given}: {error}"
+            f"{name}: expected a batch for the forward of {type(model).__name__}, forward{signature}; found {given}: "
+            f"{error}"
         ) from error
 
 

@@ -122,7 +122,7 @@ def read_gpu(
     if name is None and len(missing) == len(figures):
         return None
     if name is None and missing:
-        raise ModelError(f"gpu: expected --gpu, or all of {', '.join(figures)}; {', '.join(missing)} not given")
+        raise ModelError(f"gpu: expected --gpu, or all of {', '.join(figures)}; {', '.join(missing)} are missing")
     gpu = Gpu(0.0, 0.0, 0.0, 0, name="a GPU of these figures")
     if name is not None:
         gpu = find_gpu(name, "--gpu", "--gpu-memory 24GiB --gpu-tflops 165 --gpu-bandwidth 1008GB/s")

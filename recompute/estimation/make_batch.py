@@ -44,7 +44,8 @@ def batch_of(
         shape = (config.max_length, config.num_mel_bins)
     elif given != "input_ids":
         raise ModelError(
-            f"{name}: {type(model).__name__} is given {given}; expected a model of tokens, of images or of sounds"
+            f"{name}: no batch can be made for {type(model).__name__}, whose forward takes {given}; expected a model "
+            "that takes tokens, images or audio. Name a function that returns (model, batch) instead"
         )
     if given != "input_ids":
         made[given] = torch.rand(batch_size, *shape, dtype=dtype, device=device)

@@ -17,7 +17,7 @@ from recompute.estimation.adapt_model import adapting
 from recompute.estimation.adapters import BASES
 from recompute.estimation.build_model import build_fake, without_values
 from recompute.estimation.estimate_options import EstimateOptions
-from recompute.estimation.factories import call, check_taken, describe, own_loss, placed
+from recompute.estimation.factories import call, check_taken, describe, loss_in, placed
 from recompute.estimation.fake_tensors import fake_batch, fake_copy
 from recompute.estimation.make_batch import batch_of, takes_images
 from recompute.estimation.static_memory import DTYPE_RECIPES
@@ -32,21 +32,9 @@ class ModelAndBatch(NamedTuple):
     assumed: tuple[str, ...] = ()
     """Assumptions about the batch."""
 
-    def of_sizes(self, batch_size: int, length: int) -> ModelAndBatch:
-        """The same model with a batch of other sizes, whose length is at most that of this one."""
-        dtype = next(self.model.parameters()).dtype
-        batch = batch_of(self.model, self.name, length, batch_size, dtype, torch.device("cpu"))
-        return self._replace(batch=batch, name=describe(self.model, batch))
-
     def run(self) -> tuple[Tensor, Any]:
         output = call(self.model, self.batch)
-        if (loss := own_loss(output)) is not None:
-            return loss, output
-        values = getattr(output, "to_tuple", lambda: output)()
-        floats = [each for each in tree_leaves(values) if isinstance(each, Tensor) and each.is_floating_point()]
-        if not floats:
-            raise ModelError(f"{self.name}: expected a loss or tensors of floats; found {type(output).__name__}")
-        return torch.stack([each.float().sum() if each.dim() else each for each in floats]).sum(), output
+        return loss_in(output, self.name), output
 
 
 @contextmanager
@@ -73,7 +61,7 @@ def fake_model_and_batch(
             if batch is not None:
                 check_taken(model, batch, name)
             elif not (hasattr(model, "config") and hasattr(model, "main_input_name")):
-                raise ModelError(f"{name}: what its forward is given is not known: pass batch, as in batch=(x,)")
+                raise ModelError(f"{name}: a batch is missing. Pass forward's arguments, as in batch=(x,)")
             fake, given = stack.enter_context(on_fake_tensors(model, batch, adapt["dtype"]))
             if adapters is not None:
                 fake = adapt["adapt"](fake)

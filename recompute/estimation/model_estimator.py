@@ -77,10 +77,6 @@ class ModelEstimator:
         if not any(each.trains for each in self._parameters):
             raise ModelError(f"{subject.name}: expected a model with parameters to train; found none")
 
-    def of_sizes(self, batch_size: int, length: int) -> ModelEstimator:
-        """Estimates the same model for a batch of other sizes, as ``ModelAndBatch.of_sizes`` makes it."""
-        return ModelEstimator(self._subject.of_sizes(batch_size, length), self._platform, strict=self._strict)
-
     def estimate(self, options: EstimateOptions, policy: Policy | None, *, offloads: bool = False) -> Estimate:
         static = self._static(options)
         step = self.step(self._governing(options, policy), DTYPE_RECIPES[options.dtype].autocast)
@@ -299,9 +295,7 @@ class ModelEstimator:
     def _with_chunked_loss(self, policy: Policy | None) -> Policy:
         head = self.head()
         if head is None:
-            raise EstimateError(
-                f"loss: chunked is for a language model, whose head gives logits; {self._subject.name} has none"
-            )
+            raise EstimateError(f"loss: chunked needs a language model with one head; {self._subject.name} has none")
         rule = Rule(match=[head], action="recompute", via="kernel")
         rules = () if policy is None else policy.rules
         return Policy(name=_CHUNKED, rules=[rule, *rules])

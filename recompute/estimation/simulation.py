@@ -283,6 +283,6 @@ def _naming(model: nn.Module, failed: Callable[[], str]) -> Iterator[None]:
         if asks_for_address(error):
             raise refused_address(error, where) from error
         raise ModelError(
-            f"{where} cannot run on tensors without values: {type(error).__name__}: {error}. Measure the model on a "
-            "real device instead, with recompute.profile."
+            f"{where} cannot run on fake tensors, which have no values: {type(error).__name__}: {error}. Measure the "
+            "model on a real device instead, with recompute.profile."
         ) from error

@@ -202,7 +202,9 @@ def check_sharding(sharding: str, devices: int) -> str:
     check_counts(devices=devices)
     if devices > 1 and sharding == "none":
         named = ", ".join(name for name in SHARDINGS if name != "none")
-        raise EstimateError(f"devices: {devices} of them with sharding none; expected one of {named}, or 1 device")
+        raise EstimateError(
+            f"devices: found {devices} devices with sharding none; expected sharding to be one of {named}, or 1 device"
+        )
     return sharding
 
 

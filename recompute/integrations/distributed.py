@@ -75,8 +75,8 @@ def agree(profile: Profile, group: dist.ProcessGroup | None = None) -> Profile:
         table.update({key: tables[0][key] for key in _OF_THE_RANK})
         if (where := _difference(tables[0], table, "profile")) is not None:
             raise PlanError(
-                f"expected one profile on all ranks but for times and bytes; found that rank {rank} of the group has "
-                f"another {where} than rank 0. Profile the same model, with batches of one shape, on all of them."
+                f"expected profiles that differ only in times and bytes; rank {rank} of the group has another {where} "
+                "than rank 0. Profile the same model, with batches of one shape, on all ranks."
             )
     least = {key: _least([table.pop(key) for table in tables]) for key in _LEAST}
     return Profile(**{**_most(tables), **least})
@@ -118,8 +118,8 @@ def verify_plan(
         for part in parts:
             if found[part] != of_ranks[0][part]:
                 raise PlanError(
-                    f"expected one plan on all ranks; found that rank {rank} of the group has a plan with another "
-                    f"{part} than rank 0. Plan there for what agree() returns, and for the same budget."
+                    f"expected one plan on all ranks; rank {rank} of the group has a plan with another {part} than "
+                    "rank 0. Plan with the profile of agree(), and with the same budget, on all ranks."
                 )
     return plan_verification.verify_plan(
         plan,
@@ -162,8 +162,8 @@ def microbatches_in_flight(schedule: Any) -> dict[int, int]:
     if "PipelineScheduleMulti" in names and schedule.pipeline_order:
         return _most_at_once(schedule.pipeline_order[schedule.rank])
     raise PlanError(
-        "expected a schedule of torch.distributed.pipelining: ScheduleGPipe, Schedule1F1B, or one that has an order of "
-        f"its actions; found {type(schedule).__name__}. Count how many microbatches its stage has in flight"
+        "expected a schedule of torch.distributed.pipelining: ScheduleGPipe, Schedule1F1B, or one with an order of "
+        f"actions; found {type(schedule).__name__}. Count the microbatches in flight yourself, and pass the number"
     )
 
 

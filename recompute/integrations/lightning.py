@@ -48,19 +48,10 @@ class RecomputeCallback(HoldsPolicy, Callback):
         the LightningModule's modules: for a model in ``self.model`` "model.layers.0" or, at any depth, "**.layers.*".
     module: the path of the LightningModule's part that is to be under the policy ("model"). The policy's paths are then
         those of this part, as without Lightning.
-    kernels: True for kernels wherever they can stand in, False for hooks alone; None: as each rule says (``via``).
-    logits: False to compute the loss without logits, by a kernel, which rounds in its own way whatever the policy; True
-        to have them in training; None: as the policy says. They are made where other code reads them, as in evaluation.
-    logs: whether to log, by the LightningModule's ``log_dict``, at each step that the Trainer logs. Figures are of the
-        steps since it logged the last time:
-
-        - ``recompute_eager_nbytes`` (held without the policy), ``recompute_kept_nbytes`` (held with it),
-          ``recompute_dropped_nbytes`` and ``recompute_regenerated_nbytes``: means over batches, as ``stats()`` counts.
-        - ``token_accuracy`` of the last step and ``mean_token_accuracy`` of all these steps, over the tokens of all
-          devices. Only where the loss goes without logits.
-        - ``recompute_held_nbytes``, the most that a ``training_step`` left (less the gradients that it freed, where it
-          runs backward itself), and ``recompute_peak_nbytes``, the most since ``fit`` began. Both are those of the
-          device with the most. On CUDA alone.
+    kernels, logits: as ``integrations.training.Options`` explains them.
+    logs: whether to log the figures of ``Options``, by the LightningModule's ``log_dict``, when the Trainer logs.
+        ``recompute_held_nbytes`` is the most that a ``training_step`` left, less the gradients that it freed, where it
+        runs backward itself.
 
     Raises ``PolicyError`` for a bad policy or option, and, when ``fit`` begins, ``UnsupportedError`` where the strategy
     or the model would fight the policy.
@@ -90,8 +81,8 @@ class RecomputeCallback(HoldsPolicy, Callback):
         is_compiled = pl_module._compiler_ctx is not None
         if is_compiled and self._options.logits is False:
             raise UnsupportedError(
-                "logits=False: the LightningModule is compiled with its loss, which is then computed from whole "
-                "logits. Give fit what torch.compile was given, or drop logits=False."
+                "logits=False: the LightningModule is compiled with its loss, which is then computed from logits. "
+                "Pass the module that is not compiled to fit, or drop logits=False."
             )
         target = _part_of(pl_module, self.module)
         self._training = PolicyInTraining(target, self.policy, self._options, _ADVICE)
@@ -151,9 +142,9 @@ def _refuse_strategy(strategy: Strategy) -> None:
         return
     if strategy._activation_checkpointing_kwargs:
         raise UnsupportedError(
-            "activation_checkpointing_policy of FSDPStrategy runs every module that it names again as a whole, and "
-            "leaves a policy nothing to choose. Drop either: it (with ModelParallelStrategy and fully_shard in place "
-            "of FSDPStrategy, whose FSDP1 no policy reaches into), or the RecomputeCallback."
+            "activation_checkpointing_policy of FSDPStrategy runs every module that it names again as a whole, so a "
+            "policy has no effect there. Drop it, and use ModelParallelStrategy and fully_shard (FSDP2) in place of "
+            "FSDPStrategy; or drop the RecomputeCallback."
         )
     raise UnsupportedError(
         "FSDPStrategy shards by FSDP1, whose wrappers hide the model's modules and their names from a policy. Use "

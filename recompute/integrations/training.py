@@ -20,7 +20,21 @@ from recompute.substitution.head import is_head, why_no_head
 
 
 class Options(BaseModel):
-    """The options of a ``RecomputeCallback`` beside the policy."""
+    """The options of a ``RecomputeCallback`` beside the policy.
+
+    kernels: True for kernels wherever they can stand in, False for hooks alone; None: as each rule says (``via``).
+    logits: False to compute the loss without logits, by a kernel, which rounds in its own way whatever the policy; True
+        to have them in training; None: as the policy says. They are made where other code reads them, as in evaluation.
+    logs: whether to add figures to the trainer's logs, of the steps since the log before:
+
+        - ``recompute_eager_nbytes`` (held without the policy), ``recompute_kept_nbytes`` (held with it),
+          ``recompute_dropped_nbytes`` and ``recompute_regenerated_nbytes``: means over forwards with their backwards,
+          as ``stats()`` counts.
+        - ``token_accuracy`` of the last step and ``mean_token_accuracy`` of all these steps, over the tokens of all
+          devices. Only where the loss goes without logits.
+        - ``recompute_held_nbytes``, the most that a forward left, and ``recompute_peak_nbytes``, the most since
+          training began. Both are those of the device with the most. On CUDA alone.
+    """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
@@ -68,9 +82,9 @@ class PolicyInTraining:
     def end_step(self) -> None:
         """Call this after the last of the forwards whose gradients one step of the optimizer takes."""
         if self._options.logits is False and self._meter.reads_logits:
-            why = "no loss was computed from the output of the model's head, which was read"
+            why = "the logits were read, but no loss that kernels compute was computed from them"
             if self._meter.has_losses:
-                why = "something that no kernel computes read the output of the model's head, and so it was computed"
+                why = "code beside the loss read the logits, so they were computed"
             warn(f"logits=False has no effect: {why}. {self._advice}, or drop logits=False.")
             self._options = self._options.model_copy(update={"logits": None})  # so that it is said once
         self._meter.end_step()
@@ -136,9 +150,9 @@ def _paths_of_head(model: nn.Module, logits: bool) -> list[str]:
     heads = {names[head]: head for head in _heads(model) if head in names}
     if len(heads) > 1:
         raise UnsupportedError(
-            f"logits={logits}: expected one head; {type(model).__name__} has {', '.join(map(repr, heads))}. Name the "
-            "part of the model that has the one meant where the callback takes a `module`, or drop logits and give "
-            "the head a rule in the policy."
+            f"logits={logits}: expected one head; {type(model).__name__} has {', '.join(map(repr, heads))}. If the "
+            "callback takes a `module`, name the part of the model with the head that you mean. Or drop logits, and "
+            "give the head a rule in the policy."
         )
     path, head = next(iter(heads.items()), (None, None))
     if path is None or head is None or is_head(head):

@@ -43,20 +43,9 @@ class RecomputeCallback(HoldsPolicy, TrainerCallback):
     """Puts the Trainer's model under ``policy`` while it trains.
 
     policy: as ``recompute.apply`` takes it: a preset's name, a path, a mapping or a ``Policy``.
-    kernels: True for kernels wherever they can stand in, False for hooks alone; None: as each rule says (``via``).
-    logits: False to compute the loss without logits, by a kernel, which rounds in its own way whatever the policy; True
-        to have them in training; None: as the policy says. They are made where other code reads them, as in evaluation.
-    logs: whether to add to the Trainer's logs. Figures are of the steps since the log before:
-
-        - ``recompute_eager_nbytes`` (held without the policy), ``recompute_kept_nbytes`` (held with it),
-          ``recompute_dropped_nbytes`` and ``recompute_regenerated_nbytes``: means over forwards with their backwards,
-          as ``stats()`` counts.
-        - ``token_accuracy`` of the last step and ``mean_token_accuracy`` of all these steps, over the tokens of all
-          devices. Only where the loss goes without logits.
-        - ``recompute_held_nbytes``, the most that a forward left, and ``recompute_peak_nbytes``, the most since
-          training began. Both are those of the device with the most. On CUDA alone.
-
-        Callbacks that run before this one do not see these in ``on_log``. ``state.log_history`` has them.
+    kernels, logits: as ``integrations.training.Options`` explains them.
+    logs: whether to add the figures of ``Options`` to the Trainer's logs. Callbacks that run before this one do not see
+        these in ``on_log``. ``state.log_history`` has them.
 
     Raises ``PolicyError`` for a bad policy or option, and, when the Trainer is made or begins to train,
     ``UnsupportedError`` where its other arguments would fight the policy.
@@ -121,8 +110,8 @@ class RecomputeCallback(HoldsPolicy, TrainerCallback):
     def _refuse(self, args: Any) -> None:
         if not self._is_in_arguments and getattr(args, "recompute_policy", None) is not None:
             raise UnsupportedError(
-                "the Trainer has two policies: that of a RecomputeCallback among its callbacks, and that of "
-                "recompute_policy in its arguments. Drop either."
+                "the Trainer has two policies: a RecomputeCallback among its callbacks, and recompute_policy in its "
+                "arguments. Drop one of them."
             )
         refuse_arguments(args, self._options.logits)
 
@@ -178,8 +167,8 @@ class RecomputeArguments:
                 self.ddp_find_unused_parameters = False  # the Trainer does so, too, for its own checkpointing
         elif self.recompute_kwargs:
             raise UnsupportedError(
-                f"recompute_kwargs is {self.recompute_kwargs!r}, and recompute_policy, which alone switches it on, is "
-                "None. Give a policy ('elementwise', 'auto', a file's path), or drop recompute_kwargs."
+                f"recompute_kwargs is {self.recompute_kwargs!r}, but recompute_policy is None, so it has no effect. "
+                "Set recompute_policy ('elementwise', 'auto', a file's path), or drop recompute_kwargs."
             )
         super().__post_init__()  # type: ignore[misc]  # of the arguments that this is mixed into
         if self.recompute_policy is not None:
@@ -237,43 +226,43 @@ def refuse_arguments(args: Any, logits: bool | None) -> None:
     for key in ("gradient_checkpointing", "activation_checkpointing"):  # its name until transformers 5.22, and since
         if is_set(key):
             raise UnsupportedError(
-                f"{key}=True runs every layer again as a whole, and leaves a policy nothing to choose. Set {key}=False "
-                f"(TRL turns it on by default; the policy 'full' does the same), {drop_policy}."
+                f"{key}=True runs every layer again as a whole, so a policy has no effect. Set {key}=False (TRL turns "
+                f"it on by default; the policy 'full' does the same), {drop_policy}."
             )
     sharding = getattr(args, "fsdp_config", None)
     if isinstance(sharding, dict) and str(sharding.get("activation_checkpointing", False)).lower() == "true":
         raise UnsupportedError(
-            "activation_checkpointing in fsdp_config runs every layer again as a whole, and leaves a policy nothing to "
-            f"choose. Take it out of fsdp_config, {drop_policy}."
+            "activation_checkpointing in fsdp_config runs every layer again as a whole, so a policy has no effect. "
+            f"Remove it from fsdp_config, {drop_policy}."
         )
     if is_set("use_liger_kernel"):
         raise UnsupportedError(
-            "use_liger_kernel=True replaces the modules that a policy's kernels stand in for, and what its hooks would "
-            f"see. Set use_liger_kernel=False (kernels=True and logits=False do the same and more), {drop_policy}."
+            "use_liger_kernel=True replaces the modules that a policy would act on. Set use_liger_kernel=False "
+            f"(kernels=True and logits=False do the same and more), {drop_policy}."
         )
     if logits is not False:
         return
     if getattr(args, "label_smoothing_factor", 0.0):
         raise UnsupportedError(
-            f"label_smoothing_factor={args.label_smoothing_factor} has the Trainer compute the loss from whole logits, "
-            "and logits=False goes without. Drop either."
+            f"label_smoothing_factor={args.label_smoothing_factor} makes the Trainer compute the loss from logits, "
+            "which logits=False leaves out. Drop one of the two."
         )
     if is_set("torch_compile"):
         raise UnsupportedError(
-            "logits=False: torch_compile=True compiles the model with its loss, which is then computed from whole "
-            "logits. Drop either."
+            "torch_compile=True compiles the model with its loss, which is then computed from logits, and logits=False "
+            "leaves these out. Drop one of the two."
         )
     if getattr(args, "n_gpu", 1) > 1:
         raise UnsupportedError(
-            f"logits=False: DataParallel over {args.n_gpu} GPUs gathers all that the model returns, logits too. Start "
-            "one process a GPU (`torchrun --nproc-per-node`), or drop logits=False."
+            f"logits=False: DataParallel over {args.n_gpu} GPUs gathers all outputs of the model, logits too. Start "
+            "one process for each GPU (`torchrun --nproc-per-node`), or drop logits=False."
         )
     is_ddp = getattr(args, "world_size", 1) > 1 and not is_set("fsdp") and not is_set("deepspeed")
     if is_ddp and getattr(args, "ddp_find_unused_parameters", None) is not False:
         raise UnsupportedError(
             "logits=False under DistributedDataParallel needs ddp_find_unused_parameters=False in the training "
-            "arguments (the default is True): to find them it copies all that the model returns, logits too. Set it, "
-            "or drop logits=False."
+            "arguments. With True, the default, all outputs of the model are copied, logits too. Set it, or drop "
+            "logits=False."
         )
 
 
@@ -282,7 +271,7 @@ def _refuse_cache(model: nn.Module) -> None:
     of_text = config.get_text_config() if hasattr(config, "get_text_config") else config
     if getattr(config, "use_cache", False) or getattr(of_text, "use_cache", False):
         raise UnsupportedError(
-            f"torch_compile=True: {type(model).__name__} keeps a key/value cache (use_cache=True in its config, or in "
-            "the training arguments), which its layers write to where the compiler would run them again. Set "
-            "use_cache=False in both, or drop torch_compile or the policy (RecomputeCallback, or recompute_policy)."
+            f"torch_compile=True: {type(model).__name__} writes to a key/value cache (use_cache=True in its config, or "
+            "in the training arguments), so compiled layers cannot run again. Set use_cache=False in both, or drop "
+            "torch_compile or the policy (RecomputeCallback, or recompute_policy)."
         )

@@ -45,7 +45,7 @@ def ways_of(choice: Choice) -> frozenset[str]:
 
 def check_allowed(allowed: Collection[str] | None) -> None:
     if isinstance(allowed, str):
-        raise PlanError(f"expected a list of what is allowed, such as ['keep', 'hook']; found {show(allowed)}")
+        raise PlanError(f"allowed: expected a list such as ['keep', 'hook']; found {show(allowed)}")
     for word in allowed or ():
         if word not in ALLOWED:
             raise PlanError(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from recompute.errors import EstimateError, ModelError
@@ -16,6 +17,7 @@ from recompute.estimation.estimate_result import Estimate, table
 from recompute.estimation.gpus import Gpu, find_gpu, read_gpu, read_size
 from recompute.planning.longest_sequences import SequencesThatFit, longest_sequences
 from recompute.policy.loading import load_policy
+from recompute.policy.rules import Policy
 from recompute.units import humanize
 
 if TYPE_CHECKING:
@@ -26,8 +28,8 @@ Progress = Callable[[str, int, int], None]
 _BEST = 3
 PRESETS = ("elementwise", "auto", "alternate", "full")
 """The policies to try."""
+_DEVICES = [2**exponent for exponent in range(11)]
 _RANK = 16
-_PLURAL = ("logits", "activations", "buffers")
 
 
 class Remedy(NamedTuple):
@@ -96,16 +98,16 @@ class Diagnosis:
         what = "; ".join(filter(None, (settings.model, settings.batch, settings.adapters)))
         verb = "fits" if self.fits else "does not fit"
         is_static = sum(self.static.values()) > self.gpu.capacity_nbytes
-        start = "Most of it is" if self.fits else f"In the way {'are the' if self.in_the_way in _PLURAL else 'is'}"
+        start = "The largest part" if self.fits else "The largest obstacle"
         return "\n".join(
             [
                 f"{what}; {settings.dtype}, {settings.optimizer}.",
                 "",
-                f"As it is, a step {verb} one {self.gpu.name}: it takes {humanize(self.now.peak_bytes)} at its peak, "
-                f"the {self.now.peak_moment}, and the card has {room}.",
-                f"Static memory is {humanize(sum(self.static.values()))}: {_listed(self.static)}.",
-                f"At the peak there are beside it: {_listed(self.beside)}.",
-                f"{start} {self.in_the_way}{', which alone is too much' * is_static}.",
+                f"Without changes, a step {verb} one {self.gpu.name}: its peak is {humanize(self.now.peak_bytes)} "
+                f"({self.now.peak_moment}), and the GPU has {room}.",
+                f"Static memory: {humanize(sum(self.static.values()))} ({_listed(self.static)}).",
+                f"Also held at the peak: {_listed(self.beside)}.",
+                f"{start}: {self.in_the_way}{', which alone is too much' * is_static}.",
                 *self._advice(),
             ]
         )
@@ -113,28 +115,28 @@ class Diagnosis:
     def _advice(self) -> list[str]:
         lines = []
         if not self.remedies:
-            lines.append("No policy, no other optimizer and no sharding makes it fit: shorten the sequence.")
+            lines.append("No policy, no other optimizer and no sharding makes it fit. Shorten the sequence.")
         elif self.remedies[0].devices > 1:
             lines.append(
-                f"No policy makes it fit one card: sharding does. It takes {self.remedies[0].devices} of them under "
-                "FSDP2, with the same batch on each."
+                f"No policy makes it fit one GPU. Sharding does: it takes {self.remedies[0].devices} GPUs under FSDP2, "
+                "with the same batch on each."
             )
         elif all(any("optimizer" in change for change in each.changes) for each in self.remedies):
-            lines.append("No policy makes it fit by itself: another optimizer does.")
+            lines.append("No policy alone makes it fit. Another optimizer does.")
         if self.by_adapters is not None:
             changes = " and ".join(self.by_adapters.changes)
-            lines.append(f"Adapters alone fit one card: {changes} take {humanize(self.by_adapters.peak_nbytes)}.")
+            lines.append(f"Adapters fit one GPU: {changes} take {humanize(self.by_adapters.peak_nbytes)}.")
         if self.remedies:
             rows = [
                 (
-                    ", ".join(each.changes) or "nothing",
+                    ", ".join(each.changes) or "no change",
                     humanize(each.peak_nbytes),
                     f"{each.seconds * 1e3:,.{0 if each.seconds > 0.1 else 2}f}",
                     f"{each.seconds / self.seconds:.2f}x",
                 )
                 for each in self.remedies
             ]
-            lines += ["", table("what to change, the fastest first", rows, "peak", "ms a step", "against now"), ""]
+            lines += ["", table("what to change, fastest first", rows, "peak", "ms a step", "time against now"), ""]
             lines += self._how_to_type([change for each in self.remedies for change in each.changes])
         return lines
 
@@ -142,14 +144,16 @@ class Diagnosis:
         lines = []
         policy = next((each.removeprefix("policy ") for each in changes if each.startswith("policy ")), None)
         if policy is not None:
-            trainer = f'with a Trainer, as recompute_policy="{policy}"'
-            lines.append(f'Type a policy as recompute.apply(model, "{policy}"), or, {trainer}.')
+            trainer = f'recompute_policy="{policy}"'
+            lines.append(f'To use a policy: recompute.apply(model, "{policy}"), or {trainer} for a Trainer.')
         if "a chunked cross-entropy" in changes:
-            lines.append("Type a chunked cross-entropy as the rule {type: head, action: recompute, via: kernel}.")
+            lines.append(
+                "To use a chunked cross-entropy: the rule {type: head, action: recompute, via: kernel} in a policy."
+            )
         return [
             *lines,
-            f"Times are calculated from the data sheet of {self.gpu.name}, without what devices tell each other.",
-            "recompute plan --budget 100% with the same options mixes policies by layer.",
+            f"Times are calculated from the {self.gpu.name}'s data sheet, without communication between GPUs.",
+            "To choose a policy for each layer: recompute plan --budget 100% with the same options.",
         ]
 
 
@@ -181,7 +185,7 @@ def diagnose(
     device, options = read_gpu(gpu, memory=gpu_memory), options.read()
     check_source(model)
     if host is not None and not longest:
-        raise EstimateError("--host: expected --longest beside it")
+        raise EstimateError("--host has an effect only with --longest. Pass both, or neither")
     progress("loading torch and transformers", 0, 0)
     from recompute.profiling.roofline import op_seconds  # which imports torch
 
@@ -212,22 +216,20 @@ def _gpu_here() -> Gpu:
     import torch
 
     if not torch.cuda.is_available():
-        raise ModelError("gpu: expected --gpu, as in --gpu 'RTX 4090': this machine has no CUDA device")
+        raise ModelError("gpu: this machine has no CUDA device. Name one, as in --gpu 'RTX 4090'")
     return find_gpu(torch.cuda.get_device_name())._replace(capacity_nbytes=torch.cuda.mem_get_info()[1])
 
 
 def _remedies(estimator: ModelEstimator, options: EstimateOptions, gpu: Gpu, progress: Progress) -> list[Remedy]:
     """The fastest ways to fit, each under another policy or loss, on as few devices as any needs."""
-    from recompute.estimation.fitting_changes import combinations  # which imports torch
-
     found: dict[Any, Remedy] = {}
-    tried = list(combinations(estimator, options, None, None, PRESETS))
-    for done, each in enumerate(tried):
-        if found and each.options.devices > next(iter(found.values())).devices:
+    tried = list(_combinations(estimator, options))
+    for done, (told, changed, policy) in enumerate(tried):
+        if found and changed.devices > next(iter(found.values())).devices:
             break
         progress("looking for changes that fit", done, len(tried))
-        if (remedy := _tried(estimator, each.told, each.options, each.policy, gpu)) is not None:
-            key = each.policy and each.policy.name, each.options.loss
+        if (remedy := _tried(estimator, told, changed, policy, gpu)) is not None:
+            key = policy and policy.name, changed.loss
             known = found.setdefault(key, remedy)
             if (len(remedy.changes), remedy.seconds) < (len(known.changes), known.seconds):
                 found[key] = remedy
@@ -236,6 +238,26 @@ def _remedies(estimator: ModelEstimator, options: EstimateOptions, gpu: Gpu, pro
         return any({*each.changes} < {*remedy.changes} and each.seconds <= remedy.seconds for each in found.values())
 
     return sorted((each for each in found.values() if not is_needless(each)), key=lambda each: each.seconds)[:_BEST]
+
+
+def _combinations(
+    estimator: ModelEstimator, options: EstimateOptions
+) -> Iterator[tuple[tuple[str, ...], EstimateOptions, Policy | None]]:
+    """All combinations of changes to try, with their names: from none to the most devices."""
+    losses = ["full", *(["chunked"] if estimator.head() is not None else [])]
+    others = ["adamw-fused", "adamw-8bit"] if options.optimizer in ("adamw", "adamw-loop") else ["adamw-8bit"]
+    optimizers = dict.fromkeys([options.optimizer, *(others if options.optimizer.startswith("adamw") else [])])
+    for devices, optimizer, policy, loss in product(_DEVICES, optimizers, (None, *map(load_policy, PRESETS)), losses):
+        if loss == "chunked" and policy is not None and policy.name == "auto":
+            continue  # it makes no logits anyway
+        told = ["a chunked cross-entropy"] if loss == "chunked" else []
+        told += [] if policy is None else [f"policy {policy.name}"]
+        told += [] if optimizer == options.optimizer else [f"optimizer {optimizer}"]
+        changed = options._replace(optimizer=optimizer, loss=loss)
+        if devices > 1:
+            told.append(f"fsdp2 over {devices} devices")
+            changed = changed._replace(sharding="fsdp2", devices=devices)
+        yield tuple(told), changed, policy
 
 
 def _by_adapters(estimator: Any, options: EstimateOptions, gpu: Gpu) -> Remedy | None:

@@ -71,15 +71,15 @@ class SequencesThatFit:
         ]
         lines = [table("policy", rows, "tokens", "peak", "on the host", "s a step"), ""]
         if any(row.policy == _AGAIN for row in self.rows):
-            lines.append(f"Type '{_AGAIN}' as the rules of long, with rerun: [gemm, attention] in the first one.")
+            lines.append(f"To use '{_AGAIN}': the rules of long, with rerun: [gemm, attention] in the first one.")
         return "\n".join(
             [
-                f"The longest sequence on one {self.gpu.name} with {humanize(self.gpu.capacity_nbytes)}, and half of "
-                f"{humanize(self.host_nbytes)} on the host:",
+                f"The longest sequence on one {self.gpu.name} with {humanize(self.gpu.capacity_nbytes)}, if half of "
+                f"the host's {humanize(self.host_nbytes)} may be used:",
                 "",
                 *lines,
-                f"All of it is calculated, from steps of {LENGTHS[0]:,} and {LENGTHS[1]:,} tokens; times without what "
-                "travels to the host.",
+                f"All figures are extrapolated from estimates at {LENGTHS[0]:,} and {LENGTHS[1]:,} tokens. Times leave "
+                "out the copies to the host.",
             ]
         )
 
@@ -134,7 +134,7 @@ def _longest(
     limits = [(*ends, rooms[0]) for ends in moments.values()] + [(few.host_bytes, many.host_bytes, rooms[1])]
     longest = [start + (room - low) * (stop - start) / (high - low) for low, high, room in limits if high > low]
     if not longest:
-        raise ModelError("--longest: expected a model whose batch is made here, with a length; found none in its batch")
+        raise ModelError("--longest: the peak of this model does not depend on --seq-len; expected a model of tokens")
     length = max(0, int(min(longest))) // _STEP * _STEP
     square = (many_seconds / stop - few_seconds / start) / (stop - start)
     seconds = length * (few_seconds / start + square * (length - start))

@@ -63,13 +63,13 @@ def plan(
     training: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "progress": progress}
     if isinstance(model, Profile):
         if verify:
-            raise PlanError("expected a model and a batch to verify a plan with; found a profile alone: pass the model")
+            raise PlanError("verify=True runs the plan, which needs a model and a batch; found a profile")
         table = model
     else:
         check_request(budget, allowed)
         check_microbatches(microbatches, microbatches_in_flight, PlanError)
         if verify and device is not None:
-            raise PlanError(f"expected a plan for {show(device)} to be verified there; found verify=True here")
+            raise PlanError(f"verify=True runs the plan on this machine; drop it, or device={show(device)}")
         shared = {"device": device, "sharding": sharding, "devices": devices}
         table = _profiled(model, example_batch, profile, budget, allowed, training | shared)
     table = with_microbatches(table, microbatches, microbatches_in_flight)
@@ -91,7 +91,7 @@ def _profiled(
     options: dict[str, Any],
 ) -> Profile:
     if batch is None:
-        raise PlanError(f"expected an example batch to profile {type(model).__name__} on; found none")
+        raise PlanError(f"example_batch: expected a batch on which {type(model).__name__} is profiled; found None")
     if known is not None:
         return known
     if options["device"] is None and not any(each.is_cuda for each in model.parameters()):

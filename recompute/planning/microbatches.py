@@ -54,14 +54,17 @@ def with_microbatches(profile: Profile, microbatches: int, in_flight: int) -> Pr
         return profile
     if profile.microbatches > 1:
         raise PlanError(
-            f"expected a profile of one microbatch, as recompute.profile makes; found one that was planned for "
-            f"{profile.microbatches} of them: plan with the profile that it was made from"
+            f"profile: expected one of a single microbatch, as recompute.profile returns; found one for "
+            f"{profile.microbatches} microbatches. Plan with the profile that recompute.profile returned"
         )
 
     def of(region: RegionCosts) -> RegionCosts:
         choices = tuple([choice for choice in region.choices if in_flight == 1 or not choice.moved_nbytes])
         if not choices:
-            raise PlanError(f"{region.name}: expected a way to run it that does not offload; found none")
+            raise PlanError(
+                f"{region.name}: with several microbatches in flight nothing is offloaded, and each of its choices "
+                "offloads"
+            )
         return region.model_copy(update={"gradient_nbytes": 0, "choices": choices})
 
     gradients = sum(profile.regions[place.region].gradient_nbytes for place in profile.places)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,10 +32,10 @@ class VerificationRound(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"peak {humanize(self.measured_peak_nbytes)} where {humanize(self.predicted_peak_nbytes)} was predicted "
-            f"({self.measured_peak_nbytes / max(self.predicted_peak_nbytes, 1) - 1:+.1%}), "
-            f"{self.measured_step_seconds * 1e3:.1f} ms a step where {self.predicted_step_seconds * 1e3:.1f} was "
-            f"({self.measured_step_seconds / (self.predicted_step_seconds or 1) - 1:+.1%})"
+            f"peak {humanize(self.measured_peak_nbytes)} (predicted {humanize(self.predicted_peak_nbytes)}, "
+            f"{self.measured_peak_nbytes / max(self.predicted_peak_nbytes, 1) - 1:+.1%}), "
+            f"{self.measured_step_seconds * 1e3:.1f} ms a step (predicted {self.predicted_step_seconds * 1e3:.1f}, "
+            f"{self.measured_step_seconds / (self.predicted_step_seconds or 1) - 1:+.1%})"
         )
 
 
@@ -160,13 +161,27 @@ class Plan:
                 f"({self.uniform.predicted_step_seconds / (self.predicted_step_seconds or 1):.2f}x)"
             )
         lines += [f"measured: {found}" for found in self.rounds]
-        return "\n".join([*lines, *([self.note] if self.note else [])])
+        return "\n".join([*lines, *filter(None, self.note.split("; "))])
 
 
 def with_frontier(plan: Plan, progress: Callable[[str, int, int], None] | None = None) -> Plan:
     """The plan with its ``frontier``."""
     tell: dict[str, Any] = {} if progress is None else {"progress": partial(progress, "solving for other budgets")}
     return replace(plan, frontier=tuple(solver.frontier(plan.profile, **tell)))
+
+
+def frontier_table(plan: Plan) -> str:
+    """One line for each point of the frontier: peak, time, the peak's moment, how many regions run in which way."""
+    fastest = min(point.prediction.step_seconds for point in plan.frontier) or 1.0
+    rows = []
+    for assignment, prediction in plan.frontier:
+        choices = choices_of(plan.profile, assignment)
+        ways = Counter(choice.name for choice in choices if choice.rule is not None)
+        milliseconds = f"{prediction.step_seconds * 1e3:.1f} ({prediction.step_seconds / fastest:.2f}x)"
+        ways_text = "; ".join(f"{count} x {name}" for name, count in ways.items()) or "none"
+        rows.append((humanize(prediction.peak_nbytes), milliseconds, prediction.peak_moment, ways_text))
+    headers = ("peak", "ms a step", "peak during", "regions under a rule")
+    return tabulate(rows, headers, "github", colalign=("right", "right", "left", "left"), disable_numparse=True)
 
 
 def solve_plan(profile: Profile, budget_nbytes: int) -> Plan:
@@ -215,12 +230,11 @@ def _note(profile: Profile, solution: Solution, budget_nbytes: int) -> str:
     if solver.is_fastest(profile, solution):
         needed = humanize(solution.prediction.peak_nbytes)
         notes.append(
-            f"this is the fastest there is, and needs {needed} of the {humanize(budget_nbytes)}: more memory would not "
-            "make it faster"
+            f"no plan is faster, even with more memory: this one needs {needed} of the {humanize(budget_nbytes)}"
         )
     if profile.source == "roofline":
-        shared = ", without what devices tell each other" if profile.machine.get("devices", 1) > 1 else ""
-        notes.append(f"the profile is calculated for a device, not measured on one{shared}: verify the plan there")
+        shared = ", without communication between devices" if profile.machine.get("devices", 1) > 1 else ""
+        notes.append(f"the profile was calculated, not measured{shared}: verify the plan on the device itself")
     return "; ".join(notes)
 
 

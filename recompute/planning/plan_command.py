@@ -14,9 +14,9 @@ from recompute.estimation.check_paths import check_source
 from recompute.estimation.estimate_options import check_microbatches
 from recompute.estimation.gpus import Gpu
 from recompute.estimation.static_memory import OPTIMIZERS, check_sharding, read_option
-from recompute.files import check_new, check_writable, png_of, user_path, write_file
+from recompute.files import check_new, check_writable
 from recompute.planning.make_plan import check_request, plan
-from recompute.planning.plan import Plan
+from recompute.planning.plan import Plan, frontier_table
 from recompute.profiling.cost_table import Profile
 
 
@@ -54,13 +54,11 @@ class PlanRequest:
         check_request(self.budget, self.allowed)
         check_microbatches(self.microbatches, self.microbatches_in_flight, PlanError)
         if (self.model is None) == (self.profile is None) and not (self.verify and self.model is not None):
-            raise PlanError("expected --model or --profile (both: to --verify a plan that a saved profile gives)")
+            raise PlanError("expected --model or --profile, or both with --verify")
         if self.verify and self.model is None:
-            raise PlanError("expected --model to --verify a plan with; found --profile alone")
+            raise PlanError("--verify runs the plan, which needs --model; found --profile alone")
         if self.gpu is not None and (self.verify or self.model is None):
-            raise PlanError(
-                "expected --gpu beside --model, whose profile it calculates, and no --verify, which runs it"
-            )
+            raise PlanError("--gpu calculates the profile of --model for a GPU, and excludes --profile and --verify")
         named = replace(
             self,
             optimizer=read_option(
@@ -70,33 +68,28 @@ class PlanRequest:
         )
         if named.sharding != "none" and self.gpu is None:
             raise PlanError(
-                f"expected --gpu beside --sharding {named.sharding}: what several devices do is calculated here; on "
-                "the devices themselves, agree() of recompute.integrations.distributed plans from what each measures"
+                f"--sharding {named.sharding} is calculated for a GPU that --gpu names; found none. To plan on the "
+                "devices themselves, use agree() of recompute.integrations.distributed"
             )
         if self.adapters is not None and self.model is None:
-            raise PlanError("expected --model beside --lora; a profile knows what it was measured with")
+            raise PlanError("--lora adds adapters to --model; found --profile, which was measured with or without them")
         if self.adapters is not None and self.adapters.is_quantized and self.gpu is None:
             raise PlanError(
-                f"expected --gpu beside --base {self.adapters.base}: plans of a quantized base are calculated here; in "
-                "Python, recompute.plan measures the model that you have loaded"
+                f"--base {self.adapters.base} is calculated for a GPU that --gpu names; found none. To measure a "
+                "quantized model, load it in Python and call recompute.plan"
             )
         if self.model is not None:
             check_source(self.model)
         for path in self._files:
             check_writable(path, error=PlanError)
         if not self.overwrite:
-            check_new(self._files, error=PlanError, others="--overwrite replaces what is there; or name another file")
+            check_new(self._files, error=PlanError, others="Pass --overwrite to replace, or name another file")
         return named
-
-    @property
-    def _plot(self) -> Path | None:
-        """The picture of the frontier, beside the policy."""
-        return user_path(self.out).with_suffix(".png") if self.out is not None and self.frontier else None
 
     @property
     def _files(self) -> list[Path]:
         """The files to write."""
-        return [path for path in (self.out, self._plot, self.save_profile) if path is not None]
+        return [path for path in (self.out, self.save_profile) if path is not None]
 
     def run(self, progress: Callable[[str, int, int], None]) -> Plan:
         """Make the plan of a ``checked`` request; writes the profile, if asked to."""
@@ -136,19 +129,11 @@ class PlanRequest:
         """The plan as text, with its frontier if that was asked for; or as one JSON object."""
         if as_json:
             return plan.to_json()
-        use = "" if self.out else '\nWrite it by --out plan.yaml, and apply it: recompute.apply(model, "plan.yaml").'
-        if not self.frontier:
-            return f"{plan}{use}"
-        from recompute.planning import frontier_report  # which imports matplotlib
-
-        return f"{plan}{use}\n\n{frontier_report.table(plan)}"
+        use = "" if self.out else '\nTo use it: --out plan.yaml, then recompute.apply(model, "plan.yaml").'
+        return f"{plan}{use}\n\n{frontier_table(plan)}" if self.frontier else f"{plan}{use}"
 
     def write(self, plan: Plan) -> list[Path]:
-        """Write the policy to ``out``, and beside it the frontier's plot. Returns all that the request has written."""
+        """Write the policy to ``out``. Returns all that the request has written."""
         if self.out is not None:
             plan.save(self.out)
-        if self._plot is not None:
-            from recompute.planning import frontier_report
-
-            write_file(self._plot, png_of(frontier_report.plot(plan)))
         return self._files  # the profile was written before, as soon as it was measured

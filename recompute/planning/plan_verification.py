@@ -99,7 +99,9 @@ def or_faster_uniform(plan: Plan, measure: Callable[[Policy], MeasuredStep]) -> 
             seconds = min(last.measured_step_seconds, measure(plan.policy).step_seconds)
             plan = replace(plan, rounds=(*before, last._replace(measured_step_seconds=seconds)))
         if _is_better(plan, measured):
-            note = f"what was predicted to be faster was not when it ran, so all regions run alike: {uniform.choice}"
+            note = (
+                f"measured, no mixed plan was faster than a uniform policy, so all regions run alike: {uniform.choice}"
+            )
             plan = replace(other, rounds=(*plan.rounds, _round(other, measured)), note=note)
     return plan
 
@@ -146,7 +148,7 @@ def run_and_replan(plan: Plan, measure: Callable[[Policy], MeasuredStep], *, rep
     index = min(range(len(tried)), key=lambda i: tried[i][:2])
     best = tried[index][2]
     misses, found = tried[index][0], rounds.pop(index)
-    problem = "is over the budget" if misses else "is not what was predicted"
+    problem = "is over the budget" if misses else "is not the predicted one"
     note = f"after {_MOST_ROUNDS} rounds, the measured peak of {humanize(found.measured_peak_nbytes)} {problem}"
     return replace(best, rounds=(*rounds, found), note="; ".join(filter(None, (note, best.note))))
 

@@ -354,9 +354,8 @@ def _too_much_for_the_host(profile: Profile) -> str:
     assert profile.link is not None, "without a link the host has no bound"
     least = [min(choice.moved_nbytes for choice in region.choices) for region in profile.regions]
     return (
-        f"whatever is chosen, {humanize(sum(least[place.region] for place in profile.places))} are offloaded, and the "
-        f"host has room for {humanize(profile.link.host_nbytes)}. What would help: to allow regions that offload "
-        "nothing, or less"
+        f"every plan offloads at least {humanize(sum(least[place.region] for place in profile.places))}, and the host "
+        f"has room for {humanize(profile.link.host_nbytes)}. Allow ways that offload less, or nothing"
     )
 
 
@@ -370,14 +369,14 @@ def _impossible(profile: Profile, budget_nbytes: int) -> str:
     helps = []
     if moment.place is None and profile.optimizer_peak_nbytes:
         helps.append(
-            f"an optimizer whose step needs less than {humanize(profile.optimizer_peak_nbytes)} of its own (fused=True)"
+            f"an optimizer whose step needs less than {humanize(profile.optimizer_peak_nbytes)} more (fused=True)"
         )
     if moment.place == len(profile.places) - 1:
-        helps.append("a cross-entropy in chunks, which makes no logits (policy auto, or kernels.linear_cross_entropy)")
+        helps.append("a cross-entropy without logits (policy auto, or kernels.linear_cross_entropy)")
     if static + alive >= peak // 2:
-        helps.append("more shards (FSDP, ZeRO), optimizer states of fewer bytes, or offloading them")
+        helps.append("more shards (FSDP, ZeRO), smaller optimizer states, or offloading them")
     if profile.microbatches_in_flight > 1:
-        helps.append("fewer microbatches in flight (more stages, or a schedule that has fewer)")
+        helps.append("fewer microbatches in flight (more stages, or another schedule)")
     helps.append("a smaller batch or shorter sequences")
     if budget_nbytes < static:
         what = f"is below static memory (parameters, optimizer states, the batch), which is {humanize(static)}"
@@ -385,7 +384,7 @@ def _impossible(profile: Profile, budget_nbytes: int) -> str:
         what = "cannot be met"
     shares = f"static memory is {humanize(static)} of it" + (f", gradients are {humanize(alive)}" if alive else "")
     return (
-        f"a budget of {humanize(budget_nbytes)} ({budget_nbytes:,} bytes) {what}: whatever is chosen, "
-        f"{humanize(peak)} ({peak:,} bytes) are alive at once, in the {moment_name(profile, moment)} ({shares}). "
+        f"a budget of {humanize(budget_nbytes)} ({budget_nbytes:,} bytes) {what}: every plan needs at least "
+        f"{humanize(peak)} ({peak:,} bytes), in the {moment_name(profile, moment)} ({shares}). "
         f"What would help: {'; '.join(helps)}"
     )

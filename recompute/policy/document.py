@@ -67,26 +67,31 @@ def load_document(model_class: type[Model], source: str | os.PathLike[str], *, k
     ``kind`` is what error texts call such a file. Raises ``PolicyError`` with one line for each mistake:
     ``file:line:column: dotted.key[0]: what was expected; what was found``.
     """
+    label, text = os.fspath(source), read_text(source, kind)
+    if label.endswith(".json") and text.strip():
+        parse_json(text, label, kind)  # YAML's parser reads JSON, too, but its messages do not help an author of JSON
+    return parse_document(model_class, text, label=label, kind=kind)
+
+
+def read_text(source: str | os.PathLike[str], kind: str) -> str:
+    """The text of a file in UTF-8. Raises ``PolicyError``, which calls it a ``kind`` file."""
     label = os.fspath(source)
     try:
         content = user_path(source).read_bytes()
     except OSError as error:
         raise PolicyError(f"{label}: cannot be read as a {kind} file: {error.strerror}") from error
     try:
-        text = content.decode("utf-8-sig")
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         found = f"byte 0x{content[error.start]:02x}"
         raise PolicyError(f"{label}:{line}: expected UTF-8 text; found {found}") from error
-    if label.endswith(".json") and text.strip():
-        _check_json(text, label, kind)
-    return parse_document(model_class, text, label=label, kind=kind)
 
 
-def _check_json(text: str, label: str, kind: str) -> None:
-    """Refuse broken JSON. YAML's parser reads JSON, too, but its messages do not help an author of JSON."""
+def parse_json(text: str, label: str, kind: str) -> Any:
+    """The value of JSON ``text``. Raises ``PolicyError`` with its ``label``, and the line and column of a mistake."""
     try:
-        json.loads(text)
+        return json.loads(text)
     except json.JSONDecodeError as error:
         is_cut_off = not text[error.pos :].strip()
         found = f"the file ends in the middle of the {kind}" if is_cut_off else error.msg[:1].lower() + error.msg[1:]

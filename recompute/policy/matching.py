@@ -71,9 +71,7 @@ def layers_beyond(policy: Policy, modules: Sequence[ModuleEntry], assignment: Ma
             selected = [each for each in modules if selector.has_type(each) and selector.has_path(each)]
             count = max(each.layer_count or 0 for each in selected)  # of the longest list: one rule may be for several
             if beyond := [str(span.spelling) for span in rule.layers if span.exceeds(count)]:
-                messages.append(
-                    f"rules[{index}]: layers {', '.join(beyond)!r} goes beyond the {count} layers that there are"
-                )
+                messages.append(f"rules[{index}]: layers {', '.join(beyond)!r} exceeds the {count} layers of the model")
     return messages
 
 
@@ -139,7 +137,7 @@ def _why_unmatched(rule: Rule, modules: Sequence[ModuleEntry], assignment: Mappi
         if rule.type == (HEAD,):
             return (
                 f"type {HEAD!r} finds no head: no module is called lm_head, and no Linear has as many inputs and "
-                "outputs as the words' Embedding has columns and rows"
+                "outputs as the token Embedding has columns and rows"
             )
         words = [
             word for word, has in ((BLOCK, "is_block"), (HEAD, "is_head")) if any(getattr(m, has) for m in modules)
@@ -155,7 +153,7 @@ def _why_unmatched(rule: Rule, modules: Sequence[ModuleEntry], assignment: Mappi
         spelled = ", ".join(str(span.spelling) for span in rule.layers or ())
         counts = sorted({module.layer_count for module in by_type if module.layer_count is not None})
         if not counts:
-            return f"layers {spelled!r} selects nothing: what the rule matches is in no list of layers"
+            return f"layers {spelled!r} selects nothing: the modules that the rule matches are in no list of layers"
         return f"layers {spelled!r} selects none of the {' or '.join(map(str, counts))} layers"
     earlier = sorted({assignment[module.path] for module in selected})
     rules = ", ".join(f"rules[{index}]" for index in earlier)

@@ -212,12 +212,8 @@ class Rule(BaseModel):
     """Gives ``action`` to the modules that ``match`` and ``type`` and ``layers`` all select.
 
     match: globs over dotted module paths ("*" one part, "**" any number, "?" one character); () is any path.
-    type: globs over class names, or the words "block" and "head"; () is any class. A block is one of a model's repeated
-        layers: a child of a ModuleList, ModuleDict or Sequential whose class is named "*Layer" or "*Block", or occurs
-        there several times and has a norm; or, where there are none, siblings of one class with a norm and names such
-        as "b1" and "b2". Only the outermost count: experts and attention heads are parts of a block.
-        A stage of a vision model is not a block, but the blocks in it are. A head is a Linear with as many inputs
-        and outputs as the words' Embedding has columns and rows, and in no block, or else what is called lm_head.
+    type: globs over class names, or the words "block" (each of a model's repeated layers) and "head" (the module that
+        makes a language model's logits), whatever their classes are called; () is any class.
     layers: indices in the nearest ModuleList around a module, or in the Sequential or ModuleDict that its block is a
         child of; None is any index, and also modules in no list.
     via: how ``recompute`` regenerates: "hook", "kernel", or "auto" (a kernel where one can stand in).
@@ -226,13 +222,9 @@ class Rule(BaseModel):
         ("aten.mm", any overload), and tensors that bear a name ("logits", from ``recompute.keep(tensor, "logits")``).
         The three spellings never overlap, so ``word in rule.keep`` asks for any of them.
     price: the bytes that ``recompute`` may hold to save a second of running ops again, on a nominal accelerator
-        (``engine.cut.ops``). The higher it is, the fewer ops run again; 0 holds the fewest bytes. The output of a GEMM
-        in bfloat16 whose elements are sums of H products is kept at prices above 4e14 / H; at lower ones the GEMM runs
-        again, if the rule lets it.
+        (``engine.cut.ops``). The higher it is, the fewer ops run again; 0 holds the fewest bytes.
     hold: in place of a price, the most that ``recompute`` may save in one forward of a module: a size such as
-        "400MiB", or bytes. It chooses the ops that run again so that this is met in about the least time. If nothing
-        meets it, the fewest bytes are saved. For a head whose loss never makes all logits at once, it is the memory
-        for those that are made. The more of them are held until backward, the fewer are made again.
+        "400MiB", or bytes. If nothing meets it, the fewest bytes are saved. Of a head, it is the memory for logits.
     capture: whether a module that has run the same way for some steps goes on as straight code, which takes less CPU
         time and changes no bit (see ``compiled.captured_region``).
     compiled: whether captured code on CUDA runs groups of elementwise ops in generated kernels, which changes no bit
@@ -249,7 +241,7 @@ class Rule(BaseModel):
         or ``offload: true``.
 
     At least one of match, type and layers is needed, and no family may be in both rerun and keep. One string or
-    number stands for a list of one. Raises ``PolicyError``.
+    number stands for a list of one. The guide to policies has the details. Raises ``PolicyError``.
 
     >>> recompute.Rule(type="block", action="checkpoint", keep="attention").keep
     ('attention',)

@@ -86,9 +86,9 @@ def _complains_of_memory(model: nn.Module) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise ModelError(
-            f"{type(model).__name__}: a training step does not fit the device even under what holds least ({error}). "
-            "Use a smaller batch, a shorter sequence, or an optimizer that holds less; recompute.estimate tells what "
-            "takes how much"
+            f"{type(model).__name__}: a training step does not fit the device, even under the leanest policy "
+            f"({error}). Use a smaller batch, a shorter sequence, or a smaller optimizer. recompute.estimate prints "
+            "what takes the memory"
         ) from None
 
 
@@ -149,7 +149,7 @@ class _RegionMeasurer:
                 jobs[:0] = [job[:half], job[half:]]
             else:
                 name = self.layout.kinds[job[0].places[-1]].name
-                warn(f"profile: {job[0].candidate.name} is left out for {name}: {failure}")
+                warn(f"profile: for {name}, {job[0].candidate.name} is left out, because it failed: {failure}")
 
     def _jobs(self) -> list[list[_Placement]]:
         """Placements, packed into few jobs. A job is an assignment, and no place has two placements there."""

@@ -56,7 +56,7 @@ def roots(
         return [own], [None]
     found = [tensor for tensor in named(output).values() if tensor.requires_grad]
     if not found:
-        raise ModelError("nothing in the model's output requires a gradient, so there is none to compare")
+        raise ModelError("nothing in the model's output requires a gradient; expected a loss, or tensors of floats")
     return found, [(gradient_of or fixed_signs)(tensor) for tensor in found]
 
 
@@ -84,8 +84,8 @@ def left_as_it_was(model: nn.Module, sources: Iterable[Any]) -> Iterator[None]:
                 table.update(entries)
     if (what := state.changed()) is not None:
         raise MutationError(
-            f"{what}, is changed by the forward or the backward that runs here (an optimizer in a hook?), so that two "
-            "runs cannot be compared. Take off what changes it first."
+            f"{what}, is changed by forward or backward (an optimizer in a hook?), so two runs cannot be compared. "
+            "Remove what changes it first."
         )
 
 

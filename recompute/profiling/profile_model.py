@@ -71,8 +71,8 @@ def profile(
     sharding = check_sharding(sharding, devices)
     if sharding != "none":
         raise EstimateError(
-            f"sharding: {sharding} can be calculated, for a device that is named, but is not measured in one process: "
-            "there, on all ranks, agree() of recompute.integrations.distributed makes one profile of what each measures"
+            f"sharding: {sharding} is calculated for a device that is named, and cannot be measured in one process. "
+            "Pass device, or profile on all ranks and use agree() of recompute.integrations.distributed"
         )
     with dry_run(model, batch, loss=loss, optimizer=optimizer) as run:
         capacity = torch.cuda.get_device_properties(run.device).total_memory if run.device.type == "cuda" else None

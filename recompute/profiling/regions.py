@@ -82,9 +82,8 @@ def find_regions(model: nn.Module, match: str | Sequence[str] | None) -> dict[st
     if not outermost:
         what = f"matches {match!r}" if match is not None else "repeats, or is of a class *Layer or *Block"
         raise ModelError(
-            f"{type(model).__name__}: expected regions to choose for; no module inside of it {what}. "
-            "recompute.profile(model, batch, match='blocks.*') names others by globs over module paths, and plan takes "
-            "that profile"
+            f"{type(model).__name__}: expected regions to plan for; no module inside of it {what}. Name them by a glob "
+            "over module paths, recompute.profile(model, batch, match='blocks.*'), and pass that profile to plan"
         )
     return {path: modules[path] for path in outermost}
 
@@ -103,12 +102,10 @@ def discover_layout(
     order, later, logits, tokens = _order(run, regions)
     for path in regions:
         if (times := order.count(path)) != 1:
-            warn(f"profile: {path} runs {times} times in a forward, not once: no rule is considered for it")
+            warn(f"profile: {path} runs {times} times in a forward, not once, so no rule is tried for it")
     regions = {path: regions[path] for path in order if path in regions and order.count(path) == 1}
     if not regions:
-        raise ModelError(
-            f"{type(run.model).__name__}: expected regions that run once in a forward; found none that does"
-        )
+        raise ModelError(f"{type(run.model).__name__}: expected regions that run once in a forward; found none")
     by_hooks = _plans(run, regions, HOOK)
     stand_ins = _with_kernels(run.model, regions) if kernels else {}
     with_mlps = _with_mlps(run.model, regions) if kernels else set()

@@ -89,9 +89,7 @@ def trace_step(
     Raises ``ModelError`` if there are no regions, or one does not run exactly once or runs inside of another.
     """
     if regions is not None and not regions:
-        raise ModelError(
-            "expected at least one region, a module of the model, to tell a step's parts apart; found none"
-        )
+        raise ModelError("regions: expected at least one module of the model; found none")
     regions = regions or {}
     marks = _StepTracer(list(regions), memory, clock)
     with ExitStack() as stack:
@@ -174,9 +172,9 @@ class _StepTracer:
         if not self.in_forward:  # in backward, a checkpoint around the region runs it again
             return
         if self.inside is not None:
-            raise ModelError(f"{path} runs inside of {self.inside}: expected regions that do not nest; leave one out")
+            raise ModelError(f"{path} runs inside of {self.inside}; expected regions that do not nest. Leave one out")
         if path in self.order:
-            raise ModelError(f"{path} runs twice in a forward: expected a region that runs once; leave it out")
+            raise ModelError(f"{path} runs twice in a forward; expected a region that runs once. Leave it out")
         self.order.append(path)
         self.inside = path
         number = len(self.order)
@@ -210,7 +208,7 @@ class _StepTracer:
 
     def end_forward(self) -> None:
         if missing := [path for path in self.paths if path not in self.order]:
-            raise ModelError(f"{missing[0]} does not run in this forward: expected a region that runs; leave it out")
+            raise ModelError(f"{missing[0]} does not run in this forward; expected a region that runs. Leave it out")
         self.shed = {number: nbytes for number, (storage, nbytes) in self.inputs.items() if storage.expired()}
         self.end("forward", self.last)
         self.in_forward = False

@@ -100,7 +100,7 @@ def why_no_head(module: nn.Module) -> str:
     """Why ``module`` is no head."""
     if not is_plain_linear(module):
         return f"a {type(module).__name__}, or has hooks; expected a plain nn.Linear"
-    return f"a Linear whose weight is a {type(module.weight).__name__}, which no kernel takes"
+    return f"a Linear with a {type(module.weight).__name__} as its weight, which no kernel takes"
 
 
 def held_by_loss(logits: Tensor, weight: Tensor, logits_bytes: float | None = None) -> int:
@@ -115,9 +115,8 @@ def held_by_loss(logits: Tensor, weight: Tensor, logits_bytes: float | None = No
 
 def _warn_of_logits(name: str) -> None:
     warn(
-        f"{name} is compiled: logits are made, and held for backward, though its rule has a kernel compute the loss "
-        "without them. Compile the layers alone (`layer.compile()` for each), so that head and loss run as they are; "
-        "or give the head no rule, or `action: keep`."
+        f"{name} is compiled, so its logits are made and held for backward, although its rule asks for a loss without "
+        "logits. Compile only the layers (`layer.compile()` for each), or give the head no rule, or `action: keep`."
     )
 
 

@@ -97,7 +97,7 @@ class KernelRunner(Runner, ABC):
         if self.fallback is not None:
             return self.fallback.run(module, forward, args, kwargs)
         name = re.sub("[0-9]+", "*", self.statistics.name)  # one warning for all layers
-        warn(f"{name} is given DTensors, which no kernel takes: it runs as it is written.")
+        warn(f"{name} gets DTensors, which no kernel takes, so the module itself runs.")
         return forward(*args, **kwargs)
 
     def is_where_kernels_are(self, args: tuple, kwargs: dict) -> bool:

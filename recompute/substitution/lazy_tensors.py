@@ -73,10 +73,10 @@ class _Deferred:
         for tensor, version in self._operands:
             if version_of(tensor) != version or not (tensor.untyped_storage().nbytes() or not tensor.numel()):
                 raise MutationError(
-                    f"what a module gives for which a kernel stands in, shape={self._shape}, is asked for its values "
-                    f"after what it is made of, a {describe(tensor)}, has been changed in place, as by an optimizer's "
-                    "step, or sharded away. Ask before, or give the module that made it a rule of its own, with "
-                    "`via: hook` or `action: keep`."
+                    f"a module's output of shape {self._shape} is computed by a kernel when it is first read, and it "
+                    f"is read too late: a {describe(tensor)} that it is computed from was modified in place (an "
+                    "optimizer step?) or freed by sharding. Read it before, or give the module a rule with `via: "
+                    "hook` or `action: keep`."
                 )
 
 
@@ -267,9 +267,9 @@ class LazyTensor(Tensor):
                 if _waits_for_backward(*args[1:], **kwargs):
                     return args[0]._await(*args[1:], **kwargs)
                 raise UnsupportedError(
-                    f"{args[0]!r} gets a hook after a kernel has computed something of it without its values: the hook "
-                    "would miss that gradient. Register the hook as soon as there is the tensor, or give the module "
-                    "that made it a rule of its own, with `via: hook` or `action: keep`."
+                    f"{args[0]!r} gets a hook after a kernel has used it, so the hook would miss that gradient. "
+                    "Register the hook right after the module that made the tensor, or give that module a rule with "
+                    "`via: hook` or `action: keep`."
                 )
             args[0].before_change()
         given = [*(args[0] if args and isinstance(args[0], (list, tuple)) else ()), *args, *kwargs.values()]
@@ -298,8 +298,8 @@ class LazyTensor(Tensor):
         """Runs an op that came past torch's own functions, as a compiled extension's. ``_Node`` has its gradient."""
         if function._schema.is_mutable:
             raise UnsupportedError(
-                f"{function} was given the output of a module for which a kernel stands in, to change it in place. "
-                "Give that module a rule of its own, with `via: hook` or `action: keep`."
+                f"{function} would change the output of a module in place, which a kernel has yet to compute. Give "
+                "that module a rule with `via: hook` or `action: keep`."
             )
         args, kwargs = tree_map_only(LazyTensor, lambda lazy: lazy.values_alone(), (args, kwargs or {}))
         return function(*args, **kwargs)

@@ -23,7 +23,7 @@ def find_kernel(statistics: RegionStatistics, module: nn.Module, meaning: Meanin
     if meaning.kernels is Kernels.NEVER:
         return None
     if is_head(module):
-        fallback = PlainRunner(statistics, "it runs as it is") if meaning.kernels is Kernels.ON_CUDA else None
+        fallback = PlainRunner(statistics, "the module itself") if meaning.kernels is Kernels.ON_CUDA else None
         return KernelHeadRunner(statistics, fallback, meaning.hold)
     return _find(statistics, module, meaning, written_out=True)
 

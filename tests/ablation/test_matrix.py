@@ -46,7 +46,7 @@ def test_each_model_meets_each_size_and_a_factory_has_its_own():
 @pytest.mark.parametrize("key", ["models: {a: b.c:d, e: f:g}", "batch_sizes: [1, 2]", "sequence_lengths: [4, 8]"])
 def test_a_script_for_one_model_refuses_several(key):
     assert configured("steps: 3\n").single().config.steps == 3
-    with pytest.raises(AblationError, match="one model, sequence length, batch size and dtype"):
+    with pytest.raises(AblationError, match="one model, one sequence length, one batch size and one dtype"):
         configured(f"{key}\n").single()
 
 
@@ -137,9 +137,9 @@ WRONG = [
     (f"{MATRIX}batch_size: 2", "batch_size or batch_sizes; found both"),
     (f"{MATRIX}dtype: float32", "dtype or dtypes; found both"),
     (f"{MATRIX}model: {{layers: 2}}", "model or models; found both"),
-    (f"{MATRIX}cell_timeout_seconds: 60", "cell_timeout_seconds: expected isolate: true beside it"),
+    (f"{MATRIX}cell_timeout_seconds: 60", "cell_timeout_seconds needs isolate: true"),
     (f"{MATRIX}repeats: 0", r"c\.yaml:\d+:10: repeats: expected .*greater than 0"),
-    (f"{MATRIX}longest_sequence: {{budget: device}}", "budget device: expected isolate: true"),
+    (f"{MATRIX}longest_sequence: {{budget: device}}", "budget device needs isolate: true"),
     (f"{MATRIX}longest_sequence: {{budget: 3 GiBs}}", "longest_sequence: budget: a budget of '3 GiBs' cannot be read"),
     (f"{MATRIX}longest_sequence: {{budget: 3GiB}}",
         "longest_sequence: expected models of transformers; found models.own"),
@@ -164,8 +164,8 @@ def test_a_mistake_is_told_with_file_line_and_key(text, message):
         ("{model_type: gpt2, n_embed: 8}",
             r"models\.wrong\.n_embed: GPT2Config has no such field \(did you mean 'n_embd'\?\)"),
         ("{model_type: llama, hidden_size: 8, num_attention_heads: 3}",
-            r"models\.wrong: .* refuses this one: .*hidden size \(8\) is not a multiple"),
-        ("{model_type: lama}", r"models\.wrong: .* transformers .* refuses this one: .*lama"),
+            r"models\.wrong: .* cannot build a model .*hidden size \(8\) is not a multiple"),
+        ("{model_type: lama}", r"models\.wrong: .* transformers .* cannot build a model .*lama"),
     ],
 )  # fmt: skip
 def test_a_model_that_there_is_not_is_told_before_anything_is_trained(tmp_path, model, message):
@@ -180,4 +180,4 @@ def test_a_model_that_cannot_be_made_fails_its_rows_alone(own):
     config = configured(text, sequence_lengths=(8,), batch_sizes=(1,), dtypes=(), policies=())
     errors = {row.model: row.error for row in run(own / "out", config)}
     assert errors["tiny"] is errors["gpt2"] is None
-    assert "refuses this one" in errors["broken"]
+    assert "cannot build a model" in errors["broken"]

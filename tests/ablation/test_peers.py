@@ -82,7 +82,7 @@ def test_cut_cross_entropy_takes_the_decoders_output(own, monkeypatch):
         assert peer.exact is False
         assert peer.losses == pytest.approx(rows[model, "none"].losses, rel=1e-5)
         assert peer.grad_error < 1e-5
-    assert "for a model of transformers with a decoder" in rows["own", "cut-cross-entropy"].error
+    assert "needs a model of transformers with a decoder" in rows["own", "cut-cross-entropy"].error
 
 
 @pytest.mark.parametrize(

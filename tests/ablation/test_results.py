@@ -1,6 +1,7 @@
 """What ``results.json`` holds: it is gone on with, or refused, and two of them are compared."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -45,14 +46,15 @@ def lines(text, policy):
             "step",
             ["100.00 ms", "300.00 ms", "3.000x", "spread not known"],
         ),
-        (timed("a"), "step", ["100.00 ms", "100.00 ms", "1.000x", "the same"]),
         (timed("a", longest_sequence=4097), "longest_sequence", ["4,096", "4,097", "1.000x", "beyond the spread"]),
         (timed("a", error="Error: no room\nat all"), "error", ["none", "Error: no room", "different"]),
         (timed("a", grads_match=None), "grads_match", ["True", "None", "different"]),
     ],
 )
 def test_each_number_has_its_ratio_and_whether_it_is_beyond_the_spread(compared, after, number, told):
-    assert lines(compared(results(timed("a")), results(after)), "a")[number] == told
+    text = compared(results(timed("a")), results(after))
+    assert lines(text, "a") == {number: told}
+    assert re.search(r"\n\n(\d+) of (?!\1)\d+ numbers are the same$", text)
 
 
 def test_rows_of_one_alone_and_what_was_run_otherwise_are_named(compared):
@@ -118,7 +120,7 @@ def test_results_of_others_are_not_resumed(least, tmp_path, part, key, value, me
     assert saved(tmp_path) == found
 
 
-@pytest.mark.parametrize(("text", "message"), [("{", "found no JSON"), ('{"rows": 3}', "with rows that each have")])
+@pytest.mark.parametrize(("text", "message"), [("{", "invalid JSON"), ('{"rows": 3}', "with rows that each have")])
 def test_a_file_that_holds_no_results_is_told(tmp_path, text, message):
     (tmp_path / "results.json").write_text(text, encoding="utf-8")
     with pytest.raises(AblationError, match=rf"results\.json: expected the results\.json of an ablation.*{message}"):

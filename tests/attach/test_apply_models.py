@@ -134,7 +134,7 @@ def test_kernels_of_whole_layers_are_as_close_to_float64_as_eager_is(name):
 
 def test_kernels_leave_out_what_they_do_not_compute():
     with pytest.warns(
-        PolicyWarning, match=r"rules\[0\]: no kernel computes what LlamaMLP does; hooks regenerate it"
+        PolicyWarning, match=r"rules\[0\]: no kernel replaces LlamaMLP, so hooks regenerate there"
     ) as caught:
         handle = recompute.apply(make("llama", hidden_act="relu"), "kernel")
     assert len(caught) == 1  # for all layers

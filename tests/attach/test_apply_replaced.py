@@ -102,5 +102,5 @@ def test_copies_run_by_themselves():
 def test_one_that_a_rule_names_is_refused(which):
     model = decoder()
     as_a_function(model.get_submodule(which))
-    with pytest.raises(UnsupportedError, match="has had its forward replaced on the instance"):
+    with pytest.raises(UnsupportedError, match="has a forward that was set on the instance"):
         recompute.apply(model, rules(rule(["TinyDecoder", "Linear"])))

@@ -138,7 +138,7 @@ def test_stats_stay_when_the_policy_is_gone():
     assert handle.stats().removed > inside.removed
     first, note, *rest = handle.explain(wide=True).splitlines()
     assert [first, *rest] == explained.splitlines()
-    assert note.startswith("It was removed")
+    assert note.startswith("This policy was removed")
     assert repr(handle).endswith("on 8 modules, removed>")
 
 

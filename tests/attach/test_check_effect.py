@@ -75,17 +75,17 @@ WARNED = [
     (rules({"type": "SiLU", **KERNEL}), [r"rules\[0\].*no kernel.*SiLU.*hook"]),
     (
         rules({"match": "layers.**", "type": ["TinyAttention", "SiLU"], **KERNEL}),
-        [r"rules\[0\]: no kernel computes what TinyAttention, SiLU do; hooks regenerate it$"],
+        [r"rules\[0\]: no kernel replaces TinyAttention, SiLU, so hooks regenerate there"],
     ),
     (
         rules(rule("TinyMLP", "recompute", keep="aten.softmax")),
-        [r"rules\[0\]: keep: no op is called aten\.softmax; .*explain\(\).*'aten\._softmax'"],
+        [r"rules\[0\]: keep: no op is called aten\.softmax\. explain\(\).*'aten\._softmax'"],
     ),
-    (rules(rule("TinyMLP", keep=["aten.mm", "aten.mmm"])), [r"no op is called aten\.mmm;"]),
+    (rules(rule("TinyMLP", keep=["aten.mm", "aten.mmm"])), [r"no op is called aten\.mmm\."]),
     *(
         (
             rules(rule("block", layers=[*layers] if isinstance(layers, tuple) else layers)),
-            [rf"rules\[0\]: layers '{spelled}' goes beyond the 4 layers that there are$"],
+            [rf"rules\[0\]: layers '{spelled}' exceeds the 4 layers of the model$"],
         )
         for layers, spelled in BEYOND.items()
     ),
@@ -158,7 +158,7 @@ def test_layers_of_one_rule_may_be_for_the_longer_of_two_stacks():
 def test_a_kept_word_that_looks_like_a_family_or_an_op_is_asked_about(word, meant):
     (message,) = warned(rules(rule("block", "recompute", keep=word), rule("TinyRMSNorm", "recompute", keep=[word])))
     assert re.search(
-        rf"rules\[0\], rules\[1\]: keep: {word} is the name of a tensor.*did you mean '{meant}'\?", message
+        rf"rules\[0\], rules\[1\]: keep: {word} is read as a tensor's name.*Did you mean '{meant}'\?", message
     )
 
 

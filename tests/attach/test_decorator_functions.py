@@ -207,7 +207,7 @@ async def async_generator(x):
 @pytest.mark.parametrize("target", [generator_function, coroutine, async_generator], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("wrap", [lambda f: f, functools.partial], ids=["bare", "partial"])
 def test_what_does_not_run_in_one_piece_is_refused(target, wrap):
-    with pytest.raises(UnsupportedError, match="cannot be run again as one piece"):
+    with pytest.raises(UnsupportedError, match="cannot run again as a whole"):
         recompute.recompute(wrap(target))
 
 

@@ -119,9 +119,9 @@ def overwritten(linear, x):
 
 ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu"
 REASONS = {
-    "a GEMM": (chain, {}, "aten.mm", "gemm, which the rule does not run again"),
-    "a GEMM that the rule keeps": (chain, {"keep": "gemm"}, "aten.mm", "the rule keeps gemm"),
-    "an op that the rule keeps": (chain, {"keep": "aten.sin"}, "aten.sin", "the rule keeps aten.sin"),
+    "a GEMM": (chain, {}, "aten.mm", "gemm: the rule does not rerun it"),
+    "a GEMM that the rule keeps": (chain, {"keep": "gemm"}, "aten.mm", "the rule's keep lists gemm"),
+    "an op that the rule keeps": (chain, {"keep": "aten.sin"}, "aten.sin", "the rule's keep lists aten.sin"),
     "passed to keep": (
         lambda linear, x: recompute.keep(linear(x).exp().sin()).cos(), {}, "aten.sin", "passed to recompute.keep",
     ),
@@ -130,25 +130,27 @@ REASONS = {
         "passed to recompute.keep",
     ),
     "made in a custom Function": (
-        lambda linear, x: InTheDark.apply(linear(x)).sin(), {}, "InTheDark", "made inside a custom autograd.Function",
+        lambda linear, x: InTheDark.apply(linear(x)).sin(), {}, "InTheDark",
+        "made inside of a custom autograd.Function",
     ),
     "made by a factory": (
         lambda linear, x: linear(x) * torch.full((HIDDEN,), 0.5), {}, "aten.full",
-        "a factory: something unseen may have filled its output",
+        "made by a factory op, so other code may have filled its memory",
     ),
     "overwritten": (overwritten, {}, "aten.clone", "overwritten after it was saved"),
     "a GEMM that is worth its bytes": (
-        chain, {"rerun": "gemm", "price": 1e18}, "aten.mm", "costs less to hold than to run again",
+        chain, {"rerun": "gemm", "price": 1e18}, "aten.mm", "cheaper to hold than to recompute",
     ),
     "a GEMM that fits": (
-        chain, {"rerun": "gemm", "hold": "1GiB"}, "aten.mm", "costs less to hold than to run again",
+        chain, {"rerun": "gemm", "hold": "1GiB"}, "aten.mm", "cheaper to hold than to recompute",
     ),
     "little that takes long to bring back": (
         lambda linear, x: (y := linear(x)).sin() + (y * 2).sum().sin(), {}, "aten.sum",
-        "bringing it back takes as long as moving 2.3 KiB",
+        "small, and recomputing it takes as long as moving 2.3 KiB",
     ),
     "as large as what it comes from": (
-        lambda linear, x: linear(x).exp().sin(), {}, "aten.exp", "holds less than what would regenerate it",
+        lambda linear, x: linear(x).exp().sin(), {}, "aten.exp",
+        "smaller than the tensors that recomputing it would need",
     ),
 }  # fmt: skip
 
@@ -166,14 +168,14 @@ def test_what_a_thin_gemm_brings_back_says_so():
         return (q @ q.transpose(1, 2)).softmax(-1).sin()
 
     lines = explained(forward, via="hook")
-    assert line_of("aten._softmax", lines)[-2:] == ("dropped", "thin, so it runs again: aten.bmm")
+    assert line_of("aten._softmax", lines)[-2:] == ("dropped", "recomputing it reruns a thin (cheap) GEMM: aten.bmm")
 
 
 def test_attention_is_kept_and_says_why():
     lines = [line for line in explained(attention) if line.made_by == ATTENTION]
     assert [line.shape for line in lines] == [f"{BATCH}x2x{LENGTH}x{HIDDEN // 2}", f"{BATCH}x2x{LENGTH}"]
     assert {(line.fate, line.reason.split("; ")[0]) for line in lines} == {
-        ("kept", "attention, which the rule does not run again")
+        ("kept", "attention: the rule does not rerun it")
     }
 
 
@@ -181,7 +183,7 @@ def test_what_was_made_outside_is_kept_and_says_so():
     given, outside = (line for line in explained(lambda linear, x: linear(x) * OUTSIDE) if line.fate == "kept")
     assert (given.shape, outside.shape) == (f"{TOKENS}x{HIDDEN}", str(HIDDEN))
     assert (given.saved_by, outside.saved_by) == ("aten.mm", "aten.mul")
-    assert given.reason == outside.reason == "made outside of the module"
+    assert given.reason == outside.reason == "an input of the module"
 
 
 @pytest.mark.parametrize(
@@ -205,8 +207,8 @@ def test_what_is_held_for_others_alone_says_so():
     lines = explained(lambda linear, x: linear(x).double().sin())
     held, dropped = line_of("aten.mm", lines), line_of("aten._to_copy", lines)
     assert (held.saved_by, held.nbytes, held.fate) == ("-", NBYTES, "kept")
-    assert "autograd itself did not save it" in held.reason
-    assert re.search(r"an op .* again reads it", held.reason)
+    assert "autograd alone would not save it" in held.reason
+    assert re.search(r"1 rerun op reads it", held.reason)
     assert (dropped.saved_by, dropped.dtype, dropped.nbytes, dropped.fate) == (
         "aten.sin", "float64", 2 * NBYTES, "dropped",
     )  # fmt: skip
@@ -305,7 +307,7 @@ def test_all_that_is_counted_as_dropped_is_listed(policy):
     assert listed == handle.stats().dropped_nbytes
     (norm,) = (lines for title, lines in tables(handle.explain(wide=True)).items() if title.startswith("norm "))
     assert norm[-1][1:] == (
-        "(outside)", SHAPE, "float32", NBYTES, "dropped", "an output, which another module saved",
+        "(outside)", SHAPE, "float32", NBYTES, "dropped", "an output that another module saved",
     )  # fmt: skip
 
 

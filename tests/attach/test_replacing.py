@@ -84,7 +84,7 @@ def test_replacing_takes_off_what_governs_modules_inside_but_no_decorator():
     outer = recompute.apply(model, replace=True)
     assert (inner.removed, outer.removed) == (True, False)
     model.layers[1] = recompute.recompute(type("Decorated", (TinyDecoderLayer,), {}))()
-    with pytest.raises(AlreadyAppliedError, match=r"'layers\.1'.*the decorator of its class"):
+    with pytest.raises(AlreadyAppliedError, match=r"'layers\.1'.*its class is decorated"):
         recompute.apply(model, replace=True)
     assert not outer.removed
 
@@ -135,7 +135,7 @@ def checkpointing(way):
 
 ADVICE = {
     "transformers": r"gradient_checkpointing in model, model\.layers\.0.*model\.gradient_checkpointing_disable\(\)",
-    "wrapper": r"CheckpointWrapper in model\.layers\.0.*Take checkpoint_wrapper",
+    "wrapper": r"CheckpointWrapper in model\.layers\.0.*Remove checkpoint_wrapper",
     "timm": r"grad_checkpointing in the model.*Call model\.set_grad_checkpointing\(False\)",
 }
 

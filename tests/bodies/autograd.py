@@ -141,12 +141,12 @@ GRADIENTS = {
     "all but the end": of(lambda self, x: (self.norm(x.detach()).detach() * x).sin()),
     "a gradient": of(inner_gradient),
     "a gradient of what is kept": of(gradient_of_what_is_kept, drops=False),
-    "a tangent": of(tangent, captured="differentiates forward"),
+    "a tangent": of(tangent, captured="forward-mode differentiation"),
     "vmap": of(lambda self, x: torch.func.vmap(lambda row: self.norm(row).sin())(x.exp()), captured=True),
     "vmap that drops out": of(
         lambda self, x: torch.func.vmap(lambda row: F.dropout(row, 0.5), randomness="different")(x).exp(), captured=True
     ),
-    "vmap of a row times an array": of(vmapped_with_an_array, captured="takes other steps"),
+    "vmap of a row times an array": of(vmapped_with_an_array, captured="runs other ops"),
     "a Function under vmap": of(lambda self, x: torch.func.vmap(Doubled.apply)(self.norm(x)).exp().sin()),
     "a functional gradient": of(
         lambda self, x: torch.func.grad(lambda y: self.norm(y).sin().sum())(x) * self.norm(x).exp().sin()
@@ -484,7 +484,7 @@ FUNCTIONS = {
         lambda self, h: looked_at(h, self.weight).sigmoid(), captured="inside of another op returns what it was given"
     ),
     "in place": in_a_block(
-        lambda self, h: InPlace.apply(self.linear(h)).sin(), captured="InPlace changes what it is given"
+        lambda self, h: InPlace.apply(self.linear(h)).sin(), captured="InPlace writes to one of its arguments"
     ),
 }
 CHECKPOINTED = {

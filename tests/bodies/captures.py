@@ -86,24 +86,24 @@ SELECTED = {
 COMPILED = torch.compile(lambda x: x.sin().exp(), backend="aot_eager", fullgraph=True)
 CAPTURES = {
     "an output whose graph reaches no input": Body(
-        leads_nowhere, linear, drops=False, captured="reach none of its inputs"
+        leads_nowhere, linear, drops=False, captured="none of its outputs depends on an input"
     ),
     "an output that is a view made without gradients": Body(gives_a_view_made_without_gradients, linear),
     "what is kept from compilers": Body(kept_from_compilers, linear, captured=True),
     "where the class of a parameter is from": Body(asks_for_a_class, linear, captured=True),
     "a custom op whose backward runs a kernel": Body(
-        lambda self, x: squared(self.linear(x)).exp().sin(), linear, captured="may run more than ops"
+        lambda self, x: squared(self.linear(x)).exp().sin(), linear, captured="may do more than call ops"
     ),
     "how often a parameter was written to": Body(
         lambda self, x: F.gelu(self.linear(x)) * float(self.linear.weight._version),
         linear,
         start=lambda module: [torch.no_grad()(module.linear.weight.mul_)(2.0) for _ in range(module.step // 6)],
-        captured="its graph computes a number",
+        captured="it computes a Python number",
     ),
     "a parameter that autograd saves in two ways": Body(
         saves_in_two_ways,
         lambda: {"w": nn.Parameter(torch.rand(HIDDEN, HIDDEN))},
-        captured="both as it is and as a view",
+        captured="twice: as it is, and as a view",
     ),
     "outputs that overlap": Body(overlapping, linear, captured="two of its outputs overlap in memory"),
     "a higher-order operator and compiled code": Body(

@@ -252,7 +252,10 @@ OTHERWISE_IF_COMPILED = {
 EFFECTS = {
     **{name: of_effects(each, captured=False) for name, each in ON_THE_TAPE.items()},
     "selects_by_values": of_effects(selects_by_values, captured=False, drops=False),
-    **{name: of_effects(each, captured="whether it is compiled") for name, each in OTHERWISE_IF_COMPILED.items()},
+    **{
+        name: of_effects(each, captured="whether torch.compile traces it")
+        for name, each in OTHERWISE_IF_COMPILED.items()
+    },
 }
 
 # Parts, and what they do to buffers
@@ -373,7 +376,7 @@ MODULES = {
     "a norm, as captured code": Body(
         lambda self, x: F.gelu(self.norm(self.linear(x))).exp(),
         lambda: {**linear(), "norm": nn.BatchNorm1d(HIDDEN)},
-        captured="aten.add_ writes to a tensor that it did not make",
+        captured="it writes to one of its inputs, by aten.add_",
     ),
     "statistics by hand": Body(
         statistics_by_hand, lambda: {"buffers": {"mean": torch.zeros(HIDDEN), "variance": torch.ones(HIDDEN)}}
@@ -395,7 +398,7 @@ MODULES = {
         lambda self, x, shift: (x + self.bias + shift).exp().sin(),
         in_inference_mode,
         shift_in_inference_mode,
-        captured="made in inference mode",
+        captured="under torch.inference_mode()",
     ),
     "a sparse buffer": adjacency(torch.sparse_coo),
     "a sparse buffer of rows": adjacency(torch.sparse_csr),

@@ -139,7 +139,7 @@ def test_a_region_whose_backward_often_differs_goes_back_to_the_tape(twins, x):
     for step in range(40):
         twins.step(on(x, of_a_sum) if step % 2 else train(x))
     assert not twins.is_captured
-    assert "differs from time to time" in twins.why_not
+    assert "differs from step to step" in twins.why_not
     assert twins.runs_code(on(x, of_a_sum)) == 0
 
 
@@ -261,8 +261,8 @@ def of_streams(self, x, z):
 @pytest.mark.parametrize(
     ("blocks", "captured", "reason"),
     [
-        (4, 3, "its backward gives no gradient to some of the tensors that take one"),
-        (1, 0, "its outputs depend on different inputs, and it runs several times in a step"),
+        (4, 3, "its backward returns no gradient for some inputs that require one"),
+        (1, 0, "its outputs depend on different inputs, and it runs several times in each step"),
     ],
 )
 def test_blocks_of_several_streams_are_captured_where_all_streams_are_read(x, blocks, captured, reason):
@@ -350,14 +350,14 @@ def test_hooks_of_weights_of_an_output_without_gradient_are_not_called(x, regist
     """A node has all its inputs behind it, also those that the output in use does not depend on."""
     twins = two_towers(x, tokens(grad=False))
     getattr(twins.under.inside.b.weight, register)(lambda _: pytest.fail("the hook is called"))
-    with pytest.raises(UnsupportedError, match=r"depend on more inputs.*capture: false"):
+    with pytest.raises(UnsupportedError, match=r"depend on fewer inputs.*capture: false"):
         of_one_tower(twins.under, fresh(x))
 
 
 def test_hooks_upstream_of_an_output_without_gradient_are_not_called(x):
     twins, z = two_towers(x, tokens()), fresh(x) * 2
     z.register_hook(lambda _: pytest.fail("the hook is called"))
-    with pytest.raises(UnsupportedError, match=r"depend on more inputs.*capture: false"):
+    with pytest.raises(UnsupportedError, match=r"depend on fewer inputs.*capture: false"):
         loss_of(twins.under(x * 3, z)[0]).backward()
 
 

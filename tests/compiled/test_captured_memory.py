@@ -240,7 +240,7 @@ def test_a_checkpoint_is_captured_that_keeps_an_eighth_of_its_input(width, is_ca
         model(x).sum().backward()
     (region,) = (region_in(attachment.runner) for attachment in handle._attachments)
     assert region.is_captured is is_captured, region.failure
-    assert region.failure.startswith("" if is_captured else "a checkpoint holds less")
+    assert region.failure.startswith("" if is_captured else "captured it would hold more than as a checkpoint")
 
 
 def by_other_ops_if_compiled(self, x):
@@ -255,7 +255,7 @@ def test_a_graph_that_is_given_up_before_it_ends_counts_nowhere(monkeypatch):
     handle = recompute.apply(model, rule())
     held = []
     counted = [of_one_more(lambda: held.append(memory_of(model, tokens())), handle) for _ in range(8)]
-    assert "takes other steps" in handle.explain(wide=True)
+    assert "runs other ops" in handle.explain(wide=True)
     assert counted == [counted[0]] * 8
     by_tape = held[1]
     assert max(held[4:]) <= by_tape, "nothing of it lives on"
@@ -305,7 +305,7 @@ def test_a_rule_inside_of_a_region_is_followed_in_each_step(inside):
     counted = [of_one_more(lambda: twins.step(step), twins.handle) for _ in range(9)]
     assert counted[1:] == [counted[1]] * 8
     assert counted[1].dropped_nbytes > 0
-    assert "stay on the tape: modules inside of it have rules of their own" in twins.handle.explain(wide=True)
+    assert "stay on the tape: modules inside of it have their own rules" in twins.handle.explain(wide=True)
 
 
 def test_a_rule_inside_of_a_region_that_says_the_same_is_no_reason_to_stay_on_the_tape():

@@ -36,7 +36,7 @@ def test_an_argument_that_can_be_used_but_once_leaves_the_region_as_it_is(kind):
     model, x = holding(forward), tokens()
     (expected,) = torch.autograd.grad(model(x, ONCE[kind](x)).sum(), x)
     policed(model)
-    with pytest.warns(PolicyWarning, match=r"inside .* nothing is dropped there: an argument, .* used up"):
+    with pytest.warns(PolicyWarning, match=r"inside .* nothing is dropped there: an argument, .* consumed"):
         result = model(x, ONCE[kind](x))
     assert bits(torch.autograd.grad(result.sum(), x)[0]) == bits(expected)
 

@@ -265,7 +265,7 @@ def test_a_tensor_that_is_too_large_to_copy_is_refused_if_it_changes_and_held_wi
         if fits:
             assert _gradients(model, result) == expected
         else:
-            with pytest.raises(MutationError, match=rf"^in .*\({rows}, 8\).*modified in place since it was saved"):
+            with pytest.raises(MutationError, match=rf"^in .*\({rows}, 8\).*modified in place after it was saved"):
                 _gradients(model, result)
 
 

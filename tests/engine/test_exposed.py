@@ -273,7 +273,7 @@ def test_explain_says_that_memory_was_handed_out():
     module = holding(body)
     handle = recompute.apply(module, {"rules": [{"match": "inside", "action": "recompute", "via": "hook"}]})
     module(torch.ones(SIZE, requires_grad=True))
-    assert "its memory was handed out" in handle.explain(wide=True)
+    assert "its memory was exposed" in handle.explain(wide=True)
 
 
 def test_what_was_handed_out_is_forgotten_when_it_dies():

@@ -209,7 +209,7 @@ def test_weights_that_are_gathered_for_each_run_and_freed_after_it(how, which):
 
 def test_lazy_modules_are_refused_until_they_have_their_shapes():
     model, x = holding(lambda self, x: self.linear(x).sin(), linear=nn.LazyLinear(4)), tokens()
-    with pytest.raises(UnsupportedError, match=r"inside\.linear.*without a shape.*Run the model once"):
+    with pytest.raises(UnsupportedError, match=r"inside\.linear.*uninitialized parameters.*Run the model once"):
         policed(model)
     model(x)
     assert_as_plain(model, INSIDE, x)

@@ -347,7 +347,7 @@ def test_more_than_the_rule_allows_is_refused_and_the_model_goes_on_without_it()
     POOL.free_unused()
     limit = POOL.nbytes + 3 * ACTIVATION
     handle = recompute.apply(model, rules(action="offload", max_host_bytes=limit))
-    with pytest.raises(HostMemoryError, match=r"in layers\.1 \(Sequential\): 2\.0 KiB more .* max_host_bytes higher"):
+    with pytest.raises(HostMemoryError, match=r"in layers\.1 \(Sequential\): .* 2\.0 KiB more: .* max_host_bytes"):
         model(batch())
     handle.remove()
     assert_same(outcome(model, batch()), outcome(plain, batch()))
@@ -371,7 +371,7 @@ def test_what_another_rule_was_allowed_does_not_raise_the_limit():
     buffers(pool, 4000, *[1000] * 4)
     (first,) = buffers(pool, 1000, 1000)
     assert pool.nbytes == first.memory.nbytes == 1000
-    with pytest.raises(HostMemoryError, match="1000 B are in use of at most 1000 B"):
+    with pytest.raises(HostMemoryError, match="1000 B of at most 1000 B of host memory are in use"):
         buffers(pool, 1000, 1000)
 
 
@@ -418,7 +418,7 @@ def test_what_a_pool_has_taken_does_not_lower_its_limit(monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     pool = HostPool()
     held = buffers(pool, None, 1000, 1000)
-    with pytest.raises(HostMemoryError, match=r"1000 B more .* where 2\.0 KiB are in use of at most 2\.0 KiB"):
+    with pytest.raises(HostMemoryError, match=r"1000 B more: 2\.0 KiB of at most 2\.0 KiB"):
         buffers(pool, None, 1000)
     assert len(held) == 2
 
@@ -444,7 +444,7 @@ def test_a_tensor_that_changes_after_it_was_saved_is_refused():
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         model(tokens()).backward()
     recompute.apply(model, rules("inside"))
-    with pytest.raises(MutationError, match=r"in inside .* has been modified in place"):
+    with pytest.raises(MutationError, match=r"in inside .* was modified in place"):
         model(tokens()).backward()
 
 
@@ -581,5 +581,5 @@ def test_a_graph_capture_is_refused():
     x, (model, _) = batch().detach().cuda().requires_grad_(), governed(Layers().cuda())
     model(x).sum().backward()
     graph = torch.cuda.CUDAGraph()
-    with pytest.raises(UnsupportedError, match="a CUDA graph is being captured"), torch.cuda.graph(graph):
+    with pytest.raises(UnsupportedError, match="which a CUDA graph cannot capture"), torch.cuda.graph(graph):
         model(x)

@@ -141,12 +141,12 @@ def test_plans_and_explain_know_adapters(arguments, told, config):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("estimate", "--base", "nf4"), "recompute: expected lora beside base 'nf4'"),
+        (("estimate", "--base", "nf4"), "recompute: base 'nf4' has an effect only with adapters"),
         (("estimate", *LORA, "--base", "nf5"), "base: expected one of bfloat16, int8, nf4, nf4-double, float8; found"),
         (("estimate", *LORA, "--lora-targets", "q_porj"), "names of modules of LlamaForCausalLM, as in q_proj,v_proj"),
         (("estimate", *LORA, "--lora-targets", "q_porj"), "found 'q_porj' (did you mean 'q_proj'?)"),
-        (("plan", *LORA, "--base", "nf4", "--budget", "1GiB"), "expected --gpu beside --base nf4"),
-        (("explain", "full", "--base", "int8"), "recompute: expected lora beside base 'int8'"),
+        (("plan", *LORA, "--base", "nf4", "--budget", "1GiB"), "--base nf4 is calculated for a GPU that --gpu names"),
+        (("explain", "full", "--base", "int8"), "recompute: base 'int8' has an effect only with adapters"),
     ],
 )
 def test_mistakes_of_adapters_are_told(arguments, message, config):

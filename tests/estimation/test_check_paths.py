@@ -26,9 +26,9 @@ def config(**changes):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("hello", ":1:1: expected an ablation's .yaml file, .*; found no JSON (expecting value)"),
-        ('{"model_type": ', "found no JSON (expecting value)"),
-        (b"\xff\xfe", "found no JSON, but bytes that are no UTF-8 text"),
+        ("hello", ":1:1: not valid JSON: expecting value; expected an ablation's .yaml file, "),
+        ('{"model_type": ', ":1:16: not valid JSON: the file ends"),
+        (b"\xff\xfe", ":1: expected UTF-8 text; found byte 0xff"),
         ("[1]", "expected a JSON object with a model_type; found a list"),
         ("{}", "expected a model_type, .*; found {}"),
         ('{"hidden_size": 8}', "expected a model_type, .*; found keys hidden_size"),
@@ -78,7 +78,7 @@ def test_what_transformers_refuses_is_told_in_a_line(command, changes, message, 
     code, output = recompute(*asked[command], "--model", path, "--seq-len", 16)
     *_, line = output.splitlines()
     assert code == 2
-    assert line.startswith(f"recompute: {path}: expected a configuration that transformers ")
+    assert line.startswith(f"recompute: {path}: transformers ")
     assert message in line
     assert "Traceback" not in output
 
@@ -87,4 +87,4 @@ def test_a_name_that_transformers_cannot_fetch_is_told_in_a_line(monkeypatch):
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", Mock(side_effect=OSError("No connection")))
     code, output = recompute("explain", "hook", "--model", "Llama-3.1-8B")
     assert code == 2
-    assert re.search("no file and no folder here has this name.*name: No connection. Give a name", output)
+    assert re.search("no file or folder has this name.*name: No connection. Give a name", output)

@@ -351,12 +351,16 @@ def test_json_has_what_was_promised(plain):
 def test_tables_say_it_all(plain):
     text = str(plain)
     assert text.startswith("LlamaForCausalLM, 8,030,261,248 parameters, bfloat16; input_ids 1x4096, labels 1x4096\n")
-    for part in ("75.45 GiB, at: backward of the loss", "model.layers.*.mlp.gate_proj", "One layer holds 784.5 MiB"):
+    for part in (
+        "75.45 GiB, during: backward of the loss",
+        "model.layers.*.mlp.gate_proj",
+        "One layer holds 784.5 MiB",
+    ):
         assert part in text
 
 
 def test_a_batch_that_forward_does_not_take_is_told_as_that():
-    expected = "a batch that the forward of Block takes, which is forward.x.* found the keywords y"
+    expected = "a batch for the forward of Block, forward.x.* found the keywords y"
     with pytest.raises(ModelError, match=expected):
         estimate(Block(), batch={"y": torch.empty(1, 8, 64)})
 
@@ -432,20 +436,20 @@ class Asks(nn.Module):
         (None, {"sharding": "fsdpp"}, EstimateError, r"sharding: .*\(did you mean 'fsdp2'\?\)"),
         (None, {"dtype": "bf61"}, EstimateError, "dtype: expected one of bfloat16, .*; found 'bf61'"),
         (None, {"loss": "chunk"}, EstimateError, r"loss: .*\(did you mean 'chunked'\?\)"),
-        (None, {"devices": 8}, EstimateError, "devices: 8 of them with sharding none"),
+        (None, {"devices": 8}, EstimateError, "devices: found 8 devices with sharding none"),
         (None, {"devices": 0}, EstimateError, "devices: expected a whole number, at least 1; found 0"),
         (None, {"batch_size": 0}, EstimateError, "batch_size: expected a whole number, at least 1; found 0"),
         (None, {"seq_len": 2.5}, EstimateError, "seq_len: expected a whole number, at least 1; found 2.5"),
         (None, {"policy": "ful"}, PolicyError, "no preset and no file is named 'ful'"),
         (7, {}, ModelError, "expected an nn.Module, a configuration of transformers, a path or a name; found int: 7"),
-        (Block(), {}, ModelError, r"Block: what its forward is given is not known: pass batch"),
+        (Block(), {}, ModelError, r"Block: a batch is missing. Pass forward's arguments"),
         (nn.ReLU(), {"batch": torch.zeros(2)}, ModelError, "ReLU: expected a model with parameters to train"),
         (Block(), {"batch": torch.zeros(1, 2, 64).bfloat16(), "loss": "chunked"}, EstimateError, "Block has none"),
         (
             nn.Sequential(nn.Linear(4, 4), Asks()),
             {"batch": torch.zeros(2, 4).bfloat16()},
             ModelError,
-            r"module '1' \(Asks\) cannot run on tensors without values: .* recompute\.profile",
+            r"module '1' \(Asks\) cannot run on fake tensors, which have no values: .* recompute\.profile",
         ),
     ],
 )

@@ -130,7 +130,7 @@ def test_rows_are_divided_up():
     [
         ("none", 0, "devices: expected a whole number, at least 1; found 0"),
         ("fsdp2", -1, "devices: expected a whole number, at least 1; found -1"),
-        ("none", 4, "devices: 4 of them with sharding none; expected one of ddp, zero1"),
+        ("none", 4, "devices: found 4 devices with sharding none; expected sharding to be one of ddp, zero1"),
         ("fdsp2", 4, r"sharding: expected one of none, ddp, .*; found 'fdsp2' \(did you mean 'fsdp2'\?\)"),
     ],
 )

@@ -204,7 +204,9 @@ def test_a_model_that_asks_for_values_is_told_by_its_module():
     with FakeMode():
         fake = fake_copy(model, torch.float32)
         x = torch.empty(2, 4)
-        with pytest.raises(ModelError, match=r"module '1\.0' \(Asks\) cannot run on tensors without values: .*profile"):
+        with pytest.raises(
+            ModelError, match=r"module '1\.0' \(Asks\) cannot run on fake tensors, which have no values: .*profile"
+        ):
             simulate(fake, lambda: ((output := fake(x)).sum(), output))
     assert nn.Module.__call__ is nn.Module._wrapped_call_impl
 

@@ -47,7 +47,7 @@ def test_each_model_has_a_row_for_each_way(in_turn, tmp_path, monkeypatch, capsy
         rows = {row.pop("way"): row for row in model["rows"]}
         assert list(rows) == ["none", *chosen]
         failed = rows.pop("liger")
-        assert "the peer liger is for transformers' LlamaForCausalLM" in failed.pop("error")
+        assert "the peer liger needs transformers' LlamaForCausalLM" in failed.pop("error")
         assert set(failed.values()) == {None}
         for row in rows.values():
             # Dropout is in force in GPT-2.

@@ -313,7 +313,7 @@ def test_strategies_that_would_fight_it_are_refused():
     """FSDP1 wants a GPU to be tried."""
     checkpointing = refusal(FSDPStrategy(activation_checkpointing_policy={nn.Linear}))
     assert "activation_checkpointing_policy of FSDPStrategy" in checkpointing
-    assert "Drop either" in checkpointing
+    assert "drop the RecomputeCallback" in checkpointing
     assert "Use ModelParallelStrategy and fully_shard" in refusal(FSDPStrategy())
 
 
@@ -326,7 +326,9 @@ def test_models_that_checkpoint_by_themselves_are_refused(tmp_path):
         fitted(tmp_path, RecomputeCallback(), of=module)
     module = Decoder()
     module.model.model.layers[0] = checkpoint_wrapper(module.model.model.layers[0])
-    with pytest.raises(UnsupportedError, match=r"CheckpointWrapper in model.model.layers.0\).*Take checkpoint_wrapper"):
+    with pytest.raises(
+        UnsupportedError, match=r"CheckpointWrapper in model.model.layers.0\).*Remove checkpoint_wrapper"
+    ):
         fitted(tmp_path, RecomputeCallback(), of=module)
 
 

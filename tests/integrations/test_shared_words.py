@@ -182,18 +182,16 @@ def assert_refusals():
     shared = {"group": group, "vocabulary": WORDS}
     wrong = {
         "weight has 100 rows on rank": lambda: linear_cross_entropy(hidden, weight[:100], target, **shared),
-        "vocabulary is 7 for 601 words; expected group beside it": lambda: linear_log_probs(
-            hidden, weight, target, vocabulary=7
-        ),
+        "vocabulary is 7, but weight has 601 words": lambda: linear_log_probs(hidden, weight, target, vocabulary=7),
         "expected Shard(0) over a mesh of one dimension": lambda: linear_log_probs(hidden, columns, target),
-        "weight is a DTensor and bias is none": lambda: linear_log_probs(hidden, rows, target, bias),
-        "expected weight to be one": lambda: linear_log_probs(
+        "weight is a DTensor, and bias is not": lambda: linear_log_probs(hidden, rows, target, bias),
+        "expected a DTensor, too": lambda: linear_log_probs(
             distribute_tensor(hidden, mesh, [Shard(0)]), weight, target
         ),
-        "return_logits with the words shared by a group": lambda: linear_cross_entropy(
+        "return_logits=True is not possible with group": lambda: linear_cross_entropy(
             hidden, half, target, **shared, return_logits=True
         ),
-        "first derivatives alone (create_graph=False)": twice,
+        "expected create_graph=False": twice,
     }
     for words, call in wrong.items():
         with pytest.raises(KernelError, match=re.escape(words)):

@@ -98,7 +98,7 @@ def test_compiled_models_obey_it_too(tmp_path):
 @pytest.mark.slow
 def test_a_cache_is_refused_where_its_writers_are_compiled(tmp_path):
     options = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
-    with pytest.raises(UnsupportedError, match=r"torch_compile=True: .* keeps a key/value cache.*Set use"):
+    with pytest.raises(UnsupportedError, match=r"torch_compile=True: .* writes to a key/value cache.*Set use"):
         trained(tmp_path, RecomputeCallback("elementwise"), use_cache=True, **options)
     trainer = MeasuredTrainer(model(), arguments(tmp_path, **options), callbacks=[RecomputeCallback("elementwise")])
     trainer.model.config.use_cache = True  # after the Trainer has put there what its arguments say
@@ -182,9 +182,9 @@ REFUSED = {
     "smoothing": (
         {"label_smoothing_factor": 0.1},
         {"logits": False},
-        "label_smoothing_factor=0.1 .*logits=False goes without. Drop either",
+        "label_smoothing_factor=0.1 .*logits=False leaves out. Drop one of the two",
     ),
-    "compiling": ({"torch_compile": True}, {"logits": False}, "torch_compile=True .*Drop either"),
+    "compiling": ({"torch_compile": True}, {"logits": False}, "torch_compile=True .*Drop one of the two"),
 }
 
 
@@ -202,9 +202,9 @@ def test_what_would_fight_it_is_refused(others, options, message, tmp_path, monk
 
 def test_more_that_is_refused(tmp_path):
     both = arguments(tmp_path, RecomputeTrainingArguments, recompute_policy="elementwise")
-    with pytest.raises(UnsupportedError, match=r"two policies.*Drop either"):
+    with pytest.raises(UnsupportedError, match=r"two policies.*Drop one of"):
         Trainer(model(), both, callbacks=[RecomputeCallback()])
-    with pytest.raises(UnsupportedError, match="recompute_policy, which alone switches it on, is None"):
+    with pytest.raises(UnsupportedError, match="recompute_policy is None, so it has no effect"):
         arguments(tmp_path, RecomputeTrainingArguments, recompute_kwargs={"logits": False})
     checkpointing = model()
     checkpointing.gradient_checkpointing_enable()

@@ -169,7 +169,7 @@ def that_reads_logits_too(logits, labels):
 
 
 @pytest.mark.parametrize(
-    ("loss", "why"), [(that_reads_logits, "no loss was"), (that_reads_logits_too, "that no kernel computes")]
+    ("loss", "why"), [(that_reads_logits, "no loss that kernels"), (that_reads_logits_too, "code beside the loss")]
 )
 def test_a_loss_that_does_not_go_that_way_is_told_of(loss, why, tmp_path):
     def loss_of(outputs, labels, num_items_in_batch=None):
@@ -214,7 +214,7 @@ def test_replicas_that_copy_what_the_model_returns_are_refused():
         refuse_arguments(Arguments(), False)
     refuse_arguments(Arguments(), None)
     Arguments.n_gpu = 2
-    with pytest.raises(UnsupportedError, match="Start one process a GPU"):
+    with pytest.raises(UnsupportedError, match="Start one process for each GPU"):
         refuse_arguments(Arguments(), False)
     Arguments.n_gpu = 1
     Arguments.ddp_find_unused_parameters = False

@@ -137,7 +137,7 @@ def test_the_longest_sequence_takes_what_estimates_of_it_say(host, tmp_path, mon
             again = recompute.estimate(str(config), seq_len=row.seq_len, policy="full", gpu=GPU.name, advise=False)
             assert again.peak_bytes == pytest.approx(row.peak_nbytes, rel=0.02)
     told = str(found)
-    assert "The longest sequence on one RTX 4090 with 1.00 GiB, and half of" in told
+    assert "The longest sequence on one RTX 4090 with 1.00 GiB, if half of" in told
     assert all(f"{row.seq_len:,}" in told for row in found.rows)
 
 
@@ -177,44 +177,47 @@ def test_it_reads_aloud():
         == """\
 Llama, 8 parameters; input_ids 1x8; bfloat16, adamw.
 
-As it is, a step does not fit one RTX 4090: it takes 30.00 GiB at its peak, the backward of the loss, and the card has \
+Without changes, a step does not fit one RTX 4090: its peak is 30.00 GiB (backward of the loss), and the GPU has \
 23.00 GiB.
-Static memory is 12.00 GiB: parameters 4.00 GiB, gradients 4.00 GiB, optimizer states 4.00 GiB.
-At the peak there are beside it: logits 6.00 GiB, activations 16.00 GiB.
-In the way are the activations.
+Static memory: 12.00 GiB (parameters 4.00 GiB, gradients 4.00 GiB, optimizer states 4.00 GiB).
+Also held at the peak: logits 6.00 GiB, activations 16.00 GiB.
+The largest obstacle: activations.
 
-what to change, the fastest first         peak    ms a step    against now
------------------------------------  ---------  -----------  -------------
-policy auto                          20.00 GiB          900          0.90x
-policy full                          15.00 GiB        1,300          1.30x
+what to change, fastest first         peak    ms a step    time against now
+-------------------------------  ---------  -----------  ------------------
+policy auto                      20.00 GiB          900               0.90x
+policy full                      15.00 GiB        1,300               1.30x
 
-Type a policy as recompute.apply(model, "auto"), or, with a Trainer, as recompute_policy="auto".
-Times are calculated from the data sheet of RTX 4090, without what devices tell each other.
-recompute plan --budget 100% with the same options mixes policies by layer."""
+To use a policy: recompute.apply(model, "auto"), or recompute_policy="auto" for a Trainer.
+Times are calculated from the RTX 4090's data sheet, without communication between GPUs.
+To choose a policy for each layer: recompute plan --budget 100% with the same options."""
     )
 
 
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"remedies": ()}, "No policy, no other optimizer and no sharding makes it fit: shorten the sequence."),
+        ({"remedies": ()}, "No policy, no other optimizer and no sharding makes it fit. Shorten the sequence."),
         (
             {"remedies": (Remedy(("optimizer adamw-8bit",), 1, 20 * GIB, 1.0),)},
-            "No policy makes it fit by itself: another optimizer does.",
+            "No policy alone makes it fit. Another optimizer does.",
         ),
         (
             {"remedies": (Remedy(("fsdp2 over 4 devices",), 4, 20 * GIB, 1.0),)},
-            "No policy makes it fit one card: sharding does. It takes 4 of them under FSDP2",
+            "No policy makes it fit one GPU. Sharding does: it takes 4 GPUs under FSDP2",
         ),
         (
             {"by_adapters": Remedy(("--lora 16 --base nf4", "policy full"), 1, 13 * GIB, 1.4)},
-            "Adapters alone fit one card: --lora 16 --base nf4 and policy full take 13.00 GiB.",
+            "Adapters fit one GPU: --lora 16 --base nf4 and policy full take 13.00 GiB.",
         ),
-        ({"gpu": GPU._replace(capacity_nbytes=11 * GIB)}, "In the way is static memory, which alone is too much."),
-        ({"gpu": GPU._replace(capacity_nbytes=31 * GIB)}, "Most of it is activations."),
+        (
+            {"gpu": GPU._replace(capacity_nbytes=11 * GIB)},
+            "The largest obstacle: static memory, which alone is too much.",
+        ),
+        ({"gpu": GPU._replace(capacity_nbytes=31 * GIB)}, "The largest part: activations."),
         (
             {"remedies": (Remedy(("a chunked cross-entropy",), 1, 20 * GIB, 1.0),)},
-            "Type a chunked cross-entropy as the rule {type: head, action: recompute, via: kernel}.",
+            "To use a chunked cross-entropy: the rule {type: head, action: recompute, via: kernel} in a policy.",
         ),
     ],
 )
@@ -238,11 +241,11 @@ def test_the_exit_code_says_whether_it_fits(memory, code, config, monkeypatch):
     [
         (("--gpu", "H2000"), "found 'H2000' (did you mean 'H200'?)"),
         (("--gpu", "h200", "--optimizer", "adamwfused"), "recompute: optimizer: expected one of adamw, "),
-        (("--gpu", "h200", "--host", "1GiB"), "--host: expected --longest beside it"),
+        (("--gpu", "h200", "--host", "1GiB"), "--host has an effect only with --longest"),
         (("--gpu", "h200", "--longest", "--host", "1GiBs"), "--host: expected something like 128GiB; found '1GiBs'"),
-        (("--gpu", "h200", "--base", "nf4"), "expected lora beside base 'nf4'"),
-        (("--gpu", "h200", "--model", "gone.json"), "gone.json: cannot be read as the configuration of a model"),
-        *([] if torch.cuda.is_available() else [((), "expected --gpu, as in --gpu 'RTX 4090': this machine has no")]),
+        (("--gpu", "h200", "--base", "nf4"), "base 'nf4' has an effect only with adapters"),
+        (("--gpu", "h200", "--model", "gone.json"), "gone.json: there is no such file"),
+        *([] if torch.cuda.is_available() else [((), "this machine has no CUDA device. Name one")]),
     ],
 )
 def test_a_mistake_is_one_message_and_exit_code_2(flags, message, config):

@@ -62,8 +62,8 @@ def test_a_plan_that_holds_stays():
     assert (after.policy, after.profile, len(machine.ran)) == (before.policy, before.profile, 1)
     (found,) = after.rounds
     assert found.measured_peak_nbytes == found.predicted_peak_nbytes == before.predicted_peak_bytes
-    assert "(+0.0%)" in str(found)
-    assert "measured: peak 1.5 KiB where 1.5 KiB was predicted" in str(after)
+    assert ", +0.0%)" in str(found)
+    assert "measured: peak 1.5 KiB (predicted 1.5 KiB, " in str(after)
 
 
 @pytest.mark.slow

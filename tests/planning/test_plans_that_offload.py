@@ -186,7 +186,7 @@ def test_no_more_is_offloaded_than_the_host_has_room_for(share):
 
 
 def test_it_is_said_that_the_host_has_too_little_room():
-    with pytest.raises(BudgetError, match=r"whatever is chosen, .* are offloaded, and the host has room for 7 B"):
+    with pytest.raises(BudgetError, match=r"every plan offloads at least .*, and the host has room for 7 B"):
         plan(layered(link=tables.link(50.0, host=7)), budget=1600, allowed=["offload"])
 
 

@@ -125,7 +125,7 @@ COMPLAINTS = {
     ),
     "layers of what is in no list": (
         [keeping(match="model.norm", layers="first 4")],
-        "layers 'first 4' selects nothing: what the rule matches is in no list of layers",
+        "layers 'first 4' selects nothing: the modules that the rule matches are in no list of layers",
     ),
     "a rule that comes too late": (
         LATE, "the modules it matches (4) are already governed by rules[0], rules[1]",

@@ -133,15 +133,15 @@ def test_one_of_several_devices_takes_what_estimate_says(sharding):
     assert peaks[Moment("optimizer step")] == pytest.approx(expected.moments["optimizer step"], rel=0.002)
     assert profile.machine["devices"] == 4
     assert f"calculated for each of 4 H200 under {sharding}" in profile.model
-    assert "without what devices tell each other" in recompute.plan(profile, budget="100%").note
+    assert "without communication between devices" in recompute.plan(profile, budget="100%").note
 
 
 def test_what_is_not_here_is_not_measured():
-    with pytest.raises(EstimateError, match=r"sharding: fsdp2 can be calculated, .* is not measured in one process"):
+    with pytest.raises(EstimateError, match=r"sharding: fsdp2 is calculated .* cannot be measured in one process"):
         recompute.profile(nn.Linear(2, 2), torch.ones(1, 2), sharding="fsdp", devices=2)
-    with pytest.raises(EstimateError, match="2 of them with sharding none"):
+    with pytest.raises(EstimateError, match="found 2 devices with sharding none"):
         recompute.profile(nn.Linear(2, 2), torch.ones(1, 2), device="H200", devices=2)
-    with pytest.raises(PlanError, match="verify=True here"):
+    with pytest.raises(PlanError, match="verify=True runs the plan on this machine"):
         recompute.plan(nn.Linear(2, 2), torch.ones(1, 2), budget="1GiB", device="H200", verify=True)
 
 

@@ -157,7 +157,7 @@ def test_where_the_input_needs_no_gradient_backward_ends_with_the_first_region()
         ((0, 1, 0), ("layers.0", "layers.1"), "layers.0 runs twice"),
         ((0, 1), ("layers.0", "layers.2"), "layers.2 does not run"),
         ((0, 1), ("layers.0", "layers.0.0"), "layers.0.0 runs inside of layers.0"),
-        ((0, 1), (), "at least one region"),
+        ((0, 1), (), "at least one module"),
     ],
 )
 def test_regions_that_cannot_be_told_apart_are_refused(order, paths, message):

@@ -201,7 +201,7 @@ def replaced(how):
     ("how", "why"),
     [
         ("function", "lm_head is a Quantized, or has hooks; expected a plain nn.Linear"),
-        ("weight", "lm_head is a Linear whose weight is a Packed, which no kernel takes"),
+        ("weight", "lm_head is a Linear with a Packed as its weight, which no kernel takes"),
         ("hook", "lm_head is a Linear, or has hooks; expected a plain nn.Linear"),
     ],
 )
@@ -211,7 +211,7 @@ def test_a_head_that_no_kernel_takes_has_logits_and_explain_says_why(how, why):
     found, ops = step(model)
     assert ops
     torch.testing.assert_close(found, step(replaced(how))[0])
-    assert f"No loss goes without logits: {why}." in handle.explain(width=1000)
+    assert f"No loss is computed without logits: {why}." in handle.explain(width=1000)
 
 
 def test_explain_says_that_there_is_no_head():
@@ -220,7 +220,7 @@ def test_explain_says_that_there_is_no_head():
     policy = {"rules": [*POLICY["rules"], {"type": "block", "action": "recompute"}]}
     with pytest.warns(recompute.errors.PolicyWarning, match="finds no head"):
         handle = recompute.apply(model.model, policy)
-    assert "No loss goes without logits: no Linear outside of the layers has as many" in handle.explain(width=1000)
+    assert "No loss is computed without logits, because no head was found" in handle.explain(width=1000)
     assert "without logits" not in recompute.apply(FAMILIES["tied"](), POLICY).explain(width=1000)
 
 

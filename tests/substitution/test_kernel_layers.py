@@ -295,7 +295,7 @@ SURROUNDINGS = {
 SOME_SURROUNDINGS = ("other lengths", "frozen weights", "no gradients", "other weights", "two backwards")
 
 
-@pytest.mark.filterwarnings("ignore:.*differentiated in their turn")
+@pytest.mark.filterwarnings("ignore:.*create_graph=True")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", by_default(list(SURROUNDINGS), *SOME_SURROUNDINGS))
 def test_surroundings_give_what_they_give_without_a_policy_and_one_way_the_bits_of_another(name, way):
@@ -310,7 +310,7 @@ def test_surroundings_give_what_they_give_without_a_policy_and_one_way_the_bits_
         else:
             assert_same(found, expected)
     if way == "captured" and name == "gradients of gradients":
-        with pytest.warns(PolicyWarning, match="differentiated in their turn"):
+        with pytest.warns(PolicyWarning, match="create_graph=True"):
             surrounding(run_in({}, make)[0], BATCH_OF_IDS)
     gradients(model, BATCH_OF_IDS)
 

@@ -129,7 +129,7 @@ def test_explain_says_which_kernels_and_what_they_keep():
     text = handle.explain(wide=True)
     assert "cheap ops run again and gemm, at 2e+10 bytes a second; recompute.glu_forward kept" in text
     assert "kernel: gated_mlp (silu)" in text
-    assert "attention, which the rule does not run again" in text
+    assert "attention: the rule does not rerun it" in text
 
 
 def test_where_kernels_do_not_run_the_tape_has_the_ops_of_the_model():

@@ -165,7 +165,7 @@ class HeldArguments(Copier):
                 return f"a tensor in an argument, a {type(opaque.before).__name__}, has been modified in place"
         for value in self.others:
             if isinstance(value, Iterator):
-                return f"an argument, a {type(value).__name__}, may have been used up"
+                return f"an argument, a {type(value).__name__}, may have been consumed"
         return None
 
     def settle(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -188,7 +188,8 @@ class HeldArguments(Copier):
         """The same arguments, their tensors leaves of a new graph."""
         if (what := self.changed()) is not None:
             raise MutationError(
-                f"in {self._name}: {what} between forward and backward, so the region cannot be run again as it ran"
+                f"in {self._name}: {what} between forward and backward, so the module cannot run again as it did. Pass "
+                "a clone, or leave this module out of the policy."
             )
         parts: list[Any] = [*self._tensors.values(), *self._opaque]
         return Copier(RECORD, {id(part): part.restore() for part in parts}).copy(self._arguments)

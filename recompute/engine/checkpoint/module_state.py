@@ -106,7 +106,7 @@ class ModuleState:
             has_another = storage is not None and tensor.untyped_storage()._cdata != storage.cdata
             if has_another and not self._is_gathered(tensor):
                 name = self._name(tensor)
-                return f"{name}, a {describe(tensor)}, has been given other data (parameter.data = ...)"
+                return f"{name}, a {describe(tensor)}, got other data (parameter.data = ...)"
             if version_of(tensor) != version:
                 return f"{self._name(tensor)}, a {describe(tensor)}, has been modified in place"
         return None
@@ -123,15 +123,15 @@ class ModuleState:
             for name, value in (*module.named_parameters(), *module.named_buffers()):
                 if value is tensor:
                     return name
-        return "what it refers to"
+        return "a tensor that its function refers to"
 
     @contextmanager
     def replayed(self, name: str, copies: StateCopies) -> Iterator[None]:
         """Inside, the modules are as they were when the frame began. Afterwards they are as they are now."""
         if (what := self.changed()) is not None:
             raise MutationError(
-                f"in {name}: {what} between forward and backward (an optimizer step?), so the region cannot be run "
-                "again as it ran. Call backward first, or leave this module out of the policy."
+                f"in {name}: {what} between forward and backward (an optimizer step?), so the module cannot run again "
+                "as it did. Call backward first, or leave this module out of the policy."
             )
         with ExitStack() as stack:
             stack.enter_context(_NOTHING if self._buffers is None else self._buffers.replayed())

@@ -173,8 +173,8 @@ class CheckpointFrame(Scope, Recipe):
         """The tensor that was pinned as number ``index``, in the place of ``tensor``, and with its gradient."""
         if index >= len(self._pins) or self._pins[index].tensor.shape != tensor.shape:
             raise RegenerationError(
-                f"in {self.statistics.name}: forward passed {len(self._pins)} tensors to recompute.keep; run again, it "
-                f"passed others (number {index} has shape {tuple(tensor.shape)})."
+                f"in {self.statistics.name}: forward passed {len(self._pins)} tensors to recompute.keep, and passed "
+                f"others when it ran again (number {index} has shape {tuple(tensor.shape)}). Pass the same ones."
             )
         return _SubstituteValue.apply(tensor, self._pins[index].get())
 
@@ -183,7 +183,7 @@ class CheckpointFrame(Scope, Recipe):
         self._state.settle()
         changed = self._inputs.changed() or self._state.changed()
         if self._region.learned.is_scripted:
-            changed = "it runs a ScriptModule, which takes other ops once it has profiled some runs"
+            changed = "it runs a ScriptModule, which changes its ops after some runs"
         effect = self._region.learned.effect
         given, held = self._inputs.settle()
         inputs = set(map(storage_key, given))
@@ -247,7 +247,7 @@ class CheckpointFrame(Scope, Recipe):
         self._state.unlearn()
         if changed is not None:
             name = re.sub("[0-9]+", "*", self.statistics.name)  # one warning for all layers
-            warn(f"{name} cannot run again as it ran, so nothing is dropped there: {changed}.")
+            warn(f"{name} cannot run again as it did, so nothing is dropped there: {changed}.")
         del self._inputs, self._state, self._places, self._then, self._context, self._function, self._expected
 
     def _kept(self, tensor: Tensor, version: int, parameter: Tensor | None, all_are: bool) -> PackedTensor:
@@ -277,8 +277,8 @@ class CheckpointFrame(Scope, Recipe):
         if what is not None:
             raise RegenerationError(
                 f"{self.statistics.name} did not run the same way twice: {what}. Look for state that forward changes "
-                "(a cache, a counter), an op that is not deterministic, control flow that depends on one, or "
-                "TorchScript that still profiles (run it twice before); or leave the module out of the policy."
+                "(a cache, a counter), for ops that are not deterministic, and for TorchScript that still profiles "
+                "(run it twice before). Or leave the module out of the policy."
             )
         return replay.values
 

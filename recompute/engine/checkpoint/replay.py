@@ -119,8 +119,8 @@ class Replay(Scope):
         """Stop at a tensor that cannot be the one in ``slot``: of another shape or dtype, or another tensor."""
         if shape is not None:
             self.mismatch = (
-                f"tensor {slot} that autograd saved, a {dtype} of shape {tuple(shape)} in forward, is a "
-                f"{tensor.dtype} of shape {tuple(tensor.shape)}, from {self.op}, when run again"
+                f"tensor {slot} that autograd saved was a {dtype} of shape {tuple(shape)} in forward, and when run "
+                f"again a {tensor.dtype} of shape {tuple(tensor.shape)}, from {self.op}"
             )
         else:
             self.mismatch = (

@@ -122,8 +122,9 @@ def best_cut(values: Sequence[Value], ops: Sequence[Op], price: float, most_nbyt
     least = found[-1]
     if least.nbytes > most_nbytes:
         warn(
-            f"hold: expected at most {humanize(most_nbytes)} of a module's forward; holding {humanize(least.nbytes)}, "
-            "the least that the rule's rerun and keep allow. Let more run again, as with rerun: [gemm], or raise hold"
+            f"hold: expected at most {humanize(most_nbytes)} for one forward of a module; the least that the rule's "
+            f"rerun and keep allow is {humanize(least.nbytes)}. Let more run again, as with rerun: [gemm], or raise "
+            "hold"
         )
     return next((each.cut for each in found if each.nbytes <= most_nbytes), least.cut)
 

@@ -68,11 +68,11 @@ class OpPolicy:
     def _reason_to_keep(self, known: OpFacts) -> str:
         """Why the rule itself keeps an op's outputs; "" if it does not."""
         if not self.regenerates:
-            return "the rule runs nothing again"
+            return "the rule reruns nothing"
         if known.name in self.keep or known.family in self.keep:
-            return f"the rule keeps {known.name if known.name in self.keep else known.family}"
+            return f"the rule's keep lists {known.name if known.name in self.keep else known.family}"
         if known.is_costly and known.family not in self.rerun:
-            return f"{known.family}, which the rule does not run again"
+            return f"{known.family}: the rule does not rerun it"
         return ""
 
 

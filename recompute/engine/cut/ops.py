@@ -77,19 +77,21 @@ class OpFacts(NamedTuple):
         return self.family is not None and not self.is_thin
 
 
-FACTORY = "a factory: something unseen may have filled its output"
-DATA_DEPENDENT = "its output's shape depends on data"
-UNKNOWN = "not known to be pure"
-DIFFERS = "it adds up or overwrites in an order that may differ from run to run"
-REORDERS = "it may order equal values another way when run again"
-WRITES = "it writes into an argument, and is not known to do so alike twice"
+FACTORY = "made by a factory op, so other code may have filled its memory"
+DATA_DEPENDENT = "its output's shape depends on the values of tensors"
+UNKNOWN = "not known to return the same bits when run again"
+DIFFERS = "it adds or writes in an order that may differ from run to run"
+REORDERS = "it may order equal values differently when run again"
+WRITES = "it writes to an argument, and is not known to write the same when run again"
 DRAWS_IN_PLACE = "it draws random numbers into an argument"
 RESHAPES = "it changes the shape or the memory of an argument"
-COLLECTIVE = "a collective, whose result is ready only once it is waited for"
+COLLECTIVE = "a collective, whose result is ready only after a wait"
 HIGHER_ORDER = "a higher-order operator"
 STATISTICS = "it updates running statistics"
-EFFECT = "it has an effect, which is to happen once"
-NO_TENSOR = "it gives no tensor"
+EFFECT = "it has a side effect, which must happen once"
+NO_TENSOR = "it returns no tensor"
+EXPOSED = "its memory was exposed, as an array or an address"
+IN_FUNCTION = "made inside of a custom autograd.Function"
 
 
 def facts(op: Any) -> OpFacts:
@@ -329,7 +331,8 @@ _CONDITIONS = {
         reviewed.STATEFUL_NORMS, _Condition(lambda of: not of("training") or of("running_mean") is None, STATISTICS)
     ),
     **dict.fromkeys(
-        ("_to_copy", "copy"), _Condition(lambda of: not of("non_blocking"), "a copy that is not waited for")
+        ("_to_copy", "copy"),
+        _Condition(lambda of: not of("non_blocking"), "a non-blocking copy, which nothing waits for"),
     ),
 }
 

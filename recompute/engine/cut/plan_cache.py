@@ -87,7 +87,7 @@ class PlanChoice:
         """
         saves = [save for save in frame.saves if save[0] in held or save[0] in frame.overwritten]
         steps = [
-            step if step.reason or index in held_calls else step._replace(reason="its arguments are not held any more")
+            step if step.reason or index in held_calls else step._replace(reason="its arguments have been freed")
             for index, step in enumerate(frame.steps)
         ]
         released = [number for number in range(len(frame.facts)) if number not in held]

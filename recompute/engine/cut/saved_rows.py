@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from recompute.engine.cut.layout import Layout
-from recompute.engine.cut.ops import BANDWIDTH
+from recompute.engine.cut.ops import BANDWIDTH, EXPOSED
 from recompute.engine.cut.save_plan import SavePlan, derivation, pinned_by
 from recompute.units import humanize
 
@@ -63,36 +63,36 @@ def _saver(plan: SavePlan, number: int, step: int) -> str:
 def _why_kept(plan: SavePlan, number: int, users: int) -> str:
     known = plan.facts[number]
     if known.is_exposed or number in plan.handed_out:
-        why = "its memory was handed out, as an array or an address, and may change unseen"
+        why = f"{EXPOSED}, and may change unnoticed"
     elif number in plan.overwritten:
         why = "overwritten after it was saved"
     elif known.step is None:
-        why = "made outside of the module"
+        why = "an input of the module"
     elif number in pinned_by(plan.steps):
         why = "passed to recompute.keep"
     else:
         why = plan.steps[known.step].reason or _why_held(plan, number)
     if users:
-        why += "; an op that runs again reads it" if users == 1 else f"; {users} ops that run again read it"
-    return why if number in plan.demanded else f"{why}; autograd itself did not save it"
+        why += "; 1 rerun op reads it" if users == 1 else f"; {users} rerun ops read it"
+    return why if number in plan.demanded else f"{why}; autograd alone would not save it"
 
 
 def _why_held(plan: SavePlan, number: int) -> str:
     """Why a value is kept that its step could bring back."""
     if plan.steps[plan.origin(number)].is_costly:
-        return "costs less to hold than to run again"
+        return "cheaper to hold than to recompute"
     needed = _brings_back(plan, number)
     if needed is None:
-        return "holds less than what would regenerate it"
+        return "smaller than the tensors that recomputing it would need"
     moved = BANDWIDTH * sum(plan.steps[index].seconds for index in needed)
-    return f"bringing it back takes as long as moving {humanize(round(moved))}"
+    return f"small, and recomputing it takes as long as moving {humanize(round(moved))}"
 
 
 def _thin_gemms_for(plan: SavePlan, number: int) -> str:
     """Names the thin GEMMs that run again for a dropped value, and not for another saved one; "" if there are none."""
     needed = _brings_back(plan, number) or set()
     found = [step.name for index, step in enumerate(plan.steps) if step.is_thin and index in needed]
-    return f"thin, so it runs again: {', '.join(found)}" if found else ""
+    return f"recomputing it reruns a thin (cheap) GEMM: {', '.join(found)}" if found else ""
 
 
 def _brings_back(plan: SavePlan, number: int) -> set[int] | None:

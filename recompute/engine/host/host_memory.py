@@ -141,8 +141,8 @@ class HostPool:
         self._free_oldest(min(limit, 2 * most_in_use) - nbytes)
         if self.nbytes + nbytes > limit:
             raise HostMemoryError(
-                f"in {who}: {humanize(nbytes)} more are to be offloaded to host memory, where {humanize(self.nbytes)} "
-                f"are in use of at most {humanize(limit)}. Set the rule's max_host_bytes higher, offload less of it "
+                f"in {who}: no room to offload {humanize(nbytes)} more: {humanize(self.nbytes)} of at most "
+                f"{humanize(limit)} of host memory are in use. Raise the rule's max_host_bytes, offload less "
                 "(fraction, min_bytes), or let fewer layers offload."
             )
         mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

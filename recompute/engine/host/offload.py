@@ -68,8 +68,8 @@ class OffloadRegion:
             return function(*args, **kwargs)
         if is_in_cuda_graph():
             raise UnsupportedError(
-                f"in {self.statistics.name}: a CUDA graph is being captured, and offloading copies to memory that is "
-                "another in each step. Leave the module out of the graph, or give it a rule that does not offload."
+                f"in {self.statistics.name}: offloading copies to other host memory in each step, which a CUDA graph "
+                "cannot capture. Leave the module out of the graph, or give it a rule that does not offload."
             )
         frame = OffloadFrame(self)
         with frame:

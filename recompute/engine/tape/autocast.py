@@ -42,7 +42,7 @@ def in_force(keys: Collection[DispatchKey], op: Any, kwargs: dict[str, Any], nam
     if op is PINV and DispatchKey.AutocastCPU in keys and kwargs.get("rtol") is not None:
         raise UnsupportedError(
             f"in {name}: torch.linalg.pinv with a tolerance, or torch.pinverse, under autocast on the CPU. Autocast "
-            "treats the two differently, and a region under its rule cannot tell them apart. Call it under "
+            "treats the two differently, and a policy cannot tell them apart. Call it under "
             'torch.autocast("cpu", enabled=False).'
         )
     for key in keys:

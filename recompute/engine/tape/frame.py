@@ -21,7 +21,7 @@ from recompute.engine.cut.filled_memory import with_filled_memory
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.op_costs import seconds
 from recompute.engine.cut.op_policy import OpPolicy
-from recompute.engine.cut.ops import Kind, tensors_in
+from recompute.engine.cut.ops import EXPOSED, Kind, tensors_in
 from recompute.engine.cut.plan_cache import PlanChoice
 from recompute.engine.cut.save_plan import HAND_OUT, KEEP, FrameSteps, SavePlan, StepInstruction, TapeStep
 from recompute.engine.dtensors import local_of
@@ -45,7 +45,7 @@ from recompute.engine.tape.recorded_call import (
     writable,
 )
 
-RELEASED = "it reads a weight that was gathered for a part of the module, and is not held to its end"
+RELEASED = "it reads a gathered (FSDP) weight that is freed before the module ends"
 
 
 class TapeFrame:
@@ -126,7 +126,7 @@ class TapeFrame:
         if made is None:
             made, recorded, reason = [], None, reason or "its output shares memory with another tensor"
         if recorded is not None and (recorded := as_drawn(recorded, known)) is None:
-            reason = "it draws random numbers, and not from the generator that it should"
+            reason = "it draws random numbers from an unexpected generator"
         costs = 0.0 if reason else seconds(call.op, call.args, call.kwargs, output)
         self._write_down(call, reason, inputs, made, recorded, costs)
         return output
@@ -166,7 +166,9 @@ class TapeFrame:
         is_other = is_function and not self._writes_as_foreseen(instruction, call)
         if made is None or has_drawn_unseen or is_other or [each for *_, each in made] != [*instruction.layouts]:
             self.deoptimize()
-            self._write_down(call, call.reason or "it does not do the same every time", (), made or [], None)
+            self._write_down(
+                call, call.reason or "it does not return the same kind of outputs in each call", (), made or [], None
+            )
             return output
         if recorded is not None:
             self._calls[self._count] = recorded
@@ -290,7 +292,7 @@ class TapeFrame:
                 HAND_OUT,
                 (number,),
                 (made,),
-                "its memory was handed out",
+                EXPOSED,
                 writes=True,
                 overwrites=(number,),
                 unobserved=unobserved,

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from recompute.engine.cut.ops import Kind, OpFacts
+from recompute.engine.cut.ops import IN_FUNCTION, Kind, OpFacts
 from recompute.engine.reachable_objects import taken_apart
 from recompute.engine.tape.function_writes import LearnedWrites
 from recompute.engine.thread_state import local
@@ -41,7 +41,7 @@ class FunctionOp:
 
     def __init__(self, function: Any):
         self._function = weakref.ref(function)
-        self.facts = OpFacts(function.__name__, Kind.OPAQUE, reason="made inside a custom autograd.Function")
+        self.facts = OpFacts(function.__name__, Kind.OPAQUE, reason=IN_FUNCTION)
         self.writes: dict[Any, LearnedWrites] = {}
         """The findings of its runs, by their kinds."""
 

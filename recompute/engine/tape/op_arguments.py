@@ -44,8 +44,13 @@ class NotRegenerable(Exception):
     """Why an op's outputs cannot be regenerated."""
 
 
+def not_plain(tensor: Tensor) -> str:
+    """What a tensor is for which ``is_plain`` is false, in a message."""
+    return f"a {type(tensor).__name__} that is not an ordinary strided tensor"
+
+
 def not_regenerable(tensor: Tensor) -> NotRegenerable:
-    return NotRegenerable(f"it reads a {type(tensor).__name__} that is more, or less, than a view of a storage")
+    return NotRegenerable(f"it reads {not_plain(tensor)}")
 
 
 def parameter_of(tensor: Tensor) -> Tensor | None:
@@ -111,7 +116,7 @@ def watch(op: Any, values: Iterable[Any], name: str) -> RngState | None:
     if is_fake():
         return None
     if is_in_cuda_graph():
-        raise NotRegenerable("it may draw random numbers, which nobody sees while a CUDA graph is captured")
+        raise NotRegenerable("it may draw random numbers, which cannot be noticed while a CUDA graph is captured")
     given = [value for value in values if isinstance(value, torch.Generator)]
     return RngState([*generators_of(op), *given], name=name, only_torch=True)
 
@@ -146,4 +151,4 @@ def capture(args: Iterable[Any], kwargs: dict[str, Any], name: str) -> RngState 
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
         return RngState.of(torch.cuda.default_generators[index], name)
-    raise NotRegenerable(f"it draws from the generator of a {device.type} device")
+    raise NotRegenerable(f"it draws random numbers on a {device.type} device, whose generator is not supported")

@@ -119,10 +119,10 @@ def _read_whole(values: FrameValues, known: OpFacts, template: list[Any]) -> dic
     (place,) = known.writes
     ref = template[place]  # type: ignore[index]
     if not isinstance(ref, ValueRef):
-        raise NotRegenerable("it changes several tensors in place")
+        raise NotRegenerable("it changes several tensors in place at once")
     value = values.facts[ref.value]
     if not is_dense(value.layout, value.nbytes):
-        raise NotRegenerable("it changes in place a tensor whose part the module has seen")
+        raise NotRegenerable("it changes a tensor in place that is a part of a larger storage")
     template[place] = ValueRef(ref.value, value.layout)  # type: ignore[index]
     return {place: ref.layout}
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from recompute.engine.compression import Codec
 from recompute.engine.cut.op_policy import OpPolicy
-from recompute.engine.cut.ops import Kind, facts_of_call, tensors_in
+from recompute.engine.cut.ops import IN_FUNCTION, Kind, facts_of_call, tensors_in
 from recompute.engine.cut.plan_cache import PlanCache, PlanChoice
 from recompute.engine.cut.save_plan import KEEP, SavePlan
 from recompute.engine.dtensors import are_sharded, has_layout
@@ -217,7 +217,7 @@ class Tape(Scope, SeesAllOps):
         if known.varies and (instruction is None or instruction.runs_again or known.kind is not Kind.PURE):
             known, reason = op_policy.decide_by(facts_of_call(op, args, kwargs))
         if unobserved:
-            reason = "made inside a custom autograd.Function"
+            reason = IN_FUNCTION
         call = _new(OpCall, (op, known, reason, args, kwargs, unobserved, op_policy, None))
         if instruction is not None:
             return frame.run_planned(instruction, call)
