@@ -97,7 +97,7 @@ def ablate(
 ) -> None:
     """Train a model under several policies, and compare memory, time, losses and gradients.
 
-    Writes results.json, and tables and a plot of it. Exits with 1 if a policy fails or changes results.
+    Writes results.json, tables, plots and an HTML page. Exits with 1 if a policy fails or changes results.
     """
     if compare is not None:
         from recompute.ablation.results import compare as compare_results

@@ -59,7 +59,7 @@ def test_ablate_prints_a_table_and_writes_all_files(config, tmp_path):
     out = tmp_path / "deep" / "out"
     code, output = recompute("ablate", config, "--out", out)
     assert code == 0, output
-    files = ["results.json", "results.md", "results.png"]
+    files = ["results.json", "results.md", "results.png", "memory.png", "times.png", "report.html"]
     assert sorted(path.name for path in out.iterdir()) == sorted(files)
     assert f"in {out}: {', '.join(files)}" in output
     table = (out / "results.md").read_text(encoding="utf-8")

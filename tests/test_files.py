@@ -95,7 +95,7 @@ def test_only_files_that_are_there_are_in_the_way(tmp_path):
     ("command", "name"),
     [
         (["ablate", "--out", "{}"], "results.json"),
-        (["ablate", "--out", "{}"], "results.png"),
+        (["ablate", "--out", "{}"], "report.html"),
         (["ablate", "--out", "{}", "--resume"], "results.md"),
         (["plan", "--budget", "1GiB", "--model", "gone", "--out", "{}/plan.yaml"], "plan.yaml"),
         (["plan", "--budget", "1GiB", "--model", "gone", "--save-profile", "{}/p.json"], "p.json"),

@@ -69,7 +69,7 @@ class Ablation:
         return ablation_plots.memory_against_time(self.results["rows"])
 
     def save(self, folder: str | Path) -> None:
-        """Write ``results.json``, and tables and a plot of it, into ``folder``, which is made.
+        """Write ``results.json``, tables, plots and a page of all into ``folder``, which is made.
 
         They take the places of those that are there. Raises ``WriteError`` where one cannot be written.
         """
@@ -268,8 +268,7 @@ def _reported(recorder: RowRecorder, out: Path, command: str, is_interrupted: bo
         if recorder.problem is not None:
             raise recorder.problem
         files = [results.NAME]
-        ablation_report.write(recorder.results, out)
-        files += ablation_report.FILES
+        files += ablation_report.write(recorder.results, out)
     except WriteError as error:
         problems.append(str(error))
     if is_interrupted or len(files) < 2:

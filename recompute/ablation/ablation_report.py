@@ -2,30 +2,53 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from string import Template
 from typing import Any, NamedTuple
 
+from markdown_it import MarkdownIt
 from tabulate import tabulate
 
 from recompute.ablation import ablation_plots
 from recompute.ablation.ablation_config import is_factory
 from recompute.ablation.peers import BASELINE
 from recompute.ablation.results import AXES, RowDict, grouped, place, place_of, varied
-from recompute.files import png_of, write_file
+from recompute.files import write_file
 from recompute.units import humanize
 
-FILES = ("results.md", "results.png")
-"""What ``write`` writes."""
+FILES = ("results.md", *ablation_plots.NAMES, "report.html")
+"""What ``write`` may write."""
 
 _MOST_NAMED = 4  # policies in a verdict
 
 
-def write(results: Mapping[str, Any], out: Path) -> None:
-    """Write ``FILES``, which are made of ``results.json``, into the folder `out`. Raises ``WriteError``."""
-    write_file(out / "results.md", markdown(results))
-    write_file(out / "results.png", png_of(ablation_plots.memory_against_time(results["rows"])))
+def write(results: Mapping[str, Any], out: Path) -> list[str]:
+    """Write all that is made of ``results.json`` into the folder `out`. Returns the names of the files.
+
+    These are ``results.md``, plots (``results.png`` and others, as far as there are numbers for them) and
+    ``report.html``, a page with all of it, which opens without a network. Raises ``WriteError``.
+    """
+    drawn = ablation_plots.pictures(results["rows"])
+    for name in set(ablation_plots.NAMES) - drawn.keys():
+        (out / name).unlink(missing_ok=True)  # of an earlier run
+    files: dict[str, str | bytes] = {"results.md": markdown(results)}
+    files |= drawn | {"report.html": _page(results, drawn)}
+    for name, content in files.items():
+        write_file(out / name, content)
+    return list(files)
+
+
+def _page(results: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str:
+    """The Markdown with its plots, the configuration and the machine, as HTML."""
+    images = [f"![{name}](data:image/png;base64,{base64.b64encode(data).decode()})" for name, data in pictures.items()]
+    details = [f"## {name}\n\n```json\n{json.dumps(results[name], indent=2)}\n```" for name in ("config", "machine")]
+    text = "\n\n".join(["# Policies compared", markdown(results), *images, *details])
+    body = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
+    return Template((Path(__file__).parent / "page.html").read_text(encoding="utf-8")).substitute(body=body)
 
 
 def summary(results: Mapping[str, Any]) -> str:

@@ -76,7 +76,7 @@ def ablate(*arguments, **options):
     return recompute.ablate(*arguments, **{"steps": 2, "warmup": 0, "device": "cpu", "peers": (), **options})
 
 
-ALL_FILES = {"results.json", "results.md", "results.png"}
+ALL_FILES = {"results.json", "results.md", "results.png", "memory.png", "times.png", "report.html"}
 CHECKPOINT = {"name": "again", "rules": [{"match": ["blocks.*", "stages.*"], "action": "checkpoint"}]}
 
 
@@ -169,7 +169,7 @@ X = torch.randn(ROWS, WIDTH)
 WRONG = [
     (MLP(), {}, ModelError, "expected a function .* found MLP"),
     ("mlp", {}, ModelError, "found str"),
-    (lambda width: MLP(), {}, ModelError, "a function without arguments .*; missing a required argument: 'width'"),
+    (lambda width: MLP(), {}, ModelError, "a function without arguments .* found missing a required argument: 'width'"),
     (lambda: 3, {}, ModelError, r"expected it to return an nn.Module, or \(nn.Module, batch\); found int"),
     (cnn, {}, AblationError, r"a batch is missing. Pass one, or have cnn return \(model, batch\)"),
     (mlp, {"batch": X}, AblationError, "mlp returns a batch, and a batch is passed as well"),

@@ -1,5 +1,6 @@
 """Tables, sentences and the plot hold what the rows say, for rows that ran, failed, differ or are missing."""
 
+import base64
 import json
 import re
 from pathlib import Path
@@ -194,12 +195,29 @@ def test_the_legend_has_the_words_and_marks_that_the_table_has():
     assert "✓ …" not in ablation_report.markdown(results(NONE, FULL))
 
 
-@pytest.mark.parametrize("rows", [[timed("none"), BROKEN], [NONE], []])
-def test_the_table_and_the_plot_are_written(rows, tmp_path):
-    ablation_report.write(results(*rows), tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {*ablation_report.FILES}
-    assert (tmp_path / "results.md").read_text(encoding="utf-8") == ablation_report.markdown(results(*rows))
-    assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
+def test_the_page_holds_all_and_asks_no_network(tmp_path):
+    found = results(timed("none"), timed("full <script>", 0.12, 0.07), BROKEN)
+    files = ablation_report.write(found, tmp_path)
+    pictures = ["results.png", "memory.png", "times.png", "longest.png"]
+    assert files == ["results.md", *pictures, "report.html"]
+    assert {path.name for path in tmp_path.iterdir()} == {*files}
+    assert (tmp_path / "results.md").read_text(encoding="utf-8") == ablation_report.markdown(found)
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    for name in pictures:
+        data = (tmp_path / name).read_bytes()
+        assert data.startswith(b"\x89PNG")
+        assert f'<img src="data:image/png;base64,{base64.b64encode(data).decode()}" alt="{name}" />' in text
+    assert not re.search(r"https?://|<script|<link|src=\"(?!data:)", text)
+    for part in ("full &lt;script&gt;", "a CPU", "tried to allocate 80 GiB", "recompute ablate", "intermediate_size"):
+        assert part in text
+    assert text.count("<table>") == 3
+
+
+@pytest.mark.parametrize("rows", [[NONE], []])
+def test_plots_without_numbers_are_not_drawn_and_old_ones_go(rows, tmp_path):
+    (tmp_path / "longest.png").write_bytes(b"of an earlier run")
+    assert ablation_report.write(results(*rows), tmp_path) == ["results.md", "results.png", "report.html"]
+    assert not (tmp_path / "longest.png").exists()
 
 
 def named_in(axes):
@@ -244,6 +262,20 @@ def test_each_comparison_has_axes_of_its_own_and_a_policy_one_color_in_all():
     assert [named_in(axes)[:-1] for axes in figure.axes] == [["none"], ["none", "full"]]
     one, other = ({line.get_label(): line.get_color() for line in axes.lines} for axes in figure.axes)
     assert one["none"] == other["none"] != other["full"]
+
+
+def test_bars_add_up_to_what_was_measured():
+    """Where it is known what regenerating takes, that is a part; where it is not, what backward takes longer is."""
+    rows = [
+        *(timed("none"), timed("full", 0.12, 0.07, regenerating_seconds=0.03)),
+        *(timed("torch-checkpoint", 0.13, 0.08), timed("kernel", 0.08, 0.04)),
+    ]
+    assert list(ablation_plots._memory_parts(rows[0], rows[0]).values()) == [MIB, MIB, 2 * MIB, 5 * MIB, 3 * MIB]
+    parts = [ablation_plots._time_parts(each, rows[0]) for each in rows]
+    assert [each["regenerating"] for each in parts] == [0.0, 0.03, 0.0, 0.0]
+    assert [each["backward"] for each in parts] == pytest.approx([0.05, 0.04, 0.05, 0.04])
+    assert [each["added to backward of none"] for each in parts] == pytest.approx([0.0, 0.0, 0.03, 0.0])
+    assert [sum(each.values()) for each in parts] == pytest.approx([0.09, 0.11, 0.12, 0.08])
 
 
 RESULTS = Path(__file__).parents[2] / "examples" / "ablation" / "results"

@@ -356,7 +356,7 @@ def test_compare_policies(monkeypatch, capsys, tmp_path):
     output = output_of("compare_policies.py", "--out", str(tmp_path), monkeypatch=monkeypatch, capsys=capsys)
     for policy in ("none", "elementwise", "blocks again", "torch-checkpoint"):
         assert re.search(f"^{policy} .*✓ bitwise +✓ bitwise$", output, re.MULTILINE)
-    files = {"results.json", "results.md", "results.png"}
+    files = {"results.json", "results.md", "results.png", "memory.png", "times.png", "report.html"}
     assert {path.name for path in tmp_path.iterdir()} == files
 
 
