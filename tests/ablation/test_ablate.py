@@ -169,7 +169,7 @@ X = torch.randn(ROWS, WIDTH)
 WRONG = [
     (MLP(), {}, ModelError, "expected a function .* found MLP"),
     ("mlp", {}, ModelError, "found str"),
-    (lambda width: MLP(), {}, ModelError, "a function without arguments .* found missing a required argument: 'width'"),
+    (lambda width: MLP(), {}, ModelError, "a function without arguments .*; missing a required argument: 'width'"),
     (lambda: 3, {}, ModelError, r"expected it to return an nn.Module, or \(nn.Module, batch\); found int"),
     (cnn, {}, AblationError, r"a batch is missing. Pass one, or have cnn return \(model, batch\)"),
     (mlp, {"batch": X}, AblationError, "mlp returns a batch, and a batch is passed as well"),
