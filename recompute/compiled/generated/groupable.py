@@ -19,7 +19,7 @@ from recompute.compiled.generated.pointwise_ops import (
     ROWS,
     TRITON_DTYPES,
     arguments_of,
-    computing_dtype,
+    operand_dtypes,
 )
 from recompute.compiled.generated.row_ops import ROW_OPS, can_run_by_rows, operands_of, row_width
 from recompute.compiled.generated.spaces import TILE, Elements, Rows, Tiles
@@ -79,7 +79,7 @@ def can_be_generated(call: Call, recording: Recording) -> bool:
     row = ROWS.get(call.op)
     if row is None or any(type(values[name]) not in (Use, *_NUMBERS) for name in row.operands):
         return False
-    dtype = computing_dtype(row, values, output.layout.dtype)
+    _, dtype = operand_dtypes(row, values, output.layout.dtype)
     if not row.takes_all and dtype is not torch.float32:
         return False
     if row.promotion is None and any(
