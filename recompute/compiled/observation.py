@@ -33,13 +33,12 @@ from recompute.compiled.region_graph import (
     OTHER,
     BackwardOps,
     Edge,
-    are_alike,
     ends_of,
     numbered_nodes,
     reached_from,
 )
 from recompute.compiled.region_record import DIFFERENTIATED
-from recompute.engine.cut.layout import Layout, are_apart
+from recompute.engine.cut.layout import Layout, are_alike, are_apart
 from recompute.engine.cut.save_plan import SavePlan
 from recompute.engine.numerics import Autocast, autocast_in_force
 from recompute.engine.saved_tensors import PackedTensor

@@ -252,9 +252,8 @@ class ProgramWriter:
             return None
         call = self._forward[step]
         if type(call.op) is FunctionOp:
-            given = [number for number in call.results if number is not None]
-            buffers = [*self.recording.functions[step].reached, *given]
-            return buffers[self.plan.steps[step].made.index(value)]
+            known = self.recording.functions[step]
+            return known.reached[self.plan.steps[step].made.index(value)] if slot is None else known.returned[slot]
         return call.written[0][1] if call.written and not slot else call.results[slot or 0]
 
     def _bring(self, number: int, code: Code) -> None:

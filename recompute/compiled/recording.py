@@ -93,6 +93,8 @@ class RecordedFunction(NamedTuple):
     """Its results, with a ``FunctionResult`` in the place of each tensor."""
     reached: Sequence[int | None]
     """The buffers that it may have written to."""
+    returned: Sequence[int | None]
+    """The buffers of its results; None for one that is no tensor."""
     changed: frozenset[str] = frozenset()
     """The names of the objects that it has changed in Python."""
 
@@ -319,7 +321,9 @@ class Recording:
         if is_function:
             outputs = output if is_sequence else (output,)
             results_of = [FunctionResult(Layout.of(o), o.device) if isinstance(o, Tensor) else o for o in outputs]
-            self.functions[index] = RecordedFunction(results_of, [self._current.get(key) for key in self._reached])
+            keys = [o.untyped_storage()._cdata if isinstance(o, Tensor) else None for o in outputs]
+            reached, returned = ([self._current.get(key) for key in each] for each in (self._reached, keys))
+            self.functions[index] = RecordedFunction(results_of, reached, returned)
         self.calls.append(
             Call(started.op, started.args, started.kwargs, tuple(results), tuple(written.values()), is_sequence)
         )

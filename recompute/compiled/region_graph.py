@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recompute.engine.cut.layout import Layout
 from recompute.engine.tape.autocast import run_as_called
 from recompute.engine.thread_state import local
 from recompute.engine.wrapper_tensors import SEE, passed_on
@@ -81,14 +80,6 @@ def reached_from(number: int, edges: Sequence[Sequence[Edge]]) -> frozenset[int]
                 known.add(target)
                 pending.append(target)
     return frozenset(positions)
-
-
-def are_alike(one: Layout, other: Layout) -> bool:
-    """Whether two layouts are the same, except for strides of dimensions of size 1, which mean nothing."""
-    steps = [
-        [each for each in zip(layout.shape, layout.stride, strict=True) if each[0] != 1] for layout in (one, other)
-    ]
-    return one.shape == other.shape and steps[0] == steps[1] and one.dtype is other.dtype and not one.offset
 
 
 class BackwardOps(TorchDispatchMode):

@@ -148,6 +148,10 @@ GRADIENTS = {
     ),
     "vmap of a row times an array": of(vmapped_with_an_array, captured="runs other ops"),
     "a Function under vmap": of(lambda self, x: torch.func.vmap(Doubled.apply)(self.norm(x)).exp().sin()),
+    "a Function that gives back what nothing has read": of(
+        lambda self, x: Same.apply(x).norm(dim=-1, keepdim=True).exp() * self.norm.weight
+    ),
+    "calls other ops under a dispatch mode": of(lambda self, x: self.norm(x).exp().quantile(0.5, -1, keepdim=True)),
     "a functional gradient": of(
         lambda self, x: torch.func.grad(lambda y: self.norm(y).sin().sum())(x) * self.norm(x).exp().sin()
     ),

@@ -486,6 +486,7 @@ ORDERED = {
         )
     },
     "a buffer that is overwritten as a whole": lambda x, w: (x * w).copy_(x) * 2,
+    "a dimension of size one that is written in place": lambda x, w: (x[None].transpose(0, 1) * 2).relu_(),
     "one number": lambda x, w: x[0].sum() * 2 + 1,
     "one number of a transposed matrix": lambda x, w: (x[:1] @ w[:, :2]).t()[:1] * 2 + 1,
 }

@@ -138,6 +138,33 @@ def test_a_cast_to_float8_gives_the_bits_of_aten(target, source):
     assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
 
 
+OF_INTEGERS = {
+    "product": lambda x, n: ATEN.mul.Tensor(x, n),
+    "difference": lambda x, n: ATEN.sub.Tensor(x, n),
+    "quotient": lambda x, n: ATEN.div.Tensor(x, n),
+    "comparison": lambda x, n: ATEN.lt.Tensor(x, n),
+    "comparison with a fraction": lambda x, n: ATEN.ge.Scalar(n, 0.5),
+    "comparison of flags with a fraction": lambda x, n: ATEN.gt.Scalar(ATEN.ge.Tensor(n, x), 0.5),
+}
+
+
+@pytest.mark.parametrize("function", OF_INTEGERS.values(), ids=OF_INTEGERS)
+def test_integers_are_rounded_to_the_dtype_of_the_numbers_beside_them(function):
+    n = torch.arange(-3000, 3000) * 7
+    (found,), (expected,) = as_one_kernel(function, n.half(), n)()
+    assert differing(found, expected) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["add", "mul", "div", "lt.Tensor"])
+def test_one_number_of_another_dtype_is_rounded_to_that_of_the_numbers_beside_it(name, dtype):
+    x = patterns(dtype, "cuda")
+    for number in (torch.tensor(0.1), torch.tensor(1.001).half(), torch.tensor(4099)):
+        (found,), (expected,) = as_one_kernel(BINARY[name], x, number.cuda())()
+        assert differing(found, expected) == 0
+
+
 def test_every_row_of_the_table_is_reviewed():
     seen = set()
     x = torch.rand(4)

@@ -20,7 +20,7 @@ from recompute.compiled.generated.pointwise_ops import (
     ROWS,
     TRITON_DTYPES,
     arguments_of,
-    computing_dtype,
+    operand_dtypes,
 )
 from recompute.compiled.generated.row_ops import ROW_OPS, adds_up, can_run_by_rows, operands_of, row_width
 from recompute.compiled.generated.spaces import TILE, Elements, Rows, Tiles
@@ -81,7 +81,7 @@ def can_be_generated(call: Call, recording: Recording) -> bool:
     row = ROWS.get(call.op)
     if row is None or any(type(values[name]) not in (Use, *_NUMBERS) for name in row.operands):
         return False
-    dtype = computing_dtype(row, values, output.layout.dtype)
+    _, dtype = operand_dtypes(row, values, output.layout.dtype)
     if not row.takes_all and dtype not in (torch.float32, torch.float64):
         return False
     if row.promotion is None and any(

@@ -30,7 +30,7 @@ from recompute.compiled.generated.pointwise_ops import (
     Promotion,
     arguments_of,
     cast_to_float8,
-    computing_dtype,
+    operand_dtypes,
     text_of,
 )
 from recompute.compiled.generated.row_ops import ROW_OPS, RowWriter, operands_of, row_dim, row_width
@@ -246,16 +246,19 @@ class KernelSource:
         if call.op in PLACED:
             return self._placed(statement, call, index, output)
         row = ROWS[call.op]
-        dtype = computing_dtype(row, values, output.dtype)
+        common, dtype = operand_dtypes(row, values, output.dtype)
         operands: dict[str, Any] = dict(values, dtype=TRITON_DTYPES[output.dtype])
         for name in row.operands:
             value = values[name]
             if type(value) is Use:
-                read = self._read(statement, value, index)
-                operands[name] = read if name in row.masks else self._cast(read, value.layout.dtype, dtype)
+                operands[name] = self._read(statement, value, index)
+                if name not in row.masks:
+                    operands[name] = self._cast(operands[name], value.layout.dtype, dtype)
+                    if value.layout.dtype not in (common, torch.bool):  # ATen rounds it as it reads it
+                        operands[name] = self._cast(self._cast(operands[name], dtype, common), common, dtype)
             elif not callable(row.expression):
                 if row.promotion is Promotion.ALWAYS_BOOL and dtype in FLOATS:  # a number is rounded as the tensor is
-                    value = torch.tensor(value, dtype=values["self"].layout.dtype).item()
+                    value = torch.tensor(value, dtype=common).item()
                 operands[name] = text_of(value, TRITON_DTYPES[dtype]) if dtype.is_floating_point else repr(value)
         text = row.expression(operands) if callable(row.expression) else row.expression.format(**operands)
         assert text is not None

@@ -228,13 +228,15 @@ def arguments_of(call: Call) -> dict[str, Any]:
     return values
 
 
-def computing_dtype(row: Row, values: dict[str, Any], output: torch.dtype) -> torch.dtype:
-    """The dtype that the operands are cast to."""
+def operand_dtypes(row: Row, values: dict[str, Any], output: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
+    """The dtype that ATen reads the operands in, and the one that it computes in, which may be wider."""
     if row.promotion is None:
-        return output
+        return output, output
     operands = [values[name] for name in row.operands if name not in row.masks]
     operands = [stand_in(value) if type(value) is Use else value for value in operands]
-    return elementwise_dtypes(*operands, type_promotion_kind=row.promotion)[0]
+    promotion = Promotion.DEFAULT if row.promotion is Promotion.ALWAYS_BOOL else row.promotion
+    computed, common = elementwise_dtypes(*operands, type_promotion_kind=promotion)
+    return common, computed
 
 
 def stand_in(use: Use) -> torch.Tensor:

@@ -46,7 +46,8 @@ def is_safe_softmax(call: Call, recording: Recording) -> bool:
     (scores, dim), made = call.args, recording.buffers[call.results[0]]
     shape = scores.layout.shape
     return (
-        dim % len(shape) == len(shape) - 1
+        len(shape) > 0
+        and dim % len(shape) == len(shape) - 1
         and shape.numel() > 0
         and scores.layout.is_contiguous
         and made.layout.is_contiguous

@@ -31,6 +31,8 @@ from recompute.engine.cut.op_policy import OpPolicy
 from recompute.engine.dtensors import has_layout, local_of
 from recompute.engine.modes import (
     ActiveModes,
+    PassesOn,
+    SeesAllOps,
     count_dispatch_modes,
     count_function_modes,
     has_foreign_modes,
@@ -126,6 +128,8 @@ class CheckpointFrame(Scope, Recipe):
         self._living: dict[int, Tensor] = {}
         self._originals: dict[int, list[Tensor]] = {}  # copies, to compare with
         self._pins: list[KeptTensor] = []
+        self._is_under_mode = False
+        """Whether a dispatch mode is in force where it runs."""
         self.outer = top_hooks()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
@@ -155,7 +159,9 @@ class CheckpointFrame(Scope, Recipe):
 
     def watching(self) -> AbstractContextManager[Any]:
         """A context for the run. In the first frame it learns the facts that later frames of the region rely on."""
-        return self._region.learned.watching(self._rng, self.statistics.name)
+        watching = self._region.learned.watching(self._rng, self.statistics.name)
+        self._is_under_mode = isinstance(watching, SeesAllOps) or count_dispatch_modes() > 0
+        return watching
 
     def pin(self, tensor: Tensor, name: str | None) -> Tensor:
         """Have every replay use ``tensor`` here, whatever it calculates, unless it is pinned by name."""
@@ -314,7 +320,12 @@ class CheckpointFrame(Scope, Recipe):
             for restored, state in self._hooked:
                 stack.enter_context(restored(state))
             args, kwargs = self._inputs.restored()
-            with self._modes.replayed(), names, replay:
+            with (
+                self._modes.replayed(),
+                PassesOn() if self._is_under_mode and not count_dispatch_modes() else _NOTHING,
+                names,
+                replay,
+            ):
                 try:
                     self._function(*args, **kwargs)
                 except (ReplayComplete, RuntimeError):  # TorchScript makes a RuntimeError of it

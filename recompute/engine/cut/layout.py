@@ -33,6 +33,14 @@ class Layout(NamedTuple):
         return True
 
 
+def are_alike(one: Layout, other: Layout) -> bool:
+    """Whether two layouts are the same, except for strides of dimensions of size 1, which mean nothing."""
+    steps = [
+        [each for each in zip(layout.shape, layout.stride, strict=True) if each[0] != 1] for layout in (one, other)
+    ]
+    return one.shape == other.shape and steps[0] == steps[1] and one.dtype is other.dtype and not one.offset
+
+
 def is_dense(layout: Layout, nbytes: int) -> bool:
     """Whether a tensor of ``layout`` covers every byte of a storage of ``nbytes`` exactly once."""
     step = 1
