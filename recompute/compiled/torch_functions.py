@@ -1,7 +1,7 @@
 """torch's functions in the place of ATen's overloads, which they call: they parse arguments in half the time.
 
-An overload converts its arguments by a schema in each call: that of ``clone`` with a format takes 13 µs, ``torch.clone``
-3 µs (x86, torch 2.14). A GPU may wait for that.
+An overload converts its arguments by a schema in each call: that of ``clone`` with a format takes 13 µs, and
+``torch.clone`` 3 µs (x86, torch 2.14). A GPU may wait for that.
 """
 
 from __future__ import annotations
