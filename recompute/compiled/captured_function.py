@@ -184,7 +184,9 @@ class CapturedFrame:
             if gradient is None or layout is None:
                 if gradient is not layout:
                     return False
-            elif type(gradient) not in PLAIN or layout not in (of := Layout.of(gradient), of._replace(offset=ANY)):
+            elif type(gradient) not in PLAIN or (
+                (of := Layout.of(gradient)) != layout and of._replace(offset=ANY) != layout
+            ):
                 return False
         return all([share_memory(gradients[one], gradients[other]) for one, other in self._program.shared_gradients])
 

@@ -239,7 +239,7 @@ class CapturedGraph:
     def run(self, *inputs: Any) -> Any:
         """The outputs of the graph on the inputs that torch's frontend has found for it."""
         wrapped: dict[int, list[Tensor]] = {}
-        if any(type(value) not in PLAIN for value in inputs):
+        if not PLAIN.issuperset(map(type, inputs)):
             inputs = tuple(map(_as_plain, inputs))
             wrappers = [place for place, value in enumerate(inputs) if isinstance(value, Tensor)]
             wrapped = {place: inside for place in wrappers if (inside := inner_tensors(inputs[place]))}
@@ -253,7 +253,8 @@ class CapturedGraph:
         assert attempt is not None
         region, around = attempt.region, CallSettings.of(given)
         caller = self._caller(region)
-        program = next((each for each in caller.programs if each.around == around and each.fits(given)), None)
+        programs = [each for each in caller.programs if each.around == around and each.fits(given)]
+        program = programs[0] if programs else None
         if program is None:
             if (observed := caller.observation()) is not None:
                 observed.is_called_again = attempt.waits = True
@@ -262,7 +263,7 @@ class CapturedGraph:
             if self._unfit or caller.failures >= MAX_FAILURES or expected is None or not expected.is_current:
                 raise Refusal
             return self._observe(attempt, caller, expected, graph, given, objects)
-        if any(is_shared(given[position]) for position in program.plain):
+        if any(map(is_shared, map(given.__getitem__, program.plain))):
             raise Refusal
         attempt.has_begun = True
         region.count_frame(program.plan)

@@ -27,6 +27,7 @@ from recompute.compiled.generated.switch import Generates
 from recompute.compiled.held_inputs import HELPERS
 from recompute.compiled.recording import Buffer, Call, ObjectUse, Recording, Use, uses_in
 from recompute.compiled.statements import Statement, lines_of
+from recompute.compiled.torch_functions import function_of
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.ops import Kind, facts
 from recompute.engine.rng import RngState, WatchedDraws
@@ -118,7 +119,7 @@ class Code:
                 self._overwritten.add(before)
         variables = {use.buffer: self._memory(use, again) for use in call.uses()}
         writes = tuple([self.tensors[after] for _, after in call.written])
-        function = self._function(call.op) if ours is None else self.named(ours)
+        function = self._function(call) if ours is None else self.named(ours)
         text = f"{function}({', '.join(arguments)})"
         if makes:
             text = f"{', '.join(targets)}{',' if call.is_sequence and len(targets) == 1 else ''} = {text}"
@@ -148,7 +149,7 @@ class Code:
         applied, name = Call(apply, (use, seen, op.scale), {}, (out,), (), is_sequence=False), f"t{out}"
         self.tensors[out] = name
         variables = {each.buffer: self._memory(each, again) for each in (use, seen)}
-        text = f"{name} = {self._function(apply)}({arguments})"
+        text = f"{name} = {self._function(applied)}({arguments})"
         self._write(Statement(text, reads, [name], again, applied, variables))
 
     def _taken(self, op: DropoutMask, region: str | None) -> str:
@@ -248,19 +249,18 @@ class Code:
         self.names[name] = value
         return name
 
-    def _function(self, op: torch._ops.OpOverload) -> str:
-        """The name of a function that calls an op.
+    def _function(self, call: Call) -> str:
+        """The name of a function that makes a call.
 
         One of our kernels is called without the dispatcher, which takes longer than the launch. Each call of a kernel
         has a plan of its own.
         """
-        name = f"{op._schema.name.replace('::', '_')}_{op._overloadname}"
-        implementation = IMPLEMENTATIONS.get(op)
-        if implementation is None:
-            self.names.setdefault(name, op._op)
-        else:
+        name = f"{call.op._schema.name.replace('::', '_')}_{call.op._overloadname}"
+        implementation = IMPLEMENTATIONS.get(call.op)
+        function = function_of(call) if implementation is None else PlannedCall(implementation)
+        if self.names.setdefault(name, function) is not function:
             name = f"{name}_{len(self.names)}"
-            self.names[name] = PlannedCall(implementation)
+            self.names[name] = function
         return name
 
     def _value(self, value: Any, reads: list[str], again: bool) -> str:

@@ -30,7 +30,7 @@ Other = tuple[Any, Tensor | None, State]
 _HOLDS = {
     "saved": "None",
     "itself": "(t{0}, t{0}._version)",
-    "memory": "versioned(t{0}.detach())",
+    "memory": "(t{0}.detach(), t{0}._version)",
     "copy": "versioned(copied(t{0}))",
 }
 _FINDS = {

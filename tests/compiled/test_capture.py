@@ -24,10 +24,13 @@ from capture_testing import (
 )
 from engine_testing import RMSNorm
 from tiers import by_default, slow
-from torch import nn
+from torch import Tensor, nn
 
 import recompute
 from recompute.compiled import captured_graph, captured_region
+from recompute.compiled.recording import Call, Use
+from recompute.compiled.torch_functions import function_of
+from recompute.engine.cut.layout import Layout
 from recompute.kernels import launch, norm_ops  # noqa: F401  # registers ops
 
 
@@ -260,3 +263,21 @@ def test_code_in_a_folder_beside_torch_or_this_package_is_a_users(package):
     twins = Twins(Around(body(FunctionType(code, globals()), lin=linear(), seen=[])))
     twins.settle(train(tokens()), captured=False)
     assert "whether torch.compile traces it" in twins.why_not
+
+
+aten, X = torch.ops.aten, Use(0, Layout.of(torch.ones(2, 2)))
+
+
+@pytest.mark.parametrize(
+    ("op", "arguments", "options", "function"),
+    [
+        (aten.mul.Tensor, (X, 2.0), {}, Tensor.mul),
+        (aten.mul.Scalar, (X, 2.0), {}, aten.mul.Scalar._op),  # torch.mul would make a call of mul.Tensor
+        (aten.silu.default, (X,), {}, torch._C._nn.silu),
+        (aten._to_copy.default, (X,), {"dtype": torch.bfloat16}, Tensor.to),
+        (aten._to_copy.default, (X,), {"dtype": torch.float32}, aten._to_copy.default._op),  # ``to`` makes no copy
+        (aten.rand_like.default, (X,), {}, aten.rand_like.default._op),
+    ],
+)
+def test_captured_code_calls_torchs_function_where_that_makes_the_recorded_call(op, arguments, options, function):
+    assert function_of(Call(op, arguments, options, (1,), (), is_sequence=False)) == function
