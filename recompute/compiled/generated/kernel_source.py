@@ -4,7 +4,8 @@ The kernel counts the elements that it writes, as they lie in memory. A value is
 ``index_forms``) for each dimension of the buffer. Where a call reads a buffer of another call of the group, it asks for
 that value at the index that its view leads to. Only values that are read outside of the group are written to memory.
 
-A group with a call that goes over rows, such as softmax, counts rows instead, and has a whole row of each value.
+A group with a call that goes over rows, such as softmax, counts rows instead, and has a whole row of each value. One
+that turns a matrix counts rows and columns.
 """
 
 from __future__ import annotations
