@@ -54,6 +54,13 @@ def sine(x):
 
 
 @jit
+def exp2(x):
+    """As CUDA computes it where the result has no full precision: Triton's libdevice gives 0 there."""
+    half = math.exp2(0.5 * x)
+    return tl.where(x < -126.0, half * half, math.exp2(x))
+
+
+@jit
 def reciprocal_square_root(x):
     return tl.where(is_tiny(x), math.rsqrt(x * 16777216.0) * 4096.0, math.rsqrt(x))
 

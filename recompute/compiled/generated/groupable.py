@@ -60,7 +60,7 @@ def can_be_generated(call: Call, recording: Recording) -> bool:
             return False
     dtypes = [output.layout.dtype, *[use.layout.dtype for use in call.uses()]]
     if not FLOATS8.keys().isdisjoint(dtypes):  # most other calls on it are ATen's
-        return tiles_of(call) is not None or (call.op is _ATEN._to_copy.default and dtypes[1] in FLOATS)
+        return turned_by(call) is not None or (call.op is _ATEN._to_copy.default and dtypes[1] in FLOATS)
     if torch.float64 in dtypes and call.op not in DOUBLES:
         return False
     if by_rows:
@@ -172,10 +172,10 @@ def is_slow_alone(call: Call | None, recording: Recording) -> bool:
     if number is not None and recording.buffers[number].root != number:  # it was in place, as it is for a kernel
         return True
     is_repeating = count >= LARGE and any(_is_repeated(use, count) for use in call.uses())
-    return is_repeating or call.op in PLACED or tiles_of(call) is not None
+    return is_repeating or call.op in PLACED or turned_by(call) is not None
 
 
-def tiles_of(call: Call | None) -> Tiles | None:
+def turned_by(call: Call | None) -> Tiles | None:
     """The space of a kernel that turns a matrix of float8 for a GEMM; None for any other call. ATen reads it slowly."""
     if call is None or call.op is not _ATEN.clone.default:
         return None
@@ -226,7 +226,7 @@ def space_of(calls: Sequence[Call], stored: Sequence[int], recording: Recording)
     """
     by_rows = [call for call in calls if call.op in ROW_OPS]
     written = [recording.buffers[number].layout.shape.numel() for number in stored]
-    if tiles := {found for call in calls if (found := tiles_of(call)) is not None}:
+    if tiles := {found for call in calls if (found := turned_by(call)) is not None}:
         space = tiles.pop()
         if by_rows or tiles or any(count != space.rows * space.width for count in written):
             raise NotOneKernel

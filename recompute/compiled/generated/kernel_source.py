@@ -4,7 +4,8 @@ The kernel counts the elements that it writes, as they lie in memory. A value is
 ``index_forms``) for each dimension of the buffer. Where a call reads a buffer of another call of the group, it asks for
 that value at the index that its view leads to. Only values that are read outside of the group are written to memory.
 
-A group with a call that goes over rows, such as softmax, counts rows instead, and has a whole row of each value.
+A group with a call that goes over rows, such as softmax, counts rows instead, and has a whole row of each value. One
+that turns a matrix counts rows and columns.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 
 from recompute.compiled.generated.dropout import DropoutMask
-from recompute.compiled.generated.groupable import MAX_ADDRESS, NotOneKernel, equal_parts, parts_of, space_of, tiles_of
+from recompute.compiled.generated.groupable import MAX_ADDRESS, NotOneKernel, equal_parts, parts_of, space_of, turned_by
 from recompute.compiled.generated.index_forms import Form
 from recompute.compiled.generated.pointwise_ops import (
     COPIES,
@@ -140,7 +141,7 @@ class KernelSource:
         parts = equal_parts(statement.call) if isinstance(self.space, Elements) else []
         if not parts or statement.call is None:
             address = self.space.address(count)
-            if isinstance(self.space, Tiles) and tiles_of(statement.call) is not None:
+            if isinstance(self.space, Tiles) and turned_by(statement.call) is not None:
                 address = self.space.turned()
             self._width = self.space.width_of(count)
             value = self._value(number, self._index_in(address, layout))

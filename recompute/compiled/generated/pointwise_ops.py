@@ -155,7 +155,7 @@ ROWS: dict[Any, Row] = {
     _ATEN.neg.default: Row(("self",), "functions.negate({self})"),
     _ATEN.reciprocal.default: _unary("functions.reciprocal"),
     _ATEN.exp.default: _unary("math.exp"),
-    _ATEN.exp2.default: _unary("math.exp2"),
+    _ATEN.exp2.default: _unary("functions.exp2"),
     _ATEN.log.default: _unary("math.log"),
     _ATEN.log2.default: _unary("math.log2"),
     _ATEN.floor.default: Row(("self",), "tl.floor({self})"),
