@@ -320,17 +320,16 @@ class CheckpointFrame(Scope, Recipe):
             for restored, state in self._hooked:
                 stack.enter_context(restored(state))
             args, kwargs = self._inputs.restored()
-            with (
-                self._modes.replayed(),
-                PassesOn() if self._is_under_mode and not count_dispatch_modes() else _NOTHING,
-                names,
-                replay,
-            ):
+            with self._modes.replayed(), self._passing_on(), names, replay:
                 try:
                     self._function(*args, **kwargs)
                 except (ReplayComplete, RuntimeError):  # TorchScript makes a RuntimeError of it
                     if not replay.is_done:
                         raise
+
+    def _passing_on(self) -> AbstractContextManager[Any]:
+        """A dispatch mode, if one was in force where it ran and none is now."""
+        return PassesOn() if self._is_under_mode and not count_dispatch_modes() else _NOTHING
 
 
 class _SubstituteValue(torch.autograd.Function):
