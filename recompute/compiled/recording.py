@@ -322,7 +322,8 @@ class Recording:
             outputs = output if is_sequence else (output,)
             results_of = [FunctionResult(Layout.of(o), o.device) if isinstance(o, Tensor) else o for o in outputs]
             keys = [o.untyped_storage()._cdata if isinstance(o, Tensor) else None for o in outputs]
-            reached, returned = ([self._current.get(key) for key in each] for each in (self._reached, keys))
+            reached = [self._current.get(key) for key in self._reached]
+            returned = [None if key is None else self._current.get(key) for key in keys]
             self.functions[index] = RecordedFunction(results_of, reached, returned)
         self.calls.append(
             Call(started.op, started.args, started.kwargs, tuple(results), tuple(written.values()), is_sequence)
