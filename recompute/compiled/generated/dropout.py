@@ -48,7 +48,7 @@ class DropoutMask:
     @property
     def threads(self) -> int:
         """The threads of ATen's kernel."""
-        if is_fake():
+        if local.simulates_cuda:
             return BLOCK_THREADS  # nobody draws
         resident = torch.cuda.get_device_properties(self.device).max_threads_per_multi_processor // BLOCK_THREADS
         blocks = -(-self.layout.shape.numel() // BLOCK_THREADS)

@@ -158,7 +158,8 @@ ROWS: dict[Any, Row] = {
     _ATEN.exp2.default: _unary("functions.exp2"),
     _ATEN.log.default: _unary("math.log"),
     _ATEN.log2.default: _unary("math.log2"),
-    _ATEN.floor.default: Row(("self",), "tl.floor({self})"),
+    # Triton's own takes a negative number without full precision for -0.
+    _ATEN.floor.default: Row(("self",), "tl.where(({self} < 0) & ({self} > -1), -1.0, tl.floor({self}))"),
     _ATEN.sin.default: _unary("functions.sine"),
     _ATEN.cos.default: _unary("math.cos"),
     _ATEN.sqrt.default: _unary("tl.sqrt_rn"),
