@@ -59,7 +59,7 @@ def test_what_a_captured_graph_refuses_names_the_module_and_what_to_do(action, m
     recompute.apply(model, rules(rule("Block", action)))
     model(torch.randn(4, WIDTH, requires_grad=True)).sum().backward()
     monkeypatch.setattr(rng.CpuSource, "state", lambda _: rng.CudaSource(Generator()).state())
-    with pytest.raises(RngError, match=r'^0 \(Block\): .* CUDA graph .*`mode="reduce-overhead"`.* no dropout'):
+    with pytest.raises(RngError, match=r'^0 \(Block\): .* CUDA graph .*\(mode="reduce-overhead"\).* no dropout'):
         model(torch.randn(4, WIDTH, requires_grad=True))
 
 

@@ -61,7 +61,7 @@ from recompute.compiled.generated.generated_kernel import GeneratedKernel
 from recompute.compiled.guards import MISSED
 from recompute.compiled.program import Program
 from recompute.compiled.recording import NotCapturable
-from recompute.compiled.region_record import DIFFERENTIATED, RegionRecord, warmup_frames
+from recompute.compiled.region_record import DIFFERENTIATED, WARMUP_FRAMES, RegionRecord
 from recompute.compiled.region_tapes import RecordingTape
 from recompute.compiled.unguarded_calls import modules_in
 from recompute.engine.checkpoint.region import StateHook
@@ -296,7 +296,9 @@ class CapturedRegion(RegionRecord):
     @property
     def is_settled(self) -> bool:
         """Whether its frames were alike so far."""
-        return self._frames >= warmup_frames() if self.is_checkpoint else self.has_settled(self.tape.plan)
+        if not self.is_checkpoint:
+            return self.has_settled(self.tape.plan)
+        return self._frames >= WARMUP_FRAMES or (self._frames > 1 and is_fake())
 
     def record(self, function: Callable[..., Any], args: tuple, kwargs: dict) -> tuple[Any, RecordedFrame | str | None]:
         """Run once more by the tape, which also records the calls that a graph of the region must make.

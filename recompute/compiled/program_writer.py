@@ -282,9 +282,7 @@ class ProgramWriter:
                 assert index is not None
                 call = self._forward[index]
                 if index not in self.plan.rerun_set:
-                    raise NotCapturable(
-                        f"its backward reads an output of {call.op} that is neither kept nor recomputed"
-                    )
+                    raise NotCapturable(f"its backward reads an output of {call.op}, neither kept nor recomputed")
                 missing = [use.buffer for use in call.uses() if use.buffer not in code.tensors]
                 if missing:
                     pending += missing

@@ -321,9 +321,8 @@ class Recording:
         if is_function:
             outputs = output if is_sequence else (output,)
             results_of = [FunctionResult(Layout.of(o), o.device) if isinstance(o, Tensor) else o for o in outputs]
-            keys = [o.untyped_storage()._cdata if isinstance(o, Tensor) else None for o in outputs]
-            reached = [self._current.get(key) for key in self._reached]
-            returned = [None if key is None else self._current.get(key) for key in keys]
+            keys = [o.untyped_storage()._cdata if isinstance(o, Tensor) else -1 for o in outputs]
+            reached, returned = ([self._current.get(key) for key in each] for each in (self._reached, keys))
             self.functions[index] = RecordedFunction(results_of, reached, returned)
         self.calls.append(
             Call(started.op, started.args, started.kwargs, tuple(results), tuple(written.values()), is_sequence)
@@ -346,8 +345,7 @@ class Recording:
         """Add autograd's sum of two gradients of one tensor, as a call. Nobody has seen the sum yet."""
         layout = Layout.of(_on_meta(first.layout) + _on_meta(second.layout))
         number = len(self.buffers)
-        nbytes = layout.shape.numel() * layout.dtype.itemsize
-        device = self.buffers[first.buffer].device
+        nbytes, device = layout.shape.numel() * layout.dtype.itemsize, self.buffers[first.buffer].device
         self.buffers.append(Buffer(layout, nbytes, number, call=len(self.calls), device=device))
         self.calls.append(Call(torch.ops.aten.add.Tensor, (first, second), {}, (number,), (), is_sequence=False))
         return Use(number, layout)

@@ -15,7 +15,7 @@ from recompute.engine.thread_state import is_fake
 from recompute.errors import warn
 
 WARMUP_FRAMES = 3
-"""A region is captured after so many frames with the same plan."""
+"""A region is captured after so many frames with the same plan; on tensors without values, after two."""
 MAX_PLANS = 8
 MAX_REPLAYS = 8
 """A region is refused after so many backwards that were not as recorded: each costs another forward."""
@@ -23,11 +23,6 @@ MAX_FAILURES = 3
 """How many calls of equal regions torch's frontend may fail on, and how often a region may observe a graph in vain."""
 
 DIFFERENTIATED = "its gradients are differentiated (create_graph=True)"
-
-
-def warmup_frames() -> int:
-    """``WARMUP_FRAMES``; fewer on tensors without values, where frames cannot differ by these."""
-    return 2 if is_fake() else WARMUP_FRAMES
 
 
 class Counts(NamedTuple):
@@ -106,7 +101,8 @@ class RegionRecord:
     def has_settled(self, plan: SavePlan | None) -> bool:
         """Whether enough frames have had this plan, or any one plan if ``plan`` is None."""
         counts = [count for known, count in self._plans.values() if plan is None or known is plan]
-        return max(counts, default=0) >= warmup_frames() - 1
+        most = max(counts, default=0)
+        return most >= WARMUP_FRAMES - 1 or (most > 0 and is_fake())
 
     def count(self, plan: SavePlan | None) -> None:
         """A frame by the tape, other than the region's own, has ended."""

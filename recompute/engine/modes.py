@@ -59,13 +59,6 @@ class SeesAllOps(TorchDispatchMode):
         return True
 
 
-class PassesOn(SeesAllOps):
-    """Does nothing. But under a mode some of torch's functions call other ops than without, as ``torch.quantile``."""
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return function(*args, **(kwargs or {}))
-
-
 def dispatch_modes() -> list[Any]:
     """The dispatch modes in force, innermost last. torch's modes that lie beneath all others are left out."""
     modes = map(_C._get_dispatch_stack_at, range(count_dispatch_modes()))

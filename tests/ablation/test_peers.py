@@ -98,7 +98,7 @@ def test_cut_cross_entropy_takes_the_decoders_output(own, monkeypatch):
 def test_a_peer_that_is_not_installed_is_a_row_that_says_what_to_install(peer, module, packages, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
     _, row = run(tmp_path, peers=(peer,), steps=1)
-    needed = f"the peer {peer} needs the package {packages.split()[0]}: pip install {packages}"
+    needed = f"the peer {peer} needs the package {packages.split()[0]}. Run pip install {packages}"
     assert row.error == f"AblationError: {needed}"
 
 

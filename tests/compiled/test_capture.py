@@ -29,6 +29,7 @@ from torch import Tensor, nn
 import recompute
 from recompute.compiled import captured_graph, captured_region
 from recompute.compiled.recording import Call, Use
+from recompute.compiled.region_record import WARMUP_FRAMES
 from recompute.compiled.torch_functions import function_of
 from recompute.engine.cut.layout import Layout
 from recompute.kernels import launch, norm_ops  # noqa: F401  # registers ops
@@ -89,7 +90,7 @@ def test_norms_in_captured_code_launch_by_plans(device, monkeypatch):
 
 def test_a_region_is_not_captured_before_it_has_settled(traced):
     twins, step = Twins(Around(nn.GELU(), before=linear())), train(tokens())
-    twins.steps(step, captured_region.WARMUP_FRAMES - 1)
+    twins.steps(step, WARMUP_FRAMES - 1)
     assert traced == []
     assert "captured" not in twins.handle.explain(wide=True)
     twins.settle(step)

@@ -57,7 +57,7 @@ def test_figures_describe_a_gpu_or_replace_those_of_one():
 @pytest.mark.parametrize(
     ("figures", "message"),
     [
-        ({"memory": "24GiB"}, "--gpu-tflops, --gpu-bandwidth not given"),
+        ({"memory": "24GiB"}, "--gpu-tflops, --gpu-bandwidth are missing"),
         ({"memory": "lots", "tflops": 1.0, "bandwidth": "1GB/s"}, "--gpu-memory: expected something like 24GiB; found"),
         ({"memory": "1GiB", "tflops": 1.0, "bandwidth": "fast"}, "--gpu-bandwidth: expected something like 1008GB/s"),
         ({"memory": "1GiB", "tflops": -1.0, "bandwidth": "1GB/s"}, "--gpu-tflops: expected a positive number"),

@@ -304,7 +304,7 @@ def test_a_miss_runs_as_it_is(forward):
     module = Made(forward)
     plain = copy.deepcopy(module)
     assert find_kernel_mlp(module) is None
-    with pytest.warns(PolicyWarning, match="no kernel computes what Made does"):
+    with pytest.warns(PolicyWarning, match="no kernel replaces Made"):
         by_kernels(module)
     x = torch.randn(5, HIDDEN)
     assert_same(gradients(module, x), gradients(plain, x))

@@ -31,7 +31,6 @@ from recompute.engine.cut.op_policy import OpPolicy
 from recompute.engine.dtensors import has_layout, local_of
 from recompute.engine.modes import (
     ActiveModes,
-    PassesOn,
     SeesAllOps,
     count_dispatch_modes,
     count_function_modes,
@@ -54,6 +53,7 @@ from recompute.engine.saved_tensors import (
     version_of,
 )
 from recompute.engine.scopes import Scope, let_transforms_in
+from recompute.engine.tape.autocast import PassesOn
 from recompute.engine.tape.recorder import TapeRegion
 from recompute.engine.thread_state import alive, is_fake
 from recompute.engine.wrapper_tensors import inner_tensors, nbytes_held
@@ -329,7 +329,7 @@ class CheckpointFrame(Scope, Recipe):
 
     def _passing_on(self) -> AbstractContextManager[Any]:
         """A dispatch mode, if one was in force where it ran and none is now."""
-        return PassesOn() if self._is_under_mode and not count_dispatch_modes() else _NOTHING
+        return PassesOn(self.statistics.name) if self._is_under_mode and not count_dispatch_modes() else _NOTHING
 
 
 class _SubstituteValue(torch.autograd.Function):
