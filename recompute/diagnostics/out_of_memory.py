@@ -6,7 +6,7 @@ import inspect
 import logging
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -203,14 +203,14 @@ def _with_advice(model: nn.Module, latest: _Latest, device: torch.device, found:
             Platform.of(None) if device.type == "cuda" else None,
             strict=False,
         )
-        now = estimator.step(policy, latest.autocast)
+        rules = () if policy is None else policy.rules
+        now = estimator.step(_taped(rules), latest.autocast)
         peak_nbytes, moment = _peak(now)
         freed = []
         most: dict[tuple[str, ...], int] = {}  # the bytes that the best rule saves, by the rules' modules
         recomputed: dict[tuple[str, ...], int] = {}  # ``action: recompute`` alone: as fast as ``compress``, and exact
         for rule in _rules(model, estimator, now):
-            rules = [rule, *(() if policy is None else policy.rules)]
-            saved = peak_nbytes - _peak(estimator.step(Policy(name="with one more", rules=rules), latest.autocast))[0]
+            saved = peak_nbytes - _peak(estimator.step(_taped((rule, *rules)), latest.autocast))[0]
             better = most if rule.offload else recomputed if rule.compress else {}
             if saved > max(0, better.get(rule.match, 0)):
                 freed.append(Advice(_text(rule), saved))
@@ -221,6 +221,15 @@ def _with_advice(model: nn.Module, latest: _Latest, device: torch.device, found:
     freed.sort(key=lambda each: -each.saves_nbytes)
     told: dict[str, Any] = {"activations": tuple(held), "rules": tuple(freed)}
     return replace(found, peak_nbytes=peak_nbytes, peak_moment=moment, **told)
+
+
+def _taped(rules: Sequence[Rule]) -> Policy | None:
+    """A policy of these rules, whose regions stay on the tape. A step on the tape tells what each module holds."""
+    taped = [
+        rule.model_copy(update={"capture": False}) if rule.action in ("recompute", "checkpoint") else rule
+        for rule in rules
+    ]
+    return Policy(name="out of memory", rules=taped) if taped else None
 
 
 def _peak(step: SimulatedStep) -> tuple[int, str]:

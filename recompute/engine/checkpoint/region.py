@@ -271,22 +271,29 @@ class CheckpointFrame(Scope, Recipe):
         return KeptTensor(tensor.detach(), self.statistics.name, version)
 
     def regenerate(self, wanted: Collection[int]) -> dict[int, PackedTensor]:
-        replay = Replay(self.statistics.name, self.pinned, self._expected, self._living, wanted)
-        self._context.copy().run(self._run, replay)  # a copy, because a context is entered but once at a time
-        what = replay.mismatch
-        if what is None and len(replay.values) < len(wanted):
-            what = f"it saved {len(self._expected)} tensors in forward, {replay.count} when run again"
-        elif what is not None or (what := self._difference(replay)) is not None:  # run again to learn which op it was
+        replay, what = self._replayed(wanted)
+        if what is not None and self._is_under_mode and not count_dispatch_modes():
+            replay, what = self._replayed(wanted, PassesOn(self.statistics.name))
+        if what is not None:  # run again to learn which op it was
             named = Replay(self.statistics.name, self.pinned, self._expected, self._living, wanted)
             self._context.copy().run(self._run, named, OpNames(named))
-            what = named.mismatch or self._difference(named) or what
-        if what is not None:
             raise RegenerationError(
-                f"{self.statistics.name} did not run the same way twice: {what}. Look for state that forward changes "
+                f"{self.statistics.name} did not run the same way twice: "
+                f"{named.mismatch or self._difference(named) or what}. Look for state that forward changes "
                 "(a cache, a counter), for ops that are not deterministic, and for TorchScript that still profiles "
                 "(run it twice before). Or leave the module out of the policy."
             )
         return replay.values
+
+    def _replayed(
+        self, wanted: Collection[int], around: AbstractContextManager[Any] = _NOTHING
+    ) -> tuple[Replay, str | None]:
+        """A run of the module in this context, and how it differs from forward; None if it does not."""
+        replay = Replay(self.statistics.name, self.pinned, self._expected, self._living, wanted)
+        self._context.copy().run(self._run, replay, around)  # a copy, because a context is entered but once at a time
+        if replay.mismatch is None and len(replay.values) < len(wanted):
+            return replay, f"it saved {len(self._expected)} tensors in forward, {replay.count} when run again"
+        return replay, replay.mismatch or self._difference(replay)
 
     def _difference(self, replay: Replay) -> str | None:
         """How a value that came back differs from its original, where there is one to compare with."""
@@ -302,7 +309,7 @@ class CheckpointFrame(Scope, Recipe):
                     )
         return None
 
-    def _run(self, replay: Replay, names: AbstractContextManager[Any] = _NOTHING) -> None:
+    def _run(self, replay: Replay, around: AbstractContextManager[Any]) -> None:
         copies = StateCopies()
         with (
             # No transform of torch.func is at work: a batched backward still needs one plain forward.
@@ -320,16 +327,12 @@ class CheckpointFrame(Scope, Recipe):
             for restored, state in self._hooked:
                 stack.enter_context(restored(state))
             args, kwargs = self._inputs.restored()
-            with self._modes.replayed(), self._passing_on(), names, replay:
+            with self._modes.replayed(), around, replay:
                 try:
                     self._function(*args, **kwargs)
                 except (ReplayComplete, RuntimeError):  # TorchScript makes a RuntimeError of it
                     if not replay.is_done:
                         raise
-
-    def _passing_on(self) -> AbstractContextManager[Any]:
-        """A dispatch mode, if one was in force where it ran and none is now."""
-        return PassesOn(self.statistics.name) if self._is_under_mode and not count_dispatch_modes() else _NOTHING
 
 
 class _SubstituteValue(torch.autograd.Function):
