@@ -31,7 +31,6 @@ from recompute.engine.cut.op_policy import OpPolicy
 from recompute.engine.dtensors import has_layout, local_of
 from recompute.engine.modes import (
     ActiveModes,
-    SeesAllOps,
     count_dispatch_modes,
     count_function_modes,
     has_foreign_modes,
@@ -53,7 +52,6 @@ from recompute.engine.saved_tensors import (
     version_of,
 )
 from recompute.engine.scopes import Scope, let_transforms_in
-from recompute.engine.tape.autocast import PassesOn
 from recompute.engine.tape.recorder import TapeRegion
 from recompute.engine.thread_state import alive, is_fake
 from recompute.engine.wrapper_tensors import inner_tensors, nbytes_held
@@ -128,8 +126,6 @@ class CheckpointFrame(Scope, Recipe):
         self._living: dict[int, Tensor] = {}
         self._originals: dict[int, list[Tensor]] = {}  # copies, to compare with
         self._pins: list[KeptTensor] = []
-        self._is_under_mode = False
-        """Whether a dispatch mode is in force where it runs."""
         self.outer = top_hooks()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
@@ -159,9 +155,7 @@ class CheckpointFrame(Scope, Recipe):
 
     def watching(self) -> AbstractContextManager[Any]:
         """A context for the run. In the first frame it learns the facts that later frames of the region rely on."""
-        watching = self._region.learned.watching(self._rng, self.statistics.name)
-        self._is_under_mode = isinstance(watching, SeesAllOps) or count_dispatch_modes() > 0
-        return watching
+        return self._region.learned.watching(self._rng, self.statistics.name)
 
     def pin(self, tensor: Tensor, name: str | None) -> Tensor:
         """Have every replay use ``tensor`` here, whatever it calculates, unless it is pinned by name."""
@@ -271,29 +265,22 @@ class CheckpointFrame(Scope, Recipe):
         return KeptTensor(tensor.detach(), self.statistics.name, version)
 
     def regenerate(self, wanted: Collection[int]) -> dict[int, PackedTensor]:
-        replay, what = self._replayed(wanted)
-        if what is not None and self._is_under_mode and not count_dispatch_modes():
-            replay, what = self._replayed(wanted, PassesOn(self.statistics.name))
-        if what is not None:  # run again to learn which op it was
+        replay = Replay(self.statistics.name, self.pinned, self._expected, self._living, wanted)
+        self._context.copy().run(self._run, replay)  # a copy, because a context is entered but once at a time
+        what = replay.mismatch
+        if what is None and len(replay.values) < len(wanted):
+            what = f"it saved {len(self._expected)} tensors in forward, {replay.count} when run again"
+        elif what is not None or (what := self._difference(replay)) is not None:  # run again to learn which op it was
             named = Replay(self.statistics.name, self.pinned, self._expected, self._living, wanted)
             self._context.copy().run(self._run, named, OpNames(named))
+            what = named.mismatch or self._difference(named) or what
+        if what is not None:
             raise RegenerationError(
-                f"{self.statistics.name} did not run the same way twice: "
-                f"{named.mismatch or self._difference(named) or what}. Look for state that forward changes "
+                f"{self.statistics.name} did not run the same way twice: {what}. Look for state that forward changes "
                 "(a cache, a counter), for ops that are not deterministic, and for TorchScript that still profiles "
                 "(run it twice before). Or leave the module out of the policy."
             )
         return replay.values
-
-    def _replayed(
-        self, wanted: Collection[int], around: AbstractContextManager[Any] = _NOTHING
-    ) -> tuple[Replay, str | None]:
-        """A run of the module in this context, and how it differs from forward; None if it does not."""
-        replay = Replay(self.statistics.name, self.pinned, self._expected, self._living, wanted)
-        self._context.copy().run(self._run, replay, around)  # a copy, because a context is entered but once at a time
-        if replay.mismatch is None and len(replay.values) < len(wanted):
-            return replay, f"it saved {len(self._expected)} tensors in forward, {replay.count} when run again"
-        return replay, replay.mismatch or self._difference(replay)
 
     def _difference(self, replay: Replay) -> str | None:
         """How a value that came back differs from its original, where there is one to compare with."""
@@ -309,7 +296,7 @@ class CheckpointFrame(Scope, Recipe):
                     )
         return None
 
-    def _run(self, replay: Replay, around: AbstractContextManager[Any]) -> None:
+    def _run(self, replay: Replay, names: AbstractContextManager[Any] = _NOTHING) -> None:
         copies = StateCopies()
         with (
             # No transform of torch.func is at work: a batched backward still needs one plain forward.
@@ -327,7 +314,7 @@ class CheckpointFrame(Scope, Recipe):
             for restored, state in self._hooked:
                 stack.enter_context(restored(state))
             args, kwargs = self._inputs.restored()
-            with self._modes.replayed(), around, replay:
+            with self._modes.replayed(), names, replay:
                 try:
                     self._function(*args, **kwargs)
                 except (ReplayComplete, RuntimeError):  # TorchScript makes a RuntimeError of it

@@ -14,7 +14,6 @@ import torch
 from torch._C import DispatchKey
 
 from recompute.engine.cut.ops import CASTS_INSIDE, PINV
-from recompute.engine.modes import SeesAllOps
 from recompute.errors import UnsupportedError
 
 _KEYS = (DispatchKey.AutocastCPU, DispatchKey.AutocastCUDA)
@@ -35,18 +34,6 @@ def run_as_called(op: Any, args: tuple, kwargs: dict[str, Any], name: str) -> An
         with in_force(keys, op, kwargs, name):
             return op(*args, **kwargs)
     return op(*args, **kwargs)
-
-
-class PassesOn(SeesAllOps):
-    """Only looks on. But under a mode some of torch's functions call other ops than without, as ``torch.quantile``."""
-
-    def __init__(self, name: str):
-        """name: of the module that runs."""
-        super().__init__()
-        self._name = name
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return run_as_called(function, args, kwargs or {}, self._name)
 
 
 @contextmanager
