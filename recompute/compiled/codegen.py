@@ -13,7 +13,7 @@ from itertools import groupby
 from typing import Any, Protocol
 
 import torch
-from torch import Tag, Tensor
+from torch import Tag
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from recompute.compiled.earlier_calls import EarlierCalls
@@ -381,17 +381,10 @@ def _with(value: Any, replaced: Mapping[Use, Use]) -> Any:
     return value
 
 
-def _apart(tensor: Tensor, layout: Layout) -> Tensor:
-    """A tensor of ``layout`` in the memory of ``tensor``. Autograd does not take it for a view of that."""
-    whole = torch.empty(0, dtype=layout.dtype, device=tensor.device)
-    return whole.set_(tensor.untyped_storage(), layout.offset, layout.shape, layout.stride)
-
-
 _HELPERS: dict[str, Any] = {
     "seen_as": seen_as,
     "capture": capture,
     "RngState": RngState,
     "WatchedDraws": WatchedDraws,
-    "apart": _apart,
     **HELPERS,
 }

@@ -352,7 +352,7 @@ class ProgramWriter:
             return code.tensors[use.buffer]
         if use.buffer in self._kept:
             return f"{code.tensor(use)}.detach()"  # it shares the version counter of the kept value
-        return f"apart({code.tensors[use.buffer]}, {code.named(use.layout)})"
+        return f"{code.tensor(use)}.data"  # autograd does not take it for a view
 
 
 def deciding(calls: Sequence[Call], rerun: Collection[int], recording: Recording) -> set[int]:
