@@ -59,7 +59,11 @@ def run(kernel: Any, programs: int, *arguments: Any, **settings: Any) -> None:
     ``arguments`` come first in the kernel's signature; ``settings`` are its constants and Triton's options. A constant
     among the arguments would count by ``_specialized`` alone, and a kernel that was compiled for another be launched.
     """
-    if not programs or local.simulates_cuda:
+    if not programs:
+        return
+    if local.simulates_cuda:
+        if local.on_simulated_launch is not None:
+            local.on_simulated_launch(arguments)
         return
     device = arguments[0].device
     if device.type != "cuda":

@@ -34,6 +34,7 @@ from recompute.ablation.ablation_report import describe_models
 from recompute.ablation.peers import under
 from recompute.ablation.subjects import experiment_of, load_text
 from recompute.ablation.trials import Experiment
+from recompute.compiled.generated.generated_kernel import wait_for_kernels
 from recompute.counters import resolve_device
 from recompute.errors import BudgetError
 from recompute.policy.document import load_document
@@ -86,6 +87,7 @@ class Trainer:
         device = self.experiment.device
         for _ in range(WARMUP):
             self.step()
+            wait_for_kernels()
         seconds = []
         for _ in range(STEPS):
             start = counters.wall_seconds(device)

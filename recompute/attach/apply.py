@@ -16,7 +16,8 @@ from recompute.attach.check_effect import has_effect
 from recompute.attach.explain import WIDTH, Attachment, Stats, explanation, stats
 from recompute.attach.module_entries import module_entries
 from recompute.attach.own_checkpointing import Checkpointing, find_checkpointing, said_of, warn_of_checkpointing
-from recompute.compiled.captured_region import CaptureCache
+from recompute.attach.runners import regions_in
+from recompute.compiled.captured_region import CaptureCache, CapturedRegion
 from recompute.compiled.under_torch_compile import uncompiled
 from recompute.engine.checkpoint.module_state import RUNNER
 from recompute.engine.checkpoint.region import StateHook
@@ -200,6 +201,11 @@ class PolicyReport:
     @property
     def _attachments(self) -> list[Attachment]:
         return self._find()
+
+    @property
+    def _regions(self) -> list[CapturedRegion]:
+        """The regions that may be captured."""
+        return [region for attachment in self._attachments for region in regions_in(attachment.runner)]
 
     @property
     def removed(self) -> bool:

@@ -70,7 +70,7 @@ from recompute.engine.cut.save_plan import LARGEST_COPY, SavePlan
 from recompute.engine.reachable_objects import walk_references
 from recompute.engine.rng import RngState, is_random_source
 from recompute.engine.tape.recorder import TapeRegion
-from recompute.engine.thread_state import is_fake
+from recompute.engine.thread_state import is_fake, local
 
 MAX_HITS = 1
 """After more captured calls than this a recorded frame is thrown away. Two kinds of calls that take turns need 1."""
@@ -298,7 +298,7 @@ class CapturedRegion(RegionRecord):
         """Whether its frames were alike so far."""
         if not self.is_checkpoint:
             return self.has_settled(self.tape.plan)
-        return self._frames >= WARMUP_FRAMES or (self._frames > 1 and is_fake())
+        return self._frames >= WARMUP_FRAMES or (self._frames > 1 and local.is_settling)
 
     def record(self, function: Callable[..., Any], args: tuple, kwargs: dict) -> tuple[Any, RecordedFrame | str | None]:
         """Run once more by the tape, which also records the calls that a graph of the region must make.

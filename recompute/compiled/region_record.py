@@ -11,7 +11,7 @@ from recompute.compiled.program import Program
 from recompute.engine.cut.save_plan import SavePlan
 from recompute.engine.region_statistics import RegionStatistics
 from recompute.engine.tape.recorder import TapeRegion
-from recompute.engine.thread_state import is_fake
+from recompute.engine.thread_state import is_fake, local
 from recompute.errors import warn
 
 WARMUP_FRAMES = 3
@@ -102,7 +102,7 @@ class RegionRecord:
         """Whether enough frames have had this plan, or any one plan if ``plan`` is None."""
         counts = [count for known, count in self._plans.values() if plan is None or known is plan]
         most = max(counts, default=0)
-        return most >= WARMUP_FRAMES - 1 or (most > 0 and is_fake())
+        return most >= WARMUP_FRAMES - 1 or (most > 0 and local.is_settling)
 
     def count(self, plan: SavePlan | None) -> None:
         """A frame by the tape, other than the region's own, has ended."""

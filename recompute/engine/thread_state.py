@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, TypeVar
 
@@ -41,6 +41,10 @@ class _ThreadState(threading.local):
         self.function_stand_in: Any = None
         """``(op, args, kwargs) -> outputs``: runs in the place of the custom Functions of a graph being traced."""
         self.is_tracing = False
+        self.is_settling = False
+        """Whether steps run that are all alike, so that one is enough to know what a region does."""
+        self.on_simulated_launch: Callable[..., Any] | None = None
+        """Called with the arguments of each launch on tensors without values, which launches nothing."""
         self.simulates_cuda = False
         """Whether fake CPU tensors stand for CUDA's, because backward of fake CUDA tensors needs a GPU."""
 

@@ -18,7 +18,7 @@ from transformers import PretrainedConfig
 
 from recompute.attach.apply import AppliedPolicy, apply
 from recompute.attach.module_entries import module_entries
-from recompute.attach.runners import regions_in
+from recompute.compiled.settle import settle
 from recompute.engine.thread_state import local, swapped
 from recompute.errors import EstimateError, ModelError, NoEffectError, PolicyWarning
 from recompute.estimation.attention_choice import Platform
@@ -30,7 +30,7 @@ from recompute.estimation.layer_stacks import find_stacks
 from recompute.estimation.model_and_batch import ModelAndBatch
 from recompute.estimation.module_tracker import LOSS, layer_of, parameter_shapes, pattern_of, unit_of
 from recompute.estimation.optimizer_step import OptimizerStep, simulate_by_shape
-from recompute.estimation.simulation import SimulatedStep, Surroundings, learn, simulate
+from recompute.estimation.simulation import SimulatedStep, Surroundings, run_step, simulate
 from recompute.estimation.static_memory import (
     DTYPE_RECIPES,
     OPTIMIZERS,
@@ -234,8 +234,7 @@ class ModelEstimator:
         surroundings = Surroundings(self._platform, torch.bfloat16 if autocast else None)
         try:
             if handle is not None:
-                regions = [region for each in handle._attachments for region in regions_in(each.runner)]
-                learn(subject.model, subject.run, surroundings, regions)
+                settle(handle._regions, partial(run_step, subject.model, subject.run, surroundings))
             logits: dict[str, Any] = {"tokens": self._tokens(), "classes": self._classes()}
 
             def run() -> SimulatedStep:

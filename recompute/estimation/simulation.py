@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from recompute.compiled.captured_region import CapturedRegion, Observing, RecordingNext
 from recompute.engine.fake_mode import asks_for_address, refused_address
 from recompute.errors import ModelError, RecomputeError
 from recompute.estimation.attention_choice import Platform
@@ -102,12 +101,9 @@ class Surroundings(NamedTuple):
 
 AS_ON_THE_CPU = Surroundings()
 
-LEAST_STEPS, MOST_STEPS = 2, 12
-"""To learn from. In the first, custom Functions are met; in the second, a region may take the plan of one like it."""
-
 
 def run_step(
-    model: nn.Module, run: Callable[[], tuple[Tensor, Any]], surroundings: Surroundings, *, backward: bool = False
+    model: nn.Module, run: Callable[[], tuple[Tensor, Any]], surroundings: Surroundings, backward: bool
 ) -> None:
     """Run a forward, for a policy to learn, or a backward, too. Leaves no gradients. run: as ``simulate`` takes it."""
     tracker = ModuleTracker()
@@ -118,25 +114,6 @@ def run_step(
             with _naming(model, tracker.in_backward):
                 torch.autograd.backward(loss)
             model.zero_grad()
-
-
-def learn(
-    model: nn.Module,
-    run: Callable[[], tuple[Tensor, Any]],
-    surroundings: Surroundings,
-    regions: Sequence[CapturedRegion],
-) -> None:
-    """Run steps until each of the model's regions goes on as it is going to: as captured code, if it can.
-
-    run: as ``simulate`` takes it.
-    """
-    for count in range(MOST_STEPS):
-        before = [region.state for region in regions]
-        run_step(model, run, surroundings, backward=any(isinstance(state, Observing) for state in before))
-        states = [region.state for region in regions]
-        is_under_way = any(isinstance(state, (RecordingNext, Observing)) for state in states)
-        if count + 1 >= LEAST_STEPS and (states == before or not is_under_way):
-            return
 
 
 def simulate(

@@ -54,7 +54,10 @@ class StorageTrace(MemoryTrace):
         self.on_freed: Callable[[Any, int], None] = lambda label, nbytes: None
         """Called with the label and the bytes of each storage that no longer counts."""
         self.on_run: Callable[[Any, Any, Any, Any], None] = lambda op, args, kwargs, output: None
-        """Called with each op that has run, its arguments and its output. An op of ours counts as those inside."""
+        """Called with each op that has run, its arguments and its output. An op of ours counts as those inside.
+
+        A kernel that is launched on tensors that stand for CUDA's comes with None in the op's place.
+        """
         self._block_nbytes = block_nbytes
         self._mode = _StorageMode(self)
         self._alive: dict[int, tuple[weakref.ref[Any], int, Any]] = {}
@@ -62,6 +65,7 @@ class StorageTrace(MemoryTrace):
 
     def __enter__(self) -> StorageTrace:
         self._mode.__enter__()
+        local.on_simulated_launch = lambda arguments: self.on_run(None, arguments, {}, None)
         return self
 
     def mark(self, name: str) -> None:
@@ -70,6 +74,7 @@ class StorageTrace(MemoryTrace):
 
     def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
         self._mode.__exit__(kind, *rest)
+        local.on_simulated_launch = None
         self._alive.clear()
         if kind is not None:
             self.held_nbytes.clear()

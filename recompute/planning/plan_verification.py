@@ -195,10 +195,10 @@ def corrected(profile: Profile, assignment: Assignment, measured: MeasuredStep) 
 
 
 def _measure(run: DryRun, profile: Profile, policy: Policy, steps: int) -> MeasuredStep:
-    """Run one step to warm up, one that counts bytes, and some that are timed."""
+    """Run steps until the policy has settled, one that counts bytes, and some that are timed."""
     regions = _regions(run.model, profile)
-    with apply(run.model, policy):
-        run.step(regions)
+    with apply(run.model, policy) as handle:
+        run.settle(handle)
         static_nbytes = run.static_nbytes
         trace = run.step(regions, counted=True)
         # Steps are timed without marks at regions, which would slow them down where the host sets the pace.

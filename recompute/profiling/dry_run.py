@@ -14,6 +14,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import AdamW, Optimizer
 from torch.utils._pytree import tree_leaves
 
+from recompute.attach.apply import AppliedPolicy
+from recompute.compiled.generated.generated_kernel import wait_for_kernels
+from recompute.compiled.settle import settle
 from recompute.counters import Clock, MemoryTrace, memory_trace
 from recompute.errors import ModelError
 from recompute.estimation.optimizer_step import OptimizerFactory
@@ -99,9 +102,24 @@ class DryRun:
             self.output_gradients[key] = fixed_signs(output)
         return self.output_gradients[key]
 
-    def warm_up(self, regions: Mapping[str, nn.Module]) -> float:
-        """Run a training step before others are measured. Returns the seconds that it took."""
-        return self.step(regions, timed=True).seconds
+    @property
+    def warmup(self) -> int:
+        """Steps of captured code before others are measured. Its kernels are compiled in one and checked in another."""
+        return 2 if self.device.type == "cuda" else 1
+
+    def settle(self, handle: AppliedPolicy) -> None:
+        """Run steps under a policy until its regions are captured, if they can be, and until their kernels run."""
+        settle(handle._regions, self._learn)
+        for _ in range(self.warmup):
+            self.step(None)
+            wait_for_kernels()
+
+    def _learn(self, backward: bool) -> None:
+        """Run a forward, or with backward a step without its optimizer."""
+        roots, gradients = self.forward()
+        if backward:
+            torch.autograd.backward(roots, gradients)
+            self._drop_gradients()
 
     def step(self, regions: Mapping[str, nn.Module] | None, *, counted: bool = False, timed: bool = False) -> StepTrace:
         """One training step, as ``trace_step`` runs it; no gradients are left.
@@ -118,14 +136,17 @@ class DryRun:
         try:
             return trace_step(self.forward, self.optimizer, regions, memory=memory, clock=clock, earlier=earlier)
         finally:
-            self.optimizer.zero_grad(set_to_none=True)  # there are some if the step failed
-            self._drop_gradients_of_inputs()
+            self._drop_gradients()  # there are some if the step failed
 
     def _earlier_microbatches(self) -> Any:
         """Leave the gradients of one microbatch, and return the graphs of the others in flight."""
         torch.autograd.backward(*self.forward())
         self._drop_gradients_of_inputs()
         return [self.forward() for _ in range(self.microbatches_in_flight - 1)]
+
+    def _drop_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        self._drop_gradients_of_inputs()
 
     def _drop_gradients_of_inputs(self) -> None:
         """As a pipeline does once they are sent. They would add up in the next step."""

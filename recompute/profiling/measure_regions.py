@@ -14,7 +14,6 @@ from torch import nn
 
 from recompute.attach.apply import apply
 from recompute.attach.module_entries import module_entries
-from recompute.compiled.region_record import WARMUP_FRAMES
 from recompute.errors import ModelError, RecomputeError, warn
 from recompute.estimation.layer_stacks import shortened
 from recompute.profiling.candidates import Candidate
@@ -24,7 +23,7 @@ from recompute.profiling.regions import (
     RegionKind,
     StepLayout,
     discover_layout,
-    policy_for,
+    policy_from_rules,
     storages_that_may_travel,
 )
 from recompute.profiling.repeated_layers import continued, representative
@@ -34,15 +33,8 @@ from recompute.profiling.step_trace import StepTrace
 Progress = Callable[[str, int, int], None]
 """Called with the name of a task, how many of its parts are done, and how many there are; 0 where that is not known."""
 
-_WARMUP = 2
-"""Steps before anything is measured. The first makes plans and compiles kernels, and the second uses them.
-
-Where steps are slow, a forward takes the place of the first.
-"""
-_STEPS_UNTIL_CAPTURED = WARMUP_FRAMES
-"""More steps before any is timed, where steps are short: there the host's time counts, and captured code takes less."""
 SLOW_SECONDS = 1.0
-"""If the last step of a warm-up takes longer, one step is timed. So long a step varies little, and marks are cheap.
+"""If the first step takes longer, one is timed. So long a step varies little, and marks are cheap.
 
 On CUDA the bytes of the same step are counted: the device's work hides the host's.
 """
@@ -208,16 +200,11 @@ class _RegionMeasurer:
 
     def _measure(self, job: Sequence[_Placement]) -> None:
         chosen, regions = self._chosen(job), self.layout.regions
-        with apply(self.run.model, policy_for(self.run, self.layout.rules(chosen))):
-            if self.is_slow:
-                self.run.forward()
-            for _ in range(1 if self.is_slow else _WARMUP):
-                seconds = self.run.warm_up(regions)
-            self.is_slow = seconds > SLOW_SECONDS
+        with apply(self.run.model, policy_from_rules(self.layout.rules(chosen))) as handle:
+            self.run.settle(handle)
+            counted = self.run.step(regions, counted=True, timed=True)
+            self.is_slow = counted.seconds > SLOW_SECONDS
             at_once = self.run.is_calculated or (self.is_slow and self.run.device.type == "cuda")
-            counted = self.run.step(regions, counted=True, timed=at_once)
-            for _ in range(0 if at_once or self.is_slow else _STEPS_UNTIL_CAPTURED):
-                self.run.warm_up(regions)
             timed = [counted] if at_once else []
             whole: list[StepTrace] = []
             while len(timed) < (1 if self.is_slow else self.steps):
@@ -238,9 +225,8 @@ class _RegionMeasurer:
         for path, candidate in zip(self.layout.paths, chosen, strict=True):
             if path in regions:
                 rules[path] = offloading_rule(candidate.rule, sys.float_info.min)
-        with apply(self.run.model, policy_for(self.run, rules)) as handle:
-            for _ in range(_WARMUP):
-                self.run.forward()
+        with apply(self.run.model, policy_from_rules(rules)) as handle:
+            self.run.settle(handle)
             found = dict(storages_that_may_travel(handle))
         for path, key in keys.items():  # the last of the places that run alike counts: it has usual neighbours
             self.found.storages_of[key] = found[path]

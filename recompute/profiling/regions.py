@@ -200,14 +200,9 @@ def policy_from_rules(rules: Mapping[str, Mapping[str, Any] | None], *, captures
     return Policy(name="profile", rules=found or NO_RULES)
 
 
-def policy_for(run: DryRun, rules: Mapping[str, Mapping[str, Any] | None]) -> Policy:
-    """``policy_from_rules`` for the steps of ``run``. Calculated steps are never captured."""
-    return policy_from_rules(rules, captures=not run.is_calculated)
-
-
 def _plans(run: DryRun, regions: Collection[str], via: str) -> dict[str, SavePlan]:
     """The plan of each region, under a rule that may run every op again."""
-    with apply(run.model, policy_for(run, dict.fromkeys(regions, rerunning_rule(via)))) as handle:
+    with apply(run.model, policy_from_rules(dict.fromkeys(regions, rerunning_rule(via)))) as handle:
         run.forward()  # a layer's kernels learn in it which Linears read its norm
         found: dict[str, SavePlan] = {}
         while True:  # where regions of several kinds begin alike, some took the plans of others, and have none yet

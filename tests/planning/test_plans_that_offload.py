@@ -319,10 +319,12 @@ def test_the_peaks_of_mixed_plans_that_offload_are_right_to_the_byte(linked):
     for assignment in assignments:
         choices = choices_of(profile, assignment)
         rules = {place.path: choice.rule for place, choice in zip(profile.places, choices, strict=True) if place.path}
-        with dry_run(linked.model, IDS, loss=loss) as run, recompute.apply(linked.model, policy_from_rules(rules)):
+        with (
+            dry_run(linked.model, IDS, loss=loss) as run,
+            recompute.apply(linked.model, policy_from_rules(rules)) as handle,
+        ):
             regions = {place.path: linked.model.get_submodule(place.path) for place in profile.places[1:-1]}
-            for _ in range(2):
-                run.step(regions)
+            run.settle(handle)
             peak = run.static_nbytes + run.step(regions, counted=True).peak_nbytes
         assert predict(profile, assignment).peak_nbytes == peak, [choice.name for choice in choices]
 

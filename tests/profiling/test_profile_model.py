@@ -44,10 +44,9 @@ def predicted_peak(profile, choices):
 
 def measured_peak(profile, model, batch, choices, loss=None):
     rules = {place.path: choice.rule for place, choice in zip(profile.places, choices, strict=True) if place.path}
-    with dry_run(model, batch, loss=loss) as run, recompute.apply(model, policy_from_rules(rules)):
+    with dry_run(model, batch, loss=loss) as run, recompute.apply(model, policy_from_rules(rules)) as handle:
         regions = {place.path: model.get_submodule(place.path) for place in profile.places[1:-1]}
-        for _ in range(2):
-            run.step(regions)
+        run.settle(handle)
         return run.step(regions, counted=True).peak_nbytes
 
 

@@ -7,7 +7,7 @@ import itertools
 import linecache
 import os
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +35,14 @@ _numbers = itertools.count()
 @functools.cache
 def _compilers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="recompute-generated")
+
+
+_compiling: set[Future[Any]] = set()
+
+
+def wait_for_kernels() -> None:
+    """Wait until each generated kernel that has been called is compiled. ATen's run until then."""
+    wait(_compiling)
 
 
 @functools.cache
@@ -131,6 +139,8 @@ class GeneratedKernel:
         if self._compiled is None:
             dtypes = [each.dtype for each in arguments if isinstance(each, Tensor)]
             self._compiled = _compilers().submit(self._compile, arguments[0].device, dtypes)
+            _compiling.add(self._compiled)
+            self._compiled.add_done_callback(_compiling.discard)
         if not self._compiled.done() or is_in_cuda_graph():
             return self._aten(*arguments)
         error = self._compiled.exception()
