@@ -223,7 +223,7 @@ def _has_attributes(value: Tensor) -> bool:
 
     Then it is given the parameter itself. Hooks of that would see the gradient twice, so none may have any.
     """
-    return value.is_leaf and bool(vars(value)) and not value._backward_hooks
+    return value.is_leaf and value.requires_grad and bool(vars(value)) and not value._backward_hooks
 
 
 def as_autograd_does(gradient: Tensor, layout: Layout) -> Tensor:
@@ -270,15 +270,20 @@ def graph_call(op: FunctionOp) -> Callable[..., Any]:
     def call_function(*args: Any, **kwargs: Any) -> Any:
         if local.function_stand_in is not None:
             return local.function_stand_in(op, args, kwargs)
-        end = getattr(local.active_frames[-1], "end_function", None) if local.active_frames else None
-        if end is None:
-            return op.function.apply(*args, **kwargs)
-        end()
-        output = op.function.apply(*args, **kwargs)
-        end(output)
-        return output
+        return announced(op.function.apply, *args, **kwargs)
 
     return call_function
+
+
+def announced(apply: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The outputs of a Function, from its ``apply``. They are shown, with their graphs, to the tape of the graph."""
+    end = getattr(local.active_frames[-1], "end_function", None) if local.active_frames else None
+    if end is None:
+        return apply(*args, **kwargs)
+    end()
+    output = apply(*args, **kwargs)
+    end(output)
+    return output
 
 
 _MANY = 100

@@ -20,7 +20,7 @@ from recompute.attach.apply import AppliedPolicy, apply
 from recompute.attach.module_entries import module_entries
 from recompute.attach.runners import regions_in
 from recompute.engine.thread_state import local, swapped
-from recompute.errors import EstimateError, ModelError, NoEffectError, PolicyWarning
+from recompute.errors import EstimateError, ModelError, NoEffectError, PolicyWarning, RecomputeError
 from recompute.estimation.attention_choice import Platform
 from recompute.estimation.estimate_options import EstimateOptions
 from recompute.estimation.estimate_result import Advice, Estimate, EstimateSettings, ModuleActivations
@@ -30,7 +30,7 @@ from recompute.estimation.layer_stacks import find_stacks
 from recompute.estimation.model_and_batch import ModelAndBatch
 from recompute.estimation.module_tracker import LOSS, layer_of, parameter_shapes, pattern_of, unit_of
 from recompute.estimation.optimizer_step import OptimizerStep, simulate_by_shape
-from recompute.estimation.simulation import SimulatedStep, Surroundings, learn, simulate
+from recompute.estimation.simulation import SimulatedStep, Surroundings, learn, refuse_all, simulate
 from recompute.estimation.static_memory import (
     DTYPE_RECIPES,
     OPTIMIZERS,
@@ -233,17 +233,28 @@ class ModelEstimator:
                 handle = apply(subject.model, policy, strict=self._strict)
         surroundings = Surroundings(self._platform, torch.bfloat16 if autocast else None)
         try:
-            if handle is not None:
-                regions = [region for each in handle._attachments for region in regions_in(each.runner)]
-                learn(subject.model, subject.run, surroundings, regions)
+            attachments = () if handle is None else handle._attachments
+            regions = [region for each in attachments for region in regions_in(each.runner)]
+            given = subject.model, subject.run, surroundings
             logits: dict[str, Any] = {"tokens": self._tokens(), "classes": self._classes()}
 
             def run() -> SimulatedStep:
                 before = _carried(handle)
-                step = simulate(subject.model, subject.run, surroundings, **logits, timed=self._timed)
+                step = simulate(*given, **logits, timed=self._timed)
                 return replace(step, host=dict(_carried(handle) - before))
 
-            yield run
+            def uncaptured_if_need_be(step: Callable[[], Any]) -> Any:
+                try:
+                    return step()
+                except RecomputeError:  # code of a region may fail where its module would not
+                    if not refuse_all(regions):
+                        raise
+                    learn(*given, regions)
+                    return step()
+
+            if handle is not None:
+                uncaptured_if_need_be(partial(learn, *given, regions))
+            yield partial(uncaptured_if_need_be, run)
         finally:
             if handle is not None:
                 handle.remove()

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from recompute.compiled.captured_region import CapturedRegion, Observing, RecordingNext
+from recompute.compiled.captured_region import CapturedRegion, Observing, RecordingNext, Refused
 from recompute.engine.fake_mode import asks_for_address, refused_address
 from recompute.errors import ModelError, RecomputeError
 from recompute.estimation.attention_choice import Platform
@@ -104,6 +104,8 @@ AS_ON_THE_CPU = Surroundings()
 
 LEAST_STEPS, MOST_STEPS = 2, 12
 """To learn from. In the first, custom Functions are met; in the second, a region may take the plan of one like it."""
+MOST_FAILURES = 3
+"""How often a region is recorded without a program."""
 
 
 def run_step(
@@ -126,17 +128,34 @@ def learn(
     surroundings: Surroundings,
     regions: Sequence[CapturedRegion],
 ) -> None:
-    """Run steps until each of the model's regions goes on as it is going to: as captured code, if it can.
+    """Run steps until each of the model's regions goes on as it is going to: as captured code, or else refused.
 
     run: as ``simulate`` takes it.
     """
     for count in range(MOST_STEPS):
         before = [region.state for region in regions]
-        run_step(model, run, surroundings, backward=any(isinstance(state, Observing) for state in before))
+        # A region that is called several times in a step may begin to observe and go on in one of them.
+        is_under_way = any(isinstance(state, (RecordingNext, Observing)) for state in before)
+        run_step(model, run, surroundings, backward=is_under_way)
         states = [region.state for region in regions]
-        is_under_way = any(isinstance(state, (RecordingNext, Observing)) for state in states)
-        if count + 1 >= LEAST_STEPS and (states == before or not is_under_way):
-            return
+        if count + 1 >= LEAST_STEPS and (states == before or not any(map(_is_under_way, regions))):
+            break
+    for region in regions:
+        if region.was_tried and not region.is_captured:
+            region.refuse(region.failure)
+
+
+def refuse_all(regions: Sequence[CapturedRegion]) -> bool:
+    """Have no region run as captured code. Returns whether any might have."""
+    others = [region for region in regions if not isinstance(region.state, Refused)]
+    for region in others:
+        region.refuse("its code cannot run without values")
+    return bool(others)
+
+
+def _is_under_way(region: CapturedRegion) -> bool:
+    failures = region.recordings - len(region.programs)
+    return isinstance(region.state, (RecordingNext, Observing)) and failures <= MOST_FAILURES
 
 
 def simulate(
