@@ -35,8 +35,8 @@ def modules_in(function: Callable[..., Any], args: tuple) -> Iterable[nn.Module]
 
 def tensors_on(modules: Iterable[nn.Module]) -> dict[tuple[int, str], Tensor]:
     """The tensors that modules have as attributes, by the number of the module and the name."""
-    tables = [(n, *m._parameters.items(), *m._buffers.items(), *vars(m).items()) for n, m in enumerate(modules)]
-    return {(n, name): each for n, *table in tables for name, each in table if isinstance(each, Tensor)}
+    tables = [(n, {**vars(m), **m._parameters, **m._buffers}) for n, m in enumerate(modules)]
+    return {(n, name): each for n, table in tables for name, each in table.items() if isinstance(each, Tensor)}
 
 
 def kind_of(value: Tensor) -> Hashable:

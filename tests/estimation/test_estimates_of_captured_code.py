@@ -72,7 +72,8 @@ class TurnsBlock(Block):
     """Layers do not return alike."""
 
     def forward(self, x):
-        return (super().forward(x),) if self.index % 2 else super().forward(x)
+        y = super().forward(x)
+        return (y, y.detach()) if self.index % 2 else y
 
 
 class FunctionBlock(Block):
