@@ -270,20 +270,15 @@ def graph_call(op: FunctionOp) -> Callable[..., Any]:
     def call_function(*args: Any, **kwargs: Any) -> Any:
         if local.function_stand_in is not None:
             return local.function_stand_in(op, args, kwargs)
-        return announced(op.function.apply, *args, **kwargs)
+        end = getattr(local.active_frames[-1], "end_function", None) if local.active_frames else None
+        if end is None:
+            return op.function.apply(*args, **kwargs)
+        end()
+        output = op.function.apply(*args, **kwargs)
+        end(output)
+        return output
 
     return call_function
-
-
-def announced(apply: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The outputs of a Function, from its ``apply``. They are shown, with their graphs, to the tape of the graph."""
-    end = getattr(local.active_frames[-1], "end_function", None) if local.active_frames else None
-    if end is None:
-        return apply(*args, **kwargs)
-    end()
-    output = apply(*args, **kwargs)
-    end(output)
-    return output
 
 
 _MANY = 100

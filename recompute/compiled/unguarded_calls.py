@@ -7,21 +7,17 @@ tensors, and those of the module, are of the same kinds.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from recompute.compiled.frontend import ASKS, TORCHS, may_ask
-from recompute.compiled.function_calls import announced
 from recompute.compiled.guards import MISSED
 from recompute.compiled.recording import NotCapturable
 from recompute.engine.cut.layout import Layout
-from recompute.engine.tape.functions import is_seen
 from recompute.engine.tape.op_arguments import is_constant
 from recompute.engine.thread_state import swapped
 from recompute.source_files import OURS, lies_in
@@ -70,26 +66,6 @@ def _is_compiling() -> bool:
     if not may_ask(frame):
         raise NotCapturable(ASKS)
     return not lies_in(frame.f_code.co_filename, *OURS, TORCHS)
-
-
-@contextmanager
-def _functions_announced() -> Iterator[None]:
-    """Inside, custom Functions are called as a graph of torch's frontend calls them."""
-    apply = vars(Function)["apply"]
-
-    def announcing(kind: Any, *args: Any, **kwargs: Any) -> Any:
-        Function.apply = apply  # those inside of this one are part of it
-        call = apply.__get__(None, kind)
-        try:
-            return call(*args, **kwargs) if is_seen(kind) else announced(call, *args, **kwargs)
-        finally:
-            Function.apply = announcing_all
-
-    Function.apply = announcing_all = classmethod(announcing)
-    try:
-        yield
-    finally:
-        Function.apply = apply
 
 
 class _Place(NamedTuple):
@@ -155,7 +131,7 @@ class _CallGraph:
     def forward(self, *_: Any) -> Sequence[Tensor]:
         assert self._call is not None, "a backward that needs another forward has no place in an estimate"
         before = tensors_on(self._call.modules)
-        with swapped(torch.compiler, "is_compiling", _is_compiling), _functions_announced():
+        with swapped(torch.compiler, "is_compiling", _is_compiling):
             result = self._call.run()
         after = tensors_on(self._call.modules).items()
         leaves, self._spec = tree_flatten((result, {key: each for key, each in after if before.get(key) is not each}))

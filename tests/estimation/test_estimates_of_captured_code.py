@@ -161,7 +161,7 @@ def test_a_step_is_estimated_as_its_code_runs(policy, adapt):
 
 @pytest.mark.parametrize("block", [KeepingBlock, LiteralBlock, TurnsBlock, FunctionBlock])
 def test_blocks_are_estimated_as_their_code_runs(block):
-    assert_estimated(Stack(block), "elementwise")
+    assert_estimated(Stack(block), "elementwise", "of 2 run as captured code")
 
 
 def test_a_block_that_asks_whether_it_is_compiled_is_estimated_uncaptured():
