@@ -43,8 +43,6 @@ class _LastTrace(threading.local):
 
 
 last_trace = _LastTrace()
-
-
 ASKS = "its forward asks whether torch.compile traces it"
 
 

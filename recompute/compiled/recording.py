@@ -201,8 +201,7 @@ class Recording:
     def _given(self, tensor: Tensor, position: int | None) -> int:
         """A buffer of its own for a tensor that no call has made.
 
-        Where it shares memory with one before it, no op reads this buffer: ops read the one that came first, at a place
-        that is counted from the start of the storage.
+        Where it shares memory with an earlier one, ops read that, at a place counted from the start of the storage.
         """
         root = self._current.get(tensor.untyped_storage()._cdata)
         number = self._new(tensor, given=position, root=root)

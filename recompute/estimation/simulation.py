@@ -104,8 +104,8 @@ AS_ON_THE_CPU = Surroundings()
 
 LEAST_STEPS, MOST_STEPS = 2, 12
 """To learn from. In the first, custom Functions are met; in the second, a region may take the plan of one like it."""
-MOST_FAILURES = 3
-"""How often a region is recorded without a program."""
+MOST_FAILURES = 3  # recordings of a region without a program: after more of them it will hardly get one
+_UNDER_WAY = RecordingNext, Observing
 
 
 def run_step(
@@ -134,9 +134,8 @@ def learn(
     """
     for count in range(MOST_STEPS):
         before = [region.state for region in regions]
-        # A region that is called several times in a step may begin to observe and go on in one of them.
-        is_under_way = any(isinstance(state, (RecordingNext, Observing)) for state in before)
-        run_step(model, run, surroundings, backward=is_under_way)
+        # A region that is called several times in a step may be recorded and observed in the same one.
+        run_step(model, run, surroundings, backward=any(isinstance(state, _UNDER_WAY) for state in before))
         states = [region.state for region in regions]
         if count + 1 >= LEAST_STEPS and (states == before or not any(map(_is_under_way, regions))):
             break
@@ -155,7 +154,7 @@ def refuse_all(regions: Sequence[CapturedRegion]) -> bool:
 
 def _is_under_way(region: CapturedRegion) -> bool:
     failures = region.recordings - len(region.programs)
-    return isinstance(region.state, (RecordingNext, Observing)) and failures <= MOST_FAILURES
+    return isinstance(region.state, _UNDER_WAY) and failures <= MOST_FAILURES
 
 
 def simulate(

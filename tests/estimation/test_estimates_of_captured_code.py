@@ -51,8 +51,6 @@ class Block(nn.Module):
 
 
 class KeepingBlock(Block):
-    """It leaves tensors on itself."""
-
     def forward(self, x):
         self.last = super().forward(x)
         self.seen = x.detach() * 2
@@ -60,8 +58,6 @@ class KeepingBlock(Block):
 
 
 class LiteralBlock(Block):
-    """It has a number in the place of a tensor."""
-
     def forward(self, x):
         y = self.norm(x).clone()
         y[..., 0] = 0
@@ -69,16 +65,12 @@ class LiteralBlock(Block):
 
 
 class TurnsBlock(Block):
-    """Layers do not return alike."""
-
     def forward(self, x):
         y = super().forward(x)
         return (y, y.detach()) if self.index % 2 else y
 
 
 class FunctionBlock(Block):
-    """A custom Function is given a tensor that the block makes, and a parameter."""
-
     def forward(self, x):
         return x + Gated.apply(self.up(self.norm(x)), self.down.weight)
 
