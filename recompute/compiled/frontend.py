@@ -43,6 +43,7 @@ class _LastTrace(threading.local):
 
 
 last_trace = _LastTrace()
+ASKS = "its forward asks whether torch.compile traces it"
 
 
 def asks_about_tracing() -> bool:
@@ -73,19 +74,19 @@ def names_read() -> frozenset[str]:
     return frozenset(word for guard in guards for word in re.findall(r"\w+", guard.name))
 
 
-_TORCHS = os.path.dirname(torch.__file__)
+TORCHS = os.path.dirname(torch.__file__)
 
 
-def _may_ask(frame: Any) -> bool:
+def may_ask(frame: Any) -> bool:
     """Whether a frame may ask if it is compiled, because it only chooses among ops that do the same.
 
     Those ops are compared with the recorded ones. transformers asks so in its own code. Its function
     ``is_torchdynamo_compiling`` may have other callers, so the code that calls it is looked at, too.
     """
-    if lies_in(frame.f_code.co_filename, *OURS, _TORCHS):
+    if lies_in(frame.f_code.co_filename, *OURS, TORCHS):
         return True
     theirs = getattr(sys.modules.get("transformers"), "__file__", None)
-    folders = (*OURS, _TORCHS, *([] if theirs is None else [os.path.dirname(theirs)]))
+    folders = (*OURS, TORCHS, *([] if theirs is None else [os.path.dirname(theirs)]))
     asking = [each for each in (frame, getattr(frame, "parent", None)) if each is not None]
     return all(lies_in(each.f_code.co_filename, *folders) for each in asking)
 
@@ -127,7 +128,7 @@ def _notice_questions_and_calls() -> None:
 
     @_replacing(InstructionTranslatorBase, "mark_inconsistent_side_effects")
     def noticed(mark: Callable[..., None], self: Any) -> None:
-        if local.is_tracing and not _may_ask(self):
+        if local.is_tracing and not may_ask(self):
             last_trace.asks = True
         mark(self)
 

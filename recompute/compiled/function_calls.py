@@ -223,7 +223,7 @@ def _has_attributes(value: Tensor) -> bool:
 
     Then it is given the parameter itself. Hooks of that would see the gradient twice, so none may have any.
     """
-    return value.is_leaf and bool(vars(value)) and not value._backward_hooks
+    return value.is_leaf and value.requires_grad and bool(vars(value)) and not value._backward_hooks
 
 
 def as_autograd_does(gradient: Tensor, layout: Layout) -> Tensor:

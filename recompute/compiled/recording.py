@@ -109,8 +109,7 @@ class Call(NamedTuple):
     results: tuple[int | None, ...]
     """The buffers of its outputs; None for one that is no tensor, or that shares the memory of another."""
     written: tuple[tuple[int, int], ...]
-    """For each storage that it writes to, the buffers before and after. These are the same where a custom Function
-    leaves an argument as it is, or was given it from outside of the region."""
+    """For each storage that it writes to, the buffers before and after: the same where a Function leaves it so."""
     is_sequence: bool
     """Whether it returns several outputs."""
 
@@ -202,8 +201,7 @@ class Recording:
     def _given(self, tensor: Tensor, position: int | None) -> int:
         """A buffer of its own for a tensor that no call has made.
 
-        Where it shares memory with one before it, no op reads this buffer: whoever reads a part of that memory reads
-        the buffer that came first, at a place which is counted from the start of the storage.
+        Where it shares memory with an earlier one, ops read that, at a place counted from the start of the storage.
         """
         root = self._current.get(tensor.untyped_storage()._cdata)
         number = self._new(tensor, given=position, root=root)
@@ -244,6 +242,8 @@ class Recording:
         except NotCapturable as error:
             give_up(error)
         output = run()
+        if op is torch.ops.aten.lift_fresh.default and self.knows(args[0]):  # on fake tensors it makes another one
+            self.bind(output, self._current[args[0].untyped_storage()._cdata])
         if started is not None:
             try:
                 self.end(started, output)

@@ -1,27 +1,38 @@
 """Calls on tensors without values, as an estimate makes them: the graph of a call is the call itself.
 
-Nobody changes the model meanwhile, so no guard looks at Python's state. Calls of one function are alike if their
+Nobody changes the model meanwhile, so no guard looks at Python's state. Calls of one module are alike if their
 tensors, and those of the module, are of the same kinds.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
+from recompute.compiled.frontend import ASKS, TORCHS, may_ask
 from recompute.compiled.guards import MISSED
 from recompute.compiled.recording import NotCapturable
 from recompute.engine.cut.layout import Layout
 from recompute.engine.tape.op_arguments import is_constant
+from recompute.engine.thread_state import swapped
+from recompute.source_files import OURS, lies_in
 
 
 def modules_in(function: Callable[..., Any], args: tuple) -> Iterable[nn.Module]:
     """The module whose forward ``function`` is, or which it is given, and those inside of it."""
     module = next((m for m in (getattr(function, "__self__", None), *args[:1]) if isinstance(m, nn.Module)), None)
     return () if module is None else module.modules()
+
+
+def tensors_on(modules: Iterable[nn.Module]) -> dict[tuple[int, str], Tensor]:
+    """The tensors that modules have as attributes, by the number of the module and the name."""
+    tables = [(n, {**vars(m), **m._parameters, **m._buffers}) for n, m in enumerate(modules)]
+    return {(n, name): each for n, table in tables for name, each in table.items() if isinstance(each, Tensor)}
 
 
 def kind_of(value: Tensor) -> Hashable:
@@ -42,11 +53,19 @@ class _Call(NamedTuple):
     def of(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> _Call:
         modules = list(modules_in(function, args))
         given = tree_leaves((args, kwargs))
-        own = [each for m in modules for each in (*m._parameters.values(), *m._buffers.values(), *vars(m).values())]
+        own = tensors_on(modules).values()
         tensors = list({id(each): each for each in (*given, *own) if isinstance(each, Tensor)}.values())
         kinds = [each if each is None or type(each) is bool else type(each) for each in given]
-        kind = tuple(kinds), tuple(map(kind_of, tensors)), len(modules)
+        kind = tuple(kinds), tuple(map(kind_of, tensors)), tuple(map(id, modules))
         return _Call(lambda: function(*args, **kwargs), tensors, modules, kind)
+
+
+def _is_compiling() -> bool:
+    """The answer that a model's own code gets while torch's frontend traces it."""
+    frame = sys._getframe(1)
+    if not may_ask(frame):
+        raise NotCapturable(ASKS)
+    return not lies_in(frame.f_code.co_filename, *OURS, TORCHS)
 
 
 class _Place(NamedTuple):
@@ -82,7 +101,10 @@ class UnguardedCalls:
 
 
 class _CallGraph:
-    """The graph of calls of one kind: tensors, and then modules, are its inputs, and tensors are its outputs."""
+    """The graph of calls of one kind: tensors, and then modules, are its inputs, and tensors are its outputs.
+
+    The tensors that the call has put on modules are outputs, too.
+    """
 
     code = ""
     """The tape tells such graphs apart."""
@@ -100,11 +122,19 @@ class _CallGraph:
         finally:
             self._call = None
         assert self._spec is not None
-        return tree_unflatten([values[e.number] if type(e) is _Place else e for e in self._leaves], self._spec)
+        leaves = [values[e.number] if type(e) is _Place else e for e in self._leaves]
+        result, attributes = tree_unflatten(leaves, self._spec)
+        for (number, name), value in attributes.items():
+            setattr(call.modules[number], name, value)
+        return result
 
     def forward(self, *_: Any) -> Sequence[Tensor]:
         assert self._call is not None, "a backward that needs another forward has no place in an estimate"
-        leaves, self._spec = tree_flatten(self._call.run())
+        before = tensors_on(self._call.modules)
+        with swapped(torch.compiler, "is_compiling", _is_compiling):
+            result = self._call.run()
+        after = tensors_on(self._call.modules).items()
+        leaves, self._spec = tree_flatten((result, {key: each for key, each in after if before.get(key) is not each}))
         places = {id(tensor): _Place(index) for index, tensor in enumerate(self._call.tensors)}
         outputs: list[Tensor] = []
         for each in leaves:

@@ -18,9 +18,9 @@ from transformers import PretrainedConfig
 
 from recompute.attach.apply import AppliedPolicy, apply
 from recompute.attach.module_entries import module_entries
-from recompute.compiled.settle import settle
+from recompute.compiled.settle import refuse_all, settle
 from recompute.engine.thread_state import local, swapped
-from recompute.errors import EstimateError, ModelError, NoEffectError, PolicyWarning
+from recompute.errors import EstimateError, ModelError, NoEffectError, PolicyWarning, RecomputeError
 from recompute.estimation.attention_choice import Platform
 from recompute.estimation.estimate_options import EstimateOptions
 from recompute.estimation.estimate_result import Advice, Estimate, EstimateSettings, ModuleActivations
@@ -233,13 +233,21 @@ class ModelEstimator:
                 handle = apply(subject.model, policy, strict=self._strict)
         surroundings = Surroundings(self._platform, torch.bfloat16 if autocast else None)
         try:
+            regions = [] if handle is None else handle._regions
+            learn = partial(settle, regions, partial(run_step, subject.model, subject.run, surroundings))
             if handle is not None:
-                settle(handle._regions, partial(run_step, subject.model, subject.run, surroundings))
+                learn()
             logits: dict[str, Any] = {"tokens": self._tokens(), "classes": self._classes()}
 
             def run() -> SimulatedStep:
                 before = _carried(handle)
-                step = simulate(subject.model, subject.run, surroundings, **logits, timed=self._timed)
+                try:
+                    step = simulate(subject.model, subject.run, surroundings, **logits, timed=self._timed)
+                except RecomputeError:
+                    if not refuse_all(regions):
+                        raise
+                    learn()
+                    return run()
                 return replace(step, host=dict(_carried(handle) - before))
 
             yield run
