@@ -199,7 +199,7 @@ def test_the_strides_of_inputs_and_gradients_do_not_matter(case, layout, device)
         exact = results(case.eager, doubled(inputs), [each.double() for each in gradients])
         return [relative_error(*pair) for pair in zip(results(function, inputs, gradients), exact, strict=True)]
 
-    # Of expanded weights all products are one number, and its last bit decides whether the sum of them is rounded well or
+    # Of expanded weights all products are one number, and its last bit decides whether their sum is rounded well or
     # badly. So eager's errors of several such numbers count.
     peers = [errors(case.eager, inputs_of(case, device), like(gradients))]
     for scale in (1.0, 1.1, 1.3, 1.7):
