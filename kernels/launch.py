@@ -15,8 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from recompute.engine.thread_state import is_fake, local
 from recompute.errors import KernelError
-from recompute.kernels.argument_layouts import layouts_of
-from recompute.kernels.launch_plan import Launch, PlansByLayout, is_out_of_the_ordinary, noting
+from recompute.kernels.launch_plan import Launch, PlansByLayout, is_out_of_the_ordinary, layouts_of, noting
 
 try:
     import triton  # type: ignore[import-untyped]

@@ -23,7 +23,6 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recompute.engine.thread_state import swapped
-from recompute.kernels.argument_layouts import MAX_LAYOUTS, layouts_of
 
 _ATEN = torch.ops.aten
 _ALLOCATE = {
@@ -37,6 +36,9 @@ MAX_ATTEMPTS = 3
 """Calls that may be noted in vain before a call stays with the implementation."""
 CALLS_BEFORE_PLAN = 16
 """Calls with the same layouts before an op makes a plan for them. A plan takes as long as so many calls save."""
+
+MAX_LAYOUTS = 128
+"""The layouts of arguments that an op remembers."""
 
 address_of = torch._C.TensorBase.data_ptr
 """Not ``Tensor.data_ptr``, which tapes watch: nobody writes to what is only compared here."""
@@ -99,6 +101,13 @@ class PlannedCall:
             return self._implementation(*arguments)
         result, self.planned = _noted_call(self._implementation, arguments)
         return result
+
+
+def layouts_of(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """For each tensor everything but its address and values. All else, and tensor subclasses, stand for themselves."""
+    return tuple(
+        [(each.dtype, each.device, each.shape, each.stride()) if type(each) in _PLAIN else each for each in arguments]
+    )
 
 
 class PlansByLayout:
