@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 from collections.abc import Callable, Iterable
 from itertools import compress
 from typing import Any
@@ -22,8 +21,6 @@ try:
     import triton.language as tl  # type: ignore[import-untyped]
 except ImportError:  # Triton is published for Linux only; elsewhere the references serve
     triton = tl = None
-
-logger = logging.getLogger("recompute.kernels")
 
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 DTYPES = (*TRITON_DTYPES, torch.float64)
@@ -68,7 +65,6 @@ def run(kernel: Any, programs: int, *arguments: Any, **settings: Any) -> None:
             kernel[(programs,)](*arguments, **settings)
         _note(kernel, programs, arguments, settings)
         return
-    _tell_settings(device)
     with _on(device):
         if not _RELAUNCHES or _has_hooks():
             kernel[(programs,)](*arguments, **settings)
@@ -93,19 +89,6 @@ def _note(kernel: Any, programs: int, arguments: Any, settings: Any, compiled: A
     if noting.launches is not None:
         hooks = () if compiled is None else _hooks()
         noting.launches.append(Launch(kernel, programs, arguments, settings, compiled, constants, hooks))
-
-
-@functools.cache
-def _tell_settings(device: torch.device) -> None:
-    """Log, once for each device, if the kernels' settings were not measured on one like it."""
-    properties = torch.cuda.get_device_properties(device)
-    if (properties.major, properties.minor) != (9, 0):
-        logger.info(
-            "%s: launch settings of recompute.kernels were measured on an H200; here they are the same, with as many "
-            "pipeline stages as %d KiB of shared memory hold.",
-            properties.name,
-            properties.shared_memory_per_multiprocessor // 1024,
-        )
 
 
 # Triton looks a compiled kernel up for every launch, which takes longer than the launch itself. Which one it finds
