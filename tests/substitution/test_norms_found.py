@@ -20,7 +20,7 @@ import recompute
 from recompute.errors import PolicyWarning
 from recompute.estimation.cuda_semantics import as_on_cuda
 from recompute.substitution import norm
-from recompute.substitution.norm import KernelRMSNorm, find_norm
+from recompute.substitution.norm import KernelNorm, find_norm
 
 TOKENS = 40
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -33,7 +33,7 @@ each_x_dtype = pytest.mark.parametrize("x_dtype", DTYPES[:2])
 def stood_in(module):
     found = copy.deepcopy(module)
     handle = recompute.apply(found, rules(rule(type(module).__name__, "recompute", via="kernel")))
-    kind = "rms" if isinstance(find_norm(module), KernelRMSNorm) else "layer"
+    kind = "rms" if find_norm(module).is_rms else "layer"
     assert f"kernel: {kind}_norm" in handle.explain(wide=True)
     return found
 
@@ -84,14 +84,13 @@ class Exact(nn.Module):
 @pytest.mark.parametrize("known", one_in(8, NORMS))
 def test_its_kernel_errs_no_more_than_the_norm(known, dtype):
     module, expected = copy.deepcopy(known[0]).to(dtype), known[1]
-    is_rms = isinstance(expected, KernelRMSNorm)
     x, dy = torch.randn(2, 5, TOKENS // 5, HIDDEN, generator=torch.Generator().manual_seed(0)).to(dtype)
-    exact = Exact(module, expected, dtype) if is_rms else copy.deepcopy(module).double()
+    exact = Exact(module, expected, dtype) if expected.is_rms else copy.deepcopy(module).double()
     found, peers = results(stood_in(module), x, dy), results(module, x, dy)
-    if is_rms and expected.casting == "llama":
+    if expected.is_rms and expected.casting == "llama":
         assert torch.equal(found[0], peers[0])
     # OLMo's and others' doubles are rounded to float32 on their way.
-    slack = torch.finfo(dtype).eps / 8 if is_rms else 2**-20
+    slack = torch.finfo(dtype).eps / 8 if expected.is_rms else 2**-20
     for value, peer, truth in zip(found, peers, results(exact, x.double(), dy.double()), strict=True):
         assert value.dtype is peer.dtype
         error, eagers = ((each.double() - truth).norm() for each in (value, peer))
@@ -101,7 +100,7 @@ def test_its_kernel_errs_no_more_than_the_norm(known, dtype):
 @pytest.mark.parametrize(("weight", "x"), PAIRS)
 @pytest.mark.parametrize(("cls", "casting"), norm_tables.RMS_NORMS)
 def test_a_kernel_returns_the_dtype_that_the_norm_returns(cls, casting, weight, x):
-    module, found = made(cls).to(weight), KernelRMSNorm("weight", 1e-5, casting)
+    module, found = made(cls).to(weight), KernelNorm("weight", None, 1e-5, casting)
     result, reference = found.compute(tokens(x), module.weight), module(tokens(x))
     assert result.dtype is reference.dtype
     torch.testing.assert_close(result, reference)
@@ -111,7 +110,7 @@ def test_a_kernel_returns_the_dtype_that_the_norm_returns(cls, casting, weight, 
 def test_an_epsilon_that_nobody_gave_is_that_of_the_dtype_in_which_torch_computes(dtype):
     module = nn.RMSNorm(HIDDEN).to(dtype)
     found = find_norm(module)
-    assert found == KernelRMSNorm("weight", None, "none")
+    assert found == KernelNorm("weight", None, None, "none")
     # Numbers so small that the epsilon of any other dtype gives others.
     x = tokens(dtype) * (1e-8 if dtype is torch.float64 else 1e-4)
     torch.testing.assert_close(found.compute(x, module.weight), module(x))
