@@ -27,6 +27,7 @@ from torch.nn import functional as F
 from recompute.errors import KernelError
 from recompute.kernels.cross_entropy import cross_entropy
 from recompute.kernels.linear_cross_entropy import linear_cross_entropy
+from recompute.kernels.linear_divergence import linear_divergence
 from recompute.kernels.linear_log_probs import linear_log_probs
 
 OPTIONS = [
@@ -150,6 +151,11 @@ def test_a_target_that_is_no_class_is_refused_as_pytorch_refuses_it(wrong, ignor
         refusal = refusal_of(lambda way=way: linear_cross_entropy(hidden, weight, target, bias, **options, **way))
         assert refusal == expected
     assert refusal_of(lambda: cross_entropy(F.linear(*inputs), target, **options)) == expected
+    if wrong != IGNORED:
+        words = target.where(target != ignored, IGNORED)[:, None].expand(M, 2)
+        assert refusal_of(lambda: linear_log_probs(hidden, weight, words, bias)) == expected
+        teacher = make(M, 2, seed=5).to(device)
+        assert refusal_of(lambda: linear_divergence(hidden, weight, teacher, teacher_indices=words)) == expected
 
 
 @pytest.mark.parametrize("ignored", [IGNORED, -1, 5, V, 2**40])
