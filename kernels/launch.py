@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from recompute.engine.thread_state import is_fake, local
 from recompute.errors import KernelError
-from recompute.kernels.launch_plan import Launch, PlansByLayout, is_out_of_the_ordinary, layouts_of, noting
+from recompute.kernels.launch_plan import Launch, PlansByLayout, layouts_of, noting
 
 try:
     import triton  # type: ignore[import-untyped]
@@ -200,13 +200,8 @@ def register(
     def op(*arguments: Any) -> Any:
         if is_compiling() or count_modes() or transform_in_force() is not None:
             return overload(*arguments)
-        layouts = layouts_of(arguments)
-        call = by_layouts.get(layouts)
-        if call is not None:
-            return call(*arguments)
-        if is_out_of_the_ordinary(arguments):
-            return overload(*arguments)
-        return plans.run_without_plan(layouts, arguments)
+        call = by_layouts.get(layouts_of(arguments))
+        return plans.begin(arguments, overload) if call is None else call(*arguments)
 
     op.__name__ = op.__qualname__ = f"recompute.{name}"
     return op
