@@ -139,7 +139,6 @@ def test_where_kernels_do_not_run_the_tape_has_the_ops_of_the_model():
         handle = recompute.apply(model, policy(via, rerun="gemm"))
         outcomes.append(gradients(model, models.batch("llama")))
         assert {plan.kept_nbytes for plan in handle.plans().values()} == {2 * ROW + LSE + ANGLES}
-    assert "kernel: rms_norm (llama casting) on CUDA, else" in handle.explain(wide=True)
     assert_same(*outcomes)
 
 

@@ -209,6 +209,12 @@ def test_triton_gives_what_the_references_give(name, device):
         torch.testing.assert_close(*grads, rtol=1e-3, atol=1e-5)
 
 
+def test_on_the_cpu_auto_leaves_them_to_the_tape():
+    model, handle = under("starcoder2", layers("auto"), 2)
+    assert "kernel: layer_norm on CUDA, else" in handle.explain(wide=True)
+    assert_same(*(outcome(each, batch_of("starcoder2")) for each in (model, make("starcoder2"))))
+
+
 @pytest.mark.slow
 def test_dropout_that_begins_after_the_policy_drops():
     """Also where its probability stands in the config."""
