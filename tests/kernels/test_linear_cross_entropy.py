@@ -107,6 +107,13 @@ def test_leading_dimensions_are_those_of_the_target(shape, reduction, device):
     if not tokens:
         assert found[0].isnan().all() if reduction == "mean" else found[0].sum() == 0
         assert not any(gradient.any() for gradient in found[1:])
+    words = target[:, None].expand(-1, 3)
+    of_rows, of_shape = (
+        linear_log_probs(inputs[0].view(*leading, H), inputs[1], words.reshape(*leading, 3), entropy=True)
+        for leading in ((tokens,), shape)
+    )
+    assert [each.shape for each in of_shape] == [(*shape, 3), shape]
+    assert same_bits([each.flatten() for each in of_shape], [each.flatten() for each in of_rows])
 
 
 def test_where_all_targets_are_ignored(device):
@@ -190,7 +197,6 @@ def test_a_target_that_is_no_class_fails_an_assertion_on_the_device(dtype):
     script = f"""
 import torch
 from recompute.kernels.linear_cross_entropy import linear_cross_entropy
-from recompute.kernels.linear_log_probs import linear_log_probs
 x, w = (torch.randn(4, 16, device="cuda", dtype=torch.{dtype}) for _ in range(2))
 y = torch.tensor([0, -100, 3, 1], device="cuda")
 graph = torch.cuda.CUDAGraph()

@@ -194,11 +194,6 @@ def without_gradients_of_the_gate(self, x):
     return self.down_proj(gate * self.up_proj(x))
 
 
-def noting_its_activation(self, x):
-    self.last = self.act(self.up(x))
-    return self.down(self.last)
-
-
 NOT_GATED_MLPS = {
     "dropped": lambda self, x: self.down_proj(F.dropout(product(self, x), 0.1, self.training)),
     "dropped in training": lambda self, x: self.down_proj(
@@ -232,9 +227,7 @@ NOT_UNGATED_MLPS = {
     "dropped twice": lambda self, x: self.dropout(self.dropout(as_it_is(self, x))),
     "dropped inside by a module": lambda self, x: self.down(self.dropout(self.act(self.up(x)))),
     "scaled": lambda self, x: self.down(self.act(self.up(x)) * 0.5),
-    "residual": lambda self, x: x + as_it_is(self, x),
     "without up": lambda self, x: self.down(self.act(x)),
-    "noting its activation": noting_its_activation,
 }
 NOT_HAND_WRITTEN = {
     "by a product": lambda self, x: self.w2(F.silu(x @ self.w1.weight.t()) * self.w3(x)),
