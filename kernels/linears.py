@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from recompute.engine.thread_state import is_tracing
 from recompute.errors import KernelError
@@ -131,14 +130,6 @@ def shaped(matrix: Tensor, *shape: int) -> Tensor:
     matrix: nobody else has it.
     """
     return torch.ops.aten._unsafe_view.default(matrix, shape)
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``F.linear`` of x in the dtype of the weight, as an output of a Function: see ``shaped``."""
-    x = in_dtype(x, weight.dtype)  # autocast would cast x, too
-    if bias is None and x.dim() > 1 and x.is_contiguous():
-        return F.linear(x, weight)  # a product of matrices, and no view of it
-    return shaped(F.linear(rows(x), weight, bias), *x.shape[:-1], weight.shape[0])
 
 
 def sum_of_products(pairs: Iterable[tuple[Tensor | None, Tensor]], dtype: torch.dtype) -> Tensor | None:
