@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 from collections.abc import Callable, Iterable
 from itertools import compress
 from typing import Any
@@ -15,16 +14,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from recompute.engine.thread_state import is_fake, local
 from recompute.errors import KernelError
-from recompute.kernels.argument_layouts import layouts_of
-from recompute.kernels.launch_plan import Launch, PlansByLayout, is_out_of_the_ordinary, noting
+from recompute.kernels.launch_plan import Launch, PlansByLayout, layouts_of, noting
 
 try:
     import triton  # type: ignore[import-untyped]
     import triton.language as tl  # type: ignore[import-untyped]
 except ImportError:  # Triton is published for Linux only; elsewhere the references serve
     triton = tl = None
-
-logger = logging.getLogger("recompute.kernels")
 
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 DTYPES = (*TRITON_DTYPES, torch.float64)
@@ -73,7 +69,6 @@ def run(kernel: Any, programs: int, *arguments: Any, **settings: Any) -> None:
             kernel[(programs,)](*arguments, **settings)
         _note(kernel, programs, arguments, settings)
         return
-    _tell_settings(device)
     with _on(device):
         if not _RELAUNCHES or _has_hooks():
             kernel[(programs,)](*arguments, **settings)
@@ -98,19 +93,6 @@ def _note(kernel: Any, programs: int, arguments: Any, settings: Any, compiled: A
     if noting.launches is not None:
         hooks = () if compiled is None else _hooks()
         noting.launches.append(Launch(kernel, programs, arguments, settings, compiled, constants, hooks))
-
-
-@functools.cache
-def _tell_settings(device: torch.device) -> None:
-    """Log, once for each device, if the kernels' settings were not measured on one like it."""
-    properties = torch.cuda.get_device_properties(device)
-    if (properties.major, properties.minor) != (9, 0):
-        logger.info(
-            "%s: launch settings of recompute.kernels were measured on an H200; here they are the same, with as many "
-            "pipeline stages as %d KiB of shared memory hold.",
-            properties.name,
-            properties.shared_memory_per_multiprocessor // 1024,
-        )
 
 
 # Triton looks a compiled kernel up for every launch, which takes longer than the launch itself. Which one it finds
@@ -222,13 +204,8 @@ def register(
     def op(*arguments: Any) -> Any:
         if is_compiling() or count_modes() or transform_in_force() is not None:
             return overload(*arguments)
-        layouts = layouts_of(arguments)
-        call = by_layouts.get(layouts)
-        if call is not None:
-            return call(*arguments)
-        if is_out_of_the_ordinary(arguments):
-            return overload(*arguments)
-        return plans.run_without_plan(layouts, arguments)
+        call = by_layouts.get(layouts_of(arguments))
+        return plans.begin(arguments, overload) if call is None else call(*arguments)
 
     op.__name__ = op.__qualname__ = f"recompute.{name}"
     return op

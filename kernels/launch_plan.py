@@ -23,7 +23,6 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recompute.engine.thread_state import swapped
-from recompute.kernels.argument_layouts import MAX_LAYOUTS, layouts_of
 
 _ATEN = torch.ops.aten
 _ALLOCATE = {
@@ -37,6 +36,9 @@ MAX_ATTEMPTS = 3
 """Calls that may be noted in vain before a call stays with the implementation."""
 CALLS_BEFORE_PLAN = 16
 """Calls with the same layouts before an op makes a plan for them. A plan takes as long as so many calls save."""
+
+MAX_LAYOUTS = 128
+"""The layouts of arguments that an op remembers."""
 
 address_of = torch._C.TensorBase.data_ptr
 """Not ``Tensor.data_ptr``, which tapes watch: nobody writes to what is only compared here."""
@@ -84,15 +86,11 @@ class PlannedCall:
         """The function that makes the launches of a call; None while they are not known."""
         self._attempts = -unplanned
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether there is a plan, or there will be none."""
-        return self.planned is not None or self._attempts >= MAX_ATTEMPTS
-
     def __call__(self, *arguments: Any) -> Any:
         if self.planned is not None:
             return self.planned(*arguments)
-        if self.is_settled or torch._C._len_torch_dispatch_stack() or not _are_apart(arguments):
+        there_is_none = self._attempts >= MAX_ATTEMPTS
+        if there_is_none or torch._C._len_torch_dispatch_stack() or not _are_apart(arguments):
             return self._implementation(*arguments)
         self._attempts += 1
         if self._attempts <= 0:
@@ -101,57 +99,41 @@ class PlannedCall:
         return result
 
 
+def layouts_of(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """For each tensor everything but its address and values. All else, and tensor subclasses, stand for themselves."""
+    return tuple(
+        [(each.dtype, each.device, each.shape, each.stride()) if type(each) in _PLAIN else each for each in arguments]
+    )
+
+
 class PlansByLayout:
     """Runs an op: on CUDA tensors of layouts that come again and again by a plan, else by the implementation."""
 
     def __init__(self, implementation: Callable[..., Any]):
         self._implementation = implementation
-        self._calls: dict[Any, PlannedCall] = {}
-        """The calls of layouts without a plan."""
         self.by_layouts: dict[Any, Callable[..., Any]] = {}
-        """The function to call: the plan, or the implementation where there can be none."""
+        """The function to call: a planned call, or the implementation where there can be none."""
 
     def run(self, *arguments: Any) -> Any:
         """The op's results."""
         arguments = tuple([tuple(each) if type(each) is list else each for each in arguments])  # a list has no hash
-        layouts = layouts_of(arguments)
-        call = self.by_layouts.get(layouts)
-        if call is not None:
-            return call(*arguments)
-        if is_out_of_the_ordinary(arguments):
-            return self._implementation(*arguments)
-        return self.run_without_plan(layouts, arguments)
+        call = self.by_layouts.get(layouts_of(arguments))
+        return self.begin(arguments, self._implementation) if call is None else call(*arguments)
 
-    def run_without_plan(self, layouts: Any, arguments: tuple[Any, ...]) -> Any:
-        """The op's results for arguments of ``layouts`` that are not in ``by_layouts``."""
-        if not _can_be_planned(arguments):
-            self._remember(layouts, self._implementation)
-            return self._implementation(*arguments)
-        call = self._calls.get(layouts)
-        if call is None:
-            if len(self._calls) >= MAX_LAYOUTS:
-                self._calls.clear()
-            call = self._calls[layouts] = PlannedCall(self._implementation, CALLS_BEFORE_PLAN - 1)
-        result = call(*arguments)
-        if call.is_settled:
-            self._remember(layouts, call.planned or self._implementation)
-            self._calls.pop(layouts, None)
-        return result
+    def begin(self, arguments: tuple[Any, ...], otherwise: Callable[..., Any]) -> Any:
+        """The op's results for arguments whose layouts are not in ``by_layouts``.
 
-    def _remember(self, layouts: Any, call: Callable[..., Any]) -> None:
+        otherwise: runs the op on tensors of subclasses, and on those without values.
+        """
+        if any(isinstance(each, Tensor) and (type(each) not in _PLAIN or each.is_meta) for each in arguments):
+            return otherwise(*arguments)
         if len(self.by_layouts) >= MAX_LAYOUTS:
             self.by_layouts.clear()
-        self.by_layouts[layouts] = call
-
-    def forget(self) -> None:
-        """Begin anew, as after a change of how kernels are launched."""
-        self._calls.clear()
-        self.by_layouts.clear()
-
-
-def is_out_of_the_ordinary(arguments: tuple[Any, ...]) -> bool:
-    """Whether one of them is a tensor of a subclass, or one without values."""
-    return any(isinstance(each, Tensor) and (type(each) not in _PLAIN or each.is_meta) for each in arguments)
+        call = self._implementation
+        if _can_be_planned(arguments):
+            call = PlannedCall(call, CALLS_BEFORE_PLAN - 1)
+        self.by_layouts[layouts_of(arguments)] = call
+        return call(*arguments)
 
 
 _PLAIN = (Tensor, Parameter)

@@ -8,17 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from recompute.engine.thread_state import is_tracing
 from recompute.errors import KernelError
 
 
-def check_dtypes(
-    op: str, inputs: dict[str, torch.dtype], parameters: dict[str, Tensor | None], narrow: torch.dtype | None
-) -> None:
-    """Refuse Linears whose inputs and parameters have several dtypes after autocast to ``narrow``, as PyTorch does."""
-    dtypes = inputs | {name: tensor.dtype for name, tensor in parameters.items() if tensor is not None}
+def check_dtypes(op: str, tensors: dict[str, Tensor | None], narrow: torch.dtype | None) -> None:
+    """Refuse an input and parameters that have several dtypes after autocast to ``narrow``, as PyTorch does."""
+    dtypes = {name: tensor.dtype for name, tensor in tensors.items() if tensor is not None}
     if narrow is not None:
         dtypes = {name: dtype if dtype is torch.float64 else narrow for name, dtype in dtypes.items()}
     if len(set(dtypes.values())) > 1:
@@ -65,7 +62,7 @@ def head_operands(
     """A head's operands for a Function, under autocast to ``narrow``. Refuses several dtypes. ``prefix``: see above."""
     thin, up = adapter or (None, None)
     named = dict(zip(_names(prefix), (hidden, weight, bias), strict=True)) | {"thin": thin, "up": up}
-    check_dtypes(op, {}, named, narrow)
+    check_dtypes(op, named, narrow)
     (hidden, thin), (weight, bias, up) = cast((hidden, thin), narrow), cast_if_made((weight, bias, up), narrow)
     return (hidden, weight, bias) if adapter is None else (hidden, weight, bias, thin, up)
 
@@ -133,14 +130,6 @@ def shaped(matrix: Tensor, *shape: int) -> Tensor:
     matrix: nobody else has it.
     """
     return torch.ops.aten._unsafe_view.default(matrix, shape)
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``F.linear`` of x in the dtype of the weight, as an output of a Function: see ``shaped``."""
-    x = in_dtype(x, weight.dtype)  # autocast would cast x, too
-    if bias is None and x.dim() > 1 and x.is_contiguous():
-        return F.linear(x, weight)  # a product of matrices, and no view of it
-    return shaped(F.linear(rows(x), weight, bias), *x.shape[:-1], weight.shape[0])
 
 
 def sum_of_products(pairs: Iterable[tuple[Tensor | None, Tensor]], dtype: torch.dtype) -> Tensor | None:

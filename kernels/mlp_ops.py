@@ -36,7 +36,6 @@ from recompute.kernels.activation import (
     decoded_gates,
     glu_reference,
 )
-from recompute.kernels.argument_layouts import once_by_layouts
 from recompute.kernels.blockwise_8bit import BLOCK, quantize_op
 from recompute.kernels.linears import (
     autocast_dtype,
@@ -84,31 +83,29 @@ def run_mlp(
     narrow = autocast_dtype(x.device.type)
     _check(op, x, activation, narrow, *parameters)
     operands, is_gated = cast_if_made(parameters, narrow), op == "gated_mlp"
-    if tile is None or (
-        torch.compiler.is_compiling() and not is_tracing()
-    ):  # a compiler traces no autograd in backward
+    is_compiled = torch.compiler.is_compiling() and not is_tracing()  # a compiler traces no autograd in backward
+    if tile is None or is_compiled:
         return _MLP.apply(x, *operands, is_gated, activation, narrow, compress, True)
     if tile < 1:
         raise KernelError(f"{op}: tile is {tile}; expected at least 1 token, or None.")
     return _TiledMLP.apply(x, *operands, is_gated, activation, narrow, tile)
 
 
-@once_by_layouts
 def _check(op: str, x: Tensor, activation: str, narrow: torch.dtype | None, *parameters: Tensor | None) -> None:
     names, known, expected = FORMS[op]
-    named = {name: each for name, each in zip(names, parameters, strict=True) if name is not None}
-    launch.check(op, x=x, **named)
+    given = {name: each for name, each in zip(("x", *names), (x, *parameters), strict=True) if name is not None}
+    launch.check(op, **given)
     launch.check_one_of(op, "activation", activation, known)
-    found = {name: tuple(each.shape) for name, each in {"x": x, **named}.items() if each is not None}
-    hidden, down, is_packed = found["x"][-1:], found["down_weight"], op == "gated_mlp" and parameters[1] is None
+    found = {name: each.shape for name, each in given.items() if each is not None}
+    hidden, down, is_packed = x.shape[-1:], found["down_weight"], op == "gated_mlp" and parameters[1] is None
     outer, inner = down[:1], down[1:]
-    first = tuple(2 * size for size in inner) if is_packed else inner
+    first = torch.Size([2 * size for size in inner]) if is_packed else inner
     shapes = (first + hidden, inner + hidden, down, first, None if is_packed else inner, outer)
     misfit = any(name in found and found[name] != shape for name, shape in zip(names, shapes, strict=True))
     if not hidden or len(down) != 2 or misfit:
-        listed = ", ".join(f"{name} {shape}" for name, shape in found.items())
+        listed = ", ".join(f"{name} {tuple(shape)}" for name, shape in found.items())
         raise KernelError(f"{op}: expected {expected}; found {listed}.")
-    check_dtypes(op, {"x": x.dtype}, named, narrow)
+    check_dtypes(op, given, narrow)
 
 
 class _MLP(torch.autograd.Function):

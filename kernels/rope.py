@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recompute.engine.recipe_book import open_book, record
 from recompute.errors import KernelError
 from recompute.kernels import launch
 from recompute.kernels.launch import jit, tl
@@ -167,10 +166,7 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1)
     if (cos.requires_grad or sin.requires_grad) and torch.is_grad_enabled():
         return rope_reference(q, k, cos, sin, heads_dim)
     dtype = _promoted(q, cos, sin)
-    q_rot, k_rot = _Rope.apply(q, k, cos, sin, heads_dim, dtype, False)
-    _record_if_it_helps(q_rot, q, cos, sin, heads_dim, dtype)
-    _record_if_it_helps(k_rot, k, cos, sin, heads_dim, dtype)
-    return q_rot, k_rot
+    return _Rope.apply(q, k, cos, sin, heads_dim, dtype, False)
 
 
 def _checked_heads_dim(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> int:
@@ -200,16 +196,6 @@ def _promoted(x: Tensor, cos: Tensor, sin: Tensor) -> torch.dtype:
     if cos.dtype is dtype and sin.dtype is dtype:
         return dtype
     return torch.promote_types(torch.promote_types(dtype, cos.dtype), sin.dtype)
-
-
-def _record_if_it_helps(y: Tensor, x: Tensor, cos: Tensor, sin: Tensor, heads_dim: int, dtype: torch.dtype) -> None:
-    """Record how to make ``y`` again, if ``x`` can be made again, too, as the norm of queries can.
-
-    Otherwise the recipe would hold ``x`` in the place of ``y``, which saves nothing.
-    """
-    book = open_book()
-    if book is not None and book.knows(x):
-        record(y, rotated_states, x, cos, sin, heads_dim, dtype)
 
 
 class _Rope(torch.autograd.Function):
@@ -285,11 +271,6 @@ def _strides(x: Tensor | None, heads_dim: int) -> tuple[int, int, int]:
     if x.shape[0] == 1:
         batch = 0
     return (batch, second, first) if heads_dim == 1 else (batch, first, second)
-
-
-def rotated_states(x: Tensor, cos: Tensor, sin: Tensor, heads_dim: int, dtype: torch.dtype) -> Tensor:
-    y, _ = _rope_op(x, None, cos, sin, heads_dim, dtype, False)
-    return y
 
 
 def rope_reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:

@@ -60,7 +60,7 @@ class KernelHeadRunner(KernelRunner):
             return forward(*args, **kwargs)
         x = only_argument(args, kwargs)
         weight, bias, narrow = module.weight, module.bias, autocast_dtype(x.device.type)
-        check_dtypes("linear_cross_entropy", {"hidden": x.dtype}, {"weight": weight, "bias": bias}, narrow)
+        check_dtypes("linear_cross_entropy", {"hidden": x, "weight": weight, "bias": bias}, narrow)
         (hidden,) = cast((x,), narrow)  # the logits have its dtype
         observe = self.observe if torch.is_grad_enabled() else None
         made = LazyLogits.of(hidden, weight, bias, observe, self._count, self.logits_bytes)

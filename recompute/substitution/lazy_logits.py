@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from recompute.kernels.linear_divergence import linear_divergence
 from recompute.kernels.linear_log_probs import linear_log_probs
+from recompute.kernels.linears import autocasts
 from recompute.kernels.loss_settings import wide_dtype
 from recompute.substitution.by_rows import by_rows
 from recompute.substitution.class_loss import class_loss
@@ -35,7 +36,6 @@ from recompute.substitution.lazy_tensors import (
     fixed,
     gathered_words,
     is_last,
-    mode_of,
     outline,
     values_of,
 )
@@ -223,7 +223,7 @@ class LazyLogits(LazyTensor):
         self, head: HeadOperands, dtype: torch.dtype, compute: Callable[[], Tensor], others: Sequence[Tensor]
     ) -> Any:
         made = LazyLogits._of(head, dtype, compute, self._family, [*self._sources, *others])
-        made.set_mode((made._mode[0], *self._mode[1:]))
+        made.set_autocast(self._narrow)
         return made
 
     def _then(
@@ -286,7 +286,7 @@ class LazyLogits(LazyTensor):
     def loss(self, function: Any, dim: int, *args: Any, **kwargs: Any) -> Any:
         """``cross_entropy`` of logits, with the words in PyTorch's dimension ``dim``; or NotImplemented."""
         dtype = self.dtype
-        if mode_of(self.device)[1] and dtype is not torch.float64:
+        if autocasts(self.device.type) and dtype is not torch.float64:
             dtype = torch.float32  # of PyTorch's log-probabilities and loss under autocast
         return class_loss(self, dim, dtype, *args, **kwargs) if function is F.cross_entropy else NotImplemented
 

@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from recompute.engine.saved_tensors import describe, version_of
 from recompute.engine.thread_state import local
 from recompute.errors import MutationError, UnsupportedError
+from recompute.kernels.linears import autocast_dtype
 
 PRODUCTS = frozenset({Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul, torch.multiply})
 RESHAPES = frozenset(
@@ -59,13 +60,13 @@ class _Deferred:
     def __init__(self, shape: tuple[int, ...], compute: Callable[[], Tensor], operands: Sequence[Tensor]):
         self._shape, self.compute, self._device = shape, compute, operands[0].device
         self._operands = tuple([(each, version_of(each)) for each in operands])
-        self.mode = mode_of(self._device)
+        self.records, self.narrow = torch.is_grad_enabled(), autocast_dtype(self._device.type)
         self.observe: Callable[[str], None] = lambda name: None
 
     def value(self) -> Tensor:
         self.check()
         self.observe(_asking.name)
-        with torch.set_grad_enabled(self.mode[0]), autocast_as(self.mode, self._device):
+        with torch.set_grad_enabled(self.records), autocast_to(self.narrow, self._device):
             return self.compute()
 
     def check(self) -> None:
@@ -144,8 +145,10 @@ class LazyTensor(Tensor):
     _deferred: _Deferred | None
     """None once there are the values."""
     _value: Tensor | None
-    _mode: Mode
-    """The result of ``mode_of`` where this was made."""
+    _records: bool
+    """Whether gradients were on where this was made."""
+    _narrow: torch.dtype | None
+    """The dtype that autocast cast to there; None: it was off."""
     _sources: Sequence[Tensor]
     """The tensors from which the values have a gradient."""
     _parents: Sequence[LazyTensor]
@@ -181,7 +184,8 @@ class LazyTensor(Tensor):
 
         trains = torch.is_grad_enabled() and any(each.requires_grad for each in sources)
         made: Any = _Node.apply(make, deferred, *sources) if trains else make()
-        made._deferred, made._value, made._mode, made._sources = deferred, None, deferred.mode, sources
+        made._deferred, made._value, made._sources = deferred, None, sources
+        made._records, made._narrow = deferred.records, deferred.narrow
         made._is_passed_by, made._waiting, made._parents = False, OrderedDict(), parents
         for each in parents:
             each.join_family(made)
@@ -193,7 +197,7 @@ class LazyTensor(Tensor):
     @property
     def trains(self) -> bool | None:
         """Whether it has a gradient from its operands; None where a custom ``autograd.Function`` returned it."""
-        return None if self.requires_grad and not self._mode[0] else self.requires_grad
+        return None if self.requires_grad and not self._records else self.requires_grad
 
     @property
     def is_lazy(self) -> bool:
@@ -212,14 +216,14 @@ class LazyTensor(Tensor):
                     self._value.register_hook(hook)
         return self._value
 
-    def set_mode(self, mode: Mode) -> None:
-        """Have the values computed as if this had been made elsewhere."""
+    def set_autocast(self, narrow: torch.dtype | None) -> None:
+        """Have the values computed as if autocast had cast to ``narrow`` where this was made."""
         assert self._deferred is not None, "it has just been made"
-        self._mode = self._deferred.mode = mode
+        self._narrow = self._deferred.narrow = narrow
 
     def autocast_as_made(self) -> AbstractContextManager[Any]:
         """Inside, autocast is as it was where this was made."""
-        return autocast_as(self._mode, self.device)
+        return autocast_to(self._narrow, self.device)
 
     def tell(self, observe: Callable[[str], None]) -> None:
         """Have ``observe`` called when the values are computed, with the name of the function that asked for them."""
@@ -359,21 +363,11 @@ def values_of(tensor: Tensor) -> Tensor:
     return tensor.value() if isinstance(tensor, LazyTensor) else tensor
 
 
-Mode = tuple[bool, bool, torch.dtype | None]
-
-
-def mode_of(device: torch.device) -> Mode:
-    """Whether gradients are on, whether autocast is, and autocast's dtype if it is."""
-    autocasts = device.type != "meta" and torch.is_autocast_enabled(device.type)
-    return torch.is_grad_enabled(), autocasts, torch.get_autocast_dtype(device.type) if autocasts else None
-
-
-def autocast_as(mode: Mode, device: torch.device) -> AbstractContextManager[Any]:
-    """Inside, autocast is as ``mode`` has it."""
-    _, is_on, dtype = mode
-    if mode_of(device)[1:] == (is_on, dtype):
+def autocast_to(narrow: torch.dtype | None, device: torch.device) -> AbstractContextManager[Any]:
+    """Inside, autocast casts to ``narrow``; None: it is off."""
+    if autocast_dtype(device.type) is narrow:
         return nullcontext()
-    return torch.autocast(device.type, dtype, enabled=is_on)
+    return torch.autocast(device.type, narrow, enabled=narrow is not None)
 
 
 def _waits_for_backward(hook: Any) -> bool:

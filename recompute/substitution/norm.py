@@ -19,82 +19,65 @@ from recompute.compiled.runner import Forward
 from recompute.engine.reachable_objects import base_of
 from recompute.engine.thread_state import local
 from recompute.kernels.layer_norm import layer_norm
+from recompute.kernels.norm_ops import CASTINGS, LAYER_NORM
 from recompute.kernels.rms_norm import rms_norm
 from recompute.substitution.formula_writer import INPUT, Formula, add, cast, mul, parameters_in
 from recompute.substitution.formulas import Conditions, formula_of, takes_one_argument
 from recompute.substitution.kernel_runner import PLAIN_TENSORS, KernelRunner, only_argument
 from recompute.substitution.settings import ANY_SETTINGS, Settings
 
-Operands = tuple[Tensor | None, ...]
-"""A norm's kernel reads these beside the input: a weight, and for a LayerNorm a bias."""
+Operands = tuple[Tensor | None, Tensor | None]
+"""A norm's kernel reads these beside the input: a weight and a bias."""
 
 
 @dataclass(frozen=True)
-class KernelRMSNorm:
-    """``rms_norm(x, weight, eps, casting)``, where ``weight`` is the name of an attribute, or None."""
+class KernelNorm:
+    """A norm that the kernels compute. ``weight`` and ``bias`` are names of the module's attributes, or None."""
 
     weight: str | None
+    bias: str | None
     eps: float | None
     """None: the epsilon of the dtype that it computes in, as ``torch.nn.RMSNorm`` has it."""
     casting: str
+    """Of an RMSNorm, as ``rms_norm`` takes it; or ``LAYER_NORM``."""
+    width: int | None = None
+    """How many columns the module takes; None: as many as the weight has."""
+    is_functional: bool = False
+    """Whether the module calls ``torch.nn.functional.layer_norm`` on its input. That wants parameters of the
+    input's dtype, and autocast casts all of them. Else the module itself computes in float32."""
     dtypes: frozenset[torch.dtype] | None = None
     """The dtypes that the module computes this for, of both its input and its weight; None: for all."""
     settings: Settings = field(default=ANY_SETTINGS, compare=False)
 
-    def __str__(self) -> str:
-        return f"rms_norm ({self.casting} casting)"
-
-    def operands(self, module: nn.Module, x: Tensor) -> Operands | None:
-        """The weight; None where ``module`` has changed, or broadcasts it, which the kernel does not do."""
-        if not self.settings.are_those_of(module):
-            return None
-        if self.weight is None:
-            return (None,)
-        weight = getattr(module, self.weight)
-        if self.dtypes is not None and not (x.dtype in self.dtypes and weight.dtype is x.dtype):
-            return None
-        return (weight,) if type(weight) in PLAIN_TENSORS and weight.shape == x.shape[-1:] else None
-
-    def compute(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        of_torch = torch.finfo(torch.float64 if x.dtype is torch.float64 else torch.float32).eps
-        return rms_norm(x, weight, of_torch if self.eps is None else self.eps, self.casting)
-
-
-@dataclass(frozen=True)
-class KernelLayerNorm:
-    """``layer_norm(x, weight, bias, eps)``, where ``weight`` and ``bias`` are names of attributes, or None."""
-
-    weight: str | None
-    bias: str | None
-    eps: float
-    width: int | None
-    """How many columns the module takes; None: as many as the weight has."""
-    is_functional: bool
-    """Whether the module calls ``torch.nn.functional.layer_norm`` on its input. That wants parameters of the
-    input's dtype, and autocast casts all of them. Else the module itself computes in float32."""
-    settings: Settings = field(default=ANY_SETTINGS, compare=False)
+    @property
+    def is_rms(self) -> bool:
+        return self.casting != LAYER_NORM
 
     def __str__(self) -> str:
-        return "layer_norm"
+        return f"rms_norm ({self.casting} casting)" if self.is_rms else "layer_norm"
 
     def operands(self, module: nn.Module, x: Tensor) -> Operands | None:
         """Weight and bias; None where only one of kernel and module takes ``x``, or where ``module`` has changed."""
-        operands = tuple([None if name is None else getattr(module, name) for name in (self.weight, self.bias)])
-        if self.width is not None and x.shape[-1:] != (self.width,):
+        if not self.settings.are_those_of(module) or (self.width is not None and x.shape[-1:] != (self.width,)):
             return None
-        given = [each for each in operands if each is not None]
-        casts = not self.is_functional or _autocasts_layer_norm(x)
-        fit = [each.shape == x.shape[-1:] and (casts or each.dtype is x.dtype) for each in given]
-        plain = [type(each) in PLAIN_TENSORS for each in given]
-        return operands if all(fit) and all(plain) and self.settings.are_those_of(module) else None
+        weight, bias = [None if name is None else getattr(module, name) for name in (self.weight, self.bias)]
+        given = [each for each in (weight, bias) if each is not None]
+        if not all([type(each) in PLAIN_TENSORS and each.shape == x.shape[-1:] for each in given]):
+            return None
+        casts = self.dtypes is None and not (self.is_functional and not _autocasts_layer_norm(x))
+        if not (casts or all([each.dtype is x.dtype for each in given])):
+            return None
+        return (weight, bias) if self.dtypes is None or x.dtype in self.dtypes else None
 
-    def compute(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    def compute(self, x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> Tensor:
+        eps = self.eps
+        if eps is None:
+            eps = torch.finfo(torch.float64 if x.dtype is torch.float64 else torch.float32).eps
+        if self.is_rms:
+            return rms_norm(x, weight, eps, self.casting)
         is_narrow = x.dtype in (torch.bfloat16, torch.float16)
         x = x.float() if self.is_functional and is_narrow and _autocasts_layer_norm(x) else x  # as autocast does
-        return layer_norm(x, weight, bias, self.eps)
-
-
-KernelNorm = KernelRMSNorm | KernelLayerNorm
+        return layer_norm(x, weight, bias, eps)
 
 
 def _autocasts_layer_norm(x: Tensor) -> bool:
@@ -120,8 +103,8 @@ def _torchs_own(module: Any) -> KernelNorm | None:
         return None
     weight, bias = (None if getattr(module, name, None) is None else name for name in ("weight", "bias"))
     if type(module) is nn.RMSNorm:
-        return KernelRMSNorm(weight, module.eps, "none")
-    return KernelLayerNorm(weight, bias, module.eps, module.normalized_shape[0], is_functional=True)
+        return KernelNorm(weight, None, module.eps, "none")
+    return KernelNorm(weight, bias, module.eps, LAYER_NORM, module.normalized_shape[0], is_functional=True)
 
 
 def _may_be_a_norm(module: nn.Module) -> bool:
@@ -165,7 +148,7 @@ def _norm_of(formulas: _Formulas, written_out: bool) -> KernelNorm | None:
         return None
     found = _functional(formulas)
     if found is None and written_out:
-        found = _layer_norm_written_out(formulas, names) or _rms_norm_written_out(formulas, names)
+        found = _written_out(formulas, names)
     return found if found is not None and formulas.are_the_same_everywhere() else None
 
 
@@ -177,7 +160,7 @@ def _functional(formulas: _Formulas) -> KernelNorm | None:
 
     match formulas.of(torch.float32):
         case ("rms_norm", ("input",), (float(),), None | ("parameter", str()) as weight, eps) if are_alike():
-            return KernelRMSNorm(weight and weight[1], eps, "none")
+            return KernelNorm(weight and weight[1], None, eps, "none")
         case (
             "layer_norm",
             ("input",),
@@ -187,7 +170,7 @@ def _functional(formulas: _Formulas) -> KernelNorm | None:
             float(eps),
         ):
             names = weight and weight[1], bias and bias[1]
-            norm = KernelLayerNorm(*names, eps, int(width), is_functional=are_alike())
+            norm = KernelNorm(*names, eps, LAYER_NORM, int(width), is_functional=are_alike())
             return norm if norm.is_functional or _matched(formulas, _in_float32, norm) is not None else None
     return None
 
@@ -223,7 +206,7 @@ def _of(name: str, dtype: torch.dtype, to: torch.dtype) -> Formula:
     return cast(("parameter", name), dtype, to)
 
 
-def _in_float32(x: torch.dtype, weight: torch.dtype, norm: KernelLayerNorm) -> Formula:
+def _in_float32(x: torch.dtype, weight: torch.dtype, norm: KernelNorm) -> Formula:
     parameters = (None if name is None else _of(name, weight, torch.float32) for name in (norm.weight, norm.bias))
     wide = cast(INPUT, x, torch.float32)
     return cast(("layer_norm", wide, (float(norm.width or 0),), *parameters, _EPS), torch.float32, x)
@@ -239,13 +222,6 @@ def _layer_norm_by(x: torch.dtype, parameters: torch.dtype, weight: str | None, 
     return cast(normed, torch.float32, x)
 
 
-def _layer_norm_written_out(formulas: _Formulas, names: list[str]) -> KernelLayerNorm | None:
-    for weight, bias in itertools.permutations([*names, None, None][:2]):
-        if (eps := _matched(formulas, _layer_norm_by, weight, bias)) is not None:
-            return KernelLayerNorm(weight, bias, eps, width=None, is_functional=False)
-    return None
-
-
 def _rms_norm_by(x: torch.dtype, parameter: torch.dtype, weight: str | None, casting: str) -> Formula:
     """``llama`` rounds what is normalized, and then what the weight scales; the others round once."""
     wide = cast(INPUT, x, torch.float32)
@@ -259,26 +235,29 @@ def _rms_norm_by(x: torch.dtype, parameter: torch.dtype, weight: str | None, cas
     return cast(mul(normed, add(1.0, gain) if casting == "gemma" else gain), torch.float32, x)
 
 
-def _rms_norm_written_out(formulas: _Formulas, names: list[str]) -> KernelRMSNorm | None:
+def _written_out(formulas: _Formulas, names: list[str]) -> KernelNorm | None:
+    for weight, bias in itertools.permutations([*names, None, None][:2]):
+        if (eps := _matched(formulas, _layer_norm_by, weight, bias)) is not None:
+            return KernelNorm(weight, bias, eps, LAYER_NORM)
     if len(names) > 1:
         return None
     weight = names[0] if names else None
-    for casting in ("llama", "gemma", "none") if names else ("none",):
+    for casting in CASTINGS if names else ("none",):
         if (eps := _matched(formulas, _rms_norm_by, weight, casting)) is not None:
-            return KernelRMSNorm(weight, eps, casting)
+            return KernelNorm(weight, None, eps, casting)
     return _norm_in_one_dtype(formulas, weight) if formulas.parameters == 1 else None
 
 
-def _norm_in_one_dtype(formulas: _Formulas, weight: str | None) -> KernelRMSNorm | None:
+def _norm_in_one_dtype(formulas: _Formulas, weight: str | None) -> KernelNorm | None:
     """The norm that a module computes where input and weight have one dtype, as T5's does, which asks for that."""
-    best: KernelRMSNorm | None = None
-    for casting in ("llama", "gemma", "none"):
+    best: KernelNorm | None = None
+    for casting in CASTINGS:
         found = {dtype: _epsilon(formulas.of(dtype), _rms_norm_by(dtype, dtype, weight, casting)) for dtype in _DTYPES}
         eps = found[formulas.own]
         dtypes = {dtype for dtype, each in found.items() if each is not None and each == eps}
         dtypes |= {torch.float64} if torch.float32 in dtypes else set()
         if eps is not None and len(dtypes) > len((best and best.dtypes) or ()):
-            best = KernelRMSNorm(weight, eps, casting, frozenset(dtypes))
+            best = KernelNorm(weight, None, eps, casting, dtypes=frozenset(dtypes))
     return best
 
 

@@ -9,7 +9,7 @@ from recompute.kernels import launch, norm_tiles
 def plans_of_this_test():
     """Eager calls make plans anew, as tests change what is launched."""
     for plans in launch.PLANS.values():
-        plans.forget()
+        plans.by_layouts.clear()
 
 
 @pytest.fixture(params=["rows", "columns"])

@@ -95,6 +95,8 @@ def test_values_come_back_within_the_bound(drawn, format, device):
     finite = x.isfinite()
     assert torch.equal(y.isfinite(), finite)
     assert torch.equal(y.isnan(), ~finite)
+    assert not y[x == 0].any()
+    assert scales.isfinite().all()
     x, y, scales = (tensor.cpu() for tensor in (x, y, scales))
     distance = torch.where(finite.cpu(), (y.double() - x.double()).abs(), 0.0)
     assert (distance <= bound(x, y, scales, block, format))[finite.cpu()].all()
@@ -192,17 +194,6 @@ def test_nan_and_infinity_come_back_as_nan_and_harm_no_neighbour(format, device)
     assert dequantize_blockwise(codes, scales, x.dtype, 2).isnan().all()
     assert scales.isfinite().all()
     assert error == 0
-
-
-@each_format
-@each_dtype
-def test_zeros_come_back_as_zeros(dtype, format, device):
-    x = torch.zeros(300, dtype=dtype, device=device)
-    x[299] = 1.0
-    codes, scales, error = quantize_blockwise_with_error(x, 128, format)
-    assert scales.isfinite().all()
-    assert error == 0 or format == "int8"
-    assert not dequantize_blockwise(codes, scales, dtype, 128)[:299].any()
 
 
 LAYOUTS = {

@@ -306,7 +306,7 @@ def spied(name, monkeypatch):
     """Counts the runs of an op's implementation in eager calls."""
     plans = launch.PLANS[overload(name)]
     spy = Spy(implementation(name))
-    for each in (plans, *plans._calls.values()):
+    for each in (plans, *plans.by_layouts.values()):
         monkeypatch.setattr(each, "_implementation", spy)
     return spy
 
@@ -347,36 +347,14 @@ def test_on_the_cpu_an_eager_op_runs_its_implementation():
         RMS.forward(make(M, H), None, make(H), None, 1e-6, "llama")
     plans = launch.PLANS[overload("rms_norm_forward")]
     assert [*plans.by_layouts.values()] == [implementation("rms_norm_forward")]
-    assert plans._calls == {}
 
 
-def test_what_has_no_plan_runs_the_implementation_for_good():
-    spy = Spy(torch.clone)
-    plans = PlansByLayout(spy)
-    calls, x = CALLS_BEFORE_PLAN + MAX_ATTEMPTS - 1, make(M, H)
-    for number in range(calls):
-        assert plans.by_layouts == {}
-        call_as_on_cuda(plans, ("layouts",), x)
-        assert spy.calls == number + 1
-    assert plans.by_layouts == {("layouts",): spy}
-
-
-def call_as_on_cuda(plans, layouts, *arguments):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch_plan, "_can_be_planned", lambda arguments: True)
-        return plans.run_without_plan(layouts, arguments)
-
-
-def test_layouts_that_never_come_again_are_forgotten(monkeypatch):
+def test_layouts_that_never_come_again_are_forgotten(plans_anywhere, monkeypatch):
     monkeypatch.setattr(launch_plan, "MAX_LAYOUTS", 4)
     plans = PlansByLayout(lambda x: launches(x, y := x.new_empty(x.shape)) or y)
-    for number in range(20):
-        call_as_on_cuda(plans, number, make(M, H))
-        assert len(plans._calls) <= 5
-    monkeypatch.setattr(launch_plan, "CALLS_BEFORE_PLAN", 1)
-    for number in range(20):
-        call_as_on_cuda(plans, number, make(M, H))
-        assert number in plans.by_layouts
+    for rows in range(1, 20):
+        plans.run(make(rows, H))
+        assert (torch.float32, torch.device("cpu"), (rows, H), (H, 1)) in [layouts[0] for layouts in plans.by_layouts]
         assert len(plans.by_layouts) <= 4
 
 

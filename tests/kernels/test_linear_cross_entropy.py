@@ -27,6 +27,7 @@ from torch.nn import functional as F
 from recompute.errors import KernelError
 from recompute.kernels.cross_entropy import cross_entropy
 from recompute.kernels.linear_cross_entropy import linear_cross_entropy
+from recompute.kernels.linear_divergence import linear_divergence
 from recompute.kernels.linear_log_probs import linear_log_probs
 
 OPTIONS = [
@@ -106,6 +107,13 @@ def test_leading_dimensions_are_those_of_the_target(shape, reduction, device):
     if not tokens:
         assert found[0].isnan().all() if reduction == "mean" else found[0].sum() == 0
         assert not any(gradient.any() for gradient in found[1:])
+    words = target[:, None].expand(-1, 3)
+    of_rows, of_shape = (
+        linear_log_probs(inputs[0].view(*leading, H), inputs[1], words.reshape(*leading, 3), entropy=True)
+        for leading in ((tokens,), shape)
+    )
+    assert [each.shape for each in of_shape] == [(*shape, 3), shape]
+    assert same_bits([each.flatten() for each in of_shape], [each.flatten() for each in of_rows])
 
 
 def test_where_all_targets_are_ignored(device):
@@ -150,6 +158,11 @@ def test_a_target_that_is_no_class_is_refused_as_pytorch_refuses_it(wrong, ignor
         refusal = refusal_of(lambda way=way: linear_cross_entropy(hidden, weight, target, bias, **options, **way))
         assert refusal == expected
     assert refusal_of(lambda: cross_entropy(F.linear(*inputs), target, **options)) == expected
+    if wrong != IGNORED:
+        words = target.where(target != ignored, IGNORED)[:, None].expand(M, 2)
+        assert refusal_of(lambda: linear_log_probs(hidden, weight, words, bias)) == expected
+        teacher = make(M, 2, seed=5).to(device)
+        assert refusal_of(lambda: linear_divergence(hidden, weight, teacher, teacher_indices=words)) == expected
 
 
 @pytest.mark.parametrize("ignored", [IGNORED, -1, 5, V, 2**40])
@@ -184,7 +197,6 @@ def test_a_target_that_is_no_class_fails_an_assertion_on_the_device(dtype):
     script = f"""
 import torch
 from recompute.kernels.linear_cross_entropy import linear_cross_entropy
-from recompute.kernels.linear_log_probs import linear_log_probs
 x, w = (torch.randn(4, 16, device="cuda", dtype=torch.{dtype}) for _ in range(2))
 y = torch.tensor([0, -100, 3, 1], device="cuda")
 graph = torch.cuda.CUDAGraph()

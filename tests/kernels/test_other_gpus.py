@@ -1,16 +1,11 @@
 """Settings measured on one GPU compile for it and for others, and fit the shared memory that those have."""
 
 import importlib.util
-import logging
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
-import torch
-
-from recompute.kernels import launch
 
 KIBIBYTE = 1024
 GPUS = {"H200": (90, 228 * KIBIBYTE), "A100": (80, 164 * KIBIBYTE), "RTX 4090": (89, 100 * KIBIBYTE)}
@@ -87,23 +82,6 @@ for kind in range(4):
     fits(divergence_rows._sums_kernel, [X, X, *[F] * 5, F if kind > 1 else None, I, I, I, *[S] * 5], dict(constants))
     fits(divergence_rows._divergence_gradient_kernel, [X, X, *[F] * 6, I, I, I, *[S] * 6], constants)
 """
-
-
-def test_a_gpu_of_another_kind_is_told_about(monkeypatch, caplog):
-    devices = {
-        name: SimpleNamespace(name=name, major=major, minor=0, shared_memory_per_multiprocessor=kibibytes * KIBIBYTE)
-        for name, major, kibibytes in (("NVIDIA A100", 8, 164), ("NVIDIA H200", 9, 228))
-    }
-    launch._tell_settings.cache_clear()
-    with caplog.at_level(logging.INFO, "recompute.kernels"):
-        for index, name in enumerate(devices):
-            monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, name=name: devices[name])
-            for _ in range(2):
-                launch._tell_settings(torch.device("cuda", index))
-    assert len(caplog.messages) == 1
-    assert caplog.messages[0].startswith("NVIDIA A100: launch settings of recompute.kernels were measured on an H200")
-    assert "164 KiB" in caplog.messages[0]
-    launch._tell_settings.cache_clear()
 
 
 @pytest.mark.slow

@@ -6,7 +6,8 @@ from tiny import TinyRMSNorm
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from recompute.substitution.norm import KernelLayerNorm, KernelRMSNorm
+from recompute.kernels.norm_ops import LAYER_NORM
+from recompute.substitution.norm import KernelNorm
 
 HIDDEN = 32
 CohereLayerNorm, Cohere2LayerNorm, OlmoLayerNorm, NemotronLayerNorm1P, Gemma4RMSNorm = theirs(
@@ -89,11 +90,19 @@ def weight_before_rounding(self, x):
     return (self.weight * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps))).to(x.dtype)
 
 
-LLAMA_LIKE = KernelRMSNorm("weight", 1e-6, "llama")
+LLAMA_LIKE = KernelNorm("weight", None, 1e-6, "llama")
 
 
 def torchs(weight, eps):
-    return KernelRMSNorm(weight, eps, "none")
+    return KernelNorm(weight, None, eps, "none")
+
+
+def centered(weight, bias, eps, width, is_functional):
+    return KernelNorm(weight, bias, eps, LAYER_NORM, width, is_functional)
+
+
+def asking(*dtypes, eps=1e-6):
+    return KernelNorm("weight", None, eps, "llama", dtypes=frozenset(dtypes) if dtypes else None)
 
 
 OF_ONES_OWN = {
@@ -112,29 +121,32 @@ OF_ONES_OWN = {
     ),
 }
 LAYER_NORMS = {
-    "torch": (nn.LayerNorm(HIDDEN, 1e-3), KernelLayerNorm("weight", "bias", 1e-3, HIDDEN, True)),
-    "torch, no bias": (nn.LayerNorm(HIDDEN, bias=False), KernelLayerNorm("weight", None, 1e-5, HIDDEN, True)),
-    "torch, no affine": (nn.LayerNorm(HIDDEN, 1e-5, False), KernelLayerNorm(None, None, 1e-5, HIDDEN, True)),
+    "torch": (nn.LayerNorm(HIDDEN, 1e-3), centered("weight", "bias", 1e-3, HIDDEN, True)),
+    "torch, no bias": (nn.LayerNorm(HIDDEN, bias=False), centered("weight", None, 1e-5, HIDDEN, True)),
+    "torch, no affine": (nn.LayerNorm(HIDDEN, 1e-5, False), centered(None, None, 1e-5, HIDDEN, True)),
     "of its weight's shape": (
         WithForward(lambda self, x: F.layer_norm(x, self.weight.shape, self.weight, self.bias, 1e-5)),
-        KernelLayerNorm("weight", "bias", 1e-5, HIDDEN, True),
+        centered("weight", "bias", 1e-5, HIDDEN, True),
     ),
-    "in float32": (WithForward(in_float32, eps=0.5), KernelLayerNorm("weight", "bias", 0.5, HIDDEN, False)),
-    "in float32, no bias": (WithForward(in_float32, bias=False), KernelLayerNorm("weight", None, 1e-5, HIDDEN, False)),
-    "written out": (WithForward(written_out), KernelLayerNorm("weight", "bias", 1e-5, None, False)),
-    "Cohere": (CohereLayerNorm(HIDDEN, 1e-3), KernelLayerNorm("weight", None, 1e-3, None, False)),
-    "Cohere 2": (Cohere2LayerNorm(HIDDEN), KernelLayerNorm("weight", None, 1e-5, None, False)),
-    "OLMo": (OlmoLayerNorm(HIDDEN), KernelLayerNorm(None, None, 1e-5, HIDDEN, False)),
+    "in float32": (WithForward(in_float32, eps=0.5), centered("weight", "bias", 0.5, HIDDEN, False)),
+    "in float32, no bias": (
+        WithForward(in_float32, bias=False),
+        centered("weight", None, 1e-5, HIDDEN, False),
+    ),
+    "written out": (WithForward(written_out), centered("weight", "bias", 1e-5, None, False)),
+    "Cohere": (CohereLayerNorm(HIDDEN, 1e-3), centered("weight", None, 1e-3, None, False)),
+    "Cohere 2": (Cohere2LayerNorm(HIDDEN), centered("weight", None, 1e-5, None, False)),
+    "OLMo": (OlmoLayerNorm(HIDDEN), centered(None, None, 1e-5, HIDDEN, False)),
 }
 for each in (*OF_ONES_OWN.values(), *LAYER_NORMS.values()):
     varied(each[0])
 NORMS = {
     **{
-        f"{cls.__name__}, {eps}": (made(cls, eps), KernelRMSNorm("weight", eps, casting))
+        f"{cls.__name__}, {eps}": (made(cls, eps), KernelNorm("weight", None, eps, casting))
         for eps in (1e-6, 1.0)
         for cls, casting in RMS_NORMS
     },
-    **{cls.__name__: (made(cls, 1e-3), KernelRMSNorm("weight", 1e-3, "llama", ASKING_DTYPES)) for cls in ASKING},
+    **{cls.__name__: (made(cls, 1e-3), asking(*ASKING_DTYPES, eps=1e-3)) for cls in ASKING},
     **OF_ONES_OWN,
     **LAYER_NORMS,
 }
@@ -313,10 +325,6 @@ def with_table(forward):
     module = norm_of(forward)
     module.register_buffer("table", torch.ones(2))
     return module
-
-
-def asking(*dtypes):
-    return KernelRMSNorm("weight", 1e-6, "llama", frozenset(dtypes) if dtypes else None)
 
 
 ASKED = {

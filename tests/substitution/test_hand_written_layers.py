@@ -8,7 +8,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import recompute
-from recompute.substitution.lazy_logits import LazyLogits
 
 WIDTH, HEADS, VOCABULARY = 32, 2, 50
 
@@ -87,41 +86,3 @@ def test_layers_have_kernels_and_are_captured(layers):
     assert "kernel: rms_norm (none casting)" in said
     assert "kernel: gated_mlp (silu)" in said
     assert "layers.*: 2 of 2 run as captured code" in said
-
-
-class HeadOfSeveralParts(nn.Module):
-    """As RoBERTa's."""
-
-    def __init__(self):
-        super().__init__()
-        self.dense, self.layer_norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
-        self.decoder = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, x):
-        return self.decoder(self.layer_norm(F.gelu(self.dense(x))))
-
-
-class MaskedLanguageModel(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.words, self.lm_head = nn.Embedding(VOCABULARY, WIDTH), HeadOfSeveralParts()
-
-    def forward(self, tokens):
-        return self.lm_head(self.words(tokens))
-
-
-def test_an_lm_head_of_several_parts_makes_no_logits():
-    plain, model, tokens = MaskedLanguageModel().double(), MaskedLanguageModel().double(), torch.arange(VOCABULARY)
-    handle = recompute.apply(model, rules(rule("head", "recompute", via="kernel")))
-    for _ in range(4):
-        logits = model(tokens)
-        assert type(logits) is LazyLogits
-        losses = [F.cross_entropy(each, tokens) for each in (logits, plain(tokens))]
-        assert logits.is_lazy
-        found, expected = (
-            torch.autograd.grad(loss, list(each.parameters()))
-            for loss, each in zip(losses, (model, plain), strict=True)
-        )
-        torch.testing.assert_close((losses[0], *found), (losses[1], *expected))
-    assert "kernel: linear_cross_entropy" in str(handle.explain(wide=True))

@@ -55,6 +55,7 @@ FAMILIES = {
     "phi, with a bias": causal("Phi"),
     "t5": lambda: t5(tied=True),
     "t5, untied": lambda: t5(tied=False),
+    "roberta, whose head has several parts": causal("Roberta", is_decoder=True, hidden_dropout_prob=0.0),
     "bart, whose bias is a buffer": lambda: transformers.BartForConditionalGeneration(transformers.BartConfig(**PARTS)),
 }
 

@@ -36,9 +36,9 @@ def counted(model, policy, run):
         return stats, held(model, run)
 
 
-@pytest.mark.filterwarnings("ignore:.*governs no module")  # of Mixtral, which has experts and no MLP
+@pytest.mark.filterwarnings("ignore:.*governs no module")  # of Mixtral, which has no MLP, and of GPT-2
 @pytest.mark.parametrize("dtype", by_default({"float32": torch.float32, "bfloat16": torch.bfloat16}, "bfloat16"))
-@pytest.mark.parametrize("name", ["llama", "gemma2", *slow("qwen3", "gemma3", "phi3", "mixtral")])
+@pytest.mark.parametrize("name", ["llama", "gemma2", *slow("qwen3", "gemma3", "phi3", "mixtral", "gpt2")])
 def test_what_kernels_save_is_what_autograd_holds_less(name, dtype):
     model = models.make(name, dtype=dtype)
     run = step_of(model, name)

@@ -160,6 +160,7 @@ def test_the_kernels_run(name):
     with counted_ops() as ops:
         outcome(model, batch_of(name))
     assert any(f"recompute.{norm}_norm_backward" in ops for norm in ("rms", "layer")) is (name != "nemotron")
+    assert ("aten.native_layer_norm" in ops) is (name == "nemotron")  # whose norm adds 1 to its weight
     for op in ("activation_backward_", "glu_backward_", "glu_backward"):
         assert ops.get(f"recompute.{op}", 0) == (LAYERS * family.stacks if op == family.mlps else 0)
 

@@ -219,6 +219,7 @@ def test_changes_in_place_reach_views_and_no_copies(change):
 
 
 SCALINGS = [
+    # Cohere multiplies its logits by a number, and Granite divides them by one.
     lambda logits: logits * 0.0625,
     lambda logits: 3 * logits,
     lambda logits: logits / 8.0,
@@ -227,14 +228,6 @@ SCALINGS = [
     lambda logits: torch.tanh(logits * 0.5 / 3.0) * 3.0,
     lambda logits: torch.tanh(logits / 0.5 / 3.0) * 3.0,
 ]
-
-
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("scaling", SCALINGS)
-def test_scaled_logits_give_a_loss_without_them(scaling, has_bias):
-    """Cohere multiplies its logits by a number, and Granite divides them by one."""
-    given = operands((6,), has_bias)
-    assert_as_plain(lambda logits: F.cross_entropy(scaling(logits).view(-1, VOCABULARY), TARGET), given)
 
 
 SHAPINGS = [
@@ -256,6 +249,8 @@ SHAPINGS = [
     lambda logits: torch.swapaxes(logits.mT, -1, -2).type(torch.float64),
     lambda logits: torch.tanh(logits / 3.0) * 3.0,
     lambda logits: ((logits / 3.0).tanh() * 3.0).view(-1, VOCABULARY),
+    lambda logits: logits.float(),
+    lambda logits: logits.to(torch.float32),
     *SCALINGS,
 ]
 
@@ -712,15 +707,6 @@ def test_log_probabilities_have_the_dtype_that_pytorch_gives_them(casts):
             torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
 
 
-def test_logits_in_float32_are_still_lazy():
-    hidden, weight = make(4, HIDDEN).bfloat16(), make(VOCABULARY, HIDDEN, seed=1).bfloat16()
-    for cast in (lambda logits: logits.float(), lambda logits: logits.to(torch.float32)):
-        found = cast(LazyLogits.of(hidden, weight))
-        assert type(found) is LazyLogits
-        assert found.dtype is torch.float32
-        assert torch.equal(found + 0, F.linear(hidden, weight).float())
-
-
 TARGET = torch.tensor([1, -100, 3, 10, 0, 2])
 CLASS_WEIGHTS = torch.arange(1.0, 12.0, dtype=torch.float64)
 LOSSES = [
@@ -743,6 +729,7 @@ LOSSES = [
     lambda logits: F.nll_loss(logits.log_softmax(-1).view(-1, VOCABULARY), TARGET),
     lambda logits: F.nll_loss(logits.log_softmax(-1).transpose(1, 2), TARGET.view(2, 3), reduction="sum"),
     lambda logits: F.nll_loss(F.log_softmax(logits.mT, dim=1), TARGET.view(2, 3), CLASS_WEIGHTS, ignore_index=-100),
+    *(lambda logits, scaling=each: F.cross_entropy(scaling(logits).view(-1, VOCABULARY), TARGET) for each in SCALINGS),
 ]
 
 
