@@ -219,9 +219,8 @@ def _are_alike(recorded: Any, given: Any) -> bool:
 def _made_like(result: Any, *, takes: bool) -> Any:
     if type(result) is not FunctionResult:
         return result
-    layout = result.layout
-    made = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=result.device)
-    return made.requires_grad_(takes and (layout.dtype.is_floating_point or layout.dtype.is_complex))
+    made = result.layout.empty(result.device)
+    return made.requires_grad_(takes and (made.is_floating_point() or made.is_complex()))
 
 
 def _enabled(translator: Any, variable: Any, function: Any) -> Any:

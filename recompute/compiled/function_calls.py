@@ -101,9 +101,7 @@ class FunctionBackward:
             return None
         if Layout.of(gradient)[:2] == layout[:2]:
             return gradient
-        return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=gradient.device).copy_(
-            gradient
-        )
+        return layout.empty(gradient.device).copy_(gradient)
 
 
 _OTHER_GRADIENTS = (

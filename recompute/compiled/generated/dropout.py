@@ -97,7 +97,7 @@ class DropoutMask:
 
     def __call__(self, state: DropoutState | None) -> Tensor:
         """The mask, by ATen's kernel."""
-        like = torch.empty_strided(self.layout.shape, self.layout.stride, dtype=self.layout.dtype, device=self.device)
+        like = self.layout.empty(self.device)
         if state is None or is_fake():
             return _ATEN.native_dropout.default(like, self.p, True)[1]
         source = self._source()
