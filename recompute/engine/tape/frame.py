@@ -31,9 +31,8 @@ from recompute.engine.recipes import RecordedCall
 from recompute.engine.region_statistics import RegionStatistics
 from recompute.engine.saved_tensors import PackedTensor, pack_through, without_graph
 from recompute.engine.tape.exposed_memory import bytes_of
-from recompute.engine.tape.frame_handles import FrameHandles
+from recompute.engine.tape.frame_handles import FrameHandles, KeptValues, ValuesAsTheyAre
 from recompute.engine.tape.frame_values import FrameValues, PlanMismatch
-from recompute.engine.tape.kept_values import KeptValues, ValuesAsTheyAre
 from recompute.engine.tape.op_arguments import NotRegenerable, is_plain
 from recompute.engine.tape.recorded_call import (
     MadeTensor,
