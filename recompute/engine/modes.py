@@ -11,18 +11,15 @@ that counts ops from one that adds noise to them. So modes of torch and of this 
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recompute.engine.thread_state import local, swapped
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 _TRUSTED = ("torch.", "recompute.")
 
@@ -150,19 +147,6 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 def hidden_from_any_modes() -> AbstractContextManager[None]:
     """``hidden_from_modes`` if there are foreign modes; else nothing, which costs less."""
     return hidden_from_modes() if has_foreign_modes() else _NOTHING
-
-
-def runs_hidden_from_modes(method: F) -> F:
-    """Have a method of the engine run in ``hidden_from_modes``, if there are foreign modes."""
-
-    @functools.wraps(method)
-    def run(*args: Any) -> Any:
-        if has_foreign_modes():
-            with hidden_from_modes():
-                return method(*args)
-        return method(*args)
-
-    return run  # type: ignore[return-value]
 
 
 @contextmanager
