@@ -76,7 +76,7 @@ class TapeFrame:
             self.values.follow(plan)
 
     def follow(self, op: Any, args: tuple, unobserved: bool, op_policy: OpPolicy) -> StepInstruction | None:
-        """The plan's instruction for this step, if there is a plan. One for a step that does not matter is taken at once.
+        """The plan's instruction for this step, if there is a plan. A step that does not matter is taken at once.
 
         If the plan has another step here, this deoptimizes and returns None. op_policy: the one in force.
         """
