@@ -29,7 +29,7 @@ from recompute.engine.compression import Codec, CompressedTensor
 from recompute.engine.cut.layout import Layout
 from recompute.engine.modes import count_dispatch_modes, count_function_modes, has_foreign_modes, hidden_from_modes
 from recompute.engine.recipe_book import open_book
-from recompute.engine.recipes import Handle, Recipe, RecipeGroup, is_plain_eager, nbytes_of
+from recompute.engine.recipes import Handle, OpRecipe, RecipeGroup, RecordedCall, nbytes_of
 from recompute.engine.region_statistics import Stopwatch
 from recompute.engine.rng import RngState
 from recompute.engine.saved_tensors import (
@@ -260,57 +260,45 @@ def _around(settings: Callable[[], AbstractContextManager[Any]], stopwatch: Stop
             stopwatch.stop(started)
 
 
-class _Outputs(Recipe):
+class _Outputs(OpRecipe):
     """The outputs of a frame that others have saved. It holds all it needs, because the frame may be gone before."""
 
-    __slots__ = ("_frame", "_held", "_kept", "_outputs", "_states")
+    __slots__ = ("_code", "_frame", "_states")
 
     def __init__(self, frame: CapturedFrame, outputs: DroppedOutputs, given: Sequence[Tensor]):
-        super().__init__(frame.statistics, "a captured region", RecipeGroup(frame._program.around.numerics))
-        self._frame = weakref.ref(frame)
-        self._outputs = outputs
-        assert frame._kept is not None
-        hooks = top_hooks()
-        self._held: list[PackedTensor] = []
+        self._frame, self._states, self._code = weakref.ref(frame), frame._states, outputs.run
+        name, hooks = frame.statistics.name, top_hooks()
+        held: list[PackedTensor] = []
         for index in outputs.held:
-            held = frame._held[index]
-            if held is None:
-                tensor = given[frame._program.held[index][0]].detach()
-                self._held.append(pack_through(hooks, tensor, self.statistics.name))
+            if (versioned := frame._held[index]) is not None:
+                held.append(KeptTensor(versioned[0], name, versioned[1]))
             else:
-                self._held.append(KeptTensor(held[0], self.statistics.name, held[1]))
-        self._kept = [self._again(frame._kept[index]) for index in outputs.kept]
-        self._states = frame._states
+                held.append(pack_through(hooks, given[frame._program.held[index][0]].detach(), name))
+        assert frame._kept is not None
+        kept = [_again(frame._kept[index], name) for index in outputs.kept]
+        call = RecordedCall(outputs.run, (held, kept), {})
+        super().__init__(frame.statistics, call, "a captured region", RecipeGroup(frame._program.around.numerics))
 
-    def _again(self, kept: Tensor | PackedTensor) -> PackedTensor:
-        """A value that the frame keeps, as a saved tensor of its own."""
-        if isinstance(kept, Handle):
-            return kept.another()
-        return kept if isinstance(kept, PackedTensor) else KeptTensor(kept, self.statistics.name)
-
-    def _run(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        held, kept = [value.get() for value in self._held], [value.get() for value in self._kept]
-        return self._outputs.run(held, kept, self._states)
-
-    def regenerate(self, wanted: Collection[int]) -> dict[int, PackedTensor]:
-        if is_plain_eager() and self.group.is_alike():
-            values, left = self._run()
-        else:
-            with (
-                torch._C._ExcludeDispatchKeyGuard(_AUTOCAST),
-                torch.no_grad(),
-                temporarily_clear_interpreter_stack(),
-                self.group.numerics.replayed(),
-            ):
-                values, left = self._run()
+    def _run(self) -> Sequence[Tensor]:
+        values, left = self._code(*fetch(self._call.args), self._states)
         if (frame := self._frame()) is not None:
             frame.leave(left)
-        given_back: dict[int, PackedTensor] = {slot: KeptTensor(values[slot], self.statistics.name) for slot in wanted}
+        return values
+
+    def regenerate(self, wanted: Collection[int]) -> dict[int, PackedTensor]:
+        given_back = super().regenerate(wanted)
         # The recipe itself counts one regeneration, and the bytes that it gives.
-        regenerated, code = self.statistics.regenerated, self._outputs.run
+        regenerated, code = self.statistics.regenerated, self._code
         regenerated.count += code.reruns - 1
         regenerated.nbytes += code.rerun_nbytes - nbytes_of(given_back.values())
         return given_back
+
+
+def _again(kept: Tensor | PackedTensor, name: str) -> PackedTensor:
+    """A value that a frame keeps, as a saved tensor of its own. name: the region's."""
+    if isinstance(kept, Handle):
+        return kept.another()
+    return kept if isinstance(kept, PackedTensor) else KeptTensor(kept, name)
 
 
 _FREED = (

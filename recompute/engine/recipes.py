@@ -256,6 +256,13 @@ class Recipe(ABC):
         """The values whose numbers are in ``wanted``."""
 
 
+def missing_in(values: Any) -> Iterator[Recipe]:
+    """The recipes that must run before all tensors in ``values`` are there."""
+    for value in packed_in(values):
+        if isinstance(value, Handle) and value.kept is None and not value.is_ready:
+            yield value.source  # type: ignore[misc]
+
+
 def nbytes_of(values: Iterable[PackedTensor]) -> int:
     """The bytes of memory that hold these values."""
     storages = [value.tensor.untyped_storage() for value in values if isinstance(value, KeptTensor)]
@@ -302,9 +309,7 @@ class OpRecipe(Recipe):
         self._originals = originals
 
     def missing_inputs(self) -> Iterator[Recipe]:
-        for value in packed_in((self._call.args, self._call.kwargs)):
-            if isinstance(value, Handle) and value.kept is None and not value.is_ready:
-                yield value.source  # type: ignore[misc]
+        return missing_in((self._call.args, self._call.kwargs))
 
     def regenerate(self, wanted: Collection[int]) -> dict[int, PackedTensor]:
         call = self._call
