@@ -67,8 +67,8 @@ from recompute.compiled.unguarded_calls import modules_in
 from recompute.engine.checkpoint.region import StateHook
 from recompute.engine.cut.plan_cache import PlanCache
 from recompute.engine.cut.save_plan import LARGEST_COPY, SavePlan
-from recompute.engine.reachable_objects import walk_references
-from recompute.engine.rng import RngState, is_random_source
+from recompute.engine.reachable_objects import find_generators
+from recompute.engine.rng import RngState
 from recompute.engine.tape.recorder import TapeRegion
 from recompute.engine.thread_state import is_fake
 
@@ -310,8 +310,7 @@ class CapturedRegion(RegionRecord):
             self.refuse(DIFFERENTIATED)
             raise NotCapturable(DIFFERENTIATED)
         around = CallSettings.of()
-        reached = walk_references((function, *modules_in(function, args), args, kwargs))
-        generators = RngState({id(value): value for value in reached if is_random_source(value)}.values())
+        generators = RngState(find_generators((function, *modules_in(function, args), args, kwargs)))
         counting = {id(runner.statistics): runner.statistics for runner in runners_in(function, args)}
         if self.is_checkpoint and any(each is not self.statistics for each in counting.values()):
             raise NotCapturable(_RULES_INSIDE)

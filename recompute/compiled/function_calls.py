@@ -326,12 +326,5 @@ def _add(found: Found, name: str, value: Any) -> None:
 
 def changed(before: Found, after: Found) -> frozenset[str]:
     """The names that lead to something else afterwards."""
-    return frozenset(
-        [name for name in before.keys() | after.keys() if not _are_same(before.get(name), after.get(name))]
-    )
-
-
-def _are_same(one: list[Any] | None, other: list[Any] | None) -> bool:
-    if one is None or other is None or len(one) != len(other):
-        return False
-    return all(a is b for a, b in zip(one, other, strict=True))
+    then, now = ({name: [*map(id, values)] for name, values in found.items()} for found in (before, after))
+    return frozenset([name for name in then.keys() | now.keys() if then.get(name) != now.get(name)])

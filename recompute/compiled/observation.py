@@ -325,18 +325,11 @@ class Observation:
         if self.reason is not None:
             return None
         forward, index = self.recording.calls[call], len(self.recording.calls)
-        passed: list[Tensor | None] = []
-        uses: list[Use | None] = []
+        layouts, edges = [use.layout for use in forward.args if type(use) is Use], self._edges[number]
+        each = zip(gradients, edges, layouts, strict=True)
+        passed = [None if g is None or edge is None else as_autograd_does(g, layout) for g, edge, layout in each]
         try:
-            layouts = [use.layout for use in forward.args if type(use) is Use]
-            edges = self._edges[number]
-            for gradient, edge, layout in zip(gradients, edges, layouts, strict=True):
-                if gradient is None or edge is None:
-                    passed.append(None)
-                    uses.append(None)
-                else:
-                    passed.append(gradient := as_autograd_does(gradient, layout))
-                    uses.append(Use(self.recording.receive(gradient, index), Layout.of(gradient)))
+            uses = [None if g is None else Use(self.recording.receive(g, index), Layout.of(g)) for g in passed]
             made = [use for use, edge in zip(uses, edges, strict=True) if edge is not None]
             found = [None if use is None else use.layout for use in made]
             results = tuple([None if use is None else use.buffer for use in made])

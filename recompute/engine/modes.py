@@ -81,11 +81,6 @@ def has_foreign_modes() -> bool:
     return any(map(is_foreign, modes + [_C._get_dispatch_stack_at(index) for index in range(ops)]))
 
 
-def are_modes_hidden() -> bool:
-    """Whether ``hidden_from_modes`` is hiding something from a foreign mode here."""
-    return bool(local.hidden_modes)
-
-
 def put_beneath(mode: Any) -> None:
     """Move a mode that was entered last to beneath the foreign ones."""
     modes = dispatch_modes()
@@ -115,10 +110,6 @@ def _put_function_modes(modes: Sequence[Any]) -> None:
         _C._push_on_torch_function_stack(mode)
 
 
-def _trusted(modes: list[Any]) -> list[Any]:
-    return [mode for mode in modes if not is_foreign(mode)]
-
-
 @contextmanager
 def under(dispatch: Sequence[Any], functions: Sequence[Any]) -> Iterator[None]:
     """Inside, only these modes are in force, and torch's modes that lie beneath all others."""
@@ -137,7 +128,8 @@ def hidden_from_modes() -> Iterator[None]:
     """Inside, the engine itself works on tensors: only trusted modes see it or change it."""
     modes = dispatch_modes()
     hidden = [*local.hidden_modes, *filter(is_foreign, modes)]
-    with under(_trusted(modes), _trusted(function_modes())), swapped(local, "hidden_modes", hidden):
+    trusted = ([mode for mode in each if not is_foreign(mode)] for each in (modes, function_modes()))
+    with under(*trusted), swapped(local, "hidden_modes", hidden):
         yield
 
 
@@ -149,11 +141,9 @@ def hidden_from_any_modes() -> AbstractContextManager[None]:
     return hidden_from_modes() if has_foreign_modes() else _NOTHING
 
 
-@contextmanager
-def shown_to_modes() -> Iterator[None]:
+def shown_to_modes() -> AbstractContextManager[None]:
     """Inside, something runs again: the foreign modes that ``hidden_from_modes`` hides see it."""
-    with under([*dispatch_modes(), *local.hidden_modes], function_modes()):
-        yield
+    return under([*dispatch_modes(), *local.hidden_modes], function_modes())
 
 
 class ActiveModes:
@@ -167,10 +157,6 @@ class ActiveModes:
 
     def replayed(self) -> AbstractContextManager[None]:
         """Inside, these modes are in force again, beside the present ones, which see all of backward."""
-        if not (
-            self._dispatch or self._functions or count_dispatch_modes() or count_function_modes() or are_modes_hidden()
-        ):
-            return _NOTHING
         present = [*dispatch_modes(), *local.hidden_modes]
         missing = [mode for mode in self._dispatch if mode not in present]
         if not missing and not local.hidden_modes and self._functions == function_modes():

@@ -16,7 +16,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from recompute.engine.bit_comparison import count_different
 from recompute.engine.cut.layout import Layout
-from recompute.engine.modes import are_modes_hidden, shown_to_modes
+from recompute.engine.modes import shown_to_modes
 from recompute.engine.numerics import Numerics, default_dtype
 from recompute.engine.region_statistics import RegionStatistics
 from recompute.engine.rng import RngState
@@ -340,7 +340,7 @@ class OpRecipe(Recipe):
 
     def _run(self) -> Sequence[Tensor]:
         args, kwargs = fetch(self._call.args), fetch(self._call.kwargs)
-        if are_modes_hidden():
+        if local.hidden_modes:
             # Modes that count, say, see it. Their result is not used, and generators are put back afterwards.
             with nullcontext() if is_fake() else RngState().replayed(), shown_to_modes():
                 self._run_on(list(args), dict(kwargs))

@@ -272,7 +272,7 @@ class TapeFrame:
         to it at any time. parameter: the one that the storage belongs to.
         """
         values = self.values
-        number = values.number_in(storage)
+        number = values.current.get(storage._cdata)
         if number is None or storage._cdata in values.exposed:
             return
         tensor = bytes_of(storage) if tensor is None else tensor
