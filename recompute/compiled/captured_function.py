@@ -53,43 +53,32 @@ _AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey
 class CapturedFrame:
     """One run of a program, and all that it holds for backward."""
 
-    def __init__(
-        self,
-        program: Program,
-        graph: Callable[..., Any],
-        region: RegionRecord,
-        given: Sequence[Tensor],
-        casts: Sequence[Tensor],
-        objects: Sequence[Any],
-    ):
-        """graph: the program was made of it. It takes the same inputs, and runs where the program cannot.
-
-        casts: the inputs that the program takes as autocast has cast them.
-        objects: custom Functions in it are given these beside tensors.
-        """
+    def __init__(self, program: Program, graph: Callable[..., Any], region: RegionRecord):
+        """graph: the program was made of it. It takes the same inputs, and runs where the program cannot."""
         self._region = region
         self._program = program
         self._graph = graph
         self.statistics = region.statistics
-        self._given: Sequence[Tensor] = given
-        self._casts: Sequence[Tensor] = casts
-        self._objects = objects
         self._rng: RngState | None = None
         self._left: Sequence[Tensor] = ()
         """Values that brought dropped outputs back, and that backward reads."""
         self.saved: list[Tensor] = []
         """Autograd saves these as it does for other nodes: with their graphs, and through the hooks in force."""
 
-    def run(self) -> tuple[Any, ...]:
-        """Run forward; returns the outputs."""
-        program, given, statistics = self._program, self._given, self.statistics
+    def run(self, given: Sequence[Tensor], casts: Sequence[Tensor], objects: Sequence[Any]) -> tuple[Any, ...]:
+        """Run forward; returns the outputs.
+
+        casts: the inputs that the program takes as autocast has cast them.
+        objects: custom Functions in it are given these beside tensors.
+        """
+        program, statistics = self._program, self.statistics
         if program.draws_from is not None:
             self._rng = RngState(program.draws_from, name=statistics.name, only_torch=True)
         self._held: list[Versioned | None]
         self._others: list[Other]
         is_sure = self._region.trusts(program)  # else backward may turn out to need another run of forward
         with _without(program.around.autocast):
-            found = program.forward(statistics.name, self._objects, is_sure, *given, *self._casts)
+            found = program.forward(statistics.name, objects, is_sure, *given, *casts)
         outputs, self._kept, self._states, self.saved, self._held, self._others = found
         self._versions: list[int] = [self._kept[index]._version for index in program.shown]
         codec, hooks = self._region.tape.codec, top_hooks()
@@ -97,7 +86,6 @@ class CapturedFrame:
         self._are_packed = bool(self._kept) and (is_coded or not are_held_as_they_are(hooks))
         if self._are_packed:
             self._kept = self._packed(codec, hooks)
-        self._given = self._casts = self._objects = ()
         plan = program.plan
         statistics.plan = None if self._region.is_checkpoint else plan
         if program.outputs is not None and (book := open_book()) is not None:
@@ -313,8 +301,8 @@ class CapturedFunction(torch.autograd.Function):
     """The node of autograd's graph that stands for a captured region."""
 
     @staticmethod
-    def forward(ctx: Any, frame: CapturedFrame, fixed: Sequence[int], *edges: Tensor) -> Any:
-        outputs = frame.run()
+    def forward(ctx: Any, frame: CapturedFrame, inputs: Any, fixed: Sequence[int], *edges: Tensor) -> Any:
+        outputs = frame.run(*inputs)
         ctx.frame = frame
         if frame.saved:
             ctx.save_for_backward(*frame.saved)
@@ -326,7 +314,7 @@ class CapturedFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, None, *ctx.frame.backward(ctx.saved_tensors, gradients)
+        return None, None, None, *ctx.frame.backward(ctx.saved_tensors, gradients)
 
 
 apply_captured: Callable[..., Any] = super(torch.autograd.Function, CapturedFunction).apply

@@ -268,10 +268,11 @@ class CapturedGraph:
         attempt.has_begun = True
         region.count_frame(program.plan)
         casts = [cast_of(given[position]) for position in program.casts]
-        frame = CapturedFrame(program, graph, region, given, casts, objects)
-        inputs = (*given, *casts) if casts else given
+        frame = CapturedFrame(program, graph, region)
+        inputs = *given, *casts
+        edges = [inputs[position] for position in program.edges]
         try:
-            return apply_captured(frame, program.fixed, *[inputs[position] for position in program.edges])
+            return apply_captured(frame, (given, casts, objects), program.fixed, *edges)
         except Departure as error:
             frame.put_back()
             region.refuse(str(error))

@@ -48,8 +48,8 @@ def watched():
     found = []
     run = captured_function.CapturedFrame.run
 
-    def watch(frame):
-        outputs = run(frame)
+    def watch(frame, *inputs):
+        outputs = run(frame, *inputs)
         found.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in frame._kept)
         return outputs
 
