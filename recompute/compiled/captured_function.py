@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from recompute.compiled.autocast_settings import Autocast, autocast_in_force, cast_of
+from recompute.compiled.autocast_settings import cast_of
 from recompute.compiled.codegen import GeneratedCode
 from recompute.compiled.held_inputs import (
     Other,
@@ -28,6 +28,7 @@ from recompute.compiled.region_record import RegionRecord
 from recompute.engine.compression import Codec, CompressedTensor
 from recompute.engine.cut.layout import Layout
 from recompute.engine.modes import count_dispatch_modes, count_function_modes, has_foreign_modes, hidden_from_modes
+from recompute.engine.numerics import Autocast, autocast_in_force
 from recompute.engine.recipe_book import open_book
 from recompute.engine.recipes import Handle, OpRecipe, RecipeGroup, RecordedCall, nbytes_of
 from recompute.engine.region_statistics import Stopwatch

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from recompute.compiled.autocast_settings import CallSettings, GlobalState, cast_of, leaving_vmaps
 from recompute.compiled.captured_function import CapturedFrame, apply_captured
 from recompute.compiled.following import FollowingRecording
-from recompute.compiled.frontend import asks_about_tracing, last_trace, names_read, objects_of
+from recompute.compiled.frontend import last_trace, names_read, objects_of
 from recompute.compiled.function_calls import CHANGES
 from recompute.compiled.guards import MISSED, GuardedCalls
 from recompute.compiled.observation import Observation
@@ -147,7 +147,7 @@ class GuardedGraphs:
             _running.attempt = around
 
     def _compile(self, module: torch.fx.GraphModule, given: Sequence[Any]) -> Callable[..., Any]:
-        unfit = "its forward asks whether torch.compile traces it" if asks_about_tracing() else _unfit_node(module)
+        unfit = "its forward asks whether torch.compile traces it" if last_trace.asks else _unfit_node(module)
         return self._add(module, objects_of(module.graph), names_read(), unfit or "")
 
     def _add(self, *graph: Any) -> Callable[..., Any]:

@@ -45,10 +45,6 @@ class _LastTrace(threading.local):
 last_trace = _LastTrace()
 
 
-def asks_about_tracing() -> bool:
-    return last_trace.asks
-
-
 def has_effects() -> bool:
     """Whether the code that is traced changes anything that was there before. A graph does not tell."""
     from torch._dynamo.symbolic_convert import InstructionTranslator  # it takes a second to load
