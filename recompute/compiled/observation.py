@@ -302,17 +302,15 @@ class Observation:
         """A node of the graph has run. Returns its gradients, if autograd would make other tensors of them."""
         if (call := self._nodes.get(number)) is not None:
             return self._after_function(number, call, gradients)
-        if self.reason is not None:
-            modes = torch._C._len_torch_dispatch_stack()
-            if modes and torch._C._get_dispatch_stack_at(modes - 1) is self._mode:
-                _pop_mode()
-            return None
-        _pop_mode()
-        try:
-            pairs = zip(gradients, self._edges[number], strict=True)
-            self._pass_on(number, [None if g is None or e is None else self.recording.use(g) for g, e in pairs])
-        except NotCapturable as error:
-            self._fail(error)
+        modes = torch._C._len_torch_dispatch_stack()
+        if modes and torch._C._get_dispatch_stack_at(modes - 1) is self._mode:  # else it failed before the node ran
+            _pop_mode()
+        if self.reason is None:
+            try:
+                pairs = zip(gradients, self._edges[number], strict=True)
+                self._pass_on(number, [None if g is None or e is None else self.recording.use(g) for g, e in pairs])
+            except NotCapturable as error:
+                self._fail(error)
         return None
 
     def _after_function(

@@ -45,7 +45,8 @@ class FrameHandles:
         """statistics, codec: the region's. values, calls: the frame's; calls are by the numbers of their steps."""
         self.statistics = statistics
         self.outer = top_hooks()
-        self.are_held_as_they_are = codec is None and are_held_as_they_are(self.outer)
+        self.hooks_hold_them_as_they_are = are_held_as_they_are(self.outer)
+        self.are_held_as_they_are = codec is None and self.hooks_hold_them_as_they_are
         self.codec = codec
         self.values = values
         self._calls = calls
@@ -159,7 +160,7 @@ class KeptValues:
         self._plan = plan
         self._values, self._statistics, self._codec = handles.values, handles.statistics, handles.codec
         self._outer, self._group = handles.outer, handles.group
-        self._are_held_as_they_are = are_held_as_they_are(self._outer)
+        self._hooks_hold_them_as_they_are = handles.hooks_hold_them_as_they_are
         self._packed: dict[int, PackedTensor | Recipe] = {}
         self._views: dict[ValueRef, PackedTensor | Recipe] = {}
         """Views that hooks of others hold by themselves."""
@@ -209,7 +210,7 @@ class KeptValues:
         name = self._statistics.name
         if self._codec is not None and number in self._plan.compressible:
             return CompressedTensor(tensor, self._codec, self._statistics, self._outer, self._group)
-        if self._are_held_as_they_are and self._plan.facts[number].step is not None:
+        if self._hooks_hold_them_as_they_are and self._plan.facts[number].step is not None:
             saved: PackedTensor = KeptTensor(tensor, name)
         elif number in self._plan.demanded:
             saved = pack_through(self._outer, tensor, name)
