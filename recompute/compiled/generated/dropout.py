@@ -16,9 +16,8 @@ from torch import Tensor
 
 from recompute.compiled.generated.pointwise_ops import FLOATS, arguments_of
 from recompute.compiled.recording import Call, Recording, Use
-from recompute.engine.cut.layout import Layout
+from recompute.engine.cut.layout import Layout, is_dense
 from recompute.engine.rng import CudaSource
-from recompute.engine.tape.op_arguments import is_dense
 from recompute.engine.thread_state import is_fake, is_in_cuda_graph, local
 from recompute.errors import RngError
 from recompute.kernels.launch import multiprocessors

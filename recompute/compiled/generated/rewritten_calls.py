@@ -21,8 +21,7 @@ from torch._prims_common import elementwise_dtypes
 from recompute.compiled.generated.groupable import can_be_generated
 from recompute.compiled.generated.pointwise_ops import FLOATS, ROWS, arguments_of
 from recompute.compiled.recording import Call, Recording, Use
-from recompute.engine.cut.layout import Layout
-from recompute.engine.tape.op_arguments import is_dense
+from recompute.engine.cut.layout import Layout, is_dense
 
 _ATEN = torch.ops.aten
 READERS = (_ATEN.mm.default, _ATEN.bmm.default, _ATEN.addmm.default, _ATEN.baddbmm.default, _ATEN.sum.dim_IntList)
