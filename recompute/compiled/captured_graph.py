@@ -79,10 +79,6 @@ class CachedGraphs:
         """The programs, by the code of the graph and the kinds of its inputs."""
         self.graphs = GuardedGraphs(self)
 
-    @property
-    def has_failed(self) -> bool:
-        return self.failures >= MAX_FAILURES
-
 
 class GuardedGraphs:
     """The graphs of a function, one for each kind of call, and the guards that tell these apart."""
@@ -172,23 +168,20 @@ class Caller:
 
     programs: list[Program] = field(default_factory=list)
     """They do the same as frames of this region did, in backward, too: equal regions may get other gradients."""
-    observed: weakref.ref[Observation] | None = None
+    observed: Callable[[], Observation | None] = lambda: None
+    """The one that goes on: until the frame's backward has run, or autograd's graph of it is gone."""
     recorded: RecordedFrame | None = None
     """A frame that ran a call which the graph's guards had accepted. Other frames may be of other kinds of calls."""
     failures: int = 0
     failure: str = ""
     """Why no program was made for it when that was tried last."""
 
-    def observation(self) -> Observation | None:
-        """The one that goes on: until the frame's backward has run, or autograd's graph of it is gone."""
-        return None if self.observed is None else self.observed()
-
     def learn(self, result: Program | str, *, counts: bool = True) -> None:
         """An observation has ended: with a program, or with the reason why there is none.
 
         counts: whether it counts as a failure if there is none.
         """
-        self.observed = None
+        self.observed = lambda: None
         if isinstance(result, Program):
             self.programs.append(result)
             self.failure = ""
@@ -256,7 +249,7 @@ class CapturedGraph:
         programs = [each for each in caller.programs if each.around == around and each.fits(given)]
         program = programs[0] if programs else None
         if program is None:
-            if (observed := caller.observation()) is not None:
+            if (observed := caller.observed()) is not None:
                 observed.is_called_again = attempt.waits = True
                 raise Refusal
             expected = caller.recorded or attempt.recorded

@@ -61,7 +61,7 @@ from recompute.compiled.generated.generated_kernel import GeneratedKernel
 from recompute.compiled.guards import MISSED
 from recompute.compiled.program import Program
 from recompute.compiled.recording import NotCapturable
-from recompute.compiled.region_record import DIFFERENTIATED, WARMUP_FRAMES, RegionRecord
+from recompute.compiled.region_record import DIFFERENTIATED, MAX_FAILURES, WARMUP_FRAMES, RegionRecord
 from recompute.compiled.region_tapes import RecordingTape
 from recompute.compiled.unguarded_calls import modules_in
 from recompute.engine.checkpoint.region import StateHook
@@ -229,7 +229,7 @@ class Observing(Captured):
     def _miss(self, region: CapturedRegion, attempt: Attempt, call: Sequence[Any]) -> Transition:
         graphs, shared = self.graphs, self.graphs.shared
         is_of_use = attempt.recorded is not None and attempt.recorded.is_current
-        if is_of_use and not shared.has_failed and graphs.unused < MAX_UNUSED_GRAPHS:
+        if is_of_use and shared.failures < MAX_FAILURES and graphs.unused < MAX_UNUSED_GRAPHS:
             graphs.unused += 1
             if graphs.own is None and len(shared.graphs.graphs) >= MAX_SHARED_GRAPHS:
                 graphs.own = GuardedGraphs(shared)
