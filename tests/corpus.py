@@ -235,10 +235,10 @@ def counting(storages=None):
     """
     run, count = captured_function.CapturedFrame.run, 0
 
-    def counted(frame):
+    def counted(frame, *inputs):
         nonlocal count
         count += 1
-        outputs = run(frame)
+        outputs = run(frame, *inputs)
         if storages is not None:
             held = [*frame.saved, *frame._kept, *(each[0] for each in frame._held if each is not None)]
             for tensor in held:

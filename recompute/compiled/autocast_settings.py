@@ -19,9 +19,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from recompute.engine.bit_comparison import is_verifying
 from recompute.engine.modes import count_dispatch_modes, count_function_modes, has_foreign_modes
-from recompute.engine.numerics import Autocast as Autocast
-from recompute.engine.numerics import Numerics
-from recompute.engine.numerics import autocast_in_force as autocast_in_force
+from recompute.engine.numerics import Autocast, Numerics, autocast_in_force
 from recompute.engine.rng import RngState
 from recompute.engine.saved_tensors import has_only_our_hooks, top_hooks
 from recompute.engine.thread_state import is_fake, is_in_cuda_graph, local

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from recompute.compiled.autocast_settings import Autocast, autocast_in_force, cast_of
+from recompute.compiled.autocast_settings import cast_of
 from recompute.compiled.codegen import GeneratedCode
 from recompute.compiled.held_inputs import (
     Other,
@@ -28,8 +28,9 @@ from recompute.compiled.region_record import RegionRecord
 from recompute.engine.compression import Codec, CompressedTensor
 from recompute.engine.cut.layout import Layout
 from recompute.engine.modes import count_dispatch_modes, count_function_modes, has_foreign_modes, hidden_from_modes
+from recompute.engine.numerics import Autocast, autocast_in_force
 from recompute.engine.recipe_book import open_book
-from recompute.engine.recipes import Handle, Recipe, RecipeGroup, is_plain_eager, nbytes_of
+from recompute.engine.recipes import Handle, OpRecipe, RecipeGroup, RecordedCall, nbytes_of
 from recompute.engine.region_statistics import Stopwatch
 from recompute.engine.rng import RngState
 from recompute.engine.saved_tensors import (
@@ -53,43 +54,32 @@ _AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey
 class CapturedFrame:
     """One run of a program, and all that it holds for backward."""
 
-    def __init__(
-        self,
-        program: Program,
-        graph: Callable[..., Any],
-        region: RegionRecord,
-        given: Sequence[Tensor],
-        casts: Sequence[Tensor],
-        objects: Sequence[Any],
-    ):
-        """graph: the program was made of it. It takes the same inputs, and runs where the program cannot.
-
-        casts: the inputs that the program takes as autocast has cast them.
-        objects: custom Functions in it are given these beside tensors.
-        """
+    def __init__(self, program: Program, graph: Callable[..., Any], region: RegionRecord):
+        """graph: the program was made of it. It takes the same inputs, and runs where the program cannot."""
         self._region = region
         self._program = program
         self._graph = graph
         self.statistics = region.statistics
-        self._given: Sequence[Tensor] = given
-        self._casts: Sequence[Tensor] = casts
-        self._objects = objects
         self._rng: RngState | None = None
         self._left: Sequence[Tensor] = ()
         """Values that brought dropped outputs back, and that backward reads."""
         self.saved: list[Tensor] = []
         """Autograd saves these as it does for other nodes: with their graphs, and through the hooks in force."""
 
-    def run(self) -> tuple[Any, ...]:
-        """Run forward; returns the outputs."""
-        program, given, statistics = self._program, self._given, self.statistics
+    def run(self, given: Sequence[Tensor], casts: Sequence[Tensor], objects: Sequence[Any]) -> tuple[Any, ...]:
+        """Run forward; returns the outputs.
+
+        casts: the inputs that the program takes as autocast has cast them.
+        objects: custom Functions in it are given these beside tensors.
+        """
+        program, statistics = self._program, self.statistics
         if program.draws_from is not None:
             self._rng = RngState(program.draws_from, name=statistics.name, only_torch=True)
         self._held: list[Versioned | None]
         self._others: list[Other]
         is_sure = self._region.trusts(program)  # else backward may turn out to need another run of forward
         with _without(program.around.autocast):
-            found = program.forward(statistics.name, self._objects, is_sure, *given, *self._casts)
+            found = program.forward(statistics.name, objects, is_sure, *given, *casts)
         outputs, self._kept, self._states, self.saved, self._held, self._others = found
         self._versions: list[int] = [self._kept[index]._version for index in program.shown]
         codec, hooks = self._region.tape.codec, top_hooks()
@@ -97,7 +87,6 @@ class CapturedFrame:
         self._are_packed = bool(self._kept) and (is_coded or not are_held_as_they_are(hooks))
         if self._are_packed:
             self._kept = self._packed(codec, hooks)
-        self._given = self._casts = self._objects = ()
         plan = program.plan
         statistics.plan = None if self._region.is_checkpoint else plan
         if program.outputs is not None and (book := open_book()) is not None:
@@ -260,57 +249,45 @@ def _around(settings: Callable[[], AbstractContextManager[Any]], stopwatch: Stop
             stopwatch.stop(started)
 
 
-class _Outputs(Recipe):
+class _Outputs(OpRecipe):
     """The outputs of a frame that others have saved. It holds all it needs, because the frame may be gone before."""
 
-    __slots__ = ("_frame", "_held", "_kept", "_outputs", "_states")
+    __slots__ = ("_code", "_frame", "_states")
 
     def __init__(self, frame: CapturedFrame, outputs: DroppedOutputs, given: Sequence[Tensor]):
-        super().__init__(frame.statistics, "a captured region", RecipeGroup(frame._program.around.numerics))
-        self._frame = weakref.ref(frame)
-        self._outputs = outputs
-        assert frame._kept is not None
-        hooks = top_hooks()
-        self._held: list[PackedTensor] = []
+        self._frame, self._states, self._code = weakref.ref(frame), frame._states, outputs.run
+        name, hooks = frame.statistics.name, top_hooks()
+        held: list[PackedTensor] = []
         for index in outputs.held:
-            held = frame._held[index]
-            if held is None:
-                tensor = given[frame._program.held[index][0]].detach()
-                self._held.append(pack_through(hooks, tensor, self.statistics.name))
+            if (versioned := frame._held[index]) is not None:
+                held.append(KeptTensor(versioned[0], name, versioned[1]))
             else:
-                self._held.append(KeptTensor(held[0], self.statistics.name, held[1]))
-        self._kept = [self._again(frame._kept[index]) for index in outputs.kept]
-        self._states = frame._states
+                held.append(pack_through(hooks, given[frame._program.held[index][0]].detach(), name))
+        assert frame._kept is not None
+        kept = [_again(frame._kept[index], name) for index in outputs.kept]
+        call = RecordedCall(outputs.run, (held, kept), {})
+        super().__init__(frame.statistics, call, "a captured region", RecipeGroup(frame._program.around.numerics))
 
-    def _again(self, kept: Tensor | PackedTensor) -> PackedTensor:
-        """A value that the frame keeps, as a saved tensor of its own."""
-        if isinstance(kept, Handle):
-            return kept.another()
-        return kept if isinstance(kept, PackedTensor) else KeptTensor(kept, self.statistics.name)
-
-    def _run(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        held, kept = [value.get() for value in self._held], [value.get() for value in self._kept]
-        return self._outputs.run(held, kept, self._states)
-
-    def regenerate(self, wanted: Collection[int]) -> dict[int, PackedTensor]:
-        if is_plain_eager() and self.group.is_alike():
-            values, left = self._run()
-        else:
-            with (
-                torch._C._ExcludeDispatchKeyGuard(_AUTOCAST),
-                torch.no_grad(),
-                temporarily_clear_interpreter_stack(),
-                self.group.numerics.replayed(),
-            ):
-                values, left = self._run()
+    def _run(self) -> Sequence[Tensor]:
+        values, left = self._code(*fetch(self._call.args), self._states)
         if (frame := self._frame()) is not None:
             frame.leave(left)
-        given_back: dict[int, PackedTensor] = {slot: KeptTensor(values[slot], self.statistics.name) for slot in wanted}
+        return values
+
+    def regenerate(self, wanted: Collection[int]) -> dict[int, PackedTensor]:
+        given_back = super().regenerate(wanted)
         # The recipe itself counts one regeneration, and the bytes that it gives.
-        regenerated, code = self.statistics.regenerated, self._outputs.run
+        regenerated, code = self.statistics.regenerated, self._code
         regenerated.count += code.reruns - 1
         regenerated.nbytes += code.rerun_nbytes - nbytes_of(given_back.values())
         return given_back
+
+
+def _again(kept: Tensor | PackedTensor, name: str) -> PackedTensor:
+    """A value that a frame keeps, as a saved tensor of its own. name: the region's."""
+    if isinstance(kept, Handle):
+        return kept.another()
+    return kept if isinstance(kept, PackedTensor) else KeptTensor(kept, name)
 
 
 _FREED = (
@@ -325,8 +302,8 @@ class CapturedFunction(torch.autograd.Function):
     """The node of autograd's graph that stands for a captured region."""
 
     @staticmethod
-    def forward(ctx: Any, frame: CapturedFrame, fixed: Sequence[int], *edges: Tensor) -> Any:
-        outputs = frame.run()
+    def forward(ctx: Any, frame: CapturedFrame, inputs: Any, fixed: Sequence[int], *edges: Tensor) -> Any:
+        outputs = frame.run(*inputs)
         ctx.frame = frame
         if frame.saved:
             ctx.save_for_backward(*frame.saved)
@@ -338,7 +315,7 @@ class CapturedFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, None, *ctx.frame.backward(ctx.saved_tensors, gradients)
+        return None, None, None, *ctx.frame.backward(ctx.saved_tensors, gradients)
 
 
 apply_captured: Callable[..., Any] = super(torch.autograd.Function, CapturedFunction).apply

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from recompute.compiled.autocast_settings import CallSettings, GlobalState, cast_of, leaving_vmaps
 from recompute.compiled.captured_function import CapturedFrame, apply_captured
 from recompute.compiled.following import FollowingRecording
-from recompute.compiled.frontend import ASKS, asks_about_tracing, last_trace, names_read, objects_of
+from recompute.compiled.frontend import ASKS, last_trace, names_read, objects_of
 from recompute.compiled.function_calls import CHANGES
 from recompute.compiled.guards import MISSED, GuardedCalls
 from recompute.compiled.observation import Observation
@@ -78,10 +78,6 @@ class CachedGraphs:
         self.programs: dict[Hashable, list[Program]] = {}
         """The programs, by the code of the graph and the kinds of its inputs."""
         self.graphs = GuardedGraphs(self)
-
-    @property
-    def has_failed(self) -> bool:
-        return self.failures >= MAX_FAILURES
 
 
 class GuardedGraphs:
@@ -147,7 +143,7 @@ class GuardedGraphs:
             _running.attempt = around
 
     def _compile(self, module: torch.fx.GraphModule, given: Sequence[Any]) -> Callable[..., Any]:
-        unfit = ASKS if asks_about_tracing() else _unfit_node(module)
+        unfit = ASKS if last_trace.asks else _unfit_node(module)
         return self._add(module, objects_of(module.graph), names_read(), unfit or "")
 
     def _add(self, *graph: Any) -> Callable[..., Any]:
@@ -172,23 +168,20 @@ class Caller:
 
     programs: list[Program] = field(default_factory=list)
     """They do the same as frames of this region did, in backward, too: equal regions may get other gradients."""
-    observed: weakref.ref[Observation] | None = None
+    observed: Callable[[], Observation | None] = lambda: None
+    """The one that goes on: until the frame's backward has run, or autograd's graph of it is gone."""
     recorded: RecordedFrame | None = None
     """A frame that ran a call which the graph's guards had accepted. Other frames may be of other kinds of calls."""
     failures: int = 0
     failure: str = ""
     """Why no program was made for it when that was tried last."""
 
-    def observation(self) -> Observation | None:
-        """The one that goes on: until the frame's backward has run, or autograd's graph of it is gone."""
-        return None if self.observed is None else self.observed()
-
     def learn(self, result: Program | str, *, counts: bool = True) -> None:
         """An observation has ended: with a program, or with the reason why there is none.
 
         counts: whether it counts as a failure if there is none.
         """
-        self.observed = None
+        self.observed = lambda: None
         if isinstance(result, Program):
             self.programs.append(result)
             self.failure = ""
@@ -256,7 +249,7 @@ class CapturedGraph:
         programs = [each for each in caller.programs if each.around == around and each.fits(given)]
         program = programs[0] if programs else None
         if program is None:
-            if (observed := caller.observation()) is not None:
+            if (observed := caller.observed()) is not None:
                 observed.is_called_again = attempt.waits = True
                 raise Refusal
             expected = caller.recorded or attempt.recorded
@@ -268,10 +261,11 @@ class CapturedGraph:
         attempt.has_begun = True
         region.count_frame(program.plan)
         casts = [cast_of(given[position]) for position in program.casts]
-        frame = CapturedFrame(program, graph, region, given, casts, objects)
-        inputs = (*given, *casts) if casts else given
+        frame = CapturedFrame(program, graph, region)
+        inputs = *given, *casts
+        edges = [inputs[position] for position in program.edges]
         try:
-            return apply_captured(frame, program.fixed, *[inputs[position] for position in program.edges])
+            return apply_captured(frame, (given, casts, objects), program.fixed, *edges)
         except Departure as error:
             frame.put_back()
             region.refuse(str(error))

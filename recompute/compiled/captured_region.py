@@ -61,14 +61,14 @@ from recompute.compiled.generated.generated_kernel import GeneratedKernel
 from recompute.compiled.guards import MISSED
 from recompute.compiled.program import Program
 from recompute.compiled.recording import NotCapturable
-from recompute.compiled.region_record import DIFFERENTIATED, WARMUP_FRAMES, RegionRecord
+from recompute.compiled.region_record import DIFFERENTIATED, MAX_FAILURES, WARMUP_FRAMES, RegionRecord
 from recompute.compiled.region_tapes import RecordingTape
 from recompute.compiled.unguarded_calls import modules_in
 from recompute.engine.checkpoint.region import StateHook
 from recompute.engine.cut.plan_cache import PlanCache
 from recompute.engine.cut.save_plan import LARGEST_COPY, SavePlan
-from recompute.engine.reachable_objects import walk_references
-from recompute.engine.rng import RngState, is_random_source
+from recompute.engine.reachable_objects import find_generators
+from recompute.engine.rng import RngState
 from recompute.engine.tape.recorder import TapeRegion
 from recompute.engine.thread_state import is_fake, local
 
@@ -229,7 +229,7 @@ class Observing(Captured):
     def _miss(self, region: CapturedRegion, attempt: Attempt, call: Sequence[Any]) -> Transition:
         graphs, shared = self.graphs, self.graphs.shared
         is_of_use = attempt.recorded is not None and attempt.recorded.is_current
-        if is_of_use and not shared.has_failed and graphs.unused < MAX_UNUSED_GRAPHS:
+        if is_of_use and shared.failures < MAX_FAILURES and graphs.unused < MAX_UNUSED_GRAPHS:
             graphs.unused += 1
             if graphs.own is None and len(shared.graphs.graphs) >= MAX_SHARED_GRAPHS:
                 graphs.own = GuardedGraphs(shared)
@@ -310,8 +310,7 @@ class CapturedRegion(RegionRecord):
             self.refuse(DIFFERENTIATED)
             raise NotCapturable(DIFFERENTIATED)
         around = CallSettings.of()
-        reached = walk_references((function, *modules_in(function, args), args, kwargs))
-        generators = RngState({id(value): value for value in reached if is_random_source(value)}.values())
+        generators = RngState(find_generators((function, *modules_in(function, args), args, kwargs)))
         counting = {id(runner.statistics): runner.statistics for runner in runners_in(function, args)}
         if self.is_checkpoint and any(each is not self.statistics for each in counting.values()):
             raise NotCapturable(_RULES_INSIDE)

@@ -6,7 +6,7 @@ A variable is deleted right after the last call that reads it, so that memory is
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import groupby
@@ -25,7 +25,7 @@ from recompute.compiled.generated.rewritten_calls import READERS, largest_size, 
 from recompute.compiled.generated.row_sums import by_kernel
 from recompute.compiled.generated.switch import Generates
 from recompute.compiled.held_inputs import HELPERS
-from recompute.compiled.recording import Buffer, Call, ObjectUse, Recording, Use, uses_in
+from recompute.compiled.recording import Call, ObjectUse, Recording, Use
 from recompute.compiled.statements import Statement, lines_of
 from recompute.compiled.torch_functions import function_of
 from recompute.engine.cut.layout import Layout
@@ -78,7 +78,7 @@ class Code:
         again: it runs on copies of the tensors that it writes to. state: the variable of the state that ``draw`` has
         captured for the call.
         """
-        call = call._replace(args=self._earlier.resolved(call.args))
+        call = call.with_uses(self._earlier.resolved)
         if (twin := self._earlier.twin(call, lambda use: self._memory(use, again), len(self.statements))) is not None:
             pairs = zip(call.results, twin.results, strict=True)
             self.tensors |= {one: self.tensors[other] for one, other in pairs if one is not None and other is not None}
@@ -91,15 +91,13 @@ class Code:
         if again:
             self.reruns.append(call)
         if self.recording.is_generated:
-            call = largest_size(call, self.recording, self._has)
-            call = call._replace(args=self._earlier.resolved(call.args))
+            call = largest_size(call, self.recording, self._has).with_uses(self._earlier.resolved)
         if (mask := mask_of(call, self.recording)) is not None:
             self._dropout(call, mask, again, state)
             return
         rounds = self.recording.is_generated and self.recording.generates is Generates.ROUNDED
         if rounds and call.op in READERS:
-            parts = {use: self._part(use, again) for use in call.uses()}
-            call = call._replace(args=_with(call.args, parts), kwargs=_with(call.kwargs, parts))
+            call = call.with_uses(lambda use: self._part(use, again))
         call, ours = by_kernel(call, self.recording, self._has) if is_ours else (call, None)
         if again and call.written:
             for before, after in call.written:
@@ -107,8 +105,7 @@ class Code:
                 text = f"{name} = {self.tensors[before]}.clone()"
                 self._write(Statement(text, [self.tensors[before]], [name], again))
             moved = {before: after for before, after in call.written}
-            copies = {use: use._replace(buffer=moved.get(use.buffer, use.buffer)) for use in call.uses()}
-            call = call._replace(args=_with(call.args, copies), kwargs=_with(call.kwargs, copies))
+            call = call.with_uses(lambda use: use._replace(buffer=moved.get(use.buffer, use.buffer)))
         reads: list[str] = []
         arguments = [self._value(value, reads, again) for value in call.args]
         arguments += [f"{key}={self._value(value, reads, again)}" for key, value in call.kwargs.items()]
@@ -165,11 +162,8 @@ class Code:
             return use
         part, moved = found
         if part not in self._parts:
-            number = self._parts[part] = len(self.recording.buffers)
-            shape, dtype = part.layout.shape, part.layout.dtype
-            layout = Layout(shape, (shape[1], 1), 0, dtype)
-            nbytes, device = shape.numel() * dtype.itemsize, self.recording.device
-            self.recording.buffers.append(Buffer(layout, nbytes, number, device=device))
+            dense = part.layout._replace(stride=(part.layout.shape[1], 1), offset=0)
+            number = self._parts[part] = self.recording.number_unseen(dense, self.recording.device)
             copy = {"memory_format": torch.contiguous_format}
             self.call(Call(torch.ops.aten.clone.default, (part,), copy, (number,), (), is_sequence=False), again=again)
         return Use(self._parts[part], moved)
@@ -300,7 +294,7 @@ class Code:
         reads: list[str] = []
         first = next(call.uses(), None)
         tensors = "()" if first is None else f"({self._value(first, reads, False)},)"
-        constants = {key: value for key, value in call.kwargs.items() if not any(True for _ in uses_in(value))}
+        constants = {key: value for key, value in call.kwargs.items() if type(value) is not Use}
         text = f"{state} = capture({tensors}, {self.named(constants)}, name)"
         self._write(Statement(text, reads, [state], is_ordered=True))
         return state
@@ -368,17 +362,6 @@ def _function(lines: Sequence[str], names: dict[str, Any]) -> Any:
     function = names["run"]
     function.source = source
     return function
-
-
-def _with(value: Any, replaced: Mapping[Use, Use]) -> Any:
-    """``value`` with some tensors replaced."""
-    if type(value) is Use:
-        return replaced[value]
-    if isinstance(value, (list, tuple)):
-        return type(value)([_with(item, replaced) for item in value])
-    if isinstance(value, dict):
-        return {key: _with(item, replaced) for key, item in value.items()}
-    return value
 
 
 _HELPERS: dict[str, Any] = {

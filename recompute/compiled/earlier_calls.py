@@ -38,13 +38,9 @@ class EarlierCalls:
         held = {use.buffer for call in functions for use in call.uses()}  # which they may write to, even in backward
         self._own = self.recording.given_away | held
 
-    def resolved(self, value: Any) -> Any:
-        """A call's argument, with the output of an earlier call in the place of that of a call that does not run."""
-        if type(value) is Use:
-            return value._replace(buffer=self._same.get(value.buffer, value.buffer))
-        if type(value) in (list, tuple):
-            return type(value)([self.resolved(item) for item in value])
-        return value
+    def resolved(self, use: Use) -> Use:
+        """A tensor that a call reads: an earlier call's output in the place of that of a call that does not run."""
+        return use._replace(buffer=self._same.get(use.buffer, use.buffer))
 
     def twin(self, call: Call, memory: Callable[[Use], str], count: int) -> Call | None:
         """The earlier call that computes the same. memory: the variable of a tensor. count: of statements."""

@@ -14,7 +14,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -44,10 +44,6 @@ class _LastTrace(threading.local):
 
 last_trace = _LastTrace()
 ASKS = "its forward asks whether torch.compile traces it"
-
-
-def asks_about_tracing() -> bool:
-    return last_trace.asks
 
 
 def has_effects() -> bool:
@@ -92,11 +88,14 @@ def may_ask(frame: Any) -> bool:
 
 
 def _replacing(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
-    """A decorator: its function stands in for a method of torch's frontend, and takes the method first."""
+    """A decorator: while a region is traced, its function runs in the place of a method, which it takes first."""
     method = getattr(owner, name)
 
     def put(replacement: Callable[..., Any]) -> None:
-        replaced = functools.wraps(method)(lambda *args, **kwargs: replacement(method, *args, **kwargs))
+        @functools.wraps(method)
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            return replacement(method, *args, **kwargs) if local.is_tracing else method(*args, **kwargs)
+
         is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
         setattr(owner, name, staticmethod(replaced) if is_static else replaced)
 
@@ -112,14 +111,9 @@ def prepare_frontend() -> None:
     _name_torchs_classes()
     _pass_locks()
     _guard_identities()
-    # Since torch 2.13 ``torch.compiler.is_compiling()`` is true in all threads while one of them traces.
-    session = getattr(torch.compiler, "_compile_session_context", None)
-    if session is not None:
-
-        def context() -> AbstractContextManager[None]:
-            return nullcontext() if local.is_tracing else session()
-
-        torch.compiler._compile_session_context = context  # type: ignore[assignment]
+    if hasattr(torch.compiler, "_compile_session_context"):
+        # Since torch 2.13 ``torch.compiler.is_compiling()`` is true in all threads while one of them traces.
+        _replacing(torch.compiler, "_compile_session_context")(lambda _: nullcontext())
 
 
 def _notice_questions_and_calls() -> None:
@@ -128,15 +122,14 @@ def _notice_questions_and_calls() -> None:
 
     @_replacing(InstructionTranslatorBase, "mark_inconsistent_side_effects")
     def noticed(mark: Callable[..., None], self: Any) -> None:
-        if local.is_tracing and not may_ask(self):
-            last_trace.asks = True
+        last_trace.asks = last_trace.asks or not may_ask(self)
         mark(self)
 
     @_replacing(InliningInstructionTranslator, "build_inline_tracer")
     def noting(begin: Callable[..., Any], parent: Any, function: Any, args: Any, *others: Any, **options: Any) -> Any:
         own = getattr(function, "fn", None)
         function = _enabled(parent, function, own) or _traced_as(parent, own) or function
-        if local.is_tracing and last_trace.called is not None and args:
+        if last_trace.called is not None and args:
             last_trace.called.note(getattr(function, "fn", None), _value_of(args[0]))
         return begin(parent, function, args, *others, **options)
 
@@ -150,7 +143,7 @@ def _take_functions_whole() -> None:
     def whole(call: Callable[..., Any], self: Any, translator: Any, name: str, args: Any, kwargs: Any) -> Any:
         if name == "apply" and (other := _traced_as(translator, self.fn_cls)) is not None:
             return other.call_function(translator, args, kwargs)
-        if not local.is_tracing or name != "apply" or is_seen(self.fn_cls):
+        if name != "apply" or is_seen(self.fn_cls):
             return call(self, translator, name, args, kwargs)
         last_trace.meets = make_whole(self.fn_cls) or last_trace.meets
         target = graph_call(function_op(self.fn_cls))
@@ -223,9 +216,8 @@ def _are_alike(recorded: Any, given: Any) -> bool:
 def _made_like(result: Any, *, takes: bool) -> Any:
     if type(result) is not FunctionResult:
         return result
-    layout = result.layout
-    made = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=result.device)
-    return made.requires_grad_(takes and (layout.dtype.is_floating_point or layout.dtype.is_complex))
+    made = result.layout.empty(result.device)
+    return made.requires_grad_(takes and (made.is_floating_point() or made.is_complex()))
 
 
 def _enabled(translator: Any, variable: Any, function: Any) -> Any:
@@ -234,7 +226,7 @@ def _enabled(translator: Any, variable: Any, function: Any) -> Any:
     Its author keeps it from compilers. Here nothing is compiled: the calls of a graph are compared with those that ran.
     """
     own = getattr(function, "_torchdynamo_orig_callable", None)
-    if not local.is_tracing or own is None or not inspect.getattr_static(function, "_torchdynamo_disable", False):
+    if own is None or not inspect.getattr_static(function, "_torchdynamo_disable", False):
         return None
     from torch._dynamo.source import AttrSource
     from torch._dynamo.variables.base import VariableTracker
@@ -263,7 +255,7 @@ def _name_torchs_classes() -> None:
     @_replacing(GetAttrVariable, "call_method")
     def named(call: Callable[..., Any], self: Any, translator: Any, name: str, args: Any, kwargs: Any) -> Any:
         owner = getattr(self.obj, "value", None)
-        if local.is_tracing and isinstance(owner, type) and self.name in ("__module__", "__name__", "__qualname__"):
+        if isinstance(owner, type) and self.name in ("__module__", "__name__", "__qualname__"):
             self = VariableTracker.build(translator, getattr(owner, self.name))
             return self.call_method(translator, name, args, kwargs)
         return call(self, translator, name, args, kwargs)
@@ -279,7 +271,7 @@ def _pass_locks() -> None:
 
     @_replacing(VariableBuilder, "_wrap")
     def passing(wrap: Callable[..., Any], self: Any, value: Any) -> Any:
-        if not local.is_tracing or type(value) not in locks:
+        if type(value) not in locks:
             return wrap(self, value)
         self.install_guards(GuardBuilder.TYPE_MATCH)
         return NullContextVariable()
@@ -309,8 +301,6 @@ def _guard_identities() -> None:
 
 def _guard_compared(*compared: Any, by_identity: bool) -> None:
     """by_identity: whatever methods they have. Else only objects without an ``__eq__`` are compared by identity."""
-    if not local.is_tracing:
-        return
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.variables import ConstDictVariable, ListVariable, UserDefinedObjectVariable
 
@@ -331,9 +321,7 @@ def _traced_as(translator: Any, function: Any) -> Any:
     A graph could not have some functions of libraries as they are. A stand-in makes the calls that its function makes
     where a region runs alike.
     """
-    if not local.is_tracing or function is None:
-        return None
-    other = _unwaited(translator, function) or _settled(function)
+    other = None if function is None else _unwaited(translator, function) or _settled(function)
     if other is None:
         return None
     from torch._dynamo.variables.base import VariableTracker  # it takes a second to load

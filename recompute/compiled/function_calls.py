@@ -101,9 +101,7 @@ class FunctionBackward:
             return None
         if Layout.of(gradient)[:2] == layout[:2]:
             return gradient
-        return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=gradient.device).copy_(
-            gradient
-        )
+        return layout.empty(gradient.device).copy_(gradient)
 
 
 _OTHER_GRADIENTS = (
@@ -328,12 +326,5 @@ def _add(found: Found, name: str, value: Any) -> None:
 
 def changed(before: Found, after: Found) -> frozenset[str]:
     """The names that lead to something else afterwards."""
-    return frozenset(
-        [name for name in before.keys() | after.keys() if not _are_same(before.get(name), after.get(name))]
-    )
-
-
-def _are_same(one: list[Any] | None, other: list[Any] | None) -> bool:
-    if one is None or other is None or len(one) != len(other):
-        return False
-    return all(a is b for a, b in zip(one, other, strict=True))
+    then, now = ({name: [*map(id, values)] for name, values in found.items()} for found in (before, after))
+    return frozenset([name for name in then.keys() | now.keys() if then.get(name) != now.get(name)])

@@ -302,17 +302,15 @@ class Observation:
         """A node of the graph has run. Returns its gradients, if autograd would make other tensors of them."""
         if (call := self._nodes.get(number)) is not None:
             return self._after_function(number, call, gradients)
-        if self.reason is not None:
-            modes = torch._C._len_torch_dispatch_stack()
-            if modes and torch._C._get_dispatch_stack_at(modes - 1) is self._mode:
-                _pop_mode()
-            return None
-        _pop_mode()
-        try:
-            pairs = zip(gradients, self._edges[number], strict=True)
-            self._pass_on(number, [None if g is None or e is None else self.recording.use(g) for g, e in pairs])
-        except NotCapturable as error:
-            self._fail(error)
+        modes = torch._C._len_torch_dispatch_stack()
+        if modes and torch._C._get_dispatch_stack_at(modes - 1) is self._mode:  # else it failed before the node ran
+            _pop_mode()
+        if self.reason is None:
+            try:
+                pairs = zip(gradients, self._edges[number], strict=True)
+                self._pass_on(number, [None if g is None or e is None else self.recording.use(g) for g, e in pairs])
+            except NotCapturable as error:
+                self._fail(error)
         return None
 
     def _after_function(
@@ -325,18 +323,11 @@ class Observation:
         if self.reason is not None:
             return None
         forward, index = self.recording.calls[call], len(self.recording.calls)
-        passed: list[Tensor | None] = []
-        uses: list[Use | None] = []
+        layouts, edges = [use.layout for use in forward.args if type(use) is Use], self._edges[number]
+        each = zip(gradients, edges, layouts, strict=True)
+        passed = [None if g is None or edge is None else as_autograd_does(g, layout) for g, edge, layout in each]
         try:
-            layouts = [use.layout for use in forward.args if type(use) is Use]
-            edges = self._edges[number]
-            for gradient, edge, layout in zip(gradients, edges, layouts, strict=True):
-                if gradient is None or edge is None:
-                    passed.append(None)
-                    uses.append(None)
-                else:
-                    passed.append(gradient := as_autograd_does(gradient, layout))
-                    uses.append(Use(self.recording.receive(gradient, index), Layout.of(gradient)))
+            uses = [None if g is None else Use(self.recording.receive(g, index), Layout.of(g)) for g in passed]
             made = [use for use, edge in zip(uses, edges, strict=True) if edge is not None]
             found = [None if use is None else use.layout for use in made]
             results = tuple([None if use is None else use.buffer for use in made])

@@ -120,6 +120,7 @@ class ProgramWriter:
         head += [f"del t{number}" for number in doubles]
         outputs = None if again is None else self._dropped_outputs(*again, held, kept, drawn, head)
         placed = [buffers[number] for number in self.recording.placed]
+        compressible = set(map(self._made_by, self.plan.compressible))
         return Program(
             plan=self.plan,
             forward=forward,
@@ -130,7 +131,7 @@ class ProgramWriter:
             others=others,
             offsets=tuple([(each.given, int(each.layout.offset)) for each in placed if each.given is not None]),
             shown=tuple([index for index, number in enumerate(self._kept) if self._is_output(number)]),
-            compressible=tuple([i for i, number in enumerate(self._kept) if number in self._bearing]),
+            compressible=tuple([index for index, number in enumerate(self._kept) if number in compressible]),
             reaches=tuple(frame.reaches),
             fixed=tuple(sorted(frame.fixed)),
             draws_from=_generators_of([call.op for call in self._forward if _may_draw(call)]),
@@ -297,11 +298,6 @@ class ProgramWriter:
         # A value that a custom Function may write to counts as overwritten. It is held if autograd had saved it before.
         made = {self._made_by(value) for value in (*plan.kept, *(plan.demanded & plan.overwritten))}
         return frozenset(number for number in made if number is not None)
-
-    @cached_property
-    def _bearing(self) -> frozenset[int | None]:
-        """The buffers of the values that the plan keeps and that may come back a little off."""
-        return frozenset(map(self._made_by, self.plan.compressible))
 
     def _write_forward(
         self, ways: Sequence[tuple[int, str, str]], others: Sequence[tuple[int, str]]

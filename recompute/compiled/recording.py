@@ -114,15 +114,21 @@ class Call(NamedTuple):
     """Whether it returns several outputs."""
 
     def uses(self) -> Iterator[Use]:
-        return uses_in((self.args, self.kwargs))
+        found: list[Use] = []
+        self.with_uses(found.append)
+        return iter(found)
+
+    def with_uses(self, replaced: Callable[[Use], Any]) -> Call:
+        """The call with something else in the place of each tensor."""
+        return self._replace(args=_with_uses(self.args, replaced), kwargs=_with_uses(self.kwargs, replaced))
 
 
-def uses_in(value: Any) -> Iterator[Use]:
+def _with_uses(value: Any, replaced: Callable[[Use], Any]) -> Any:
     if type(value) is Use:
-        yield value
-    elif isinstance(value, (list, tuple, dict)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from uses_in(item)
+        return replaced(value)
+    if isinstance(value, dict):
+        return {key: _with_uses(item, replaced) for key, item in value.items()}
+    return type(value)([_with_uses(item, replaced) for item in value]) if type(value) in LISTS else value
 
 
 @dataclass
@@ -309,24 +315,21 @@ class Recording:
         if is_function:
             unseen = [key for key in self._reached if key in self._current and key not in written]
             written |= {key: self._overwrite(key, index, may_not=True) for key in unseen}
-        results: list[int | None] = []
-        for tensor in output if type(output) in LISTS else (output,):
+        is_sequence = type(output) in LISTS
+        outputs, results = output if is_sequence else (output,), list[int | None]()
+        for tensor in outputs:
             if not isinstance(tensor, Tensor):
                 results.append(None)
             elif not is_plain(tensor):
                 raise NotCapturable(f"{started.op} returns {not_plain(tensor)}")
             else:
                 results.append(None if self.knows(tensor) else self._new(tensor, call=index))
-        is_sequence = type(output) in LISTS
         if is_function:
-            outputs = output if is_sequence else (output,)
             results_of = [FunctionResult(Layout.of(o), o.device) if isinstance(o, Tensor) else o for o in outputs]
             keys = [o.untyped_storage()._cdata if isinstance(o, Tensor) else -1 for o in outputs]
             reached, returned = ([self._current.get(key) for key in each] for each in (self._reached, keys))
             self.functions[index] = RecordedFunction(results_of, reached, returned)
-        self.calls.append(
-            Call(started.op, started.args, started.kwargs, tuple(results), tuple(written.values()), is_sequence)
-        )
+        self.calls.append(Call(*started[:3], tuple(results), tuple(written.values()), is_sequence))
 
     def _overwrite(self, key: int, call: int, *, may_not: bool) -> tuple[int, int]:
         """The buffers of a storage before and after a call has written there.
@@ -343,12 +346,16 @@ class Recording:
 
     def add(self, first: Use, second: Use) -> Use:
         """Add autograd's sum of two gradients of one tensor, as a call. Nobody has seen the sum yet."""
-        layout = Layout.of(_on_meta(first.layout) + _on_meta(second.layout))
-        number = len(self.buffers)
-        nbytes, device = layout.shape.numel() * layout.dtype.itemsize, self.buffers[first.buffer].device
-        self.buffers.append(Buffer(layout, nbytes, number, call=len(self.calls), device=device))
+        layout = Layout.of(first.layout.empty() + second.layout.empty())
+        number = self.number_unseen(layout, self.buffers[first.buffer].device, len(self.calls))
         self.calls.append(Call(torch.ops.aten.add.Tensor, (first, second), {}, (number,), (), is_sequence=False))
         return Use(number, layout)
+
+    def number_unseen(self, layout: Layout, device: torch.device | None, call: int | None = None) -> int:
+        """A buffer for a tensor in memory of its own that nobody has seen yet."""
+        number, nbytes = len(self.buffers), layout.shape.numel() * layout.dtype.itemsize
+        self.buffers.append(Buffer(layout, nbytes, number, call=call, device=device))
+        return number
 
     def _see_constant(self, tensor: Tensor) -> None:
         """Remember the tensor that ``torch.tensor`` makes from a literal."""
@@ -380,17 +387,10 @@ class Recording:
             return type(value)([self._template(item, takes_objects=takes_objects) for item in value])
         if is_constant(value):
             return value
-        if takes_objects and self.is_open:
-            return ObjectUse(None)
         position = next((index for index, known in enumerate(self.objects) if known is value), None)
-        if not takes_objects or position is None:
+        if not takes_objects or (position is None and not self.is_open):
             raise NotCapturable(f"an op takes an argument of type {type(value).__name__}")
         return ObjectUse(position)
-
-
-def _on_meta(layout: Layout) -> Tensor:
-    with torch.no_grad():
-        return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
 
 
 class Started(NamedTuple):

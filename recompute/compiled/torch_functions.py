@@ -28,20 +28,16 @@ def function_of(call: Call) -> Callable[..., Any]:
     takes_tensors = any(True for _ in call.uses())  # else it is a factory, and function modes may look for that
     if op.namespace != "aten" or Tag.nondeterministic_seeded in op.tags or not takes_tensors:
         return cast(Callable[..., Any], overload)
-    layouts = repr(tree_map_only(Use, lambda use: use[1:], (call.args, call.kwargs), is_leaf=_is_use))
-    if (key := (op, layouts)) not in _known:
+    of_layouts = call.with_uses(lambda use: use[1:])
+    if (key := (op, repr((of_layouts.args, of_layouts.kwargs)))) not in _known:
         with _disable_current_modes(), torch.no_grad():
-            _known[key] = _found(op, *tree_map_only(Use, _on_meta, (call.args, call.kwargs), is_leaf=_is_use))
+            on_meta = call.with_uses(_on_meta)
+            _known[key] = _found(op, on_meta.args, on_meta.kwargs)
     return _known[key]
 
 
-def _is_use(value: Any) -> bool:
-    return type(value) is Use
-
-
 def _on_meta(use: Use) -> Tensor:
-    shape, stride, _, dtype = use.layout
-    tensor = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    tensor = use.layout.empty()
     return tensor.conj() if use.is_conjugate else tensor
 
 

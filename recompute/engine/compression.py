@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from recompute.engine.recipes import Handle, Recipe, RecipeGroup
+from recompute.engine.recipes import Recipe, RecipeGroup, missing_in
 from recompute.engine.region_statistics import RegionStatistics
-from recompute.engine.saved_tensors import Hooks, KeptTensor, PackedTensor, pack_through, packed_in
+from recompute.engine.saved_tensors import Hooks, KeptTensor, PackedTensor, pack_through
 from recompute.engine.thread_state import packing_for_recipe, working
 
 
@@ -59,9 +59,7 @@ class CompressedTensor(Recipe):
         statistics.kept_nbytes += encoded.nbytes - tensor.nbytes
 
     def missing_inputs(self) -> Iterator[Recipe]:
-        for part in packed_in(self._parts):
-            if isinstance(part, Handle) and part.kept is None and not part.is_ready:
-                yield part.source  # type: ignore[misc]
+        return missing_in(self._parts)
 
     def regenerate(self, wanted: Collection[int]) -> dict[int, PackedTensor]:
         codes, scales = (part.get() for part in self._parts)

@@ -11,18 +11,15 @@ that counts ops from one that adds noise to them. So modes of torch and of this 
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recompute.engine.thread_state import local, swapped
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 _TRUSTED = ("torch.", "recompute.")
 
@@ -84,11 +81,6 @@ def has_foreign_modes() -> bool:
     return any(map(is_foreign, modes + [_C._get_dispatch_stack_at(index) for index in range(ops)]))
 
 
-def are_modes_hidden() -> bool:
-    """Whether ``hidden_from_modes`` is hiding something from a foreign mode here."""
-    return bool(local.hidden_modes)
-
-
 def put_beneath(mode: Any) -> None:
     """Move a mode that was entered last to beneath the foreign ones."""
     modes = dispatch_modes()
@@ -118,10 +110,6 @@ def _put_function_modes(modes: Sequence[Any]) -> None:
         _C._push_on_torch_function_stack(mode)
 
 
-def _trusted(modes: list[Any]) -> list[Any]:
-    return [mode for mode in modes if not is_foreign(mode)]
-
-
 @contextmanager
 def under(dispatch: Sequence[Any], functions: Sequence[Any]) -> Iterator[None]:
     """Inside, only these modes are in force, and torch's modes that lie beneath all others."""
@@ -140,7 +128,8 @@ def hidden_from_modes() -> Iterator[None]:
     """Inside, the engine itself works on tensors: only trusted modes see it or change it."""
     modes = dispatch_modes()
     hidden = [*local.hidden_modes, *filter(is_foreign, modes)]
-    with under(_trusted(modes), _trusted(function_modes())), swapped(local, "hidden_modes", hidden):
+    trusted = ([mode for mode in each if not is_foreign(mode)] for each in (modes, function_modes()))
+    with under(*trusted), swapped(local, "hidden_modes", hidden):
         yield
 
 
@@ -152,24 +141,9 @@ def hidden_from_any_modes() -> AbstractContextManager[None]:
     return hidden_from_modes() if has_foreign_modes() else _NOTHING
 
 
-def runs_hidden_from_modes(method: F) -> F:
-    """Have a method of the engine run in ``hidden_from_modes``, if there are foreign modes."""
-
-    @functools.wraps(method)
-    def run(*args: Any) -> Any:
-        if has_foreign_modes():
-            with hidden_from_modes():
-                return method(*args)
-        return method(*args)
-
-    return run  # type: ignore[return-value]
-
-
-@contextmanager
-def shown_to_modes() -> Iterator[None]:
+def shown_to_modes() -> AbstractContextManager[None]:
     """Inside, something runs again: the foreign modes that ``hidden_from_modes`` hides see it."""
-    with under([*dispatch_modes(), *local.hidden_modes], function_modes()):
-        yield
+    return under([*dispatch_modes(), *local.hidden_modes], function_modes())
 
 
 class ActiveModes:
@@ -183,10 +157,6 @@ class ActiveModes:
 
     def replayed(self) -> AbstractContextManager[None]:
         """Inside, these modes are in force again, beside the present ones, which see all of backward."""
-        if not (
-            self._dispatch or self._functions or count_dispatch_modes() or count_function_modes() or are_modes_hidden()
-        ):
-            return _NOTHING
         present = [*dispatch_modes(), *local.hidden_modes]
         missing = [mode for mode in self._dispatch if mode not in present]
         if not missing and not local.hidden_modes and self._functions == function_modes():

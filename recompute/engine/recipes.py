@@ -16,7 +16,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from recompute.engine.bit_comparison import count_different
 from recompute.engine.cut.layout import Layout
-from recompute.engine.modes import are_modes_hidden, shown_to_modes
+from recompute.engine.modes import shown_to_modes
 from recompute.engine.numerics import Numerics, default_dtype
 from recompute.engine.region_statistics import RegionStatistics
 from recompute.engine.rng import RngState
@@ -256,6 +256,13 @@ class Recipe(ABC):
         """The values whose numbers are in ``wanted``."""
 
 
+def missing_in(values: Any) -> Iterator[Recipe]:
+    """The recipes that must run before all tensors in ``values`` are there."""
+    for value in packed_in(values):
+        if isinstance(value, Handle) and value.kept is None and not value.is_ready:
+            yield value.source  # type: ignore[misc]
+
+
 def nbytes_of(values: Iterable[PackedTensor]) -> int:
     """The bytes of memory that hold these values."""
     storages = [value.tensor.untyped_storage() for value in values if isinstance(value, KeptTensor)]
@@ -302,9 +309,7 @@ class OpRecipe(Recipe):
         self._originals = originals
 
     def missing_inputs(self) -> Iterator[Recipe]:
-        for value in packed_in((self._call.args, self._call.kwargs)):
-            if isinstance(value, Handle) and value.kept is None and not value.is_ready:
-                yield value.source  # type: ignore[misc]
+        return missing_in((self._call.args, self._call.kwargs))
 
     def regenerate(self, wanted: Collection[int]) -> dict[int, PackedTensor]:
         call = self._call
@@ -335,7 +340,7 @@ class OpRecipe(Recipe):
 
     def _run(self) -> Sequence[Tensor]:
         args, kwargs = fetch(self._call.args), fetch(self._call.kwargs)
-        if are_modes_hidden():
+        if local.hidden_modes:
             # Modes that count, say, see it. Their result is not used, and generators are put back afterwards.
             with nullcontext() if is_fake() else RngState().replayed(), shown_to_modes():
                 self._run_on(list(args), dict(kwargs))

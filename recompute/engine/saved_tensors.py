@@ -69,9 +69,7 @@ class ParameterReference(PackedTensor):
         if memory is not None and memory._cdata != tensor.untyped_storage()._cdata and memory.nbytes():
             tensor = torch.empty(0, dtype=self.layout.dtype, device=memory.device)
             return tensor.set_(memory, self.layout.offset, self.layout.shape, self.layout.stride)
-        if Layout.of(tensor) == self.layout:
-            return tensor
-        return tensor.as_strided(self.layout.shape, self.layout.stride, self.layout.offset)
+        return seen_as(tensor, self.layout)
 
 
 class VersionGuard:

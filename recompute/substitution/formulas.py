@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
-from recompute.compiled.frontend import asks_about_tracing, depends_on_sizes, has_effects
+from recompute.compiled.frontend import depends_on_sizes, has_effects, last_trace
 from recompute.compiled.guards import MISSED, GuardedCalls
 from recompute.compiled.recording import Recording
 from recompute.engine.checkpoint.module_state import RUNNER
@@ -258,7 +258,7 @@ def _graph_of(module: nn.Module, x: Tensor) -> _Taken | None:
 
 
 def _compile(module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
-    tells_all = not (asks_about_tracing() or has_effects() or depends_on_sizes())
+    tells_all = not (last_trace.asks or has_effects() or depends_on_sizes())
     outputs = len(next(node for node in module.graph.nodes if node.op == "output").args[0])
 
     def taken(*given: Any) -> Any:

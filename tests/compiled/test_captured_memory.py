@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import recompute
 from recompute.attach.runners import region_in
-from recompute.compiled import captured_function, captured_graph
+from recompute.compiled import captured_function, frontend
 from recompute.compiled.codegen import Code
 from recompute.counters import step_memory
 from recompute.engine import region_statistics
@@ -48,8 +48,8 @@ def watched():
     found = []
     run = captured_function.CapturedFrame.run
 
-    def watch(frame):
-        outputs = run(frame)
+    def watch(frame, *inputs):
+        outputs = run(frame, *inputs)
         found.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in frame._kept)
         return outputs
 
@@ -250,7 +250,7 @@ def by_other_ops_if_compiled(self, x):
 
 def test_a_graph_that_is_given_up_before_it_ends_counts_nowhere(monkeypatch):
     # As with code of transformers, which may ask if it is compiled: its experts take other steps then.
-    monkeypatch.setattr(captured_graph, "asks_about_tracing", lambda: False)
+    monkeypatch.setattr(frontend, "_may_ask", lambda frame: True)
     model = Around(body(by_other_ops_if_compiled, a=linear(), b=linear()))
     handle = recompute.apply(model, rule())
     held = []

@@ -116,7 +116,7 @@ def test_torch_compile_takes_no_code_of_a_tape_for_what_it_calls_itself():
     model, x = holding(lambda self, x: self.norm(compiled(self.norm(x))).cos(), norm=RMSNorm()), tokens()
     assert_as_plain(model, policy(("inside", "recompute")), x)
     entries = torch._dynamo.eval_frame._debug_get_cache_entry_list
-    methods = (Tape.__torch_dispatch__, Tape.see, TapeFrame.begin, TapeFrame.run, TapeFrame.run_planned)
+    methods = (Tape.__torch_dispatch__, Tape.see, TapeFrame.follow, TapeFrame.run, TapeFrame.run_planned)
     assert [method.__name__ for method in methods if entries(method.__code__)] == []
 
 

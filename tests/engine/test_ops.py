@@ -10,7 +10,7 @@ from torch.utils.flop_counter import flop_registry
 from recompute.attach.check_effect import is_op
 from recompute.engine.cut import op_costs, ops, reviewed_ops
 from recompute.engine.cut.op_costs import seconds
-from recompute.engine.cut.ops import Kind, draws, facts, facts_of_call
+from recompute.engine.cut.ops import Kind, facts, facts_of_call
 
 aten = torch.ops.aten
 
@@ -150,15 +150,14 @@ class TestCalls:
             names = [argument.name for argument in op._schema.arguments if not argument.kwarg_only]
             return tuple(({**arguments, "dropout_p": dropout}).get(name) for name in names)
 
-        assert draws(op, args(0.1), {})
-        assert not draws(op, args(0.0), {})
+        assert facts_of_call(op, args(0.1), {}).kind is Kind.RANDOM
         assert facts_of_call(op, args(0.0), {}) == ops.OpFacts(facts(op).name, Kind.PURE, "attention")
 
     def test_an_omitted_dropout_is_its_default(self):
         q = torch.zeros(1, 1, 1, 1)
-        assert not draws(aten._scaled_dot_product_flash_attention.default, (q, q, q), {})
-        assert draws(aten.native_dropout.default, (q, 0.5, True), {})
-        assert not draws(aten.add.Tensor, (q, q), {})
+        assert facts_of_call(aten._scaled_dot_product_flash_attention.default, (q, q, q), {}).kind is Kind.PURE
+        assert facts_of_call(aten.native_dropout.default, (q, 0.5, True), {}).kind is Kind.RANDOM
+        assert facts_of_call(aten.add.Tensor, (q, q), {}).kind is Kind.PURE
 
     @pytest.mark.parametrize(
         ("indices", "reason"),
@@ -265,7 +264,8 @@ class TestLibraries:
 
     def test_dropout_of_zero_draws_nothing(self, define):
         op = define("fmha(Tensor q, float dropout_p=0.0, Tensor? dropout_mask=None) -> Tensor")
-        assert [draws(op, args, {}) for args in ((0,), (0, 0.0, torch.ones(2)), (0, 0.1))] == [False, False, True]
+        kinds = [facts_of_call(op, args, {}).kind for args in ((0,), (0, 0.0, torch.ones(2)), (0, 0.1))]
+        assert kinds == [Kind.PURE, Kind.PURE, Kind.RANDOM]
 
     def test_the_projects_own_kernels_are_pure(self):
         for module in ("norm_ops", "gated_mlp"):

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from recompute.compiled.generated.pointwise_ops import FLOATS, arguments_of
 from recompute.compiled.recording import Call, Recording, Use
-from recompute.engine.cut.layout import Layout
+from recompute.engine.cut.layout import Layout, is_dense
 from recompute.engine.rng import CudaSource
-from recompute.engine.tape.op_arguments import is_dense
 from recompute.engine.thread_state import is_fake, is_in_cuda_graph, local
 from recompute.errors import RngError
 from recompute.kernels.launch import multiprocessors
@@ -97,7 +96,7 @@ class DropoutMask:
 
     def __call__(self, state: DropoutState | None) -> Tensor:
         """The mask, by ATen's kernel."""
-        like = torch.empty_strided(self.layout.shape, self.layout.stride, dtype=self.layout.dtype, device=self.device)
+        like = self.layout.empty(self.device)
         if state is None or is_fake():
             return _ATEN.native_dropout.default(like, self.p, True)[1]
         source = self._source()

@@ -11,8 +11,7 @@ from recompute.compiled.generated.grouping import Grouping
 from recompute.compiled.generated.kernel_source import KernelSource
 from recompute.compiled.recording import Recording
 from recompute.compiled.statements import Statement, lines_of
-from recompute.engine.cut.layout import Layout
-from recompute.engine.tape.op_arguments import is_dense
+from recompute.engine.cut.layout import Layout, is_dense
 
 
 def fused(

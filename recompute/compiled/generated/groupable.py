@@ -25,7 +25,7 @@ from recompute.compiled.generated.pointwise_ops import (
 from recompute.compiled.generated.row_ops import ROW_OPS, adds_up, can_run_by_rows, operands_of, row_width
 from recompute.compiled.generated.spaces import TILE, Elements, Rows, Tiles
 from recompute.compiled.recording import Call, Recording, Use
-from recompute.engine.tape.op_arguments import is_dense
+from recompute.engine.cut.layout import is_dense
 
 _ATEN = torch.ops.aten
 _NUMBERS = (int, float, bool)

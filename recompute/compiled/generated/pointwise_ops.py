@@ -234,12 +234,7 @@ def operand_dtypes(row: Row, values: dict[str, Any], output: torch.dtype) -> tup
     if row.promotion is None:
         return output, output
     operands = [values[name] for name in row.operands if name not in row.masks]
-    operands = [stand_in(value) if type(value) is Use else value for value in operands]
+    operands = [value.layout.empty() if type(value) is Use else value for value in operands]
     promotion = Promotion.DEFAULT if row.promotion is Promotion.ALWAYS_BOOL else row.promotion
     computed, common = elementwise_dtypes(*operands, type_promotion_kind=promotion)
     return common, computed
-
-
-def stand_in(use: Use) -> torch.Tensor:
-    """A tensor without values in the place of one that a call reads."""
-    return torch.empty_strided(use.layout.shape, use.layout.stride, dtype=use.layout.dtype, device="meta")

@@ -19,10 +19,9 @@ import torch
 from torch._prims_common import elementwise_dtypes
 
 from recompute.compiled.generated.groupable import can_be_generated
-from recompute.compiled.generated.pointwise_ops import FLOATS, ROWS, arguments_of, stand_in
-from recompute.compiled.recording import Buffer, Call, Recording, Use
-from recompute.engine.cut.layout import Layout
-from recompute.engine.tape.op_arguments import is_dense
+from recompute.compiled.generated.pointwise_ops import FLOATS, ROWS, arguments_of
+from recompute.compiled.recording import Call, Recording, Use
+from recompute.engine.cut.layout import Layout, is_dense
 
 _ATEN = torch.ops.aten
 READERS = (_ATEN.mm.default, _ATEN.bmm.default, _ATEN.addmm.default, _ATEN.baddbmm.default, _ATEN.sum.dim_IntList)
@@ -70,8 +69,8 @@ def out_of_place(call: Call, recording: Recording) -> list[Call]:
         return []
     kwargs, number, calls = call.kwargs if op in ROWS else {}, after, []
     if dtype is not whole.dtype:
-        number, wide = len(recording.buffers), Layout(whole.shape, whole.stride, 0, dtype)
-        recording.buffers.append(Buffer(wide, wide.shape.numel() * dtype.itemsize, number, device=buffer.device))
+        wide = whole._replace(offset=0, dtype=dtype)
+        number = recording.number_unseen(wide, buffer.device)
         cast = {"dtype": whole.dtype}
         calls = [Call(_ATEN._to_copy.default, (Use(number, wide),), cast, (after,), (), is_sequence=False)]
     calls.insert(0, Call(op, args, kwargs, (number,), (), is_sequence=False))
@@ -95,7 +94,7 @@ def _functional(call: Call, dtype: torch.dtype) -> tuple[Any, torch.dtype]:
     if row is None or row.promotion is None:
         return op if row is not None else None, dtype
     values = arguments_of(call)
-    operands = [stand_in(values[each]) if type(values[each]) is Use else values[each] for each in row.operands]
+    operands = [each.layout.empty() if type(each) is Use else each for each in map(values.get, row.operands)]
     return op, elementwise_dtypes(*operands, type_promotion_kind=row.promotion)[1]
 
 

@@ -22,6 +22,10 @@ class Layout(NamedTuple):
     def of(tensor: Tensor) -> Layout:
         return _new(Layout, (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype))
 
+    def empty(self, device: torch.device | str = "meta") -> Tensor:
+        """A tensor of this shape, stride and dtype in new memory."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+
     @property
     def is_contiguous(self) -> bool:
         """As ``Tensor.is_contiguous()`` says: each row follows the one before it."""

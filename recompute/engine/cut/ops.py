@@ -114,11 +114,6 @@ def facts_of_call(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpF
     return better if condition.holds(functools.partial(_argument, op, args, kwargs)) else known
 
 
-def draws(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether ``op(*args, **kwargs)`` draws random numbers, and can draw them again."""
-    return facts_of_call(op, args, kwargs).kind is Kind.RANDOM
-
-
 def is_defined(op: Any, slot: int) -> bool:
     """Whether the op writes to its output number ``slot``, so that the outputs of two runs can be compared.
 

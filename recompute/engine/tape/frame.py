@@ -25,15 +25,14 @@ from recompute.engine.cut.ops import EXPOSED, Kind, tensors_in
 from recompute.engine.cut.plan_cache import PlanChoice
 from recompute.engine.cut.save_plan import HAND_OUT, KEEP, FrameSteps, SavePlan, StepInstruction, TapeStep
 from recompute.engine.dtensors import local_of
-from recompute.engine.modes import runs_hidden_from_modes
+from recompute.engine.modes import hidden_from_any_modes
 from recompute.engine.recipe_book import open_book
 from recompute.engine.recipes import RecordedCall
 from recompute.engine.region_statistics import RegionStatistics
 from recompute.engine.saved_tensors import PackedTensor, pack_through, without_graph
 from recompute.engine.tape.exposed_memory import bytes_of
-from recompute.engine.tape.frame_handles import FrameHandles
+from recompute.engine.tape.frame_handles import FrameHandles, KeptValues, ValuesAsTheyAre
 from recompute.engine.tape.frame_values import FrameValues, PlanMismatch
-from recompute.engine.tape.kept_values import KeptValues, ValuesAsTheyAre
 from recompute.engine.tape.op_arguments import NotRegenerable, is_plain
 from recompute.engine.tape.recorded_call import (
     MadeTensor,
@@ -57,7 +56,7 @@ class TapeFrame:
         self._plans = plans
         self._book = open_book()
         self.values = FrameValues(statistics.name, self._book, compares=is_verifying() and codec is None)
-        self.has_begun = False
+        self._has_begun = False
         self._is_deoptimized = False
         self._count = 0
         """Steps taken."""
@@ -68,21 +67,24 @@ class TapeFrame:
         """The values that autograd saved, each with the step that was next then."""
         self.handles = FrameHandles(statistics, codec, self.values, self._calls)
 
-    def begin(self, event: Any, args: tuple) -> None:
+    def _begin(self, event: Any, args: tuple) -> None:
         """Choose the plan to follow by the first thing that happens: an op runs, or a tensor is saved or pinned."""
-        self.has_begun = True
+        self._has_begun = True
         first = next(iter(tensors_in(args)), None)
         layout = Layout.of(first) if first is not None and is_plain(first) else None
         if (plan := self._plans.to_follow(event, layout)) is not None:
             self.values.follow(plan)
 
-    def follow(self, op: Any, unobserved: bool, op_policy: OpPolicy) -> StepInstruction | None:
-        """The plan's instruction for this step. A step that does not matter counts as taken at once.
+    def follow(self, op: Any, args: tuple, unobserved: bool, op_policy: OpPolicy) -> StepInstruction | None:
+        """The plan's instruction for this step, if there is a plan. A step that does not matter is taken at once.
 
         If the plan has another step here, this deoptimizes and returns None. op_policy: the one in force.
         """
+        if not self._has_begun:
+            self._begin(op, args)
         plan = self.values.plan
-        assert plan is not None
+        if plan is None:
+            return None
         instructions = plan.instructions
         if self._count < len(instructions):
             instruction = instructions[self._count]
@@ -94,12 +96,12 @@ class TapeFrame:
         self.deoptimize()
         return None
 
-    @runs_hidden_from_modes
     def deoptimize(self) -> None:
         """Go on without the plan: take back the tensors that it dropped, so that nothing depends on the plan now."""
         values, plan = self.values, self.values.plan
         assert plan is not None
-        self.handles.take_back(plan)
+        with hidden_from_any_modes():
+            self.handles.take_back(plan)
         self._steps = list(plan.steps[: self._count])
         size = max([number + 1 for step in self._steps for number in step.made], default=0)
         size = max([size, *(number + 1 for number in values.versions)])
@@ -231,6 +233,8 @@ class TapeFrame:
 
     def save(self, tensor: Tensor) -> PackedTensor:
         """Autograd saves a tensor. Returns what it holds in its place."""
+        if not self._has_begun:
+            self._begin("saved", (tensor,))
         values = self.values
         try:
             plan, index = values.plan, len(self._saves)
@@ -248,7 +252,7 @@ class TapeFrame:
 
     def pin(self, tensor: Tensor, op_policy: OpPolicy) -> None:
         """``tensor``, a plain one, was passed to ``recompute.keep``. op_policy: the one in force."""
-        if self._follow_on(self.values.known_number(tensor), KEEP, False, op_policy) is not None:
+        if self._follow_on(self.values.known_number(tensor), KEEP, tensor, False, op_policy) is not None:
             self._count += 1
             return
         number, _ = self.values.number_of(tensor)
@@ -268,11 +272,11 @@ class TapeFrame:
         to it at any time. parameter: the one that the storage belongs to.
         """
         values = self.values
-        number = values.number_in(storage)
+        number = values.current.get(storage._cdata)
         if number is None or storage._cdata in values.exposed:
             return
-        instruction = self._follow_on(number, HAND_OUT, unobserved, op_policy)
         tensor = bytes_of(storage) if tensor is None else tensor
+        instruction = self._follow_on(number, HAND_OUT, tensor, unobserved, op_policy)
         part = tensor if parameter is None else local_of(parameter)
         if not unobserved:
             values.exposed.add(storage._cdata)
@@ -301,10 +305,10 @@ class TapeFrame:
         )
 
     def _follow_on(
-        self, number: int | None, event: str, unobserved: bool, op_policy: OpPolicy
+        self, number: int | None, event: str, tensor: Tensor, unobserved: bool, op_policy: OpPolicy
     ) -> StepInstruction | None:
-        """As ``follow``, where there may be no plan, for a step that is no op and reads the value ``number`` alone."""
-        instruction = None if self.values.plan is None else self.follow(event, unobserved, op_policy)
+        """As ``follow``, for a step that is no op and reads ``tensor`` alone, the value ``number``."""
+        instruction = self.follow(event, (tensor,), unobserved, op_policy)
         if instruction is not None and instruction.step.inputs != (number,):
             self.deoptimize()
             return None
@@ -312,14 +316,14 @@ class TapeFrame:
 
     def abandon(self) -> None:
         """The region has raised an error. Its tensors may live on."""
-        self.finish((), ValuesAsTheyAre)
+        with hidden_from_any_modes():
+            self.finish((), ValuesAsTheyAre)
 
     def discard(self) -> None:
         """Nobody has the results, nor will run their backward. The frame counts nowhere."""
         self.handles.drop()
         self._clear()
 
-    @runs_hidden_from_modes
     def finish(self, outputs: Collection[Tensor], keep: type[KeptValues] = KeptValues) -> SavePlan | None:
         """Decide which saved tensors are kept, and drop the others, if the frame has not dropped them before.
 

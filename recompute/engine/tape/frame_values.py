@@ -62,9 +62,6 @@ class FrameValues:
     def follow(self, plan: SavePlan) -> None:
         self.plan, self.facts = plan, list(plan.facts)
 
-    def number_in(self, storage: torch.UntypedStorage) -> int | None:
-        return self.current.get(storage._cdata)
-
     def known_number(self, tensor: Tensor) -> int | None:
         """The number of the value in the tensor's storage, if one has been seen there."""
         return self.current.get(tensor.untyped_storage()._cdata)
@@ -242,7 +239,7 @@ class FrameValues:
 
     def parameter_in(self, storage: torch.UntypedStorage, tensor: Tensor | None) -> Tensor | None:
         """The parameter in the storage that ``tensor`` may be a view of."""
-        number = self.number_in(storage)
+        number = self.current.get(storage._cdata)
         parameter = self.sharded_parameters.get(storage._cdata) if number is None else self.parameters.get(number)
         return parameter_of(tensor) if parameter is None and tensor is not None else parameter
 

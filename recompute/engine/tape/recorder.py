@@ -18,7 +18,7 @@ from recompute.engine.compression import Codec
 from recompute.engine.cut.op_policy import OpPolicy
 from recompute.engine.cut.ops import IN_FUNCTION, Kind, facts_of_call, tensors_in
 from recompute.engine.cut.plan_cache import PlanCache, PlanChoice
-from recompute.engine.cut.save_plan import KEEP, SavePlan
+from recompute.engine.cut.save_plan import SavePlan
 from recompute.engine.dtensors import are_sharded, has_layout
 from recompute.engine.modes import (
     SeesAllOps,
@@ -27,6 +27,7 @@ from recompute.engine.modes import (
     dispatch_modes,
     function_modes,
     has_foreign_modes,
+    hidden_from_any_modes,
     put_beneath,
     put_on_top,
     under,
@@ -177,7 +178,8 @@ class Tape(Scope, SeesAllOps):
 
     def finish(self, result: Any) -> SavePlan | None:
         """The region has returned ``result``. Returns the plan for its next frame, if there is one."""
-        return self.frame.finish(self.frame.values.plain_parts(tree_leaves(result)))
+        with hidden_from_any_modes():
+            return self.frame.finish(self.frame.values.plain_parts(tree_leaves(result)))
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -209,9 +211,7 @@ class Tape(Scope, SeesAllOps):
             if op is _UNSAFE_VIEW:
                 frame.values.note_counter(result)
             return result
-        if not frame.has_begun:
-            frame.begin(op, args)
-        instruction = None if frame.values.plan is None else frame.follow(op, unobserved, op_policy)
+        instruction = frame.follow(op, args, unobserved, op_policy)
         if instruction is not None and not instruction.matters:
             return op(*args, **kwargs)
         if known.varies and (instruction is None or instruction.runs_again or known.kind is not Kind.PURE):
@@ -228,9 +228,7 @@ class Tape(Scope, SeesAllOps):
         if self.reached is not None or not self.is_in_force():
             return forward(*args, **kwargs)
         frame, known = self.frame, op.facts
-        if not frame.has_begun:
-            frame.begin(op, args)
-        instruction = None if frame.values.plan is None else frame.follow(op, True, self.op_policy)
+        instruction = frame.follow(op, args, True, self.op_policy)
         every = args, kwargs
         watched = WatchedArguments(
             op.writes,
@@ -274,17 +272,12 @@ class Tape(Scope, SeesAllOps):
                 part = self.pack(self.frame.values.part_of(tensor))
                 return PackedDTensor(without_graph(tensor), part, self.statistics.name)
             tensor = self.frame.values.part_of(tensor)
-        frame = self.frame
-        if not frame.has_begun:
-            frame.begin("saved", (tensor,))
-        return frame.save(tensor)
+        return self.frame.save(tensor)
 
     def pin(self, tensor: Tensor, name: str | None) -> Tensor:
         """Never regenerate ``tensor``, if it has no name or the rule in force lists its name."""
         part = self.frame.values.part_of(tensor)
         if self.op_policy.keeps_tensor(name) and is_plain(part):
-            if not self.frame.has_begun:
-                self.frame.begin(KEEP, (part,))
             self.frame.pin(part, self.op_policy)
         return tensor
 
