@@ -390,6 +390,9 @@ MODULES = {
         one_buffer(torch.ones(HIDDEN)),
         between=update_in_no_grad,
     ),
+    "averages in place that another forward without gradients changes": Body(
+        averages, one_buffer(torch.zeros(HIDDEN), "mean"), between=lambda module, given, result: module(*given)
+    ),
     "a buffer of nan": Body(
         lambda self, x: (x.exp() * self.unset.nan_to_num(2.0)).sin(),
         one_buffer(torch.full((HIDDEN,), float("nan")), "unset"),
