@@ -221,13 +221,6 @@ def afterwards(forward, change, **options):
     )
 
 
-def given_afterwards(forward, **options):
-    """An argument that is."""
-    return Body(
-        forward, both, lambda x: (x * 1.0,), between=lambda module, given, result: given[0].add_(1.0), **options
-    )
-
-
 def late(change, forward, **options):
     """A tensor that the region reaches in one way or another; autograd saves none of these."""
     return Body(forward, between=lambda module, *_: change(module).add_(1.0), may_refuse=always, **options)
@@ -333,12 +326,14 @@ CHANGES = {
         drops=False,
     ),
     "what it saved": Body(lambda self, x: x.sigmoid().mul_(2.0).sin(), drops=False),
-    "a result that nobody saved": afterwards(lambda self, x: self.norm(x).exp().sin() + x, lambda y: y.mul_(2.0)),
-    "a slice of a result": afterwards(lambda self, x: self.norm(x).exp().sin() + x, lambda y: y[1:].clamp_(max=0.5)),
     "a result by a view": afterwards(lambda self, x: (self.norm(x).exp().sin() + x).t(), lambda y: y.add_(1.0)),
     "a result by relu": afterwards(lambda self, x: self.norm(x).exp().sin() * 2, lambda y: y.relu_()),
-    "an argument that it saved": given_afterwards(lambda self, x: (x.exp() * x).sin()),
-    "an argument that it did not save": given_afterwards(lambda self, x: (x + 1.0).exp().sin(), may_refuse=always),
+    "an argument that it did not save": Body(
+        lambda self, x: (x + 1.0).exp().sin(),
+        given=lambda x: (x * 1.0,),
+        between=lambda module, given, result: given[0].add_(1.0),
+        may_refuse=always,
+    ),
     "a result that its op saved": afterwards(lambda self, x: self.norm(x).sigmoid(), lambda y: y.mul_(2.0)),
     "a part of such a result": afterwards(lambda self, x: self.norm(x).exp(), lambda y: y[0].zero_()),
     "a result that it keeps": afterwards(
@@ -381,5 +376,4 @@ CHANGES = {
         lambda module: OUTSIDE, (lambda w: lambda self, x: (x + w).exp().sin())(OUTSIDE), start=start_outside
     ),
     "a default": late(lambda module: OUTSIDE, lambda self, x, w=OUTSIDE: (x + w).exp().sin(), start=start_outside),
-    "a bias": late(lambda module: module.linear.bias, lambda self, x: self.linear(x).sin(), parts=linear),
 }

@@ -15,7 +15,6 @@ from bodies.runs import RUNS
 from corpus import FEW_STEPS, assert_as_plain, assert_function_as_plain, never
 from engine_testing import (
     VIEWS,
-    Boom,
     Stack,
     assert_as_without,
     assert_same,
@@ -462,24 +461,6 @@ def test_compiled_code_is_refused_by_name():
     model, _ = governed()
     with pytest.raises(UnsupportedError, match="a rule that offloads governs a module in compiled code"):
         torch.compile(model, backend="aot_eager")(batch())
-
-
-def test_an_error_in_forward_leaves_nothing_behind():
-    fails = [Boom()]
-
-    def forward(self, x):
-        hidden = (x * 1.0).exp()
-        if fails:
-            raise fails.pop()
-        return hidden.sin()
-
-    model, plain = twins_of(holding(forward))
-    recompute.apply(model, rules("inside"))
-    x = tokens()
-    with pytest.raises(Boom):
-        model(x)
-    assert not offload._copies
-    assert_same(outcome(model, x), outcome(plain, x))
 
 
 # On a GPU

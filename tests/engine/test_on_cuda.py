@@ -44,19 +44,6 @@ def stack(count=3, p=0.25):
     return Stack(count, p).cuda()
 
 
-@every_rule
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_backward_regenerates_in_the_autocast_dtype_of_forward_on_cuda(rules, dtype):
-    x = tokens()
-
-    def run(model):
-        with torch.autocast("cuda", dtype=dtype):
-            loss = loss_of(model(x))
-        return [torch.autograd.grad(loss, [x, *model.parameters()], retain_graph=True) for _ in range(2)]
-
-    assert_as_without(stack(), rules, run)
-
-
 @every_tape
 def test_the_tape_keeps_what_atomics_added_up_in_whatever_order(rules):
     torch.use_deterministic_algorithms(False)
