@@ -29,6 +29,7 @@ from engine_testing import (
     policed,
     policy,
     tokens,
+    twins_of,
     weak,
 )
 from tiers import by_default
@@ -159,48 +160,24 @@ def test_objects_do_not_grow_over_100_steps(rules):
 
 
 WAYS = {"eval": nullcontext, "no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
-every_way = pytest.mark.parametrize("way", WAYS)
-
-
-def _forward_only(way):
-    """A model to put under a policy, one to leave as it is, and an input."""
-    model = Stack(count=2, p=0.0)
-    model.train(way != "eval")
-    return model, copy.deepcopy(model), tokens(grad=False)
 
 
 @every_policy_of_a_stack
-@every_way
-def test_without_training_nothing_more_is_held(rules, way):
-    under, plain, x = _forward_only(way)
-    recompute.apply(under, rules)
-
-    def held(model):
-        with WAYS[way]():
-            model(x)
-            with no_garbage_collection() as engine_objects, Census() as census:
-                result = model(x)
-                assert engine_objects() == {}
-        return census.alive_nbytes(), bits(result)
-
-    assert held(under) == held(plain)
-
-
-@every_policy_of_a_stack
-@every_way
-def test_without_training_no_op_is_added_and_few_calls(rules, way):
-    under, plain, x = _forward_only(way)
+@pytest.mark.parametrize("way", WAYS)
+def test_without_training_nothing_more_is_held_no_op_is_added_and_few_calls(rules, way):
+    (under, plain), x = twins_of(Stack(count=2, p=0.0).train(way != "eval")), tokens(grad=False)
     handle = recompute.apply(under, rules)
 
     def cost(model):
         with WAYS[way]():
             model(x)
-            with counted_ops() as ops:
-                model(x)
-            return ops, calls(lambda: model(x))
+            with no_garbage_collection() as engine_objects, Census() as census, counted_ops() as ops:
+                result = model(x)
+                assert engine_objects() == {}
+            return (census.alive_nbytes(), bits(result), ops), calls(lambda: model(x))
 
-    (ops, count), (plain_ops, plain_count) = cost(under), cost(plain)
-    assert ops == plain_ops
+    (found, count), (expected, plain_count) = cost(under), cost(plain)
+    assert found == expected
     assert count - plain_count <= 10 * len(list(under.modules()))
     assert handle.stats().frames == 0
 

@@ -2,6 +2,7 @@
 
 import os
 from collections import Counter
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -184,22 +185,23 @@ class Seen(NamedTuple):
     collectives: tuple[Counter[str], Counter[str]]
     """Of a step's forward, and of all of it."""
     dropped_nbytes: int
+    explained: str
 
 
-def seen_by_one(model, rules, given, loss_of):
+def seen_by_one(model, rules, given, loss_of, steps=5):
     """given: of a step's number the context of forward and backward, which gives an input."""
     handle = recompute.apply(model, rules) if rules is not None else None
     torch.manual_seed(10 + dist.get_rank())
     values = []
-    for step in range(5):
-        with given(step) as x, Collectives() as seen:
+    for step in range(steps):
+        with given(step) as x, Collectives() if step == steps - 1 else nullcontext() as seen:
             out = model(x)
-            forward = Counter(seen.counts)
+            forward = Counter(seen.counts) if seen else None
             loss_of(out).backward()
         values += [out.detach(), *(each.grad.clone() for each in (x, *model.parameters()) if each.grad is not None)]
         model.zero_grad()
-    dropped = handle.stats().dropped_nbytes if handle else 0
-    return Seen(values, bits(torch.get_rng_state()), (forward, seen.counts), dropped)
+    dropped, explained = (handle.stats().dropped_nbytes, str(handle.explain())) if handle else (0, "")
+    return Seen(values, bits(torch.get_rng_state()), (forward, seen.counts), dropped, explained)
 
 
 def step_memory(forward):
