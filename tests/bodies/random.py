@@ -9,6 +9,7 @@ from random import random as drawn_by_name
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 from corpus import OWN_LEGACY, OWN_NUMPY, OWN_PYTHON, OWN_TORCH, TRACKER, Body, both
@@ -403,6 +404,13 @@ PASSED = {
     "a list of objects": lambda: [SAMPLER], "a dict": lambda: {"rng": OWN_PYTHON},
     "a method": lambda: OWN_PYTHON.random, "a function": lambda: FUNCTIONS["own"],
 }  # fmt: skip
+
+
+class HalfATracker:
+    def get_states(self):
+        pytest.fail("it has no states to put back")
+
+
 CALLABLES = {
     "function_in_c": len,
     "op": torch.sin,
@@ -442,7 +450,7 @@ REACHED = {
     ),
     "none, beside whatever can be called": Body(lambda self, x: x.sin().exp().sin(), lambda: dict(CALLABLES)),
     "none, beside a generator that has no state": Body(
-        lambda self, x: (x * 2.0).exp().sin(), lambda: {"secure": random.SystemRandom()}
+        lambda self, x: (x * 2.0).exp().sin(), lambda: {"secure": random.SystemRandom(), "half": HalfATracker()}
     ),
     "a generator that takes the place of another": Body(
         lambda self, x: (x.sin() * self.sampler.random()).exp().sin(),
