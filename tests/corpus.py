@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import recompute
 from recompute.attach.runners import region_in
 from recompute.compiled import captured_function
+from recompute.errors import MutationError
 
 FEW_STEPS = (2, 2)
 """How many forwards each step has; then come, in the other order, two backwards of each."""
@@ -45,6 +46,18 @@ def both():
     return linear() | norm()
 
 
+def never(rule):
+    return False
+
+
+def always(rule):
+    return True
+
+
+def where_products_run_again(rule):
+    return rule["action"] == "checkpoint" or "rerun" in rule
+
+
 class Body(NamedTuple):
     """What a module's forward does with an activation, and what is around it."""
 
@@ -66,8 +79,10 @@ class Body(NamedTuple):
     """Whether others save what it gives."""
     drops: bool = True
     """Whether something is dropped, so that the comparison shows something."""
-    may_refuse: bool = False
-    """Whether a change before backward may be refused where plain PyTorch runs."""
+    may_refuse: Callable[[dict[str, Any]], bool] = never
+    """Whether a change before backward may be refused under a rule where plain PyTorch runs."""
+    changes_result: bool = False
+    """Whether its result alone changes before backward: what plain PyTorch refuses then may run, as if it had not."""
     captured: bool | str | None = None
     """Whether it comes to run as captured code, or why it does not; None: that is nobody's claim."""
     ways: Sequence[str] = ()
@@ -190,7 +205,7 @@ def assert_as_plain(body, rule, steps):
         for number, calls in enumerate(steps):
             with counting() as count:
                 found = step(model, number, calls)
-            assert_same_step(found, plain[number], body.may_refuse, number)
+            assert_same_step(body, rule, steps, number, found, plain[number])
         if body.drops:
             assert handle.stats().dropped_nbytes > 0
         if steps == UNTIL_CAPTURED and body.captured is not None:
@@ -201,13 +216,16 @@ def assert_function_as_plain(body, rule):
     """The same of a decorated function."""
     plain, model = expected(body, FEW_STEPS), Model(body, rule)
     for number, calls in enumerate(FEW_STEPS):
-        assert_same_step(step(model, number, calls), plain[number], body.may_refuse, number)
+        assert_same_step(body, rule, FEW_STEPS, number, step(model, number, calls), plain[number])
 
 
-def assert_same_step(found, plain, may_refuse, number):
+def assert_same_step(body, rule, steps, number, found, plain):
     errors = [each[-1] if isinstance(each[-1], RuntimeError) else None for each in (found, plain)]
-    if errors[0] is not None and (errors[1] is not None or may_refuse):
-        assert "modified" in str(errors[0])
+    if errors[0] is not None and (errors[1] is not None or body.may_refuse(rule)):
+        assert isinstance(errors[0], MutationError) or "modified" in str(errors[0])
+    elif errors[1] is not None and body.changes_result:  # what was dropped comes back as it was
+        unchanged, gradients = expected(body._replace(between=nothing), steps)[number], body.backwards * steps[number]
+        assert found[-gradients:] == unchanged[-gradients:]
     else:
         assert errors == [None, None], f"step {number}: {errors}"
         assert len(found) == len(plain)

@@ -253,7 +253,8 @@ def bits(value):
         return value
     dense = value.detach().resolve_conj().resolve_neg()
     dense = dense.to_dense() if dense.layout is not torch.strided else dense
-    content = dense.reshape(-1).contiguous().view(torch.uint8).cpu().numpy().tobytes()
+    # Of a copy: memory that becomes an array counts as written to unseen from then on.
+    content = dense.reshape(-1).clone().view(torch.uint8).cpu().numpy().tobytes()
     return dense.dtype, tuple(dense.shape), hashlib.sha256(content).hexdigest()[:16]
 
 

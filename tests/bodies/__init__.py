@@ -2,14 +2,16 @@
 
 from bodies.arguments import ARGUMENTS, CACHES, RESULTS
 from bodies.autograd import FUNCTIONS, GRADIENTS
+from bodies.buffers import BUFFERS
 from bodies.captures import CAPTURES
 from bodies.memory import ALIASES, CHANGES, VIEWS
 from bodies.modules import ATTRIBUTES, EFFECTS, MODULES
 from bodies.random import DRAWS, REACHED
+from bodies.unseen import UNSEEN
 
 TABLES = {
     "argument": ARGUMENTS, "cache": CACHES, "result": RESULTS, "draw": DRAWS, "reached": REACHED,
     "attribute": ATTRIBUTES, "effect": EFFECTS, "module": MODULES, "alias": ALIASES, "view": VIEWS, "change": CHANGES,
-    "gradient": GRADIENTS, "function": FUNCTIONS, "capture": CAPTURES,
+    "gradient": GRADIENTS, "function": FUNCTIONS, "capture": CAPTURES, "unseen": UNSEEN, "buffer": BUFFERS,
 }  # fmt: skip
 BODIES = {f"{subject}: {name}": body for subject, table in TABLES.items() for name, body in table.items()}

@@ -2,9 +2,11 @@
 
 import torch
 import torch.nn.functional as F
-from corpus import Body, both, linear, norm
+from corpus import Body, always, both, linear, norm, where_products_run_again
 from engine_testing import HIDDEN, TOKENS, function_of
 from torch import nn
+
+import recompute
 
 # What a region gives back of what it is given
 
@@ -209,20 +211,83 @@ def lists_in_place(self, x):
 
 def afterwards(forward, change, **options):
     """A result that is written to before backward."""
-    return Body(forward, both, between=lambda module, given, result: change(result), is_saved=False, **options)
-
-
-def given_afterwards(forward, **options):
-    """An argument that is."""
     return Body(
-        forward, both, lambda x: (x * 1.0,), between=lambda module, given, result: given[0].add_(1.0), **options
+        forward,
+        both,
+        between=lambda module, given, result: change(result),
+        is_saved=False,
+        changes_result=True,
+        **options,
     )
 
 
 def late(change, forward, **options):
     """A tensor that the region reaches in one way or another; autograd saves none of these."""
-    return Body(forward, between=lambda module, *_: change(module).add_(1.0), may_refuse=True, **options)
+    return Body(forward, between=lambda module, *_: change(module).add_(1.0), may_refuse=always, **options)
 
+
+def block(self, x):
+    return x + self.down(F.gelu(self.up(self.norm(x) * self.weight)))
+
+
+def parts_of_a_block():
+    up, down = nn.Linear(HIDDEN, 2 * HIDDEN), nn.Linear(2 * HIDDEN, HIDDEN)
+    return {"norm": nn.LayerNorm(HIDDEN), "up": up, "down": down, "weight": nn.Parameter(torch.rand(HIDDEN))}
+
+
+def now_and_then(change, forward=block, parts=parts_of_a_block, **options):
+    """``change(module, argument, result)`` comes before backward in the first step, and in one that runs as code."""
+    return Body(
+        forward,
+        parts,
+        lambda x: (x * 1.0,),
+        between=lambda module, given, result: change(module, given[0], result) if module.step in (0, 6) else None,
+        is_saved=False,
+        captured=True,
+        **options,
+    )
+
+
+def replace_data(*names):
+    def change(module, x, y):
+        for name in names:
+            parameter = module.get_parameter(name)
+            parameter.data = parameter.data * 2 + 1
+
+    return change
+
+
+PARAMETERS = ("weight", "norm.weight", "norm.bias", "up.weight", "up.bias", "down.weight", "down.bias")
+NOW_AND_THEN = {
+    "its input": now_and_then(lambda m, x, y: x.mul_(2)),
+    "a weight": now_and_then(lambda m, x, y: m.up.weight.mul_(2)),
+    "a weight of a product": now_and_then(lambda m, x, y: m.weight.mul_(2)),
+    "a weight of a norm": now_and_then(lambda m, x, y: m.norm.weight.mul_(2)),
+    "a view of a weight": now_and_then(lambda m, x, y: m.down.weight[0].zero_()),
+    "its result": now_and_then(lambda m, x, y: y.mul_(2)),
+    "a part of its result": now_and_then(lambda m, x, y: y[1:].zero_()),
+    "a bias of a product": now_and_then(lambda m, x, y: m.up.bias.mul_(2), may_refuse=where_products_run_again),
+    **{
+        f"the data of {name}": now_and_then(replace_data(name), may_refuse=where_products_run_again)
+        for name in PARAMETERS
+    },
+    "the data of all parameters": now_and_then(replace_data(*PARAMETERS), may_refuse=where_products_run_again),
+    **{
+        f"a result that {name} saved": now_and_then(
+            lambda m, x, y: y.mul_(2),
+            lambda self, x, function=function: function(self.linear(x)),
+            linear,
+            drops=False,
+            changes_result=True,
+        )
+        for name, function in {
+            "sigmoid": torch.sigmoid,
+            "tanh": torch.tanh,
+            "exp": torch.exp,
+            "softmax": lambda x: x.softmax(-1).view(2, -1),
+        }.items()
+    },
+}
 
 OUTSIDE = torch.linspace(0, 1, HIDDEN)
 MODULE = nn.Linear(HIDDEN, HIDDEN)
@@ -237,6 +302,7 @@ def start_outside(module):
 
 
 CHANGES = {
+    **{f"{name}, now and then": body for name, body in NOW_AND_THEN.items()},
     "a costly result after its use": Body(after_use, both),
     "a slice of it": Body(slice_after_use, both),
     "in a chain": Body(lambda self, x: (self.norm(x) * 2).mul_(3.0).add_(1.0).exp_().sin(), norm),
@@ -260,12 +326,30 @@ CHANGES = {
         drops=False,
     ),
     "what it saved": Body(lambda self, x: x.sigmoid().mul_(2.0).sin(), drops=False),
-    "a result that nobody saved": afterwards(lambda self, x: self.norm(x).exp().sin() + x, lambda y: y.mul_(2.0)),
-    "a slice of a result": afterwards(lambda self, x: self.norm(x).exp().sin() + x, lambda y: y[1:].clamp_(max=0.5)),
     "a result by a view": afterwards(lambda self, x: (self.norm(x).exp().sin() + x).t(), lambda y: y.add_(1.0)),
     "a result by relu": afterwards(lambda self, x: self.norm(x).exp().sin() * 2, lambda y: y.relu_()),
-    "an argument that it saved": given_afterwards(lambda self, x: (x.exp() * x).sin()),
-    "an argument that it did not save": given_afterwards(lambda self, x: (x + 1.0).exp().sin(), may_refuse=True),
+    "an argument that it did not save": Body(
+        lambda self, x: (x + 1.0).exp().sin(),
+        given=lambda x: (x * 1.0,),
+        between=lambda module, given, result: given[0].add_(1.0),
+        may_refuse=always,
+    ),
+    "a result that its op saved": afterwards(lambda self, x: self.norm(x).sigmoid(), lambda y: y.mul_(2.0)),
+    "a part of such a result": afterwards(lambda self, x: self.norm(x).exp(), lambda y: y[0].zero_()),
+    "a result that it keeps": afterwards(
+        lambda self, x: (kept := recompute.keep(self.norm(x)), kept.exp() * kept), lambda y: y[0].add_(1.0)
+    ),
+    "a product of batches": afterwards(
+        lambda self, x: (product := x.expand(2, -1, -1) @ self.linear.weight, product.sin()),
+        lambda y: y[0].add_(1.0),
+        drops=False,
+    ),
+    "a parameter that is replaced": Body(
+        lambda self, x: (x * self.scale).exp().sin(),
+        start=lambda module: setattr(module, "scale", nn.Parameter(torch.linspace(0, 1, HIDDEN))),
+        between=lambda module, *_: setattr(module, "scale", nn.Parameter(torch.ones(HIDDEN))),
+        may_refuse=always,
+    ),
     "an attribute": late(
         lambda module: module.plain,
         lambda self, x: (x + self.plain).exp().sin(),
@@ -292,5 +376,4 @@ CHANGES = {
         lambda module: OUTSIDE, (lambda w: lambda self, x: (x + w).exp().sin())(OUTSIDE), start=start_outside
     ),
     "a default": late(lambda module: OUTSIDE, lambda self, x, w=OUTSIDE: (x + w).exp().sin(), start=start_outside),
-    "a bias": late(lambda module: module.linear.bias, lambda self, x: self.linear(x).sin(), parts=linear),
 }

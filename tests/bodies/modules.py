@@ -210,6 +210,10 @@ def selects_by_values(self, x):
     return y[y.detach()[:, 0] > self.bound]
 
 
+def branches_on_a_value(self, x):
+    return self.linear(x) if x.sum() > self.bound else self.linear(x) * 2
+
+
 def returns_otherwise_if_compiled(self, x):
     a, b = F.gelu(self.linear(x)), torch.tanh(self.linear(x))
     return (a, b) if torch.compiler.is_compiling() else (b, a)
@@ -241,7 +245,6 @@ def of_effects(forward, captured, drops=True):
 ON_THE_TAPE = {
     **{each.__name__: each for each in (prints, warns, logs)},
     "reads_a_value": lambda self, x: self.linear(x) * (2 if x.sum().item() > self.bound else 3),
-    "branches_on_a_value": lambda self, x: self.linear(x) if x.sum() > self.bound else self.linear(x) * 2,
     "scales_by_a_value": lambda self, x: self.linear(x) * x.detach().sum().item(),
     "reads_an_array": lambda self, x: self.linear(x) * torch.from_numpy(np.tanh(x.detach().numpy())),
 }
@@ -251,6 +254,7 @@ OTHERWISE_IF_COMPILED = {
 }
 EFFECTS = {
     **{name: of_effects(each, captured=False) for name, each in ON_THE_TAPE.items()},
+    "branches_on_a_value": of_effects(branches_on_a_value, captured="depends on the values of tensors"),
     "selects_by_values": of_effects(selects_by_values, captured=False, drops=False),
     **{
         name: of_effects(each, captured="whether torch.compile traces it")
@@ -389,6 +393,9 @@ MODULES = {
         lambda self, x: self.linear(torch.tanh(F.gelu(x) + self.average)),
         one_buffer(torch.ones(HIDDEN)),
         between=update_in_no_grad,
+    ),
+    "averages in place that another forward without gradients changes": Body(
+        averages, one_buffer(torch.zeros(HIDDEN), "mean"), between=lambda module, given, result: module(*given)
     ),
     "a buffer of nan": Body(
         lambda self, x: (x.exp() * self.unset.nan_to_num(2.0)).sin(),

@@ -9,6 +9,7 @@ from random import random as drawn_by_name
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 from corpus import OWN_LEGACY, OWN_NUMPY, OWN_PYTHON, OWN_TORCH, TRACKER, Body, both
@@ -164,7 +165,50 @@ def nested():
     }
 
 
+@torch.library.custom_op("recompute_tests::unsteady", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+def unsteady(x: torch.Tensor) -> torch.Tensor:
+    """Never the same twice, and no generator of torch's knows why."""
+    return x * SOURCE.random()
+
+
+SOURCE = random.Random(0)
+
+
+unsteady.register_autograd(
+    lambda ctx, grad: grad * ctx.saved_tensors[0] / ctx.saved_tensors[1],
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output, inputs[0]),
+)
+
+
+def filled_unseen(x):
+    """Memory that something other than an op fills, with other numbers each time."""
+    noise = torch.empty(x.shape)
+    noise.numpy()[:] = SOURCE.random()
+    return noise
+
+
+UNSTEADY = {
+    "an op that is not deterministic": unsteady,
+    "a number from Python": lambda y: y * SOURCE.random(),
+    "memory filled unseen": lambda y: y * filled_unseen(y),
+    "another shape": lambda y: y[: SOURCE.randrange(1, 6)],
+    "another path": lambda y: functools.reduce(lambda y, _: y.sin(), range(SOURCE.randrange(2, 6)), y),
+}
+"""What would not come out the same: a tape keeps it, and runs no Python again."""
+
+
+def kept(draw):
+    return Body(
+        lambda self, x: draw(self.linear(self.norm(x))).exp().sin(),
+        both,
+        start=lambda module: SOURCE.seed(3),
+        state=lambda module: SOURCE.getstate(),
+        ways=("recompute",),
+    )
+
+
 DRAWS = {
+    **{f"unsteady, {name}": kept(draw) for name, draw in UNSTEADY.items()},
     **{name: drawing(each, captured=True) for name, each in TORCHS.items()},
     **{name: drawing(each) for name, each in OTHERS.items()},
     **{
@@ -360,6 +404,13 @@ PASSED = {
     "a list of objects": lambda: [SAMPLER], "a dict": lambda: {"rng": OWN_PYTHON},
     "a method": lambda: OWN_PYTHON.random, "a function": lambda: FUNCTIONS["own"],
 }  # fmt: skip
+
+
+class HalfATracker:
+    def get_states(self):
+        pytest.fail("it has no states to put back")
+
+
 CALLABLES = {
     "function_in_c": len,
     "op": torch.sin,
@@ -399,7 +450,7 @@ REACHED = {
     ),
     "none, beside whatever can be called": Body(lambda self, x: x.sin().exp().sin(), lambda: dict(CALLABLES)),
     "none, beside a generator that has no state": Body(
-        lambda self, x: (x * 2.0).exp().sin(), lambda: {"secure": random.SystemRandom()}
+        lambda self, x: (x * 2.0).exp().sin(), lambda: {"secure": random.SystemRandom(), "half": HalfATracker()}
     ),
     "a generator that takes the place of another": Body(
         lambda self, x: (x.sin() * self.sampler.random()).exp().sin(),

@@ -193,6 +193,12 @@ def functional(model, x):
     return list(torch.func.grad(loss)(weights, x).values()), list(per_sample.values()), tangent
 
 
+def on_other_weights(model, x):
+    """That are no leaves, in the places of parameters."""
+    weights = {name: value * 2.0 for name, value in model.named_parameters()}
+    return grad(loss_of(torch.func.functional_call(model, weights, (x,))), all_of(model, x))
+
+
 def vmapped(model, x):
     inputs = torch.stack([x, x.cos()])
     return grad(torch.func.vmap(model)(inputs).sum(), all_of(model, x))
@@ -310,6 +316,7 @@ RUNS = {
     **{each.__name__: Run(each) for each in (of_a_sum, transposed, read_outside_too, with_hooks, update_in_a_hook)},
     **{each.__name__: Run(each) for each in (backward_in_a_hook, backward_in_its_own_hook)},
     "gradient_penalty": Run(gradient_penalty, twice_differentiable, captured=False),
+    "on_other_weights": Run(on_other_weights),
     "functional": Run(functional, single, drops=False),
     "vmapped": Run(vmapped, single, drops=False),
     **{

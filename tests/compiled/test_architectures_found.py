@@ -59,18 +59,6 @@ def test_a_layer_that_is_dropped_now_and_then_is_captured():
     assert twins.is_captured
 
 
-def test_what_depends_on_data_says_why_and_is_not_traced():
-    def forward(self, x):
-        y = F.gelu(self.linear(x))
-        return y.sigmoid() if float(y.detach().sum()) < 1e6 else y
-
-    twins = Twins(Around(body(forward, linear=nn.Linear(SIZE, SIZE)))).settle(train(tokens()), captured=False)
-    (region,) = twins.regions
-    assert region.was_tried
-    assert "depends on the values of tensors" in region.failure
-    assert region.programs == []
-
-
 def test_a_layer_whose_gradient_has_other_strides_than_those_of_its_like_gets_code_of_its_own(monkeypatch):
     runs = []
     replay = CapturedFrame._replay

@@ -127,14 +127,6 @@ def test_shapes_that_always_differ_are_not_traced_for_ever(traced):
     assert len(traced) <= captured_region.MAX_SHARED_GRAPHS + captured_region.MAX_GRAPHS
 
 
-def test_two_shapes_in_turn_are_both_captured():
-    twins = captured_twins(nn.Sequential(linear(), nn.GELU()), tokens())
-    other = train(tokens(7, SIZE))
-    twins.steps(other, 6)
-    assert twins.runs_code(other) == 1
-    assert twins.runs_code(train(tokens())) == 1
-
-
 TURNS = {
     "some rows": lambda module, x, is_masked: module(x[:3] if is_masked else x),
     "a flag": lambda module, x, is_masked: module(x, is_masked=is_masked),

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from bodies.autograd import FUNCTIONS, IS_TOLD_LATE, RAN, Scale, composite
+from bodies.autograd import FUNCTIONS, IS_TOLD_LATE, Scale, composite
 from capture_testing import ROWS, SIZE, Around, Twins, body, captured_twins, fresh, linear, rule, train
 from engine_testing import function_of, loss_of, no_garbage_collection, weak
 from tiny import of_one_more
@@ -51,12 +51,6 @@ def twins(x):
     return captured_twins(block("saves its inputs"), x)
 
 
-def test_a_function_runs_once_a_step(twins, x):
-    RAN.clear()
-    train(x)(twins.under)
-    assert RAN == ["forward", "backward"]
-
-
 def test_the_reports_say_so(twins, x):
     """The Function's input, which it only reads, is held once for all; and what comes after it is brought back."""
     assert "inside: 1 of 1 run as captured code" in str(twins.handle.explain())
@@ -64,11 +58,6 @@ def test_the_reports_say_so(twins, x):
     made = ROWS * SIZE * 4
     assert step.dropped_nbytes == 3 * made
     assert step.kept_nbytes == 4 * made
-
-
-def twice(module, given):
-    loss = loss_of(module(given))
-    return [grad(loss, given, retain_graph=True), grad(loss, given)]
 
 
 def in_its_turn(module, given):
@@ -93,7 +82,7 @@ def saved_elsewhere(module, given):
     return [y, *grad(loss_of(y), given)]
 
 
-@pytest.mark.parametrize("step", [twice, under_autocast, of_another_layout, saved_elsewhere, in_its_turn])
+@pytest.mark.parametrize("step", [under_autocast, of_another_layout, saved_elsewhere, in_its_turn])
 @pytest.mark.filterwarnings("ignore:.*a gradient is differentiated")
 def test_ways_to_run_it(x, step):
     twins = captured_twins(block("one after the other"), x)

@@ -5,16 +5,13 @@ import pickle
 
 import pytest
 import torch
-import torch.nn.functional as F
 from capture_testing import (
     SIZE,
     Around,
     DroppingBlock,
     Twins,
-    body,
     captured_twins,
     fresh,
-    linear,
     observed,
     rule,
     stepping,
@@ -142,42 +139,3 @@ def test_threads_that_run_one_region_from_the_start(x):
 
     in_threads(*[work] * 4)
     assert same == [True] * 100
-
-
-def drops_out(self, x):
-    return self.lin(F.dropout(F.gelu(self.lin(x)), 0.3))
-
-
-def draws_between(module, x):
-    first, second = module(x), module(x)
-    noise = torch.rand(5)
-    loss_of(first).backward()
-    after = torch.rand(5)
-    second.sum().backward()  # whose gradient is of another layout further in
-    return [first, second, noise, after]
-
-
-def runs_again(module, x):
-    y = module.inside(x)
-    noise = torch.rand(5)
-    y.sum().backward()
-    return [y, noise, torch.rand(5)]
-
-
-def by_the_tape_in_between(module, x):
-    found = [module(each) for each in (x, torch.cat([x, x[:1]]), x)]
-    for y in found:
-        loss_of(y).backward(retain_graph=True)
-    return found
-
-
-def test_draws_inside_come_back_and_those_outside_are_what_they_were(x):
-    twins = captured_twins(body(drops_out, lin=linear()), x)
-    for run, count in ((draws_between, 2), (runs_again, 1), (runs_again, 1), (by_the_tape_in_between, 2)):
-
-        def step(module, run=run):
-            torch.manual_seed(3)
-            given = fresh(x)
-            return [*run(module, given), given.grad]
-
-        assert twins.runs_code(step) == count

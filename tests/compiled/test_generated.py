@@ -15,7 +15,6 @@ import recompute
 from recompute.compiled.generated import device_functions, generated_kernel
 from recompute.compiled.generated.fusing import fused
 from recompute.compiled.generated.generated_kernel import GeneratedKernel
-from recompute.compiled.generated.index_forms import Form
 from recompute.compiled.generated.row_sums import InTurn, index_put_rows, rows_added
 from recompute.compiled.generated.safe_softmax import safe_softmax
 from recompute.compiled.generated.spaces import Elements
@@ -692,18 +691,3 @@ class TestAtRunTime:
             assert torch.equal(kernel(x)[0], x * 2)
             kernel._compiled.result()
         assert kernel.reason == "its first call did not give ATen's result"
-
-
-class TestIndexForms:
-    @pytest.mark.parametrize(("shape", "divisor", "modulus"), [(24, 4, 3), (24, 1, 4), (24, 12, 2), (24, 2, 6)])
-    def test_a_digit_of_a_variable(self, shape, divisor, modulus):
-        form = Form.of_variable("a", shape).digit(divisor, modulus)
-        assert [eval(str(form), {"a": a}) for a in range(shape)] == [a // divisor % modulus for a in range(shape)]
-
-    def test_digits_that_count_on_are_one(self):
-        a = Form.of_variable("a", 24)
-        low, high = a.digit(1, 4), a.digit(4, 6)
-        assert str(Form.total([(low, 1), (high, 4)])) == "a"
-
-    def test_a_digit_that_is_no_sum_of_digits_has_no_form(self):
-        assert Form.of_variable("a", 30).digit(4, 3) is None

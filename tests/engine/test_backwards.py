@@ -92,18 +92,6 @@ def test_where_nothing_requires_gradients_nothing_comes_to(rules):
 
 
 @every_rule
-def test_saved_tensors_may_be_looked_at_outside_of_backward_and_again_inside_of_it(rules):
-    x = tokens()
-
-    def run(model):
-        result = model(x)
-        looks = [result.grad_fn._saved_self.clone() for _ in range(2)]
-        return looks, grad(result.sum(), x), result.detach()
-
-    assert_as_without(holding(lambda self, x: x.cos().exp().sin()), rules, run)
-
-
-@every_rule
 def test_two_results_of_one_region_run_backward_one_after_the_other(rules):
     """They share nothing that a first backward, which retains no graph, would free."""
     model = holding(lambda self, x, y: (self.a(x).exp().sin(), self.b(y).exp().cos()), a=RMSNorm(), b=RMSNorm())

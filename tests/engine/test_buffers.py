@@ -1,13 +1,12 @@
-"""Buffers that change between a region's forward and its backward, as averages and counters do."""
+"""Tensors that change between a region's forward and its backward, wherever they live; bodies.buffers has others."""
 
 import copy
-from contextlib import nullcontext
 
 import pytest
 import torch
-import torch.nn.functional as F
-from engine_testing import HIDDEN, SETTINGS, TAPES, Census, bits, governing, holding, module_of, tokens
-from tiers import by_default
+from bodies import BODIES
+from corpus import FEW_STEPS, assert_as_plain
+from engine_testing import HIDDEN, SETTINGS, Census, bits, governing, holding, module_of, tokens
 from torch import nn
 
 import recompute
@@ -16,174 +15,14 @@ from recompute.engine.cut.save_plan import LARGEST_COPY
 from recompute.errors import MutationError
 
 
-def _average(self, y):
-    self.average.mul_(0.9).add_(0.1 * y.detach().mean(0))
-
-
-def _count(self, y):
-    self.count += 1
-    self.average.add_(self.count)
-
-
-def _first_of_a_view(self, y):
-    self.average[: HIDDEN // 2].add_(y.detach().mean())
-    self.average.view(2, -1)[1].mul_(0.5)
-
-
-def _lazily(self, y):
-    if self.lazy is None:
-        self.lazy = torch.zeros(HIDDEN)
-    self.lazy.add_(y.detach().mean(0))
-    self.average = self.lazy
-
-
-UPDATES = {
-    "mul_ and add_": _average,
-    "a counter": _count,
-    "copy_": lambda self, y: self.average.copy_(y.detach().mean(0)),
-    "views": _first_of_a_view,
-    "lerp_": lambda self, y: self.average.lerp_(y.detach().mean(0), 0.1),
-    "index_put_": lambda self, y: self.average.index_put_((torch.tensor([0, 3]),), y.detach()[0, 2:4]),
-    ".data": lambda self, y: self.average.data.mul_(0.5).add_(y.detach().mean(0)),
-    "_foreach_add_": lambda self, y: torch._foreach_add_([self.average, self.other], 1.0),
-    "made by the first frame": _lazily,
-    "a new tensor": lambda self, y: setattr(self, "average", self.average * 0.9 + 0.1 * y.detach().mean(0)),
-    # Written by a kernel whose schema does not say so, and that counts no version.
-    "running statistics": lambda self, y: F.batch_norm(y.detach(), self.average, self.other, training=True),
-    "zero_ and fill_": lambda self, y: (self.average.zero_(), self.average.fill_(0.5)),
-    "out=": lambda self, y: torch.mul(self.average, 0.5, out=self.average),
-}
-
-
-def _use(self, y):
-    """Saves nothing of the buffer, and much that comes back from it."""
-    z = ((y - self.average) / 2).exp() + self.count
-    return z.sin() * y.sin() + z.tanh() * z.sigmoid()
-
-
-def _use_a_part(self, y):
-    z = (y[:, 1:] - self.average[1:]).exp() + self.count
-    return z.sin() * z.tanh() + z.sigmoid()
-
-
-def _use_and_save(self, y):
-    z = (y * self.average).exp()
-    return z.sin() * z.tanh()
-
-
-USES = {"reads": _use, "reads a part": _use_a_part, "saves": _use_and_save}
-
-
-def _forward(update, use, order):
-    def forward(self, x):
-        y = self.linear(x)
-        if order == "before" and self.training:
-            update(self, y)
-        result = use(self, y)
-        if order == "after" and self.training:
-            update(self, y)
-        return result
-
-    return forward
-
-
-def _model(forward, dtype=torch.float32, size=1):
-    model = holding(forward, linear=nn.Linear(HIDDEN, HIDDEN)).to(dtype)
-    memory = torch.rand(size, HIDDEN, dtype=dtype)
-    model.inside.register_buffer("average", memory[0])
-    model.inside.register_buffer("other", torch.ones(HIDDEN, dtype=dtype))
-    model.inside.register_buffer("count", torch.zeros((), dtype=torch.long))
-    model.inside.lazy = None
-    return model
+@pytest.mark.parametrize("name", [name for name in BODIES if name.startswith("buffer: of ")])
+def test_a_buffer_of_any_dtype_that_is_a_view_of_others_memory_verifies(name):
+    with verifying():
+        assert_as_plain(BODIES[name], SETTINGS["recompute"], FEW_STEPS)
 
 
 def _gradients(model, result, **options):
     return [bits(grad) for grad in torch.autograd.grad(result.sum(), list(model.parameters()), **options)]
-
-
-def _one_by_one(model, inputs):
-    return [_gradients(model, model(x)) for x in inputs]
-
-
-def _all_at_once(model, inputs):
-    total = torch.stack([model(x).sum() for x in inputs])
-    return _gradients(model, total)
-
-
-def _last_first(model, inputs):
-    results = [model(x) for x in inputs]
-    return [_gradients(model, result) for result in reversed(results)]
-
-
-def _interleaved(model, inputs):
-    before, found = model(inputs[0]), []
-    for x in inputs[1:]:
-        result = model(x)
-        found += [_gradients(model, before, retain_graph=True), _gradients(model, before)]
-        before = result
-    return [*found, _gradients(model, before)]
-
-
-def _changed_outside(model, inputs):
-    found = []
-    for x in inputs:
-        result = model(x)
-        with torch.no_grad():
-            model.inside.average.mul_(0.5)
-            model.inside.average.numpy()[:] *= 0.5  # which no version counts
-            model.inside.count.add_(1)
-        found.append(_gradients(model, result))
-    return found
-
-
-def _evaluated_between(model, inputs):
-    results = [model.train()(inputs[0]), model.eval()(inputs[1]), model.train()(inputs[2])]
-    return [_gradients(model, result) for result in results]
-
-
-STEPS = {
-    "one by one": _one_by_one,
-    "all at once": _all_at_once,
-    "the last first": _last_first,
-    "interleaved": _interleaved,
-    "changed outside": _changed_outside,
-    "evaluated between": _evaluated_between,
-}
-
-
-def assert_as_plain_or_refused_as_plain(plain, rules, step, dtype=torch.float32):
-    """Whether the plain model runs; the same model under ``rules`` runs too then, bit for bit, and raises if not."""
-    model, inputs = copy.deepcopy(plain), [tokens(dtype=dtype) for _ in range(4)]
-    recompute.apply(model, rules)
-    for _ in range(2):  # the second time by the plan of the first
-        try:
-            expected = step(plain, inputs)
-        except RuntimeError as error:
-            assert "modified by an inplace operation" in str(error)  # noqa: PT017
-            with pytest.raises(RuntimeError, match="modified"):  # of frames in eval mode, which are plain, by autograd
-                step(model, inputs)
-            return False
-        assert step(model, inputs) == expected
-        assert [bits(buffer) for buffer in model.buffers()] == [bits(buffer) for buffer in plain.buffers()]
-    return True
-
-
-@pytest.mark.parametrize("tape", by_default(TAPES, "recompute"))
-@pytest.mark.parametrize("update", by_default(UPDATES, "a counter", "views", ".data", "out="))
-@pytest.mark.parametrize("use", by_default(USES, "reads"))
-def test_a_buffer_that_a_region_changes_does_what_it_does_in_plain_eager(tape, update, use):
-    for order in ("before", "after"):
-        for step in STEPS.values():
-            assert_as_plain_or_refused_as_plain(_model(_forward(update, use, order)), governing(tape), step)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("verify", [False, True], ids=["", "verified"])
-def test_a_buffer_of_any_dtype_that_is_a_view_of_others_memory(dtype, verify):
-    with verifying() if verify else nullcontext():
-        for use in USES.values():
-            plain = _model(_forward(_average, use, "before"), dtype, size=3)
-            assert_as_plain_or_refused_as_plain(plain, governing(SETTINGS["recompute"]), _last_first, dtype)
 
 
 @pytest.mark.parametrize("kind", ["list", "attribute", "argument", "of another module"])
@@ -283,7 +122,8 @@ def test_what_autograd_saved_is_refused_though_a_copy_is_held_for_what_runs_agai
             torch.autograd.grad(result.sum(), x)
         return found
 
-    plain = _model(forward)
+    plain = holding(forward, linear=nn.Linear(HIDDEN, HIDDEN))
+    plain.inside.register_buffer("average", torch.rand(HIDDEN))
     model = copy.deepcopy(plain)
     recompute.apply(model, governing(SETTINGS["recompute"]))
     for _ in range(2):

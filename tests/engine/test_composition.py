@@ -16,10 +16,8 @@ from engine_testing import (
     holding,
     loss_of,
     module_of,
-    no_garbage_collection,
     policy,
     tokens,
-    weak,
 )
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -150,23 +148,6 @@ def test_a_model_on_fake_tensors(action):
         for _ in range(2):
             model(x).sum().backward()
         assert x.grad.shape == x.shape
-
-
-def test_a_decorated_function_drops_what_it_saves_and_dies_with_its_graph():
-    references = []
-
-    @recompute.recompute
-    def function(x):
-        y = x.exp().sin()
-        references.append(weak(y))
-        return y.cos()
-
-    with no_garbage_collection() as engine_objects:
-        result = function(tokens())
-        assert references[0].expired()
-        result.sum().backward()
-        del result
-        assert engine_objects() == {}
 
 
 def attend():

@@ -13,11 +13,9 @@ from engine_testing import (
     every_rule,
     every_tape,
     governing,
-    loss_of,
     module_of,
     tokens,
 )
-from tiny import counted_ops
 from torch import nn
 
 import recompute
@@ -108,19 +106,3 @@ def test_routing_that_nobody_keeps_is_decided_differently_where_python_runs_agai
 def test_the_tape_decides_no_routing_again(rules):
     assert_as_without(_mixture(Unsteady()), rules, _run_unsteady(tokens()))
     assert len(ROUTES) == 1
-
-
-def test_recompute_runs_neither_router_nor_experts_again():
-    model, x = _mixture(_randomly), tokens()
-
-    def products():
-        torch.manual_seed(1)
-        loss = loss_of(model(x))
-        with counted_ops() as ops:
-            loss.backward()
-        return sum(count for name, count in ops.items() if name.endswith("mm"))
-
-    expected = products()
-    with recompute.apply(model, governing(SETTINGS["recompute"])) as handle:
-        assert products() == expected
-        assert handle.stats().dropped_nbytes > 0

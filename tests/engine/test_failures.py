@@ -1,27 +1,17 @@
 """What goes wrong goes wrong as in plain eager, or earlier and by name; and it leaves nothing behind."""
 
 import itertools
-import random
 
 import pytest
 import torch
 import torch.nn.functional as F
 from engine_testing import (
-    HIDDEN,
-    Projections,
-    RMSNorm,
-    assert_as_without,
     bits,
-    every_tape,
     holding,
     policed,
-    policy,
     tokens,
 )
-from torch import Tensor, nn
 
-import recompute
-from recompute.engine.thread_state import local
 from recompute.errors import RegenerationError
 
 # What does not run the same way twice
@@ -74,59 +64,3 @@ def test_checkpoint_refuses_a_region_that_saves_something_else_and_shows_both(ki
     with pytest.raises(RegenerationError, match=rf"(?s)inside.*{message}"):
         result.backward()
     assert bits(torch.get_rng_state()) == before
-
-
-@torch.library.custom_op("recompute_tests::unsteady", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
-def unsteady(x: Tensor) -> Tensor:
-    """Never the same twice, and no generator of torch's knows why."""
-    return x * SOURCE.random()
-
-
-SOURCE = random.Random(0)
-
-
-unsteady.register_autograd(
-    lambda ctx, grad: grad * ctx.saved_tensors[0] / ctx.saved_tensors[1],
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output, inputs[0]),
-)
-
-
-def _unseen(x):
-    """Memory that something other than an op fills, with other numbers each time."""
-    noise = torch.empty(x.shape)
-    noise.numpy()[:] = SOURCE.random()
-    return noise
-
-
-UNSTEADY = {
-    "an op that is not deterministic": lambda self, x: unsteady(self.linear(self.norm(x))).exp().sin(),
-    "a number from Python": lambda self, x: (self.linear(self.norm(x)) * SOURCE.random()).exp().sin(),
-    "memory filled unseen": lambda self, x: (self.linear(self.norm(x)) * _unseen(x)).exp().sin(),
-    "another shape": lambda self, x: self.linear(self.norm(x))[: SOURCE.randrange(1, 6)].exp().sin(),
-    "another path": lambda self, x: _repeat(torch.sin, SOURCE.randrange(2, 6), self.linear(self.norm(x))),
-}
-
-
-@every_tape
-@pytest.mark.parametrize("kind", UNSTEADY)
-def test_the_tape_keeps_what_would_not_come_out_the_same(rules, kind):
-    model = holding(UNSTEADY[kind], linear=nn.Linear(HIDDEN, HIDDEN), norm=RMSNorm())
-    x = tokens()
-
-    def run(model):
-        SOURCE.seed(3)
-        result = model(x)
-        drawn = SOURCE.getstate()
-        grads = [torch.autograd.grad(result.sum(), [x, *model.parameters()], retain_graph=True) for _ in range(2)]
-        assert SOURCE.getstate() == drawn, "no Python runs again"
-        return result, grads
-
-    assert_as_without(model, rules, run)
-
-
-def test_saved_tensor_hooks_switched_off_by_the_user_leave_no_scope_open():
-    model, x = Projections(), tokens()
-    recompute.apply(model, policy(("norm", "recompute")))
-    with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
-        model(x)
-    assert local.books == []

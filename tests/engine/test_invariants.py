@@ -3,8 +3,8 @@
 1. Exact: test_bodies, test_random_models, test_ops, test_autocast, test_backwards, test_modes, test_views.
 2. Never written: test_offloading.
 3. Storages held weakly: test_recipe.
-4. What is not regenerable is kept: test_failures, test_exposed, test_ops_review, test_keep.
-5. Versions: test_mutation, test_buffers, test_module_state.
+4. What is not regenerable is kept: test_bodies, test_exposed, test_ops_review, test_keep.
+5. Versions: test_bodies, test_mutation, test_buffers, test_module_state.
 6. Random state: test_bodies, test_rng.
 7. and 8. What is held, and when it dies: test_memory.
 9. Composition: test_composition, test_experts, test_faults.

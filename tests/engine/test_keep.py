@@ -3,11 +3,8 @@
 import pytest
 from engine_testing import (
     RULES_OF_SETTINGS,
-    SETTINGS,
     RMSNorm,
     assert_as_plain,
-    assert_step_as_without,
-    governing,
     holding,
     module_of,
     no_garbage_collection,
@@ -70,23 +67,3 @@ def test_keep_returns_the_tensor_itself_outside_of_regions_and_takes_nothing_els
 def test_keep_refuses_what_no_rule_can_list_as_a_name(name):
     with pytest.raises(ValueError, match=f"a name of letters, digits and '_', .* got {name!r}"):
         recompute.keep(tokens(), name)
-
-
-@pytest.mark.parametrize("listed", [False, True])
-@pytest.mark.parametrize("setting", [SETTINGS["checkpoint"], SETTINGS["recompute"]])
-def test_a_name_is_kept_where_the_rule_lists_it(setting, listed):
-    named = []
-
-    def forward(self, x):
-        logits = recompute.keep(self.norm(x).cos(), "router_logits")
-        named.append(weak(logits))
-        return (logits.sin() * x).sin()
-
-    model, x = holding(forward, norm=RMSNorm()), tokens()
-    names = ["router_logits"] if listed else ["another"]
-    assert_step_as_without(model, governing({**setting, "keep": names}), x)
-    recompute.apply(model, governing({**setting, "keep": names}))
-    named.clear()
-    result = model(x)
-    assert named[0].expired() is not listed
-    result.sum().backward()

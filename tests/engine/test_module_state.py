@@ -7,7 +7,6 @@ from bodies.modules import averages
 from engine_testing import (
     HIDDEN,
     INSIDE,
-    TAPES,
     TOKENS,
     Holder,
     assert_as_plain,
@@ -30,20 +29,9 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 import recompute
-from recompute.engine.dtensors import is_managed_elsewhere, may_hold_memory
 from recompute.errors import MutationError, RegenerationError, UnsupportedError
 
 # Statistics and flags
-
-
-def between(model, x, other):
-    """Gradients of a loss where ``other`` runs between its forward and its backward; thrice, and the buffers then."""
-    found = []
-    for _ in range(3):
-        loss = model(x).sum()
-        other()
-        found += torch.autograd.grad(loss, [x, *model.parameters()])
-    return [bits(value) for value in (*found, *(buffer.clone() for buffer in model.buffers()))]
 
 
 class Counting(nn.Module):
@@ -58,25 +46,6 @@ class Counting(nn.Module):
         if self.counts:
             self.seen.add_(1.0)
         return (self.linear(x) * self.seen.mean()).exp().sin()
-
-
-@pytest.mark.parametrize("how", ["graph", "no graph", "by hand"])
-def test_a_small_buffer_that_changes_between_forward_and_backward_is_as_it_was_when_the_region_runs_again(how):
-    def run(model):
-        part, x = model.inside.part, torch.ones(TOKENS, HIDDEN, requires_grad=True)
-
-        def other():
-            part.counts = how in ("graph", "no graph")
-            with torch.set_grad_enabled(how == "graph"):
-                model(x)
-            part.counts = False
-            if how == "by hand":
-                part.seen.mul_(2.0)
-
-        return between(model, x, other)
-
-    make = lambda: (torch.manual_seed(0), holding(lambda self, x: self.part(x), part=Counting()))[1]  # noqa: E731
-    assert run(policed(make())) == run(make())
 
 
 def test_a_large_buffer_that_changes_between_forward_and_backward_is_refused_by_name():
@@ -113,39 +82,6 @@ def test_freezing_a_weight_between_forward_and_backward_changes_nothing():
     expected = grad()
     policed(model)
     assert grad() == expected
-
-
-@both_actions
-def test_weights_swapped_in_by_functional_call_are_those_that_run_again(action):
-    model, x = holding(lambda self, x: (x * self.scale).exp().sin(), scale=nn.Parameter(torch.rand(HIDDEN))), tokens()
-    other = torch.rand(HIDDEN, requires_grad=True)
-
-    def grads():
-        result = torch.func.functional_call(model, {"inside.scale": other * 2}, (x,))
-        return [bits(grad) for grad in torch.autograd.grad(result.sum(), [x, other])]
-
-    expected = grads()
-    policed(model, action)
-    assert grads() == expected
-
-
-def test_a_parameter_replaced_before_backward_is_refused_or_does_what_eager_does():
-    model, x = holding(lambda self, x: (x * self.scale).exp().sin(), scale=nn.Parameter(torch.rand(HIDDEN))), tokens()
-    old = model.inside.scale
-
-    def grads():
-        model.inside.scale = old
-        result = model(x)
-        model.inside.scale = nn.Parameter(torch.rand(HIDDEN))
-        return [bits(grad) for grad in torch.autograd.grad(result.sum(), [x, old])]
-
-    expected = grads()
-    policed(model)
-    try:
-        found = grads()
-    except MutationError:
-        return
-    assert found == expected
 
 
 SavesTheWeightItself = function_of(
@@ -281,28 +217,6 @@ def test_data_that_is_put_back_before_backward_or_replaced_by_itself_is_no_chang
     assert bits(torch.autograd.grad(result.sum(), x)[0]) == bits(expected)
 
 
-@pytest.mark.parametrize("name", ["linear.weight", "linear.bias", "scale"])
-@pytest.mark.parametrize("setting", TAPES.values(), ids=TAPES)
-def test_a_tape_uses_the_data_of_forward_where_plain_eager_does(name, setting):
-    """Plain eager holds a view's memory; a parameter itself it asks again, and gets the new data."""
-    model, x = weighted(torch.exp), tokens()
-    changed = model.get_parameter(f"inside.part.{name}")
-    original = changed.data
-
-    def grads():
-        found = []
-        for _ in range(2):
-            changed.data = original
-            result = model(x)
-            changed.data = torch.full_like(changed, 3.0)
-            found += torch.autograd.grad(result.sum(), [x, *model.parameters()])
-        return [bits(grad) for grad in found]
-
-    expected = grads()
-    recompute.apply(model, governing(setting))
-    assert grads() == expected
-
-
 @both_actions
 def test_moving_a_model_by_swapping_its_parameters_works_after_a_step(action):
     """``Module.to`` may do so, and refuses parameters that anything refers to weakly."""
@@ -372,12 +286,3 @@ def test_backward_reads_a_managed_parameter_where_its_memory_is_then(action):
 def test_backward_reads_any_other_parameter_where_its_memory_was():
     found, expected = gradient_of_managed("recompute", is_partitioned=False)
     assert bits(found) != bits(expected), "as in plain PyTorch, which holds the memory of a view"
-
-
-def test_only_parameters_of_the_library_are_managed():
-    plain, partitioned = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    partitioned.ds_id = 0
-    assert not is_managed_elsewhere(plain)
-    assert may_hold_memory(plain)
-    assert is_managed_elsewhere(partitioned)
-    assert not may_hold_memory(partitioned)

@@ -43,28 +43,6 @@ def test_which_ops_may_run_again(op, args, eager, compiled):
     assert RECOMPUTE.may_rerun_compiled(op, args, {}) == compiled
 
 
-def test_a_reason_names_what_the_rule_says():
-    assert RECOMPUTE.decide(aten.mm.default).reason == "gemm: the rule does not rerun it"
-    assert ALL_BUT_SILU.decide(aten.silu.default).reason == "the rule's keep lists aten.silu"
-    assert ALL_BUT_SILU.decide(aten.mm.default).reason == ""
-    assert policy(action="recompute", keep="gemm").decide(aten.mm.default).reason == "the rule's keep lists gemm"
-
-
-def test_a_checkpoint_without_exceptions_runs_every_op_of_compiled_code_again():
-    checkpoint = policy(action="checkpoint")
-    for op in (aten.mm.default, aten.nonzero.default, torch.ops._c10d_functional.all_reduce.default):
-        assert checkpoint.may_rerun_compiled(op, (X, X), {})
-        assert not policy(action="keep").may_rerun_compiled(op, (X, X), {})
-
-
-def test_what_is_passed_to_keep():
-    router = policy(action="recompute", keep="router")
-    assert router.keeps_tensor("router")
-    assert not router.keeps_tensor("logits")
-    assert router.keeps_tensor(None)  # without a name it is kept by every rule
-    assert not RECOMPUTE.keeps_tensor("router")
-
-
 def test_rules_that_say_the_same_of_ops_share_one_policy():
     assert policy(action="recompute", via="kernel", capture=False) is RECOMPUTE
     assert policy(action="checkpoint", keep=["aten.silu"]) is ALL_BUT_SILU

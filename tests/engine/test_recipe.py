@@ -2,17 +2,13 @@
 
 import pytest
 import torch
-from engine_testing import ROW_NBYTES, bits, holding, in_threads, module_of, no_garbage_collection, policy, tokens, weak
+from engine_testing import bits, holding, in_threads, module_of, no_garbage_collection, policy, tokens, weak
 from torch import nn
 
 import recompute
-from recompute.engine.cut.layout import Layout
-from recompute.engine.recipe_book import RecipeBook, open_book, record
-from recompute.engine.recipes import OpRecipe, RecordedCall
+from recompute.engine.recipe_book import open_book, record
 from recompute.engine.region_statistics import RegionStatistics
-from recompute.engine.saved_tensors import KeptTensor, PackedByOuterHook, fetch, pack_tensor, storage_key
 from recompute.engine.scopes import KeepScope, RecipeScope
-from recompute.engine.thread_state import local
 from recompute.errors import MutationError, RegenerationError
 
 
@@ -172,17 +168,6 @@ def test_a_recipe_that_gives_back_another_layout_is_refused(what):
         result.sum().backward()
 
 
-def test_dropped_bytes_are_counted_once_a_storage_and_only_if_something_saves_it(monkeypatch):
-    cube, statistics, x = Cube(), RegionStatistics("the model"), tokens()
-    monkeypatch.setattr(local, "statistics", statistics)
-    scoped(cube, x)
-    assert (statistics.dropped_tensors, statistics.dropped_nbytes) == (0, 0)
-    result = scoped(lambda x: (y := cube(x)).sin() + y[1:].cos().sum() + y.t().exp().sum(), x)
-    assert (statistics.dropped_tensors, statistics.dropped_nbytes) == (1, ROW_NBYTES)
-    result.sum().backward()
-    assert statistics.regenerations == 1
-
-
 def test_values_are_freed_when_the_backward_that_wanted_some_of_them_only_ends():
     values = []
 
@@ -203,27 +188,6 @@ def test_values_are_freed_when_the_backward_that_wanted_some_of_them_only_ends()
         assert [value.expired() for value in values] == [True]
         torch.autograd.grad(two.sum(), x, retain_graph=True)
         assert [value.expired() for value in values] == [True, True]
-
-
-def test_a_regeneration_that_raises_is_tried_again_by_the_next_backward():
-    failures = [KeyError("first")]
-
-    def again(x):
-        if failures:
-            raise failures.pop()
-        return x.exp()
-
-    def forward(x):
-        y = x.detach().exp()
-        record(y, again, x.detach())
-        return y * x
-
-    x = tokens()
-    result = scoped(forward, x)
-    with pytest.raises(KeyError, match="first"):
-        result.sum().backward(retain_graph=True)
-    (found,) = torch.autograd.grad(result.sum(), x)
-    assert bits(found) == bits(x.exp())
 
 
 def test_two_threads_in_backward_of_one_graph_regenerate_right_values():
@@ -278,68 +242,6 @@ def test_a_scopes_memory_of_storages_ends_with_it_while_its_graph_lives():
         result = scoped(lambda x: (x.exp() * x).sin(), tokens())
         assert "RecipeBook" not in engine_objects()
         result.sum().backward()
-
-
-def test_a_layout_is_all_there_is_to_a_view_but_its_bytes():
-    x = torch.zeros(4, 6)
-    assert Layout.of(x) == Layout.of(torch.ones(4, 6))
-    others = (x.t(), x[1:], x[:, :3], x.double(), x.flatten(), x[:2], x[2:])
-    assert len({Layout.of(other) for other in (x, *others)}) == len(others) + 1
-
-
-def test_a_kept_tensor_is_itself_until_it_is_mutated():
-    tensor = torch.ones(3)
-    kept = KeptTensor(tensor, "somewhere")
-    assert kept.get() is tensor
-    tensor[1:].zero_()
-    with pytest.raises(MutationError, match=r"somewhere.*shape \(3,\).*version 1, expected version 0"):
-        kept.get()
-
-
-def test_holding_goes_through_the_users_hooks_and_fetching_comes_back_through_them():
-    packed = []
-
-    def pack(tensor):
-        packed.append(str(tensor.tolist()))
-        return packed[-1]
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda text: torch.tensor(eval(text))):
-        held = pack_tensor(torch.tensor([1.0, 2.0], requires_grad=True), "somewhere")
-    assert isinstance(held, PackedByOuterHook)
-    assert packed == ["[1.0, 2.0]"]
-    assert fetch(held).tolist() == [1.0, 2.0]
-    assert fetch("anything else") == "anything else"
-
-
-def book_with_a_cube():
-    book, y = RecipeBook(), torch.ones(4, 4)
-    call = RecordedCall(Cube().again, (torch.ones(4, 4), 1.0), {})
-    book.enter(y, OpRecipe(RegionStatistics("op"), call, "cube"), 0)
-    return book, y
-
-
-def test_a_book_knows_a_storage_under_every_view_and_forgets_it_when_told():
-    book, y = book_with_a_cube()
-    assert book.handle(torch.ones(4, 4)) is None
-    assert book.handle(y.view(torch.int32)) is None, "other bytes"
-    assert bits(book.handle(y).get()) == bits(y.clone())
-    assert bits(book.handle(y.t()[1:]).get()) == bits(y.t()[1:].clone())
-    book.forget(y[0])
-    assert book.handle(y) is None
-
-
-def test_a_book_drops_nothing_that_has_become_an_array():
-    book, y = book_with_a_cube()
-    assert book.handle(y) is not None
-    y.numpy()[:] = 2
-    assert book.handle(y) is None
-
-
-def test_only_strided_tensors_have_a_storage_of_their_own():
-    assert storage_key(torch.eye(3).to_sparse()) is None
-    assert storage_key(torch.zeros(2, 2)) != storage_key(torch.zeros(2, 2).clone())
-    x = torch.zeros(2, 2)
-    assert storage_key(x) == storage_key(x[1:].t())
 
 
 def test_an_op_may_record_itself_inside_of_a_region():

@@ -9,13 +9,12 @@ import pytest
 import sympy
 import torch
 import torch.nn.functional as F
-from engine_testing import CPU, Tracker, bits, holding, policed, tokens
-from torch import nn
+from engine_testing import CPU, bits, holding, policed, tokens
 
 from recompute.counters import memory_trace
 from recompute.engine import rng
 from recompute.engine.reachable_objects import Walk, find_generators
-from recompute.engine.rng import RngState, is_random_source
+from recompute.engine.rng import RngState
 
 
 def test_random_state_is_held_only_by_regions_that_draw():
@@ -123,50 +122,6 @@ def test_a_generator_that_is_not_drawn_from_is_left_alone():
     model = policed(holding(lambda self, x: F.dropout(x, 0.5).exp(), tracker=tracker))
     model(x).sum().backward()
     assert tracker.sets == 0
-
-
-def test_drawn_says_which_sources_changed():
-    idle, drawn = torch.Generator(), torch.Generator()
-    state = RngState([idle, drawn])
-    assert state.drawn() is None
-    expected = torch.rand(2, generator=drawn)
-    changed = state.drawn()
-    assert changed is not None
-    before = [generator.get_state() for generator in (idle, drawn)]
-    with changed.replayed():
-        assert torch.equal(torch.rand(2, generator=drawn), expected)
-        torch.rand(1, generator=idle)
-    assert not torch.equal(idle.get_state(), before[0]), "not drawn from, so not put back"
-    assert torch.equal(drawn.get_state(), before[1])
-
-
-def test_replayed_puts_states_back_after_an_error():
-    state = RngState()
-    torch.rand(1)
-    changed = state.drawn()
-    before = torch.get_rng_state()
-    with pytest.raises(KeyError), changed.replayed():
-        {}[torch.rand(5)]
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_generators_and_trackers_are_sources_and_nothing_else_is():
-    class Half:
-        def get_states(self): ...
-
-    own = random.Random(1)
-    for source in (
-        torch.Generator(),
-        Tracker(),
-        own,
-        own.random,
-        random.random,
-        np.random.rand,
-        np.random.default_rng(),
-    ):
-        assert is_random_source(source)
-    for other in (Tracker, Half(), torch.zeros(1), None, nn.Linear(1, 1), torch, random.SystemRandom(), str.upper):
-        assert not is_random_source(other)
 
 
 def test_numpys_global_functions_may_draw_from_another_bit_generator():

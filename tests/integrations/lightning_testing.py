@@ -13,8 +13,9 @@ from recompute.estimation.storage_tracker import StorageTrace
 class Decoder(LightningModule):
     """Of each training step: bytes that it leaves, those at its peak, and its loss."""
 
-    def __init__(self, net=None):
+    def __init__(self, net=None, learning_rate=0.01):
         super().__init__()
+        self.learning_rate = learning_rate
         self.model = net or model()
         self.held = []
         self.peaks = []
@@ -34,7 +35,7 @@ class Decoder(LightningModule):
         self.log("val_loss", self.model(**batch).loss)
 
     def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
+        return torch.optim.AdamW(self.parameters(), lr=self.learning_rate)
 
 
 class Records(DummyLogger):

@@ -82,8 +82,7 @@ def test_gradients_and_routing_of_shared_experts_are_as_without(two_processes, n
 @pytest.mark.parametrize("name", ["elementwise", *slow("full", "auto")])
 def test_layers_that_call_functional_collectives_are_captured(two_processes, name):
     """Outputs and gradients are those without, and no collective runs again but in a checkpoint."""
-    for is_same, plain, found, explained in two_processes.run(two_collectives.exchanges_as_without, name):
-        assert is_same
-        assert "2 of 2 run as captured code" in explained
-        assert found[0] == plain[0]
-        assert (found[1] == plain[1]) is (name != "full")
+    found, plain = (two_processes.run(two_collectives.train, each) for each in (name, None))
+    for one, other in zip(found, plain, strict=True):
+        assert_as_without(name, one, other)
+        assert "2 of 2 run as captured code" in one.explained

@@ -1,4 +1,4 @@
-"""Tensor parallelism, FSDP2 and DDP: values, collectives, memory, random numbers, and plans of all ranks."""
+"""Tensor parallelism, FSDP2 and DDP: values, accumulation, collectives, memory, random numbers, plans of all ranks."""
 
 import functools
 import itertools
@@ -7,17 +7,27 @@ import json
 import pytest
 from engine_testing import (
     SETTINGS,
+    bits,
     clean_thread,  # noqa: F401  # around every test here
     governing,
 )
 from tiers import by_default, slow
-from two_parts import disagreements, kept_nbytes, losses_under_deepspeed, plans_of_this_rank, refusals, train, verified
+from two_parts import (
+    disagreements,
+    kept_nbytes,
+    kernels_train_as_without,
+    losses_under_deepspeed,
+    plans_of_this_rank,
+    refusals,
+    train,
+    verified,
+)
 
 WAYS = ["ddp", "fsdp", "fsdp of parts", "tensor parallel", "sequence parallel", "tensor parallel, then fsdp"]
 OF_WEIGHTS = [way for way in WAYS if "parallel" in way]
 
 ONCE = [("fsdp", "recompute"), ("sequence parallel", "recompute"), ("tensor parallel", "checkpoint")]
-"""Parameters that are shared out and layers that are, and each action. DDP alone is test_distributed_training's."""
+"""Parameters that are shared out and layers that are, and each action."""
 OFFLOADING = {"offload": {"action": "offload"}, "recompute": {"action": "recompute", "via": "hook", "offload": True}}
 
 
@@ -49,6 +59,46 @@ def test_losses_gradients_weights_and_random_numbers_are_as_without(two_processe
         assert found.values == expected.values
         assert found.random == expected.random
         assert found.dropped_nbytes > 0
+
+
+BY_DATA = [
+    *("ddp", "ddp, static graph", "ddp, unused parameters"),
+    *("fsdp", "fsdp, weights stay gathered", "fsdp, mixed precision"),
+]
+ACCUMULATING = [
+    *itertools.product(BY_DATA, SETTINGS, ["policy", "wrapper"], [False]),
+    *itertools.product(BY_DATA, SETTINGS, ["policy"], [True]),
+]
+SOME_ACCUMULATING = [
+    ("ddp", "recompute", "policy", False),
+    ("fsdp", "recompute", "wrapper", False),
+    ("ddp", "recompute", "policy", True),
+]
+
+
+@functools.cache
+def accumulated(processes, how, name, first, adapts):
+    rules = None if name is None else governing(SETTINGS[name], "model.layers.*")
+    return processes.run(train, how, rules, first, bits, 2, adapts)
+
+
+@pytest.mark.parametrize(
+    ("how", "name", "first", "adapts"),
+    [*SOME_ACCUMULATING, *slow(*(case for case in ACCUMULATING if case not in SOME_ACCUMULATING))],
+)
+def test_micro_batches_and_adapters_train_as_without(two_processes, how, name, first, adapts):
+    plain = accumulated(two_processes, how, None, "policy", adapts)
+    for found, expected in zip(accumulated(two_processes, how, name, first, adapts), plain, strict=True):
+        assert len(found.values) > 20
+        assert (found.values, found.random) == (expected.values, expected.random)
+        assert found.dropped_nbytes > 0
+
+
+@pytest.mark.parametrize("first", ["policy", *slow("wrapper")])
+@pytest.mark.parametrize("how", by_default([how for how in BY_DATA if how != "fsdp, mixed precision"], "fsdp"))
+def test_kernels_in_the_place_of_layers_under_ddp_and_fsdp(two_processes, how, first):
+    for difference in two_processes.run(kernels_train_as_without, how, first):
+        assert difference < 1e-5
 
 
 @pytest.mark.parametrize("setting", by_default(OFFLOADING, "recompute"))

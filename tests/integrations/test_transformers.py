@@ -23,8 +23,7 @@ from trainer_testing import (
 )
 from transformers import HfArgumentParser, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from recompute.errors import AlreadyAppliedError, PolicyError, UnsupportedError
-from recompute.integrations import training
+from recompute.errors import PolicyError, UnsupportedError
 from recompute.integrations import transformers as integration
 from recompute.integrations.transformers import RecomputeArguments, RecomputeCallback, RecomputeTrainingArguments
 
@@ -68,24 +67,6 @@ def test_memory_falls_and_not_a_bit_changes(way, precision, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_logs_say_what_was_dropped(tmp_path):
-    plain = trained(tmp_path)
-    found = trained(tmp_path, RecomputeCallback("elementwise"))
-    dropped, kept = logged(found, "recompute_dropped_nbytes"), logged(found, "recompute_kept_nbytes")
-    assert len(dropped) == len(kept) == STEPS
-    assert len({*dropped}) == len({*kept}) == 1  # of a forward, however many there were
-    assert logged(found, "recompute_regenerated_nbytes")[0] >= dropped[0]  # what is on the way to a dropped one, too
-    assert 0.5 * dropped[0] < plain.held[0] - found.held[0] < 1.5 * dropped[0]
-    eager = logged(found, "recompute_eager_nbytes")
-    assert eager == [dropped[0] + kept[0]] * STEPS  # here nothing is held for others alone
-    by_kernels = trained(tmp_path, RecomputeCallback("kernel"))
-    saved = logged(by_kernels, "recompute_eager_nbytes")[0] - logged(by_kernels, "recompute_kept_nbytes")[0]
-    assert 0.5 * saved < plain.held[0] - by_kernels.held[0] < 1.5 * saved
-    without = trained(tmp_path, RecomputeCallback("elementwise", logs=False))
-    assert [entry.keys() for entry in without.state.log_history] == [entry.keys() for entry in plain.state.log_history]
-
-
-@pytest.mark.slow
 def test_compiled_models_obey_it_too(tmp_path):
     options = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
     plain = trained(tmp_path, **options)
@@ -124,19 +105,6 @@ def test_what_reports_sees_the_logs_of_a_policy_in_the_arguments(tmp_path, monke
     assert trainer.args.report_to == ["recompute", "theirs"]
     assert all("recompute_dropped_nbytes" in logs for logs in reports.seen if "loss" in logs)
     assert len(logged(trainer, "recompute_dropped_nbytes")) == STEPS
-
-
-def test_memory_on_a_device_that_counts_it(tmp_path, monkeypatch):
-    now = iter(range(0, 10_000, 100))  # an allocator that gives 100 bytes away each time it is asked
-    monkeypatch.setattr(training, "allocated_nbytes", lambda device: (next(now), 7_000))
-    started = []
-    monkeypatch.setattr(training, "start_peak", started.append)
-    trainer = trained(tmp_path, RecomputeCallback("elementwise"), eval_strategy="steps", eval_steps=1)
-    assert logged(trainer, "recompute_held_nbytes") == [100] * STEPS
-    assert logged(trainer, "recompute_peak_nbytes") == [7_000] * STEPS
-    assert started == [torch.device("cpu")]
-    assert not trainer.model._forward_hooks
-    assert not trainer.model._forward_pre_hooks
 
 
 @pytest.mark.slow
@@ -206,14 +174,6 @@ def test_more_that_is_refused(tmp_path):
         Trainer(model(), both, callbacks=[RecomputeCallback()])
     with pytest.raises(UnsupportedError, match="recompute_policy is None, so it has no effect"):
         arguments(tmp_path, RecomputeTrainingArguments, recompute_kwargs={"logits": False})
-    checkpointing = model()
-    checkpointing.gradient_checkpointing_enable()
-    with pytest.raises(
-        UnsupportedError, match=r"checkpointing on \(gradient_checkpointing in model.*checkpointing_disable"
-    ):
-        trained(tmp_path, RecomputeCallback(), of=checkpointing)
-    with pytest.raises(AlreadyAppliedError):
-        trained(tmp_path, RecomputeCallback(), RecomputeCallback())
 
 
 @pytest.mark.parametrize(
@@ -325,28 +285,6 @@ def test_what_is_saved_under_a_policy_loads_without_this_package(tmp_path):
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / "saved")
     assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in trainer.model.state_dict().items())
     assert json.loads((tmp_path / "saved" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
-
-
-@pytest.mark.slow
-def test_kernels_as_the_switch_says(tmp_path):
-    class Notes(TrainerCallback):
-        notes: set[str]
-
-        def on_step_end(self, args, state, control, **_):
-            self.notes = {
-                note
-                for note in ("kernel: rms_norm", "cheap ops run again")
-                if note in callback.handle.explain(wide=True)
-            }
-
-    found = {}
-    for kernels in (None, False, True):
-        callback, notes = RecomputeCallback("kernel", kernels=kernels), Notes()
-        trained(tmp_path, callback, notes)
-        found[kernels] = notes.notes
-    assert found[None] == {"kernel: rms_norm"}
-    assert found[False] == {"cheap ops run again"}
-    assert found[True] == {"kernel: rms_norm", "cheap ops run again"}  # the one on CUDA, else the other
 
 
 def lora(vocabulary=VOCABULARY, **options):

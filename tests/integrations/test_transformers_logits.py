@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from tiers import by_default, slow
+from tiers import slow
 from torch import nn
 from torch.nn import functional as F
 from trainer_testing import (
-    ACCUMULATED,
     BATCH,
     LENGTH,
     MANY,
@@ -16,7 +15,6 @@ from trainer_testing import (
     arguments,
     logged,
     model,
-    right_tokens,
     texts,
     trained,
 )
@@ -63,36 +61,6 @@ def test_peak_and_held_memory_fall_on_cuda_and_are_logged(tmp_path):
     for policed in (auto, without):
         assert policed[0] < none[0]
         assert policed[1] < none[1]
-
-
-class Whole(Trainer):
-    """(right, all) tokens of each batch."""
-
-    def __init__(self, *given, **options):
-        super().__init__(*given, train_dataset=texts(), **options)
-        self.counts = []
-
-    def compute_loss(self, model, inputs, *given, **options):
-        self.counts.append(right_tokens(model, inputs))
-        return super().compute_loss(model, inputs, *given, **options)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", by_default({"float32": {}, "autocast": {"bf16": True}}, "autocast"))
-def test_token_accuracy_is_that_of_the_logits(precision, tmp_path):
-    steps = 6
-    options = {"max_steps": steps, "logging_steps": 2, "learning_rate": 0.05, **precision}
-    trainer = Whole(model(), arguments(tmp_path, **options), callbacks=[RecomputeCallback("auto", logits=False)])
-    trainer.train()
-    micro = torch.tensor(trainer.counts).view(steps, ACCUMULATED, 2).sum(1)  # of each step (right, all)
-    assert len(set(micro[:, 1].tolist())) > 1  # steps of different numbers of tokens
-    assert int(micro[:, 0].sum()) > 0
-    last, pairs = micro[1::2], micro.view(steps // 2, 2, 2).sum(1)
-    if precision:  # kernels round in their own way, and a tie may go to another token
-        assert logged(trainer, "token_accuracy") == pytest.approx((last[:, 0] / last[:, 1]).tolist(), abs=0.05)
-    else:
-        assert logged(trainer, "token_accuracy") == pytest.approx((last[:, 0] / last[:, 1]).tolist())
-        assert logged(trainer, "mean_token_accuracy") == pytest.approx((pairs[:, 0] / pairs[:, 1]).tolist())
 
 
 class Looks(TrainerCallback):

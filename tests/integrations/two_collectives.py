@@ -4,20 +4,17 @@ Tokens are exchanged for heads before attention and back after it, and gathered 
 """
 
 import warnings
-from collections import Counter
 from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from engine_testing import HIDDEN, RMSNorm, bits
+from engine_testing import HIDDEN, RMSNorm
 from torch import nn
 from torch.distributed import _functional_collectives as collectives
-from two_parts import Collectives
+from two_parts import seen_by_one
 
-import recompute
-
-TOKENS, STEPS = 4, 6
+TOKENS = 4
 
 
 class ExchangingLayer(nn.Module):
@@ -42,28 +39,17 @@ class ExchangingLayer(nn.Module):
         return x.sin() + part  # the sine runs before anything waits for the part
 
 
-def _run(rules):
-    """The output and the gradients of each step, the collectives of its forward and of all of it, and the handle."""
+def train(rules):
     torch.manual_seed(0)
-    model = nn.Module()
+    model = nn.Sequential()
     model.layers = nn.Sequential(ExchangingLayer(), ExchangingLayer())
-    handle = None if rules is None else recompute.apply(model, rules)
-    values = []
-    for step in range(STEPS):
-        x = torch.randn(2, TOKENS, HIDDEN, generator=torch.Generator().manual_seed(step + 10 * dist.get_rank()))
-        with Collectives() if step == STEPS - 1 else nullcontext() as seen:
-            out = model.layers(x)
-            forward = Counter(seen.counts) if seen else None
-            (out.square() + out).sum().backward()
-        values += [bits(out.detach()), *(bits(parameter.grad) for parameter in model.parameters())]
-        model.zero_grad()
-    return values, [forward, seen.counts], handle
+    model.forward = model.layers.forward
 
+    def given(step):
+        return nullcontext(
+            torch.randn(2, TOKENS, HIDDEN, generator=torch.Generator().manual_seed(step + 10 * dist.get_rank()))
+        )
 
-def exchanges_as_without(rules):
-    """Whether all bits are those without a policy, the collectives without one and under it, and ``explain``."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch 2.14 has other names for two of them
-        plain, counted, _ = _run(None)
-        values, counts, handle = _run(rules)
-    return len(plain) > 100 and values == plain, counted, counts, str(handle.explain())
+        return seen_by_one(model, rules, given, lambda out: (out.square() + out).sum(), steps=6)

@@ -2,6 +2,7 @@
 
 import os
 from collections import Counter
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 import transformers
 from engine_testing import bits
 from models import LAYERS_BY_KERNELS
+from tiny import Adapter
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -22,7 +24,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
-from two_processes import distributed
+from two_processes import distributed, synchronized
 
 import recompute
 from recompute.attach.explain import Stats
@@ -122,9 +124,21 @@ class Trained(NamedTuple):
     plans: dict[str, Any]
 
 
-def train(how, rules, first="policy", of=bits):
-    """first: what is put on first, "policy" or "wrapper". of: what is told of a loss, a gradient and a weight."""
-    model = decoder()
+def adapted(model):
+    """Nothing is trained but adapters of queries and values, and one norm in the middle."""
+    model.requires_grad_(False)
+    for layer in model.model.layers:
+        layer.self_attn.q_proj, layer.self_attn.v_proj = map(Adapter, (layer.self_attn.q_proj, layer.self_attn.v_proj))
+    model.model.layers[1].input_layernorm.requires_grad_(True)
+    return model
+
+
+def train(how, rules, first="policy", of=bits, micro_batches=1, adapts=False):
+    """Gradients are exchanged in the last of each step's micro-batches alone.
+
+    first: what is put on first, "policy" or "wrapper". of: what is told of a loss, a gradient and a weight.
+    """
+    model = adapted(decoder()) if adapts else decoder()
     handle = recompute.apply(model, rules) if rules is not None and first == "policy" else None
     wrapped = shared_out(model, how)
     if rules is not None and first == "wrapper":
@@ -134,12 +148,14 @@ def train(how, rules, first="policy", of=bits):
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1, foreach=False)
     values = []
     for _ in range(STEPS):
-        ids = torch.randint(0, VOCABULARY, (2, 12))
-        with Collectives() as seen:
-            loss = wrapped(input_ids=ids, labels=ids).loss
-            forward, gathered = Counter(seen.counts), _gathered_nbytes(model)
-            loss.backward()
-        values += [of(loss), *(of(_local(parameter.grad)) for parameter in wrapped.parameters())]
+        for number in range(micro_batches):
+            ids = torch.randint(0, VOCABULARY, (2, 12))
+            with Collectives() as seen, synchronized(wrapped, now=number == micro_batches - 1):
+                loss = wrapped(input_ids=ids, labels=ids).loss
+                forward, gathered = Counter(seen.counts), _gathered_nbytes(model)
+                loss.backward()
+        trained = [parameter for parameter in wrapped.parameters() if parameter.requires_grad]
+        values += [of(loss), *(of(_local(parameter.grad)) for parameter in trained)]
         optimizer.step()
         optimizer.zero_grad()
     values += [of(_local(parameter)) for parameter in wrapped.parameters()]
@@ -169,22 +185,23 @@ class Seen(NamedTuple):
     collectives: tuple[Counter[str], Counter[str]]
     """Of a step's forward, and of all of it."""
     dropped_nbytes: int
+    explained: str
 
 
-def seen_by_one(model, rules, given, loss_of):
+def seen_by_one(model, rules, given, loss_of, steps=5):
     """given: of a step's number the context of forward and backward, which gives an input."""
     handle = recompute.apply(model, rules) if rules is not None else None
     torch.manual_seed(10 + dist.get_rank())
     values = []
-    for step in range(5):
-        with given(step) as x, Collectives() as seen:
+    for step in range(steps):
+        with given(step) as x, Collectives() if step == steps - 1 else nullcontext() as seen:
             out = model(x)
-            forward = Counter(seen.counts)
+            forward = Counter(seen.counts) if seen else None
             loss_of(out).backward()
         values += [out.detach(), *(each.grad.clone() for each in (x, *model.parameters()) if each.grad is not None)]
         model.zero_grad()
-    dropped = handle.stats().dropped_nbytes if handle else 0
-    return Seen(values, bits(torch.get_rng_state()), (forward, seen.counts), dropped)
+    dropped, explained = (handle.stats().dropped_nbytes, str(handle.explain())) if handle else (0, "")
+    return Seen(values, bits(torch.get_rng_state()), (forward, seen.counts), dropped, explained)
 
 
 def step_memory(forward):

@@ -1,4 +1,4 @@
-"""Two processes with a gloo group between them, and what they train: with DDP and FSDP2, all of it or adapters."""
+"""Two processes with a gloo group between them, and models that they share out by DDP and FSDP2."""
 
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
@@ -7,15 +7,9 @@ from multiprocessing import get_context
 
 import torch
 import torch.distributed as dist
-from engine_testing import Stack, bits, loss_of, tokens
-from tiny import Adapter
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
-
-import recompute
-
-STEPS, MICRO_BATCHES = 2, 2
 
 
 class TwoProcesses:
@@ -51,23 +45,6 @@ def _together(function, *arguments):
     return dist.get_rank(), function(*arguments)
 
 
-def full():
-    torch.manual_seed(0)
-    return Stack(count=2)
-
-
-def adapted():
-    """Nothing is trained but adapters of queries and values, and one norm in the middle."""
-    model = full().requires_grad_(False)
-    for layer in model.layers:
-        layer.attention.q, layer.attention.v = Adapter(layer.attention.q), Adapter(layer.attention.v)
-    model.layers[1].norm1.requires_grad_(True)
-    return model
-
-
-MODELS = {"full": full, "adapted": adapted}
-
-
 def distributed(model, how, mesh=None):
     ddp = {"static graph": {"static_graph": True}, "unused parameters": {"find_unused_parameters": True}}
     if how.startswith("ddp"):
@@ -82,49 +59,10 @@ def distributed(model, how, mesh=None):
     return fully_shard(model, **options)
 
 
-def _synchronized(model, now):
+def synchronized(model, now):
     """Whether the backward inside exchanges gradients. A static graph must, from the first one on."""
     if isinstance(model, DistributedDataParallel):
         return nullcontext() if now or model.static_graph else model.no_sync()
-    model.set_requires_gradient_sync(now)
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(now)
     return nullcontext()
-
-
-def _train(model, wrap):
-    """Gradients and weights of each step, and the random stream at the end."""
-    model = wrap(model)
-    torch.manual_seed(10 + dist.get_rank())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    found = []
-    for _ in range(STEPS):
-        for batch in range(MICRO_BATCHES):
-            with _synchronized(model, now=batch == MICRO_BATCHES - 1):
-                loss_of(model(tokens(grad=False))).backward()
-        found += [_local(parameter.grad) for parameter in model.parameters()]
-        optimizer.step()
-        optimizer.zero_grad()
-    return [*found, *map(_local, model.parameters()), bits(torch.get_rng_state())]
-
-
-def _local(tensor):
-    return bits(tensor.to_local() if hasattr(tensor, "to_local") else tensor)
-
-
-def trains_as_without(which, how, rules, first):
-    """Whether gradients and weights are bit for bit those without the policy, how many there are, and bytes dropped.
-
-    first: what is put on first, "policy" or "wrapper".
-    """
-    expected = _train(MODELS[which](), lambda model: distributed(model, how))
-    handles = []
-
-    def wrap(model):
-        if first == "policy":
-            handles.append(recompute.apply(model, rules))
-            return distributed(model, how)
-        wrapped = distributed(model, how)
-        handles.append(recompute.apply(model, rules))
-        return wrapped
-
-    found = _train(MODELS[which](), wrap)
-    return found == expected, len(expected), handles[0].stats().dropped_nbytes
