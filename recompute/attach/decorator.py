@@ -73,7 +73,7 @@ def recompute(target: Any = None, *, policy: PolicyLike | None = None, state_hoo
         return functools.partial(recompute, policy=policy, state_hooks=state_hooks)
     loaded = _ALL_OF_IT if policy is None else load_policy(policy)
     if isinstance(target, nn.Module):
-        put_on(target, loaded, decorated=True, state_hooks=state_hooks)
+        put_on(target, loaded, state_hooks, decorated=True)
         return target
     if isinstance(target, type) and issubclass(target, nn.Module):
         return _decorate_class(target, loaded, CaptureCache(checked_hooks(state_hooks)))
