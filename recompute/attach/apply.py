@@ -101,13 +101,14 @@ def put_on(
             warn_of_checkpointing(checkpointing, type(model).__name__)
             checkpointing = []
         attachments = attachments_of(model, policy, cache, strict=strict, decorated=decorated)
-        handle = AppliedPolicy(policy, attachments, model, checkpointing)
-        undo.callback(handle._end)
+        on_model = _OnModel(policy, checkpointing)
+        undo.callback(on_model.end)
         attach(attachments)
         undo.pop_all()
     for each in replaced:
-        each._free_host_memory()
-    _on[model] = handle
+        each.free_host_memory()
+    _on[model] = on_model
+    handle = AppliedPolicy(on_model, attachments, model)
     if (root := vars(model).get(RUNNER)) is not None:
         root.handle = handle
     return handle
@@ -125,26 +126,54 @@ def checked_hooks(state_hooks: Any) -> tuple[StateHook, ...]:
     return hooks
 
 
-_on: weakref.WeakKeyDictionary[nn.Module, AppliedPolicy] = weakref.WeakKeyDictionary()
-"""The policies, by the models that they are on. No value leads to its model: that would keep the model alive."""
+class _OnModel:
+    """A policy that is on a model. It knows all that has to end with it, except the modules' runners."""
+
+    def __init__(self, policy: Policy, checkpointing: Sequence[Checkpointing]):
+        """checkpointing: the model's own, which is off meanwhile."""
+        self.policy = policy
+        self._checkpointing = checkpointing
+        self._undo: list[Callable[[], None]] = []
+        self.begin()
+
+    def begin(self) -> None:
+        self.is_removed = False
+        self._undo = [each.turn_off() for each in self._checkpointing]
+
+    def end(self) -> None:
+        self.is_removed = True
+        for undo in self._undo:
+            undo()
+
+    def free_host_memory(self) -> None:
+        """Free the host memory that was offloaded to, except the part that graphs still need."""
+        if any(meaning_of(rule).offloading is not None for rule in self.policy.rules):
+            POOL.free_unused()
+
+
+_on: weakref.WeakKeyDictionary[nn.Module, _OnModel] = weakref.WeakKeyDictionary()
+"""The policies, by the models that they are on. No value leads to its model: that would keep the model alive.
+
+So these are no handles. A handle leads to runners, and a runner to ``state_hooks``, which may well read the model.
+"""
 
 
 def policy_on(model: nn.Module) -> Policy | None:
     """The policy that ``apply`` has put on ``model`` itself; None if there is none on it now."""
-    handle = _on.get(uncompiled(model))
-    return None if handle is None else handle.policy
+    on_model = _on.get(uncompiled(model))
+    return None if on_model is None else on_model.policy
 
 
-def _take_off_all(model: nn.Module, undo: ExitStack) -> list[AppliedPolicy]:
+def _take_off_all(model: nn.Module, undo: ExitStack) -> list[_OnModel]:
     """Take the policies off ``model`` and off all inside. ``undo`` puts them back."""
     put_back = detach_all(model)
-    taken = {module: handle for module in model.modules() if (handle := _on.pop(module, None)) is not None}
-    for handle in taken.values():
-        handle._end()
+    taken = {module: on_model for module in model.modules() if (on_model := _on.pop(module, None)) is not None}
+    for on_model in taken.values():
+        on_model.end()
 
     def restore() -> None:
-        for handle in taken.values():
-            handle._begin()
+        for on_model in taken.values():
+            on_model.begin()
         _on.update(taken)
         put_back()
 
@@ -229,37 +258,14 @@ class PolicyReport:
 class AppliedPolicy(PolicyReport):
     """A policy on a model. As a context manager it removes itself at the end."""
 
-    def __init__(
-        self,
-        policy: Policy,
-        attachments: list[Attachment],
-        model: nn.Module,
-        checkpointing: Sequence[Checkpointing],
-    ):
-        """checkpointing: the model's own, which is off meanwhile."""
-        super().__init__(policy, lambda: attachments)
+    def __init__(self, on_model: _OnModel, attachments: list[Attachment], model: nn.Module):
+        super().__init__(on_model.policy, lambda: attachments)
+        self._on_model = on_model
         self._model = weakref.ref(model)
-        self._checkpointing = checkpointing
-        self._begin()
-
-    def _begin(self) -> None:
-        """Have all begin that has to end with the policy, except the modules' runners."""
-        self._is_removed = False
-        self._undo = [each.turn_off() for each in self._checkpointing]
-
-    def _end(self) -> None:
-        self._is_removed = True
-        for undo in self._undo:
-            undo()
-
-    def _free_host_memory(self) -> None:
-        """Free the host memory that was offloaded to, except the part that graphs still need."""
-        if any(meaning_of(rule).offloading is not None for rule in self.policy.rules):
-            POOL.free_unused()
 
     @property
     def removed(self) -> bool:
-        return self._is_removed
+        return self._on_model.is_removed
 
     def _notes(self) -> list[str]:
         if self.removed:
@@ -312,8 +318,8 @@ class AppliedPolicy(PolicyReport):
         for attachment in self._attachments:
             if (module := attachment.module) is not None:
                 detach(module, attachment.runner)
-        self._end()
-        self._free_host_memory()
+        self._on_model.end()
+        self._on_model.free_host_memory()
         if (model := self._model()) is not None:
             del _on[model]
 

@@ -1,7 +1,10 @@
 """``apply`` on a model that is under a policy already, or has checkpointing of its own on; and how handles go."""
 
+import gc
 import warnings
 import weakref
+from contextlib import nullcontext
+from functools import partial
 
 import models
 import pytest
@@ -100,6 +103,16 @@ def test_a_model_dies_with_its_last_reference_while_its_handle_lives(way):
         del model
         assert reference() is None
     assert handle.explain().startswith("policy elementwise")
+
+
+def test_so_does_one_that_its_state_hooks_read():
+    model = decoder()
+    recompute.apply(model, state_hooks=[(partial(getattr, model, "training"), nullcontext)])
+    next_token_loss(model, token_ids()).backward()
+    reference = weakref.ref(model)
+    del model
+    gc.collect()
+    assert reference() is None
 
 
 def timms_way(self, x):
