@@ -74,25 +74,19 @@ def apply(
     >>> handle.stats().dropped_nbytes
     64
     """
-    return put_on(
-        model,
-        policy,
-        strict=strict,
-        replace=replace,
-        replace_checkpointing=replace_checkpointing,
-        state_hooks=state_hooks,
-    )
+    ways = {"strict": strict, "replace": replace, "replace_checkpointing": replace_checkpointing}
+    return put_on(model, policy, state_hooks, **ways)
 
 
 def put_on(
     model: nn.Module,
     policy: PolicyLike,
+    state_hooks: Sequence[StateHook],
     *,
     strict: bool = True,
     replace: bool = False,
     replace_checkpointing: bool = False,
     decorated: bool = False,
-    state_hooks: Sequence[StateHook] = (),
 ) -> AppliedPolicy:
     """``apply``, also for the decorator. decorated: whether the decorator calls it: then ``model`` is one block."""
     if not isinstance(model, nn.Module):
@@ -159,7 +153,10 @@ class _OnModel:
 
 
 _on: weakref.WeakKeyDictionary[nn.Module, _OnModel] = weakref.WeakKeyDictionary()
-"""The policies, by the models that they are on. No value leads to its model: that would keep the model alive."""
+"""The policies, by the models that they are on. No value leads to its model: that would keep the model alive.
+
+So these are no handles. A handle leads to runners, and a runner to ``state_hooks``, which may well read the model.
+"""
 
 
 def policy_on(model: nn.Module) -> Policy | None:

@@ -22,7 +22,7 @@ from recompute.compiled.runner import Runner
 from recompute.engine.checkpoint.module_state import RUNNER
 from recompute.engine.region_statistics import RegionStatistics
 from recompute.errors import AlreadyAppliedError, UnsupportedError, warn
-from recompute.policy.matching import assign, layers_beyond, unmatched_rules
+from recompute.policy.matching import assign
 from recompute.policy.meaning import Kernels, meaning_of
 from recompute.policy.rules import Policy
 from recompute.substitution.formulas import is_decorated, looking_once
@@ -48,8 +48,7 @@ def attachments_of(
     name = name or type(model).__name__
     entries, modules = module_entries(model, name, decorated=decorated)
     rules = assign(policy, entries)
-    unmatched, beyond = unmatched_rules(policy, entries, rules), layers_beyond(policy, entries, rules)
-    check_effect(policy, name, rules, unmatched, beyond, strict=strict, decorated=decorated)
+    check_effect(policy, name, entries, rules, strict=strict, decorated=decorated)
     without_kernel: dict[int, dict[str, None]] = {}
     chosen: dict[int, Attachment] = {}
     meanings = [meaning_of(rule) for rule in policy.rules]

@@ -15,6 +15,7 @@ from recompute.engine.cut.ops import facts
 from recompute.engine.cut.reviewed_ops import PURE
 from recompute.errors import NoEffectError, warn
 from recompute.policy.loading import is_preset
+from recompute.policy.matching import ModuleEntry, layers_beyond, unmatched_rules
 from recompute.policy.meaning import meaning_of
 from recompute.policy.rules import FAMILIES, Policy
 
@@ -22,21 +23,20 @@ from recompute.policy.rules import FAMILIES, Policy
 def check_effect(
     policy: Policy,
     name: str,
+    entries: Sequence[ModuleEntry],
     rules: Mapping[str, int],
-    unmatched: Sequence[str],
-    beyond: Sequence[str],
     *,
-    strict: bool,
+    strict: bool = True,
     decorated: bool = False,
 ) -> None:
     """Raise ``NoEffectError`` if ``policy`` governs no module; warn of each part of it that has no effect.
 
     name: the name of the model's class.
-    rules: what ``assign`` returned.
-    unmatched, beyond: the messages of ``unmatched_rules`` and of ``layers_beyond``.
+    rules: what ``assign`` returned for the policy and ``entries``.
     strict: False to warn where an error would be raised.
     decorated: whether a decorator puts the policy on.
     """
+    unmatched = unmatched_rules(policy, entries, rules)
     if strict and not rules and has_effect(policy):
         lines = "\n  ".join(unmatched)
         raise NoEffectError(
@@ -50,7 +50,7 @@ def check_effect(
         )
     if unmatched and rules and is_preset(policy):  # it has rules for many models, and no model needs all
         unmatched = []
-    for messages in (unmatched, beyond):
+    for messages in (unmatched, layers_beyond(policy, entries, rules)):
         if messages:
             warn(f"policy {policy.name}: " + "\n  ".join(messages))
     for message, indices in _doubtful_words(policy).items():

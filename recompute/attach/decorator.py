@@ -27,7 +27,7 @@ from recompute.engine.checkpoint.region import StateHook
 from recompute.engine.region_statistics import RegionStatistics
 from recompute.errors import AlreadyAppliedError, UnsupportedError
 from recompute.policy.loading import load_policy
-from recompute.policy.matching import ModuleEntry, assign, unmatched_rules
+from recompute.policy.matching import ModuleEntry, assign
 from recompute.policy.meaning import Kernels, meaning_of
 from recompute.policy.rules import Policy, Rule
 from recompute.substitution.settings import transformers_layer
@@ -73,7 +73,7 @@ def recompute(target: Any = None, *, policy: PolicyLike | None = None, state_hoo
         return functools.partial(recompute, policy=policy, state_hooks=state_hooks)
     loaded = _ALL_OF_IT if policy is None else load_policy(policy)
     if isinstance(target, nn.Module):
-        put_on(target, loaded, decorated=True, state_hooks=state_hooks)
+        put_on(target, loaded, state_hooks, decorated=True)
         return target
     if isinstance(target, type) and issubclass(target, nn.Module):
         return _decorate_class(target, loaded, CaptureCache(checked_hooks(state_hooks)))
@@ -156,8 +156,9 @@ def _decorate_function(function: Forward, policy: Policy, cache: CaptureCache) -
         )
     entries = [ModuleEntry("", name, is_block=True)]
     rules = assign(policy, entries)
-    what = f"the function {name} (its path is empty, its class is {name})"
-    check_effect(policy, what, rules, unmatched_rules(policy, entries, rules), [], strict=True, decorated=True)
+    check_effect(
+        policy, f"the function {name} (its path is empty, its class is {name})", entries, rules, decorated=True
+    )
     if not rules:
         return function
     (index,) = rules.values()

@@ -171,11 +171,6 @@ def test_a_kept_word_that_looks_like_none_is_a_tensors_name_and_one_that_is_ther
     assert warned(rules(rule("block", "recompute", keep=word))) == []
 
 
-def test_a_family_that_there_is_none_of_is_refused_with_the_nearest():
-    with pytest.raises(PolicyError, match=r"found 'gem' .did you mean 'gemm'"):
-        recompute.apply(decoder(), rules(rule("block", "recompute", rerun="gem")))
-
-
 @pytest.mark.parametrize("make", [lambda given: load_policy({"rules": given}), lambda given: Policy(rules=given)])
 def test_no_rules_have_to_be_meant(make):
     with pytest.raises(PolicyError, match=r"rules: expected at least one rule, or the word none.*found "):
@@ -202,19 +197,6 @@ def test_many_rules_take_time_in_proportion_and_one_warning(glob):
     assert len(messages) == 3
     assert re.search(r"1,19\d more of the 1,201 rules govern no module$", messages[-1])
     assert messages[-1].count("governs no module") == 5
-
-
-def test_a_first_match_is_the_first_also_among_many_kinds_of_rules():
-    kinds = [
-        rule("Tiny?LP", "keep", layers=3),
-        {"match": "**.2.mlp", "action": "keep"},
-        rule("TinyMLP", layers="2-3"),
-        {"match": "layers.*.mlp", "action": "keep"},
-    ]
-    handle = recompute.apply(decoder(layers=4), rules(*kinds))
-    assert {each.path: each.rule for each in handle._attachments} == {
-        "layers.0.mlp": 3, "layers.1.mlp": 3, "layers.2.mlp": 1, "layers.3.mlp": 0,
-    }  # fmt: skip
 
 
 def test_a_norm_is_regenerated_whatever_kind_it_is():

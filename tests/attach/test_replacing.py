@@ -1,7 +1,10 @@
 """``apply`` on a model that is under a policy already, or has checkpointing of its own on; and how handles go."""
 
+import gc
 import warnings
 import weakref
+from contextlib import nullcontext
+from functools import partial
 
 import models
 import pytest
@@ -37,13 +40,6 @@ def test_a_cell_of_a_notebook_runs_again(policy):
     assert snapshot(model).keys() == before.keys()
     assert all(vars(module).keys() == before[name][1].keys() for name, module in model.named_modules())
     assert all(type(module) is before[name][0] for name, module in model.named_modules())
-
-
-def test_the_error_says_how_to_replace():
-    model = decoder()
-    recompute.apply(model)
-    with pytest.raises(AlreadyAppliedError, match=r"recompute\.apply\(model, policy, replace=True\)"):
-        recompute.apply(model)
 
 
 def spoil(model):
@@ -107,6 +103,16 @@ def test_a_model_dies_with_its_last_reference_while_its_handle_lives(way):
         del model
         assert reference() is None
     assert handle.explain().startswith("policy elementwise")
+
+
+def test_so_does_one_that_its_state_hooks_read():
+    model = decoder()
+    recompute.apply(model, state_hooks=[(partial(getattr, model, "training"), nullcontext)])
+    next_token_loss(model, token_ids()).backward()
+    reference = weakref.ref(model)
+    del model
+    gc.collect()
+    assert reference() is None
 
 
 def timms_way(self, x):

@@ -7,7 +7,6 @@ import models
 import pytest
 import transformers
 from test_cli import recompute
-from tiers import slow
 from typer.testing import CliRunner
 
 from recompute.cli import app
@@ -47,11 +46,13 @@ def test_microbatches_in_flight_are_counted(config):
 
 @pytest.mark.slow
 def test_json_is_one_object_of_what_was_asked_for(config):
-    flags = ("--seq-len", 32, "--batch-size", 2, "--optimizer", "sgd", "--sharding", "zero1", "--devices", 2, "--json")
-    code, output = printed("--model", config, *flags)
+    """Also as people type it."""
+    flags = ("--seq-len", 32, "--batch-size", 2, "--optimizer", "SGD", "--sharding", "ZeRO-1", "--devices", 2, "--json")
+    code, output = printed("--model", config, *flags, "--dtype", "bf16")
     assert code == 0, output
     found = json.loads(output)
-    assert (found["batch"], found["optimizer"], found["sharding"]) == ("input_ids 2x32, labels 2x32", "sgd", "zero1")
+    asked = {"batch": "input_ids 2x32, labels 2x32", "optimizer": "sgd", "sharding": "zero1", "dtype": "bfloat16"}
+    assert found.items() >= asked.items()
     assert found["static_bytes"]["optimizer"] == 0
     assert found["peak_bytes"] > found["activation_bytes"] > found["activation_bytes_per_layer"] > 0
 
@@ -67,20 +68,6 @@ def test_the_exit_code_says_whether_it_fits(config):
     assert fit["fits"] is False
     assert fit["largest_batch"] == fit["longest_sequence"] == 0
     assert fit["peak_nbytes"] > fit["capacity_nbytes"] == 64 << 20
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("dtype", "optimizer", "sharding"), [("bf16", "adam", "FSDP"), *slow(("FP32", "AdamW_fused", "zero-3"))]
-)
-def test_what_people_type_is_understood(config, dtype, optimizer, sharding):
-    flags = ("--dtype", dtype, "--optimizer", optimizer, "--sharding", sharding, "--devices", 2, "--seq-len", 16)
-    code, output = printed("--model", config, *flags, "--json")
-    found = json.loads(output)
-    assert code == 0
-    assert found["dtype"] == {"bf16": "bfloat16", "FP32": "float32"}[dtype]
-    assert found["optimizer"] == {"adam": "adamw", "AdamW_fused": "adamw-fused"}[optimizer]
-    assert found["sharding"] == {"FSDP": "fsdp2", "zero-3": "zero3"}[sharding]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import recompute
 from recompute.engine.fake_mode import FakeMode
-from recompute.errors import EstimateError, ModelError, PolicyError
+from recompute.errors import EstimateError, ModelError
 from recompute.estimation import cuda_semantics, model_estimator
 
 GIB = 2**30
@@ -432,24 +432,19 @@ class Asks(nn.Module):
 @pytest.mark.parametrize(
     ("model", "options", "error", "message"),
     [
-        (None, {"optimizer": "adamw-fuse"}, EstimateError, r"optimizer: .*\(did you mean 'adamw-fused'\?\)"),
-        (None, {"sharding": "fsdpp"}, EstimateError, r"sharding: .*\(did you mean 'fsdp2'\?\)"),
-        (None, {"dtype": "bf61"}, EstimateError, "dtype: expected one of bfloat16, .*; found 'bf61'"),
         (None, {"loss": "chunk"}, EstimateError, r"loss: .*\(did you mean 'chunked'\?\)"),
-        (None, {"devices": 8}, EstimateError, "devices: found 8 devices with sharding none"),
-        (None, {"devices": 0}, EstimateError, "devices: expected a whole number, at least 1; found 0"),
         (None, {"batch_size": 0}, EstimateError, "batch_size: expected a whole number, at least 1; found 0"),
         (None, {"seq_len": 2.5}, EstimateError, "seq_len: expected a whole number, at least 1; found 2.5"),
-        (None, {"policy": "ful"}, PolicyError, "no preset and no file is named 'ful'"),
+        (None, {"microbatches": 4, "microbatches_in_flight": 5}, EstimateError, "at most the 4 microbatches"),
         (7, {}, ModelError, "expected an nn.Module, a configuration of transformers, a path or a name; found int: 7"),
         (Block(), {}, ModelError, r"Block: a batch is missing. Pass forward's arguments"),
         (nn.ReLU(), {"batch": torch.zeros(2)}, ModelError, "ReLU: expected a model with parameters to train"),
         (Block(), {"batch": torch.zeros(1, 2, 64).bfloat16(), "loss": "chunked"}, EstimateError, "Block has none"),
         (
-            nn.Sequential(nn.Linear(4, 4), Asks()),
+            nn.Sequential(nn.Linear(4, 4), nn.Sequential(Asks())),
             {"batch": torch.zeros(2, 4).bfloat16()},
             ModelError,
-            r"module '1' \(Asks\) cannot run on fake tensors, which have no values: .* recompute\.profile",
+            r"module '1\.0' \(Asks\) cannot run on fake tensors, which have no values: .* recompute\.profile",
         ),
     ],
 )
@@ -478,9 +473,3 @@ def test_microbatches_in_flight_hold_as_much_each():
     assert sum(flying.parts.values()) == flying.peak_bytes
     assert "8 microbatches a step, 4 in flight" in str(flying)
     assert "microbatch" not in str(one)
-
-
-@pytest.mark.parametrize("numbers", [(1, 2), (4, 5), (0, 1), (4, 0)])
-def test_no_more_microbatches_are_in_flight_than_there_are(numbers):
-    with pytest.raises(EstimateError, match="microbatches"):
-        estimate(tiny(), microbatches=numbers[0], microbatches_in_flight=numbers[1])

@@ -81,15 +81,17 @@ def test_layers_select_no_module_outside_of_a_list():
 def test_the_first_rule_that_matches_wins_and_the_unmatched_are_absent():
     policy = Policy(
         rules=[
-            Rule(match="**.0.mlp", action="keep"),
-            Rule(type="*MLP", action="recompute"),
-            Rule(match="**.mlp", action="checkpoint"),
+            Rule(type="Toy?LP", layers=3, action="keep"),
+            Rule(match="**.2.mlp", action="keep"),
+            Rule(type="*MLP", layers="2-3", action="recompute"),
+            Rule(match="**.layers.*.mlp", action="checkpoint"),
         ]
     )
-    assert assign(policy, decoder(layers=3)) == {
-        "model.layers.0.mlp": 0,
-        "model.layers.1.mlp": 1,
+    assert assign(policy, decoder(layers=4)) == {
+        "model.layers.0.mlp": 3,
+        "model.layers.1.mlp": 3,
         "model.layers.2.mlp": 1,
+        "model.layers.3.mlp": 0,
     }
 
 
