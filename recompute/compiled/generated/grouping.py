@@ -34,6 +34,10 @@ MAX_CALLS = 48
 """Of one kernel."""
 MAX_TENSORS = 24
 """Of one kernel, read and written."""
+MAX_WAIT = 4
+"""Costly ops between two terms of a sum that one kernel adds. Terms that come later are added up as they come, as the
+gradients of a weight that several tiles give: else all of them would be in memory together.
+"""
 MAX_DISTANCE = 60
 """Statements between groups that are joined because they read the same: the outputs of either live until then."""
 
@@ -168,7 +172,8 @@ class Grouping:
             self.units[index] = [Unit({index})]
             return
         readers = self.readers[index]
-        groups = list(dict.fromkeys(unit for reader in readers if self.fits[reader] for unit in self.units[reader]))
+        near = [reader for reader in readers if self.fits[reader] and not self._waits_long(index, reader)]
+        groups = list(dict.fromkeys(unit for reader in near for unit in self.units[reader]))
         is_seen = index in self.at_end or not all(self.fits[reader] for reader in readers) or not readers
         own = Unit({index})
         self.units[index] = [own]
@@ -182,6 +187,17 @@ class Grouping:
             return
         for unit in groups:
             self._contract([self.units[index][0], unit])
+
+    def _waits_long(self, index: int, reader: int) -> bool:
+        """Whether a statement and its only reader, far behind, add to one sum that leaves the program."""
+        between = [call for each in self.statements[index + 1 : reader] if (call := each.call) is not None]
+        if self.readers[index] != [reader] or sum(bool(facts(call.op).family) for call in between) <= MAX_WAIT:
+            return False
+        ops = set()
+        while index not in self.at_end and len(self.readers[index]) == 1:
+            (index,) = self.readers[index]
+            ops.add((call := self.statements[index].call) and call.op)
+        return index in self.at_end and ops - set(COPIES) == {torch.ops.aten.add.Tensor}
 
     def _takes(self, unit: Unit, index: int) -> bool:
         """Whether a unit's kernel can make a value for itself.
