@@ -250,7 +250,7 @@ def by_other_ops_if_compiled(self, x):
 
 def test_a_graph_that_is_given_up_before_it_ends_counts_nowhere(monkeypatch):
     # As with code of transformers, which may ask if it is compiled: its experts take other steps then.
-    monkeypatch.setattr(frontend, "_may_ask", lambda frame: True)
+    monkeypatch.setattr(frontend, "may_ask", lambda frame: True)
     model = Around(body(by_other_ops_if_compiled, a=linear(), b=linear()))
     handle = recompute.apply(model, rule())
     held = []

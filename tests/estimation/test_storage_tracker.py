@@ -128,7 +128,7 @@ def fake_step(model, batch, policy):
     with without_values("model"):
         fake, given = fake_copy(model, torch.float32), fake_batch(batch)
         recompute.apply(fake, policy)
-        run_step(fake, lambda: run(fake, given), Surroundings())
+        run_step(fake, lambda: run(fake, given), Surroundings(), backward=False)
         return simulate(fake, lambda: run(fake, given))
 
 

@@ -24,7 +24,6 @@ def test_plans_hold_and_are_set_beside_uniform_policies(tmp_path, monkeypatch, c
     script = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "plans_example", script)
     spec.loader.exec_module(script)
-    monkeypatch.setattr(script, "WARMUP", 1)
     monkeypatch.setattr(script, "STEPS", 1)
     (tmp_path / "tiny.yaml").write_text(CONFIG, encoding="utf-8")
     script.main(tmp_path / "tiny.yaml", tmp_path, 3, False, None)

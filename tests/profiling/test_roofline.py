@@ -62,7 +62,8 @@ def test_a_head_takes_all_of_its_matrix_products():
     one = 2 * tokens * hidden * vocabulary / FLOPS
     head = ways(profile, 2)
     for name, products in {"kernel": 3.75, "kernel, holding the logits": 3}.items():
-        assert head[name].forward_seconds + head[name].backward_seconds == pytest.approx(products * one, rel=0.01)
+        seconds = head[name].forward_seconds + head[name].backward_seconds
+        assert products * one < seconds < 1.12 * products * one  # its other kernels move the logits
 
 
 @pytest.mark.slow
@@ -78,10 +79,9 @@ def test_it_says_what_it_is_and_offers_what_the_device_has():
     assert {"keep", "hook", "kernel", "checkpoint"} <= layer.keys()
     assert head.keys() == {"keep", "kernel"}
     assert layer["checkpoint"].held_nbytes < layer["hook"].held_nbytes < layer["keep"].held_nbytes
-    assert layer["checkpoint"].backward_seconds == pytest.approx(
-        layer["keep"].backward_seconds + layer["keep"].forward_seconds, rel=0.05
-    )
-    assert layer["kernel"].forward_seconds < layer["keep"].forward_seconds
+    backward, forward = layer["hook"].backward_seconds, layer["hook"].forward_seconds
+    assert backward < layer["checkpoint"].backward_seconds <= backward + forward
+    assert 0 < layer["kernel"].forward_seconds <= layer["hook"].forward_seconds < layer["keep"].forward_seconds
     assert profile.optimizer_seconds > 0
     assert profile.optimizer_peak_nbytes > 0
 
