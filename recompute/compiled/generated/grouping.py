@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
 
 import torch
+from torch._ops import OpOverload
 
 from recompute.compiled.generated.dropout import DropoutMask
 from recompute.compiled.generated.groupable import NotOneKernel, can_be_generated, elements_of, space_of
@@ -190,8 +191,9 @@ class Grouping:
 
     def _waits_long(self, index: int, reader: int) -> bool:
         """Whether a statement and its only reader, far behind, add to one sum that leaves the program."""
-        between = [call for each in self.statements[index + 1 : reader] if (call := each.call) is not None]
-        if self.readers[index] != [reader] or sum(bool(facts(call.op).family) for call in between) <= MAX_WAIT:
+        between = [each.call.op for each in self.statements[index + 1 : reader] if each.call is not None]
+        costly = [op for op in between if isinstance(op, OpOverload) and facts(op).family]
+        if self.readers[index] != [reader] or len(costly) <= MAX_WAIT:
             return False
         ops = set()
         while index not in self.at_end and len(self.readers[index]) == 1:
