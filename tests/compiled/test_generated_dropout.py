@@ -115,6 +115,14 @@ class Adapted(nn.Module):
 
 
 class TestRegions:
+    def test_an_estimate_without_a_gpu_is_of_captured_code(self):
+        model, x = nn.Sequential(*[Adapted(256) for _ in range(3)]).bfloat16(), torch.randn(64, 256).bfloat16()
+        captured, taped = (
+            recompute.estimate(model, batch=x, policy={"rules": [rule]}, gpu="H200").peak_bytes
+            for rule in ({"type": "Adapted", "action": "recompute", "capture": capture} for capture in (True, False))
+        )
+        assert captured < taped
+
     @staticmethod
     def twins(dtype):
         """A model, the same under a policy, the kernels of the latter, and what gives these their first calls."""
