@@ -234,9 +234,9 @@ class ModelEstimator:
         surroundings = Surroundings(self._platform, torch.bfloat16 if autocast else None)
         try:
             regions = [] if handle is None else handle._regions
-            learn = partial(settle, regions, partial(run_step, subject.model, subject.run, surroundings))
+            settle_regions = partial(settle, regions, partial(run_step, subject.model, subject.run, surroundings))
             if handle is not None:
-                learn()
+                settle_regions()
             logits: dict[str, Any] = {"tokens": self._tokens(), "classes": self._classes()}
 
             def run() -> SimulatedStep:
@@ -246,7 +246,7 @@ class ModelEstimator:
                 except RecomputeError:
                     if not refuse_all(regions):
                         raise
-                    learn()
+                    settle_regions()
                     return run()
                 return replace(step, host=dict(_carried(handle) - before))
 

@@ -109,12 +109,12 @@ class DryRun:
 
     def settle(self, handle: AppliedPolicy) -> None:
         """Run steps under a policy until its regions are captured, if they can be, and until their kernels run."""
-        settle(handle._regions, self._learn)
+        settle(handle._regions, self._run)
         for _ in range(self.warmup):
             self.step(None)
             wait_for_kernels()
 
-    def _learn(self, backward: bool) -> None:
+    def _run(self, backward: bool) -> None:
         """Run a forward, or with backward a step without its optimizer."""
         roots, gradients = self.forward()
         if backward:

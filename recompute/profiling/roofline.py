@@ -151,8 +151,9 @@ class _FakeDryRun(DryRun):
     """From a gradient's bytes to the share that one device keeps once it is reduced."""
     is_calculated = True
 
-    warmup = 0
-    """Nothing is launched."""
+    @property
+    def warmup(self) -> int:
+        return 0  # nothing is launched
 
     @property
     def via(self) -> str:

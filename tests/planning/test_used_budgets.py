@@ -134,7 +134,16 @@ def test_mlps_in_tiles_fit_a_budget_that_nothing_else_does(monkeypatch):
     config = LlamaConfig(**{**CONFIG.to_dict(), "intermediate_size": width, "num_hidden_layers": 7})
     profile = profiled(config)
     least, others = (solver.floor(each).prediction.peak_nbytes for each in (profile, without(profile, "tile")))
-    assert others - least > LENGTH * width  # half of a tensor as wide as the MLP
+    assert least < others
+    wide, tiled = (
+        min(
+            choice.backward_peak_nbytes
+            for choice in profile.regions[1].choices
+            if ("tile" in (choice.rule or {})) is way
+        )
+        for way in (False, True)
+    )
+    assert wide - tiled > LENGTH * width * 2  # a tensor as wide as the MLP
     plan = recompute.plan(profile, budget=least)
     assert LENGTH // 8 in {rule.tile for rule in plan.policy.rules if "layers" in str(rule.match)}
     estimate = recompute.estimate(config, policy=plan.policy, seq_len=LENGTH, advise=False)

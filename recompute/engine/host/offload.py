@@ -162,6 +162,8 @@ class OffloadFrame(Scope):
         storage = tensor.untyped_storage()
         if tensor.is_conj() or tensor.is_neg() or storage.nbytes() % tensor.dtype.itemsize:
             return None
+        if not storage.resizable():
+            return None  # an array has its memory, and what comes back would have other memory
         if storage._cdata in self._stays:
             return None
         copy = _copies.get(storage._cdata)
