@@ -34,7 +34,7 @@ Progress = Callable[[str, int, int], None]
 """Called with the name of a task, how many of its parts are done, and how many there are; 0 where that is not known."""
 
 SLOW_SECONDS = 1.0
-"""If the first step takes longer, one is timed. So long a step varies little, and marks are cheap.
+"""If the step whose bytes are counted takes longer, one is timed. So long a step varies little, and marks are cheap.
 
 On CUDA the bytes of the same step are counted: the device's work hides the host's.
 """
