@@ -401,7 +401,7 @@ def test_the_claims_of_the_first_page_are_those_of_the_results():
         return row["peak_bytes"] / 2**30, row["step_seconds"] * 1e3
 
     (time, peak), (other_time, other_peak) = beside(0), beside(1)
-    compiled, experts = rows_of("llama-8b-compiled-h200"), rows_of("experts-h100", length=16384)
+    compiled, experts = rows_of("llama-8b-compiled-h200"), rows_of("experts-h200", length=16384)
     (lean, lean_ms), (fast, fast_ms) = shown(experts["auto"]), shown(experts["torch-compile"])
     sharded = results_of("distributed-h200", "fsdp2-auto-16k-4.json")["ranks"]
     with_, without = ([rank[way] for rank in sharded] for way in ("with", "without"))
