@@ -29,6 +29,8 @@ def test_an_example_gives_what_its_docstring_says(example):
     assert doctest.DocTestRunner().run(example).failed == 0
 
 
-def test_each_public_op_has_an_example():
+def test_each_public_function_has_an_example():
     named = {test.name for test in examples()}
     assert {f"recompute.kernels.{op}.{op}" for op in OPS if op != "blockwise_8bit"} <= named
+    public = {name: getattr(recompute, name) for name in set(recompute.__all__) - {"errors"}}
+    assert {f"{value.__module__}.{name}" for name, value in public.items()} <= named

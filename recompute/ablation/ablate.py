@@ -121,6 +121,12 @@ def ablate(
     A policy that fails is a row with an ``error``, and the others go on: see ``AblationRow``. Raises before anything is
     trained: ``AblationError`` for a bad option, ``ModelError`` where the factory gives no model, ``PolicyError`` for a
     bad policy, ``WriteError`` where ``out`` cannot be written.
+
+    >>> def make():
+    ...     return torch.nn.TransformerEncoderLayer(64, 2, batch_first=True)
+    >>> found = recompute.ablate(make, torch.randn(4, 32, 64), ["none", "elementwise"], peers=[], steps=2, warmup=1)
+    >>> [row.grads_match for row in found.rows]
+    [True, True]
     """
     config = _configured(dtype, peers=peers, compile=compile, steps=steps, warmup=warmup, seed=seed)
     options: Any = {"dtype": dtype, "layers": layers, "loss": loss, "optimizer": optimizer, "progress": progress}

@@ -119,6 +119,10 @@ def verify(
     model or drops nothing here; ``MutationError`` where the run itself changes a parameter, as an optimizer in a hook
     does; ``UnsupportedError`` where a kernel's rounding cannot be judged because the model does not run in a wider
     dtype; and the errors of ``recompute.apply`` and of the model.
+
+    >>> layer = torch.nn.TransformerEncoderLayer(64, 2, batch_first=True)
+    >>> recompute.verify(layer, torch.randn(4, 32, 64)).bitwise
+    True
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"recompute.verify takes a torch.nn.Module, got {type(model).__name__}")

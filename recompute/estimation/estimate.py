@@ -71,6 +71,10 @@ def estimate(
 
     Raises ``EstimateError`` for an unknown option, ``PolicyError`` for a bad policy, and ``ModelError`` where there is
     no such model, or where it cannot run on tensors without values: then the error names the module.
+
+    >>> model, batch = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU()), torch.randn(512, 64)
+    >>> recompute.estimate(model, batch=batch, dtype="float32", gpu="H100").activation_bytes  # GELU's input, the loss
+    524800
     """
     check_counts(batch_size=batch_size, seq_len=seq_len)
     several = microbatches, microbatches_in_flight, lora, lora_targets, base

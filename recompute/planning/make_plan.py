@@ -59,6 +59,11 @@ def plan(
     progress: called with the name of a task, how much of it is done, and how much there is.
 
     Raises ``BudgetError`` for a budget that cannot be read or met, and ``PlanError`` for any other mistake.
+
+    >>> layers = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(2)]
+    >>> plan = recompute.plan(torch.nn.Sequential(*layers), torch.randn(512, 64), budget="1GiB", device="H100")
+    >>> plan.predicted_peak_bytes <= 2**30
+    True
     """
     training: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "progress": progress}
     if isinstance(model, Profile):

@@ -59,6 +59,11 @@ def profile(
 
     Raises ``ModelError`` where there are no regions, nothing requires a gradient or nothing fits the device;
     ``AlreadyAppliedError`` for a model under a policy; ``ValueError`` for steps below 1.
+
+    >>> layers = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(2)]
+    >>> found = recompute.profile(torch.nn.Sequential(*layers), torch.randn(512, 64), device="H100")
+    >>> [place.path for place in found.places]  # "": what runs before the first, and after the last
+    ['', '0', '1', '']
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"recompute.profile takes a torch.nn.Module, got {type(model).__name__}")
