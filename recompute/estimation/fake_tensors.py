@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from recompute.engine.fake_mode import FakeMode
 from recompute.engine.wrapper_tensors import inner_tensors
@@ -29,16 +29,14 @@ def fake_copy(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     """
     memo: dict[int, Any] = {}
     for module in model.modules():
-        for value in vars(module).values():
-            if isinstance(value, Tensor):
+        for value in tree_leaves(vars(module)):  # parameters, buffers, and tensors in lists and dicts
+            if not isinstance(value, Tensor) or id(value) in memo:
+                continue
+            if isinstance(value, nn.Parameter):
+                kind = dtype if value.is_floating_point() else None
+                memo[id(value)] = nn.Parameter(_fake(value, kind), value.requires_grad)
+            else:
                 memo[id(value)] = _fake(value)
-        for parameter in module._parameters.values():
-            if parameter is not None and id(parameter) not in memo:
-                kind = dtype if parameter.is_floating_point() else None
-                memo[id(parameter)] = nn.Parameter(_fake(parameter, kind), parameter.requires_grad)
-        for buffer in module._buffers.values():
-            if buffer is not None:
-                memo.setdefault(id(buffer), _fake(buffer))
         if (stand_in := standing_for(module)) is not None:
             stand_in.bias = None if module.bias is None else memo[id(module.bias)]
             memo[id(module)] = stand_in

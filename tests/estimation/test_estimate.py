@@ -330,6 +330,15 @@ def test_modules_are_left_as_they_are_and_may_be_on_meta():
     assert F.scaled_dot_product_attention is model_estimator.torch.nn.functional.scaled_dot_product_attention
 
 
+def test_tensors_in_lists_and_dicts_of_a_module_are_as_those_that_are_attributes():
+    held = [torch.rand(64), {"shift": torch.rand(64)}]
+    linear = nn.Linear(64, 64)
+    listed = module_of(lambda self, x: self.linear(x) * self.held[0] + self.held[1]["shift"], held=held, linear=linear)
+    named = module_of(lambda self, x: self.linear(x) * self.a + self.b, a=held[0], b=held[1]["shift"], linear=linear)
+    peaks = {estimate(each, batch=torch.rand(128, 64), dtype="float32").peak_bytes for each in (listed, named)}
+    assert len(peaks) == 1
+
+
 def test_what_a_model_is_described_by(tmp_path):
     config = tiny()
     config.save_pretrained(tmp_path)
