@@ -61,9 +61,9 @@ REFUSED = [
         "3:1: not valid YAML: while parsing a flow sequence: expected ',' or ']', but got '<stream end>'",
     ),
     (
-        "name: x\nrules:\n- match: a\n  action: keep\n  match: b\nname: y\n",
-        "6:1: name: duplicate key; it is first given on line 1\n"
-        "p.yaml:5:3: rules[0].match: duplicate key; it is first given on line 3",
+        "name: x\nrules:\n- match: a\n  action: keep\n  match: b\n",
+        '5:3: not valid YAML: while constructing a mapping: found duplicate key "match" with value "b" (original '
+        'value: "a")',
     ),
     ("rules: none\n---\nrules: none\n", "3:1: expected one policy a file; found a second document, which starts here"),
     ("rules: none\n1: 2\n", "2:1: 1: expected a string as key; found 1"),
