@@ -317,7 +317,8 @@ REFUSED_AS = [
         for value in (-1, -1e-9, float("inf"), float("nan"), 10**400, True, "1e9", None, [1.0])),
     *(({"action": "recompute", "rerun": value}, "rerun") for value in ("gem", "aten.mm", 3, None, [["gemm"]])),
     *(({"action": action, key: value}, f"{key}: {OF_OFFLOADING.format(key)}")
-        for action in ("keep", "recompute", "checkpoint") for key, value in {"fraction": 0.5, "min_bytes": 0, "max_host_bytes": 1}.items()),
+        for action in ("keep", "recompute", "checkpoint")
+        for key, value in {"fraction": 0.5, "min_bytes": 0, "max_host_bytes": 1}.items()),
     ({"action": "offload", "min_bytes": "1 parsec"}, f"min_bytes: {SIZE}"),
     ({"action": "offload", "max_host_bytes": "50%"}, f"max_host_bytes: {SIZE}"),
     ({"action": "offload", "via": "hook"}, "via: expected no 'via' beside action 'offload'"),
