@@ -115,34 +115,18 @@ FAMILIES = {
     "phi3": decoder("Phi3"),
     "mixtral": decoder("Mixtral", num_local_experts=4, router_jitter_noise=0.1, **EXPERTS),
     "qwen3_moe": decoder("Qwen3Moe", num_experts=4, **EXPERTS),
-    "gpt2": Family(
-        configured("GPT2LMHeadModel", "GPT2Config"),
-        ("GPT2Block",),
-        GPT2_SHAPE,
-        {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
-    ),
-    "bert": Family(
-        configured("BertForMaskedLM", "BertConfig"),
-        ("BertLayer",),
-        dropout={"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1},
-    ),
-    "vit": Family(
-        configured("ViTForImageClassification", "ViTConfig"),
-        ("ViTLayer",),
-        VIT_SHAPE,
-        {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1},
-        image_batch,
-    ),
-    "whisper": Family(
-        configured("WhisperForConditionalGeneration", "WhisperConfig"),
-        ("WhisperEncoderLayer", "WhisperDecoderLayer"),
-        WHISPER_SHAPE,
-        {"dropout": 0.1, "attention_dropout": 0.1, "activation_dropout": 0.1},
-        speech_batch,
-    ),
+    "gpt2": Family(configured("GPT2LMHeadModel", "GPT2Config"), ("GPT2Block",), GPT2_SHAPE,
+        {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}),
+    "bert": Family(configured("BertForMaskedLM", "BertConfig"), ("BertLayer",),
+        dropout={"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}),
+    "vit": Family(configured("ViTForImageClassification", "ViTConfig"), ("ViTLayer",), VIT_SHAPE,
+        {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}, image_batch),
+    "whisper": Family(configured("WhisperForConditionalGeneration", "WhisperConfig"),
+        ("WhisperEncoderLayer", "WhisperDecoderLayer"), WHISPER_SHAPE,
+        {"dropout": 0.1, "attention_dropout": 0.1, "activation_dropout": 0.1}, speech_batch),
     "t5": Family(configured("T5ForConditionalGeneration", "T5Config"), ("T5Block",), T5_SHAPE, {"dropout_rate": 0.1}),
     "convnet": Family(ConvNet, ("ConvBlock",), {}, {"dropout": 0.1}, image_batch),
-}
+}  # fmt: skip
 
 transformers.logging.set_verbosity_error()
 

@@ -165,6 +165,11 @@ def snapshot(model):
     }
 
 
+def classes(model):
+    """Each module's class, which an applied policy changes."""
+    return {name: type(module) for name, module in model.named_modules(remove_duplicate=False)}
+
+
 @contextmanager
 def counted_ops():
     """How often each ATen or custom op runs, by its name without the overload."""

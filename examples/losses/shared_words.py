@@ -181,6 +181,7 @@ def main() -> None:
             "ranks": ranks,
             "ways": rows,
         }
+        options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     dist.destroy_process_group()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from recompute.errors import PlanError
 from recompute.policy.document import nearest, show
@@ -27,11 +27,10 @@ def only_allowed(profile: Profile, allowed: Collection[str] | None) -> Profile:
     if allowed is None:
         allowed = [word for word in ALLOWED if word != COMPRESS]
 
-    def of(region: RegionCosts) -> RegionCosts:
-        left = [choice for choice in region.choices if ways_of(choice).issubset(allowed)]
-        return region.model_copy(update={"choices": tuple(left) or region.choices[:1]})
+    def left(region: RegionCosts) -> Sequence[Choice]:
+        return [choice for choice in region.choices if ways_of(choice).issubset(allowed)] or region.choices[:1]
 
-    return profile.model_copy(update={"regions": tuple(map(of, profile.regions))})
+    return profile.with_choices(left)
 
 
 def ways_of(choice: Choice) -> frozenset[str]:

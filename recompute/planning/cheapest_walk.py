@@ -28,7 +28,7 @@ Operations Research 11(3), 1963). There may be very many states then, so the sea
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,27 +75,6 @@ class _ToGo(NamedTuple):
     def at(self, stays: Numbers) -> Numbers:
         """For each of these numbers of bytes, the least cost."""
         return np.append(self.costs, _MUCH)[np.searchsorted(self.limits, stays)]
-
-
-def reachable(places: Places) -> tuple[int, ...] | None:
-    """Ways through all places that leave the least behind, whatever they cost and move; None if there are none."""
-    states: dict[int, tuple[int, Any]] = {0: (0, None)}  # by ``leaving``: the least that stays, and the ways to it
-    for ways in places:
-        reached: dict[int, tuple[int, Any]] = {}
-        for leaving, (stays, taken) in states.items():
-            for way in ways:
-                after = way.moved or leaving
-                if stays + leaving <= way.room and (after not in reached or stays + way.stays < reached[after][0]):
-                    reached[after] = stays + way.stays, (taken, way.choice)
-        states = reached
-    if not states:
-        return None
-    _, taken = min(states.values(), key=lambda state: state[0])
-    found = []
-    while taken is not None:
-        taken, choice = taken
-        found.append(choice)
-    return tuple(reversed(found))
 
 
 def cheapest(places: Places, most: int | None = None, most_moved: int | None = None) -> tuple[int, ...] | None:

@@ -104,7 +104,6 @@ def parse_document(model_class: type[Model], text: str, *, label: str = "<text>"
     yaml.Constructor = _Constructor
     try:
         root = _only_document(list(yaml.compose_all(text)), label, kind)
-        _refuse_duplicate_keys(root, label)
         data = yaml.constructor.construct_document(root)
     except MarkedYAMLError as error:
         raise PolicyError(_syntax_error(error, label)) from error
@@ -203,36 +202,6 @@ def _refuse_another_kind(model_class: type[BaseModel], data: Mapping[Any, Any], 
     if words and not any(word in known or nearest(word, known) for word in words):
         keys, found = ", ".join(known[:5]), ", ".join(words[:5])
         raise PolicyError(f"{label}: expected a {kind}, whose keys are {keys} …; found another file, with {found}")
-
-
-def _refuse_duplicate_keys(root: Node, label: str) -> None:
-    lines = []
-    for path, node in _mappings(root):
-        first: dict[tuple[str | None, str], Node] = {}
-        for key, _ in _pairs(node):
-            earlier = first.setdefault((key.tag, key.value), key)
-            if earlier is not key:
-                where, name = _position(label, key), _dotted((*path, key.value))
-                first_line = earlier.start_mark.line + 1
-                lines.append(f"{where}: {name}: duplicate key; it is first given on line {first_line}")
-    if lines:
-        raise PolicyError("\n".join(lines))
-
-
-def _mappings(root: Node) -> Iterator[tuple[KeyPath, MappingNode]]:
-    """Every mapping below ``root`` once, in file order, though anchors may reach it often or in a circle."""
-    seen = set()
-    pending: list[tuple[KeyPath, Node]] = [((), root)]
-    while pending:
-        path, node = pending.pop()
-        if id(node) in seen:
-            continue
-        seen.add(id(node))
-        if isinstance(node, MappingNode):
-            yield path, node
-            pending += [((*path, key.value), value) for key, value in reversed(_pairs(node))]
-        elif isinstance(node, SequenceNode):
-            pending += [((*path, index), item) for index, item in reversed(list(enumerate(node.value)))]
 
 
 def _syntax_error(error: MarkedYAMLError, label: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, Strict, model_validator
@@ -143,6 +143,11 @@ class Profile(_Table):
                 f"{self.microbatches_in_flight}"
             )
         return self
+
+    def with_choices(self, of: Callable[[RegionCosts], Iterable[Choice]], **changes: Any) -> Profile:
+        """The same with the choices that ``of`` gives each region, and with other fields changed."""
+        regions = [each.model_copy(update={"choices": tuple(of(each))}) for each in self.regions]
+        return self.model_copy(update={"regions": tuple(regions), **changes})
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as JSON. Raises ``WriteError`` if that fails."""

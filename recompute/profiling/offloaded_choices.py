@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from recompute.policy.meaning import travelling
@@ -46,19 +47,16 @@ def offloading_rule(rule: Mapping[str, Any] | None, share: float) -> dict[str, A
 
 def with_offloading(profile: Profile) -> Profile:
     """The profile with the choices that offload; as it is if the link to the host is not known."""
-    if profile.link is None:
-        return profile
-    regions = [_with_offloading(region, profile.link) for region in profile.regions]
-    return profile.model_copy(update={"regions": tuple(regions)})
+    return profile if profile.link is None else profile.with_choices(partial(_with_offloading, profile.link))
 
 
-def _with_offloading(region: RegionCosts, link: HostLink) -> RegionCosts:
+def _with_offloading(link: HostLink, region: RegionCosts) -> list[Choice]:
     measured = [choice for choice in region.choices if not choice.moved_nbytes]
     least = _CLOSE * max((choice.held_nbytes for choice in measured), default=0)
     derived = {one.name: one for choice in measured for one in _shares_of(choice, link, least)}
     derived |= {choice.name: choice for choice in region.choices}  # a profile may have some of them already
     names = dict.fromkeys([*(choice.name for choice in region.choices), *derived])
-    return region.model_copy(update={"choices": tuple([derived[name] for name in names])})
+    return [derived[name] for name in names]
 
 
 def _shares_of(choice: Choice, link: HostLink, least_nbytes: float) -> Iterator[Choice]:

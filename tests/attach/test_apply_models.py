@@ -24,7 +24,7 @@ from models import (
     make,
 )
 from tiers import by_default, slow
-from tiny import assert_same, of_one_more, snapshot, train
+from tiny import assert_same, classes, of_one_more, train
 
 import recompute
 from recompute.errors import NoEffectError, PolicyWarning
@@ -69,7 +69,7 @@ def plain():
 @pytest.mark.parametrize("name", by_default([*DECODERS, "gpt2"], "gpt2"))
 def test_losses_and_gradients_are_bitwise_those_without(name, preset, plain):
     model = make(name)
-    before = snapshot(model)
+    before = classes(model)
     handle = applied(model, preset)
     assert_same(steps(model), plain(name))
     stats = handle.stats()
@@ -77,7 +77,7 @@ def test_losses_and_gradients_are_bitwise_those_without(name, preset, plain):
     assert (stats.dropped_nbytes > 0) is does_something
     assert (stats.kept_nbytes > 0) is (does_something and preset in TAPES)  # a checkpoint holds its inputs alone
     handle.remove()
-    assert {key: cls for key, (cls, _) in snapshot(model).items()} == {key: cls for key, (cls, _) in before.items()}
+    assert classes(model) == before
 
 
 def in_float64(model):

@@ -73,27 +73,16 @@ WARNED = [
     (rules(rule("Embedding", layers=0)), [r"rules\[0\].*no list of layers"]),
     (rules({"type": "TinyAttention", **KERNEL}), [r"rules\[0\].*TinyAttention"]),
     (rules({"type": "SiLU", **KERNEL}), [r"rules\[0\].*no kernel.*SiLU.*hook"]),
-    (
-        rules({"match": "layers.**", "type": ["TinyAttention", "SiLU"], **KERNEL}),
-        [r"rules\[0\]: no kernel replaces TinyAttention, SiLU, so hooks regenerate there"],
-    ),
-    (
-        rules(rule("TinyMLP", "recompute", keep="aten.softmax")),
-        [r"rules\[0\]: keep: no op is called aten\.softmax\. explain\(\).*'aten\._softmax'"],
-    ),
+    (rules({"match": "layers.**", "type": ["TinyAttention", "SiLU"], **KERNEL}),
+        [r"rules\[0\]: no kernel replaces TinyAttention, SiLU, so hooks regenerate there"]),
+    (rules(rule("TinyMLP", "recompute", keep="aten.softmax")),
+        [r"rules\[0\]: keep: no op is called aten\.softmax\. explain\(\).*'aten\._softmax'"]),
     (rules(rule("TinyMLP", keep=["aten.mm", "aten.mmm"])), [r"no op is called aten\.mmm\."]),
-    *(
-        (
-            rules(rule("block", layers=[*layers] if isinstance(layers, tuple) else layers)),
-            [rf"rules\[0\]: layers '{spelled}' exceeds the 4 layers of the model$"],
-        )
-        for layers, spelled in BEYOND.items()
-    ),
-    *(
-        (rules(rule("block", layers=layers)), [])
-        for layers in ("0-3", "last 4", "first 4", 3, "every 9", "every 2 from 3")
-    ),
-]
+    *((rules(rule("block", layers=[*layers] if isinstance(layers, tuple) else layers)),
+        [rf"rules\[0\]: layers '{spelled}' exceeds the 4 layers of the model$"]) for layers, spelled in BEYOND.items()),
+    *((rules(rule("block", layers=layers)), [])
+        for layers in ("0-3", "last 4", "first 4", 3, "every 9", "every 2 from 3")),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -149,16 +149,14 @@ class TestAFunction:
             with pytest.raises(RuntimeError, match="modified in place"):
                 output.sum().backward()
 
-    def test_is_left_as_it_is_by_a_policy_that_keeps_it(self):
-        assert recompute.recompute(function, policy=rules(rule("function", "keep"))) is function
+    @pytest.mark.parametrize("policy", [rules(rule("function", "keep")), "none"])
+    def test_is_left_as_it_is_by_a_policy_that_keeps_it(self, policy):
+        assert recompute.recompute(function, policy=policy) is function
 
     @pytest.mark.parametrize("policy", [rules(rule("other")), "hook"])
     def test_that_no_rule_matches_is_refused(self, policy):
         with pytest.raises(NoEffectError, match="governs no module of the function function"):
             recompute.recompute(policy=policy)(function)
-
-    def test_is_left_as_it_is_by_a_policy_without_rules(self):
-        assert recompute.recompute(policy="none")(function) is function
 
     def test_that_no_kernel_computes_is_refused(self):
         with pytest.raises(UnsupportedError, match=r"rules\[0\].*no kernel.*function"):

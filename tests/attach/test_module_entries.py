@@ -107,52 +107,30 @@ def stack(path, count=3):
     ("model", "expected"),
     [
         (Model(layers=nn.ModuleList(several(Block))), stack("layers")),
-        (
-            Model(transformer=nn.ModuleDict({"wte": nn.Linear(4, 4), "h": nn.ModuleList(several(Block))})),
-            stack("transformer.h"),
-        ),
+        (Model(transformer=nn.ModuleDict({"wte": nn.Linear(4, 4), "h": nn.ModuleList(several(Block))})),
+            stack("transformer.h")),
         (Model(layers=nn.ModuleDict({str(index): Block() for index in range(3)})), stack("layers")),
         (Model(blocks=nn.Sequential(*several(Unit)), head=nn.Linear(4, 4)), stack("blocks")),
         (nn.Sequential(Stem(), *several(Unit), nn.Linear(4, 4)), ["1", "2", "3"]),
         (Model(one=nn.ModuleList([Block()]), other=nn.ModuleList([Unit()])), ["one.0", "other.0"]),
-        (
-            Model(
-                encoder=Model(layers=nn.ModuleList(several(Unit))),
-                decoder=Model(layers=nn.ModuleList(several(Block, 2))),
-            ),
-            [*stack("encoder.layers"), *stack("decoder.layers", 2)],
-        ),
+        (Model(one=Model(layers=nn.ModuleList(several(Unit))), two=Model(layers=nn.ModuleList(several(Block, 2)))),
+            [*stack("one.layers"), *stack("two.layers", 2)]),
         (Model(layers=nn.ModuleList([Block(), MixtureLayer(), Block()])), stack("layers")),
         (Model(layers=nn.ModuleList(several(Mixture))), stack("layers")),
         (Model(layers=nn.ModuleList(several(lambda: MixtureLayer(ExpertLayer)))), stack("layers")),
-        (
-            Model(stem=Stem(), stages=nn.ModuleList(several(Stage, 2))),
-            [*stack("stages.0.layers", 2), *stack("stages.1.layers", 2)],
-        ),
-        (
-            nn.Sequential(nn.Sequential(*several(Unit, 2)), Stem(), nn.Sequential(*several(Unit, 2))),
-            [*stack("0", 2), *stack("2", 2)],
-        ),
-        (
-            Model(layers=nn.ModuleList(nn.ModuleList(several(Unit, 2)) for _ in range(2))),
-            [*stack("layers.0", 2), *stack("layers.1", 2)],
-        ),
-        (
-            nn.ModuleDict(
-                {
-                    "student": Model(layers=nn.ModuleList(several(Block, 1))),
-                    "teacher": Model(layers=nn.ModuleList(several(Block, 1))),
-                }
-            ),
-            ["student.layers.0", "teacher.layers.0"],
-        ),
+        (Model(stem=Stem(), stages=nn.ModuleList(several(Stage, 2))),
+            [*stack("stages.0.layers", 2), *stack("stages.1.layers", 2)]),
+        (nn.Sequential(nn.Sequential(*several(Unit, 2)), Stem(), nn.Sequential(*several(Unit, 2))),
+            [*stack("0", 2), *stack("2", 2)]),
+        (Model(layers=nn.ModuleList(nn.ModuleList(several(Unit, 2)) for _ in range(2))),
+            [*stack("layers.0", 2), *stack("layers.1", 2)]),
+        (nn.ModuleDict({name: Model(layers=nn.ModuleList([Block()])) for name in ("student", "teacher")}),
+            ["student.layers.0", "teacher.layers.0"]),
         (nn.Sequential(*(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)) for _ in range(3))), ["0", "1", "2"]),
         (Model(layers=nn.ModuleList([shared := Block(), shared])), stack("layers", 2)),
         (Model(units=nn.Sequential(*several(Bare))), stack("units")),  # there are no others
-        (
-            Model(stem=StemLayer(), layers=nn.ModuleList(several(Block)), heads=nn.ModuleList(several(Bare))),
-            stack("layers"),
-        ),
+        (Model(stem=StemLayer(), layers=nn.ModuleList(several(Block)), heads=nn.ModuleList(several(Bare))),
+            stack("layers")),
         (Model(stem=Stem(), s1=Model(b1=Unit()), s2=Model(b1=Unit(), b2=Unit())), ["s1.b1", "s2.b1", "s2.b2"]),
         (Model(down1=Unit(), down2=Unit(), up=Unit(), end1=Bare(), end2=Bare()), ["down1", "down2"]),
         (Model(part1=Unit(), part2=Stem(), layers=nn.Sequential(*several(Bare))), stack("layers")),
@@ -164,7 +142,7 @@ def stack(path, count=3):
         (Block(), [""]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
+)  # fmt: skip
 def test_blocks_are_the_outermost_modules_that_repeat(model, expected):
     assert blocks(model) == expected
 

@@ -1,6 +1,8 @@
-"""What the tests of the sweeps over architectures and workloads import their modules by."""
+"""How tests run an example, and import the modules of a sweep."""
 
 import importlib
+import runpy
+import sys
 
 import pytest
 from sweep_testing import EXAMPLES
@@ -12,3 +14,17 @@ def part(request, monkeypatch):
     for folder in request.module.FOLDERS:
         monkeypatch.syspath_prepend(EXAMPLES / folder)
     return importlib.import_module
+
+
+@pytest.fixture
+def output_of(monkeypatch, capsys):
+    """Runs an example, and returns what it prints."""
+
+    def run(name, *arguments):
+        for folder in ("losses", "adapters"):
+            monkeypatch.syspath_prepend(EXAMPLES / folder)
+        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run

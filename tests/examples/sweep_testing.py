@@ -1,7 +1,8 @@
-"""How a sweep over models is run, and layers of which it has something to say."""
+"""How an example and a sweep over models are run and read, and layers of which a sweep has something to say."""
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,13 @@ def swept(script, folder, *arguments):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads((folder / "results.json").read_text(encoding="utf-8")), done.stdout
+
+
+def assert_falls(output, steps):
+    """The losses that an example prints, one a step."""
+    losses = [float(loss) for loss in re.findall(r"^step \d: loss (\S+)$", output, re.MULTILINE)]
+    assert len(losses) == steps
+    assert losses[-1] < losses[0]
 
 
 class Drifting(nn.Linear):

@@ -2,10 +2,10 @@
 
 import re
 import runpy
-import sys
 from pathlib import Path
 
 import pytest
+from sweep_testing import assert_falls
 from tiers import slow
 
 ADAPTERS = Path(__file__).parents[2] / "examples" / "adapters"
@@ -14,15 +14,10 @@ ADAPTERS = Path(__file__).parents[2] / "examples" / "adapters"
 @pytest.mark.parametrize(
     ("name", "package"), [("lora", "peft"), *slow(("qlora", "bitsandbytes"), ("float8", "torchao"))]
 )
-def test_it_learns_under_a_policy_in_under_50_lines(name, package, monkeypatch, capsys):
+def test_it_learns_under_a_policy_in_under_50_lines(name, package, output_of):
     pytest.importorskip(package)
-    monkeypatch.syspath_prepend(ADAPTERS)
-    monkeypatch.setattr(sys, "argv", [name, "--steps", "3"])
-    runpy.run_path(str(ADAPTERS / f"{name}.py"), run_name="__main__")
-    output = capsys.readouterr().out
-    losses = [float(loss) for loss in re.findall(r"^step \d: loss (\S+)$", output, re.MULTILINE)]
-    assert len(losses) == 3
-    assert losses[2] < losses[0]
+    output = output_of(f"adapters/{name}.py", "--steps", 3)
+    assert_falls(output, 3)
     dropped, kept = (int(found.replace(",", "")) for found in re.findall(r"([\d,]+) (?:bytes dropped|kept)", output))
     assert dropped > 0.5 * kept
     assert (ADAPTERS / f"{name}.py").read_text(encoding="utf-8").count("\n") < 50

@@ -7,10 +7,10 @@ import runpy
 import subprocess
 import sys
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 import torch
+from sweep_testing import EXAMPLES, assert_falls
 from tiers import slow
 from transformers import LlamaForCausalLM
 
@@ -18,23 +18,17 @@ from recompute import load_policy
 from recompute.diagnostics.comparing_runs import relative_error
 from recompute.policy.loading import preset_path
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 LOSSES = ("dpo", "kto", "orpo", "simpo", "grpo", "distillation")
 
 
-def output_of(name, *arguments, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", [name, *arguments])
-    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
-    return capsys.readouterr().out
+def read(file):
+    return json.loads(file.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("policy", ["kernel", *slow("elementwise", "none", "full", "hook", "auto")])
-def test_train_llama(policy, monkeypatch, capsys, tmp_path):
-    arguments = ("--policy", policy, "--steps", "2", "--timeline", str(tmp_path / "step.json"))
-    output = output_of("train_llama.py", *arguments, monkeypatch=monkeypatch, capsys=capsys)
-    losses = [float(loss) for loss in re.findall(r"^step \d: loss (\S+)$", output, re.MULTILINE)]
-    assert len(losses) == 2
-    assert losses[1] < losses[0]
+def test_train_llama(policy, tmp_path, output_of):
+    output = output_of("train_llama.py", "--policy", policy, "--steps", 2, "--timeline", tmp_path / "step.json")
+    assert_falls(output, 2)
     assert f"policy {policy}\n" in output
     before, after = map(float, re.findall(r"([\d.]+) MiB (?:without|under)", output))
     assert after == before if policy == "none" else after < 0.75 * before
@@ -45,12 +39,11 @@ def test_train_llama(policy, monkeypatch, capsys, tmp_path):
     assert '"what the policy adds"' in (tmp_path / "step.json").read_text(encoding="utf-8")
 
 
-def test_losses_are_the_same_of_logits_and_without(monkeypatch, capsys, tmp_path):
-    monkeypatch.syspath_prepend(EXAMPLES / "losses")
+def test_losses_are_the_same_of_logits_and_without(tmp_path, output_of):
     out, ways = tmp_path / "losses.json", ("plain", "on lazy logits", "ours")
     shape = ("--shape", "4", "16", "32", "64", "--steps", "1")
-    output_of("losses/compare.py", *shape, "--ways", *ways, "--out", str(out), monkeypatch=monkeypatch, capsys=capsys)
-    rows = json.loads(out.read_text(encoding="utf-8"))["rows"]
+    output_of("losses/compare.py", *shape, "--ways", *ways, "--out", out)
+    rows = read(out)["rows"]
     values = {(row["loss"], row["way"]): row["value"] for row in rows}
     for loss in {row["loss"] for row in rows}:
         expected = values[loss, "plain"]
@@ -58,33 +51,27 @@ def test_losses_are_the_same_of_logits_and_without(monkeypatch, capsys, tmp_path
 
 
 @pytest.mark.parametrize("arguments", [["distillation", "--top-k"], *([each] for each in LOSSES)], ids=" ".join)
-def test_a_loss_falls_and_no_logits_are_made(arguments, monkeypatch, capsys):
-    monkeypatch.syspath_prepend(EXAMPLES / "losses")
+def test_a_loss_falls_and_no_logits_are_made(arguments, monkeypatch, output_of):
     name, *options = arguments
     if not options:  # where a teacher sends a few words, it has made logits
         monkeypatch.setattr(LlamaForCausalLM, "forward", None)
-    output = output_of(f"losses/{name}.py", *options, monkeypatch=monkeypatch, capsys=capsys)
-    losses = [float(loss) for loss in re.findall(r"^step \d: loss (\S+)$", output, re.MULTILINE)]
-    assert len(losses) == 5
-    assert losses[4] < losses[0]
+    output = output_of(f"losses/{name}.py", *options)
+    assert_falls(output, 5)
     source = (EXAMPLES / "losses" / f"{name}.py").read_text(encoding="utf-8")
     assert source.count("\n") < 60
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ORPO", "CPO", "SFT", "DPO", "KTO"])
-def test_trls_trainers_learn_without_logits(name, monkeypatch, capsys):
+def test_trls_trainers_learn_without_logits(name, output_of):
     pytest.importorskip("trl")
-    monkeypatch.syspath_prepend(EXAMPLES / "losses")
-    output = output_of("losses/with_trl.py", name, monkeypatch=monkeypatch, capsys=capsys)
-    losses = [float(loss) for loss in re.findall(r"^step \d: loss (\S+)$", output, re.MULTILINE)]
-    assert len(losses) == 5
-    assert losses[4] < losses[0]
+    output = output_of("losses/with_trl.py", name)
+    assert_falls(output, 5)
     assert (EXAMPLES / "losses" / "with_trl.py").read_text(encoding="utf-8").count("\n") < 60
 
 
-def test_decorate_module(monkeypatch, capsys):
-    output = output_of("decorate_module.py", monkeypatch=monkeypatch, capsys=capsys)
+def test_decorate_module(output_of):
+    output = output_of("decorate_module.py")
     held = re.findall(r"^(a \w+): ([\d,]+) bytes held without, ([\d,]+) with$", output, re.MULTILINE)
     assert [what for what, *_ in held] == ["a class", "a module", "a function"]
     for _, before, after in held:
@@ -92,11 +79,10 @@ def test_decorate_module(monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_estimate_against_measured(monkeypatch, capsys, tmp_path):
+def test_estimate_against_measured(tmp_path, output_of):
     pytest.importorskip("bitsandbytes")
-    arguments = ("--tiny", "--out", str(tmp_path))
-    output = output_of("estimate_against_measured.py", *arguments, monkeypatch=monkeypatch, capsys=capsys)
-    results = json.loads((tmp_path / "estimates.json").read_text(encoding="utf-8"))
+    output = output_of("estimate_against_measured.py", "--tiny", "--out", tmp_path)
+    results = read(tmp_path / "estimates.json")
     assert [row["policy"] for row in results["rows"] if not row["form"]] == ["none", "full", "elementwise"]
     assert [row["form"].partition(",")[0] for row in results["rows"][3:]] == ["LoRA"] * 5 + ["float8"] * 2
     for row in results["rows"]:
@@ -105,25 +91,13 @@ def test_estimate_against_measured(monkeypatch, capsys, tmp_path):
     assert "| tiny" in output
 
 
-def test_train_with_trainer(monkeypatch, capsys, tmp_path):
+def test_train_with_trainer(monkeypatch, tmp_path, output_of):
     monkeypatch.chdir(EXAMPLES.parent)
-    short = (
-        "--output_dir",
-        str(tmp_path),
-        "--max_steps",
-        "2",
-        "--logging_steps",
-        "1",
-        "--use_cpu",
-        "--report_to",
-        "none",
-    )
+    short = (*f"--output_dir {tmp_path} --max_steps 2 --logging_steps 1 --use_cpu --report_to none".split(),)
+    policy = ("--recompute_policy", "examples/policies/trainer.yaml", "--recompute_kwargs", '{"logits": false}')
     found = []
-    for switch in (
-        (),
-        ("--recompute_policy", "examples/policies/trainer.yaml", "--recompute_kwargs", '{"logits": false}'),
-    ):
-        output = output_of("train_with_trainer.py", *short, *switch, monkeypatch=monkeypatch, capsys=capsys)
+    for switch in ((), policy):
+        output = output_of("train_with_trainer.py", *short, *switch)
         found.append(dict(re.findall(r"^(\w+): ([\d.,]+)$", output, re.MULTILINE)))
     plain, policed = found
     assert float(policed["loss"]) == pytest.approx(float(plain["loss"]), rel=1e-5)
@@ -134,11 +108,10 @@ def test_train_with_trainer(monkeypatch, capsys, tmp_path):
     assert dropped > kept
 
 
-def test_train_with_lightning(monkeypatch, capsys):
+def test_train_with_lightning(output_of):
     found = []
     for policy in ("none", "elementwise"):
-        arguments = ("--policy", policy, "--steps", "2", "--accelerator", "cpu")
-        output = output_of("train_with_lightning.py", *arguments, monkeypatch=monkeypatch, capsys=capsys)
+        output = output_of("train_with_lightning.py", "--policy", policy, "--steps", 2, "--accelerator", "cpu")
         found.append(dict(re.findall(r"^(\w+): ([\d.,]+)$", output, re.MULTILINE)))
     plain, policed = found
     assert float(policed["loss"]) == pytest.approx(float(plain["loss"]), rel=1e-5)
@@ -147,16 +120,16 @@ def test_train_with_lightning(monkeypatch, capsys):
     assert dropped > 0.5 * kept
 
 
-def test_loss_curves(monkeypatch, capsys, tmp_path):
+def test_loss_curves(tmp_path, output_of):
     """On the CPU two exact runs are the same, and one that compresses is not."""
     config = tmp_path / "small.yaml"
     config.write_text(
         "model: {hidden_size: 128, intermediate_size: 320, layers: 2, heads: 4, kv_heads: 2}\n"
         "sequence_lengths: [64]\nbatch_size: 2\ndevice: cpu\n"
     )
-    arguments = ("none", "elementwise", "compress", "--config", str(config), "--steps", "4", "--out", str(tmp_path))
-    output_of("ablation/loss_curves.py", *arguments, monkeypatch=monkeypatch, capsys=capsys)
-    results = json.loads((tmp_path / "results.json").read_text())
+    arguments = ("none", "elementwise", "compress", "--config", config, "--steps", "4", "--out", tmp_path)
+    output_of("ablation/loss_curves.py", *arguments)
+    results = read(tmp_path / "results.json")
     none, elementwise, compress = (run["losses"] for run in results["runs"])
     assert none == elementwise
     assert none[0] == pytest.approx(compress[0])
@@ -181,12 +154,15 @@ def test_scale(tmp_path):
 
 
 @pytest.mark.slow
-def test_hook_against_kernel(monkeypatch, capsys, tmp_path):
+def test_hook_against_kernel(tmp_path, output_of):
     arguments = ("--ops", "RMSNorm", "cross-entropy", "--tokens", "64", "--widths", "128", "--steps", "1")
     output_of(
-        "ablation/hook_against_kernel.py", *arguments, "--out", str(tmp_path), monkeypatch=monkeypatch, capsys=capsys
+        "ablation/hook_against_kernel.py",
+        *arguments,
+        "--out",
+        str(tmp_path),
     )
-    rows = {(row["op"], row["way"]): row for row in json.loads((tmp_path / "results.json").read_text())["rows"]}
+    rows = {(row["op"], row["way"]): row for row in read(tmp_path / "results.json")["rows"]}
     held = {way: rows["RMSNorm", way]["held_nbytes"] for way in ("eager", "hook", "tape", "kernel")}
     assert held["hook"] == held["tape"] == held["kernel"] < held["eager"] / 2
     assert "do not come back" in rows["cross-entropy", "hook"]["error"]
@@ -204,10 +180,9 @@ def test_each_way_to_add_up_a_weight_gradient_gives_it(device):
             assert relative_error([way(*given)], [expected]) < 1e-5, name
 
 
-def test_weight_gradient(monkeypatch, capsys, tmp_path):
-    arguments = ("--tokens", "64", "--widths", "128", "--out", str(tmp_path))
-    output_of("ablation/weight_gradient.py", *arguments, monkeypatch=monkeypatch, capsys=capsys)
-    rows = {row["way"]: row for row in json.loads((tmp_path / "results.json").read_text())["rows"]}
+def test_weight_gradient(tmp_path, output_of):
+    output_of("ablation/weight_gradient.py", "--tokens", 64, "--widths", 128, "--out", tmp_path)
+    rows = {row["way"]: row for row in read(tmp_path / "results.json")["rows"]}
     assert list(rows) == ["two stages", "one stage", "atomics", "torch"]
     assert rows["two stages"]["has_same_bits"]
     assert rows["two stages"]["gradient_error"] < 0.01
@@ -215,12 +190,11 @@ def test_weight_gradient(monkeypatch, capsys, tmp_path):
 
 
 @pytest.mark.slow
-def test_long_context(monkeypatch, capsys, tmp_path):
+def test_long_context(tmp_path, output_of):
     policies = [str(EXAMPLES / "policies" / "long-on-device.yaml"), "long"]
-    arguments = (*policies, "--sequence", "64", "128", "--steps", "1", "--lora", "4")
-    arguments = (*arguments, "--warmup", "1", "--out", str(tmp_path))
-    output_of("ablation/long_context.py", *arguments, monkeypatch=monkeypatch, capsys=capsys)
-    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    lengths = ("--sequence", 64, 128, "--steps", 1, "--lora", 4, "--warmup", 1, "--out", tmp_path)
+    output_of("ablation/long_context.py", *policies, *lengths)
+    rows = read(tmp_path / "results.json")["rows"]
     assert [(row["way"], row["sequence_length"]) for row in rows] == [(way, n) for n in (64, 128) for way in policies]
     assert all(row["error"] is None and row["loss"] > 0 and len(row["all_seconds"]) == 2 for row in rows)
     assert all(row["step_seconds"] == row["all_seconds"][1] for row in rows)
@@ -247,13 +221,28 @@ def run_distributed(name, *arguments, ranks=2, on_gpus=False):
     )  # fmt: skip
 
 
+@pytest.fixture
+def recorded(tmp_path):
+    """Runs an example that does not fail, and returns its record and what it prints."""
+
+    def run(name, *arguments, **where):
+        out = tmp_path / "deep" / "record.json"
+        done = run_distributed(name, *arguments, "--out", str(out), **where)
+        assert done.returncode == 0, done.stderr
+        return read(out), done.stdout
+
+    return run
+
+
+def ranks_by_nccl():
+    return {"ranks": min(2, torch.cuda.device_count()), "on_gpus": True}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DISTRIBUTED)
-def test_distributed(name, tmp_path):
-    done = run_distributed(name, "--out", str(tmp_path / "record.json"))
-    assert done.returncode == 0, done.stderr
-    assert "losses, gradients, weights and collectives are equal on all ranks" in done.stdout
-    record = json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))
+def test_distributed(name, recorded):
+    record, printed = recorded(name)
+    assert "losses, gradients, weights and collectives are equal on all ranks" in printed
     assert record["world_size"] == len(record["ranks"]) == 2
     for rank in record["ranks"]:
         assert rank["with"]["losses"] == rank["without"]["losses"]
@@ -264,70 +253,50 @@ def test_distributed(name, tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", DISTRIBUTED)
-def test_distributed_by_nccl(name, tmp_path):
-    out = tmp_path / "record.json"
-    done = run_distributed(name, "--out", str(out), ranks=min(2, torch.cuda.device_count()), on_gpus=True)
-    assert done.returncode == 0, done.stderr
-    record = json.loads(out.read_text(encoding="utf-8"))
+def test_distributed_by_nccl(name, recorded):
+    record, _ = recorded(name, **ranks_by_nccl())
     assert record["machine"]["gpu"]
     assert record["wrong"] == []
 
 
 @pytest.mark.slow
-def test_every_way_to_share_the_words_of_a_head_gives_the_same(tmp_path):
-    done = run_distributed("../losses/shared_words", "--out", str(tmp_path / "record.json"))
-    assert done.returncode == 0, done.stderr
-    ways = json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))["ways"]
+def test_every_way_to_share_the_words_of_a_head_gives_the_same(recorded):
+    ways = recorded("../losses/shared_words")[0]["ways"]
     assert len(ways) == 7
     assert all(0 <= error < 5e-3 for way in ways.values() for error in way["errors"].values())
 
 
 @pytest.mark.slow
-def test_distributed_layers_can_be_compiled(tmp_path):
-    done = run_distributed("fsdp2", "--compile", "aot_eager_decomp_partition", "--out", str(tmp_path / "record.json"))
-    assert done.returncode == 0, done.stderr
-    assert "losses (to 0.0001) and collectives are equal on all ranks" in done.stdout
-    for rank in json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))["ranks"]:
+def test_distributed_layers_can_be_compiled(recorded):
+    record, printed = recorded("fsdp2", "--compile", "aot_eager_decomp_partition")
+    assert "losses (to 0.0001) and collectives are equal on all ranks" in printed
+    for rank in record["ranks"]:
         assert rank["with"]["held_bytes"] < 0.5 * rank["without"]["held_bytes"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ddp", "fsdp2"])
-def test_distributed_on_one_rank(name, tmp_path):
+def test_distributed_on_one_rank(name, recorded):
     """What weak scaling is measured against."""
-    done = run_distributed(name, "--out", str(tmp_path / "records" / "1.json"), ranks=1)
-    assert done.returncode == 0, done.stderr
-    record = json.loads((tmp_path / "records" / "1.json").read_text(encoding="utf-8"))
+    record, _ = recorded(name, "--policy", "full", ranks=1)
+    assert record["policy"] == preset_path("full").read_text(encoding="utf-8")
     assert (record["world_size"], record["example"], record["wrong"]) == (1, name, [])
     assert record["ranks"][0]["with"]["peak_bytes"] < record["ranks"][0]["without"]["peak_bytes"]
 
 
 @pytest.mark.slow
-def test_a_shared_sequence_has_the_loss_of_the_whole_one(tmp_path):
-    records = []
-    for ranks in (1, 2):
-        done = run_distributed("shared_sequence", "--out", str(tmp_path / f"{ranks}.json"), ranks=ranks)
-        assert done.returncode == 0, done.stderr
-        records.append(json.loads((tmp_path / f"{ranks}.json").read_text(encoding="utf-8"))["ranks"])
+def test_a_shared_sequence_has_the_loss_of_the_whole_one(recorded):
+    records = [recorded("shared_sequence", ranks=ranks)[0]["ranks"] for ranks in (1, 2)]
     assert all("3 of 3 run as captured code" in rank["with"]["captured"][0] for rank in records[1])
     (whole,), parts = ([rank["with"]["losses"] for rank in ranks] for ranks in records)
     means = [sum(losses) / 2 for losses in zip(*parts, strict=True)]
     assert means == pytest.approx(whole, rel=1e-4)
 
 
-@pytest.mark.slow
-def test_distributed_takes_a_presets_name(tmp_path):
-    done = run_distributed("ddp", "--policy", "full", "--out", str(tmp_path / "record.json"), ranks=1)
-    assert done.returncode == 0, done.stderr
-    record = json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))
-    assert record["policy"] == preset_path("full").read_text(encoding="utf-8")
-
-
-def check_pipeline(done, record, in_flight):
+def check_pipeline(record, printed, in_flight):
     """Gradients are the same bits, and each stage's peak is within its budget and what was predicted, to 6%."""
-    assert done.returncode == 0, done.stderr
-    assert "losses, gradients and weights are equal on all stages" in done.stdout
-    stages = json.loads(record.read_text(encoding="utf-8"))["stages"]
+    assert "losses, gradients and weights are equal on all stages" in printed
+    stages = record["stages"]
     assert [stage["in_flight"] for stage in stages] == in_flight
     assert len({stage["budget_bytes"] for stage in stages}) == 1
     for stage in stages:
@@ -340,20 +309,17 @@ def check_pipeline(done, record, in_flight):
 
 
 @pytest.mark.slow
-def test_pipeline(tmp_path):
-    record = tmp_path / "record.json"
-    check_pipeline(run_distributed("pipeline", "--steps", "2", "--out", str(record)), record, [2, 1])
+def test_pipeline(recorded):
+    check_pipeline(*recorded("pipeline", "--steps", "2"), [2, 1])
 
 
 @pytest.mark.gpu
-def test_pipeline_by_nccl(tmp_path):
-    record, ranks = tmp_path / "record.json", min(2, torch.cuda.device_count())
-    done = run_distributed("pipeline", "--out", str(record), ranks=ranks, on_gpus=True)
-    check_pipeline(done, record, [2, 1][-ranks:])
+def test_pipeline_by_nccl(recorded):
+    check_pipeline(*recorded("pipeline", **ranks_by_nccl()), [2, 1][-ranks_by_nccl()["ranks"] :])
 
 
-def test_compare_policies(monkeypatch, capsys, tmp_path):
-    output = output_of("compare_policies.py", "--out", str(tmp_path), monkeypatch=monkeypatch, capsys=capsys)
+def test_compare_policies(tmp_path, output_of):
+    output = output_of("compare_policies.py", "--out", tmp_path)
     for policy in ("none", "elementwise", "blocks again", "torch-checkpoint"):
         assert re.search(f"^{policy} .*✓ bitwise +✓ bitwise$", output, re.MULTILINE)
     files = {"results.json", "results.md", "results.png", "memory.png", "times.png", "report.html"}
@@ -362,26 +328,24 @@ def test_compare_policies(monkeypatch, capsys, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DISTRIBUTED)
-def test_what_a_rank_has_may_be_held_in_8_bits(name, tmp_path):
+def test_what_a_rank_has_may_be_held_in_8_bits(name, tmp_path, recorded):
     policy = tmp_path / "codes.yaml"
     policy.write_text('rules: [{match: "**.layers.*", action: recompute, via: hook, compress: true}]\n')
-    result = run_distributed(name, "--policy", str(policy), "--tolerance", "5e-2")
-    assert result.returncode == 0, result.stderr
-    assert "losses (to 0.05) and collectives are equal on all ranks" in result.stdout
+    _, printed = recorded(name, "--policy", str(policy), "--tolerance", "5e-2")
+    assert "losses (to 0.05) and collectives are equal on all ranks" in printed
 
 
 @pytest.mark.slow
-def test_distributed_examples_measure_what_others_offer_beside_a_policy(tmp_path):
-    done = run_distributed("fsdp2", "--also", "torch-checkpoint", "elementwise", "--out", str(tmp_path / "record.json"))
-    assert done.returncode == 0, done.stderr
-    (first, _) = json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))["ranks"]
+def test_distributed_examples_measure_what_others_offer_beside_a_policy(recorded):
+    record, printed = recorded("fsdp2", "--also", "torch-checkpoint", "elementwise")
+    (first, _) = record["ranks"]
     assert list(first) == ["without", "with", "torch-checkpoint", "elementwise"]
     assert first["torch-checkpoint"]["peak_bytes"] < first["elementwise"]["peak_bytes"] < first["without"]["peak_bytes"]
-    assert re.search(r"^torch-checkpoint [\d.]+ ms a step, [\d.]+ MiB at the peak$", done.stdout, re.MULTILINE)
+    assert re.search(r"^torch-checkpoint [\d.]+ ms a step, [\d.]+ MiB at the peak$", printed, re.MULTILINE)
     assert "expected a peer, as torch-checkpoint, or a policy" in run_distributed("fsdp2", "--also", "torch").stderr
 
 
-def test_weak_scaling(tmp_path, monkeypatch, capsys):
+def test_weak_scaling(tmp_path, output_of):
     """Of four ranks, the slowest counts."""
 
     def write(ranks, plain_ms, policed_ms, **fields):
@@ -394,7 +358,7 @@ def test_weak_scaling(tmp_path, monkeypatch, capsys):
         return str(path)
 
     def table(*records):
-        return output_of("distributed/comparing.py", *records, monkeypatch=monkeypatch, capsys=capsys)
+        return output_of("distributed/comparing.py", *records)
 
     last = table(write(4, 100.0, 125.0), write(1, 80.0, 90.0)).splitlines()[-1]
     cells = ["4", "100.0", "125.0", "1.00", "1.00", "0.800", "0.720", "0.900", "no"]
@@ -413,9 +377,8 @@ def test_distributed_examples_fail_where_a_policy_does_nothing(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["elementwise", *slow("full", "kernel")])
-def test_compile_llama(policy, monkeypatch, capsys):
-    arguments = ("--policy", policy, "--backend", "aot_eager_decomp_partition")
-    output = output_of("compile_llama.py", *arguments, monkeypatch=monkeypatch, capsys=capsys)
+def test_compile_llama(policy, output_of):
+    output = output_of("compile_llama.py", "--policy", policy, "--backend", "aot_eager_decomp_partition")
     held = re.findall(r"^(\w+): ([\d.]+) MiB .* ([\d.]+) MiB", output, re.MULTILINE)
     assert [code for code, *_ in held] == ["eager", "compiled"]
     for _, before, after in held:

@@ -32,16 +32,15 @@ def trial(script, *ways, kind="Trial", device="cpu"):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("in_turn", [False, True])
-def test_each_model_has_a_row_for_each_way(in_turn, tmp_path, monkeypatch, capsys):
+def test_each_model_has_a_row_for_each_way(in_turn, tmp_path, output_of):
     chosen = ["liger", "elementwise", "gradient-checkpointing"]
     arguments = ["--tiny", "--models", "gpt2-xl", "mixtral-small", "--ways", *chosen, "--steps", "2", "--warmup", "1"]
     file = tmp_path / "results" / "figures.json"
     arguments += ["--json", str(file), *(["--in-turn"] if in_turn else [])]
-    monkeypatch.setattr(sys, "argv", ["host_time.py", *arguments])
-    runpy.run_path(str(SCRIPT), run_name="__main__")
+    printed = output_of("ablation/host_time.py", *arguments)
     results = json.loads(file.read_text())
     assert results["machine"]["torch"] == torch.__version__
-    assert results["command"].endswith(" ".join(["host_time.py", *arguments]))
+    assert results["command"].endswith(" ".join(["ablation/host_time.py", *arguments]))
     assert list(results["models"]) == ["gpt2-xl", "mixtral-small"]
     for model in results["models"].values():
         rows = {row.pop("way"): row for row in model["rows"]}
@@ -58,7 +57,6 @@ def test_each_model_has_a_row_for_each_way(in_turn, tmp_path, monkeypatch, capsy
             assert 0 < row["CPU ms a forward"] < row["ms a step"]
             assert 0 < row["held GiB"] <= row["peak GiB"]
         assert rows["gradient-checkpointing"]["held GiB"] < rows["elementwise"]["held GiB"] < rows["none"]["held GiB"]
-    printed = capsys.readouterr().out
     assert all(printed.count(f"| {way} ") == 2 for way in ("none", *chosen))
 
 

@@ -2,7 +2,6 @@
 
 import json
 import runpy
-import sys
 from pathlib import Path
 
 import pytest
@@ -49,10 +48,8 @@ def test_each_way_computes_the_same_and_runs_again_what_it_should(script):
 
 
 @pytest.mark.slow
-def test_the_tables_hold_every_way(tmp_path, monkeypatch, capsys):
-    arguments = ["--repeats", "2", "--steps", "20", "--json", str(tmp_path / "figures.json")]
-    monkeypatch.setattr(sys, "argv", ["overhead.py", *arguments])
-    script = runpy.run_path(str(SCRIPT), run_name="__main__")
+def test_the_tables_hold_every_way(tmp_path, script, output_of):
+    printed = output_of("ablation/overhead.py", "--repeats", 2, "--steps", 20, "--json", tmp_path / "figures.json")
     ways = list(script["WAYS"])
     results = json.loads((tmp_path / "figures.json").read_text())
     assert results["machine"]["torch"] == torch.__version__
@@ -64,5 +61,4 @@ def test_the_tables_hold_every_way(tmp_path, monkeypatch, capsys):
     assert selective["step / selective"] == checkpoint["step / checkpoint"] == 1
     plain = layer[0]
     assert all(row["step, whole"] - plain["step, whole"] == pytest.approx(row["step, added"]) for row in layer[1:])
-    printed = capsys.readouterr().out
     assert all(printed.count(f"| {way} ") == (2 if way == "plain" else 3) for way in ways)

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning_testing import Decoder, assert_same_training, batches, fitted, lightning
 from tiers import by_default
-from tiny import snapshot
+from tiny import classes
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from trainer_testing import ACCUMULATED, MANY, STEPS, model
@@ -155,8 +155,7 @@ class Notes(Callback):
 
 
 def states(module):
-    found = {path: kind for path, (kind, _) in snapshot(module).items()}
-    return found | {"replaced": [name for name in ("forward", "training_step") if name in vars(module)]}
+    return classes(module) | {"replaced": [name for name in ("forward", "training_step") if name in vars(module)]}
 
 
 def test_it_is_on_while_fit_runs_and_never_else(tmp_path):
@@ -214,9 +213,9 @@ def test_copies_made_while_it_trains_are_without(tmp_path):
 
     copies = Copies()
     fitted(tmp_path, RecomputeCallback(), copies)
-    expected = {path: kind for path, (kind, _) in snapshot(model()).items()}
+    expected = classes(model())
     for copied in copies.found:
-        assert {path: kind for path, (kind, _) in snapshot(copied).items()} == expected
+        assert classes(copied) == expected
 
 
 def test_checkpoints_are_the_same_files_and_training_goes_on_from_either(tmp_path):

@@ -31,8 +31,8 @@ from torch.distributed.pipelining import (
 )
 
 import recompute
+from recompute.counters import memory_trace
 from recompute.errors import PlanError
-from recompute.estimation.storage_tracker import StorageTrace
 from recompute.integrations.distributed import microbatches_in_flight
 from recompute.planning import solver
 from recompute.planning.prediction import choices_of
@@ -175,16 +175,13 @@ def adamw(parameters):
 def untimed(profile):
     """The profile with times that no clock has measured: what holds less takes longer."""
 
-    def of(choice, most):
-        seconds = 1.0 + (most - choice.held_nbytes) / max(most, 1)
-        return choice.model_copy(update={"forward_seconds": 1.0, "backward_seconds": seconds})
-
-    regions = []
-    for region in profile.regions:
+    def of(region):
         most = max(choice.held_nbytes for choice in region.choices)
-        choices = tuple([of(choice, most) for choice in region.choices])
-        regions.append(region.model_copy(update={"choices": choices}))
-    return profile.model_copy(update={"regions": tuple(regions), "optimizer_seconds": 1.0})
+        for choice in region.choices:
+            seconds = 1.0 + (most - choice.held_nbytes) / max(most, 1)
+            yield choice.model_copy(update={"forward_seconds": 1.0, "backward_seconds": seconds})
+
+    return profile.with_choices(of, optimizer_seconds=1.0)
 
 
 def peak_of_step(schedule, module, ids):
@@ -203,7 +200,7 @@ def peak_of_step(schedule, module, ids):
         step()
     found = []
     for _ in range(3):
-        with StorageTrace() as trace:
+        with memory_trace(torch.device("cpu")) as trace:  # a mode that counts would have captured code run op by op
             step()
         found.append(trace.peak_nbytes)
     stage = schedule._stage

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from tiers import by_default
-from tiny import snapshot
+from tiny import classes
 from trainer_testing import (
     ACCUMULATED,
     MANY,
@@ -111,11 +111,11 @@ def test_what_reports_sees_the_logs_of_a_policy_in_the_arguments(tmp_path, monke
 @each_precision
 def test_the_model_is_afterwards_what_it_was(precision, tmp_path):
     llama = model()
-    before = {path: kind for path, (kind, _) in snapshot(llama).items()}
+    before = classes(llama)
     callback = RecomputeCallback("auto", logits=False)
     trainer = trained(tmp_path, callback, of=llama, **precision)
     assert callback.handle is None
-    assert {path: kind for path, (kind, _) in snapshot(llama).items()} == before
+    assert classes(llama) == before
     losses = [trainer.evaluate()["eval_loss"]]
     trainer.train()
     losses.append(trainer.evaluate()["eval_loss"])
@@ -130,18 +130,18 @@ def test_an_exception_leaves_nothing_behind_that_the_next_training_minds(tmp_pat
 
     stops = [True]
     llama = model()
-    expected = {path: kind for path, (kind, _) in snapshot(llama).items()}
+    expected = classes(llama)
     callback = RecomputeCallback("elementwise")
     trainer = MeasuredTrainer(llama, arguments(tmp_path, bf16=True), callbacks=[callback, Stop()])
     with callback, pytest.raises(KeyboardInterrupt):
         trainer.train()
-    assert {path: kind for path, (kind, _) in snapshot(llama).items()} == expected
+    assert classes(llama) == expected
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     stops.clear()
     trainer.train()
     assert callback.handle is None
-    assert {path: kind for path, (kind, _) in snapshot(llama).items()} == expected
+    assert classes(llama) == expected
 
 
 REFUSED = {

@@ -27,21 +27,11 @@ from recompute.substitution.lazy_logits import LazyLogits
 HEAD = {"name": "head", "rules": [{"match": "lm_head", "action": "recompute", "via": "kernel"}]}
 
 
-@pytest.mark.parametrize("way", ["arguments", *slow("callback")])
 @pytest.mark.parametrize("policy", ["auto", *slow("elementwise", "none")])
-def test_the_peak_falls(policy, way, tmp_path):
+def test_the_peak_falls(policy, tmp_path):
     plain = trained(tmp_path, RecomputeCallback(policy), of=model(MANY))
-    options = {}
-    callbacks = []
-    if way == "callback":
-        callbacks = [RecomputeCallback(policy, logits=False)]
-    else:
-        options = {
-            "kind": RecomputeTrainingArguments,
-            "recompute_policy": policy,
-            "recompute_kwargs": {"logits": False},
-        }
-    found = trained(tmp_path, *callbacks, of=model(MANY), **options)
+    options = {"recompute_policy": policy, "recompute_kwargs": {"logits": False}}
+    found = trained(tmp_path, of=model(MANY), kind=RecomputeTrainingArguments, **options)
     whole = BATCH * LENGTH * MANY * 4
     assert min(plain.peaks) - max(found.peaks) > whole
     assert logged(found, "loss") == pytest.approx(logged(plain, "loss"), rel=1e-5)

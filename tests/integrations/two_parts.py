@@ -333,15 +333,9 @@ def plans_of_this_rank(is_agreed):
     ids = torch.randint(0, VOCABULARY, (4, 32))
     profile = recompute.profile(model, {"input_ids": ids, "labels": ids}, steps=1)
     slow = 1 + dist.get_rank()  # of what it measures, one rank has twice as much
-    regions = [
-        region.model_copy(
-            update={
-                "choices": tuple([c.model_copy(update={"held_nbytes": c.held_nbytes * slow}) for c in region.choices])
-            }
-        )
-        for region in profile.regions
-    ]
-    profile = profile.model_copy(update={"regions": tuple(regions)})
+    profile = profile.with_choices(
+        lambda region: [each.model_copy(update={"held_nbytes": each.held_nbytes * slow}) for each in region.choices]
+    )
     if is_agreed:
         profile = agree(profile)
     return recompute.plan(profile, budget="1GiB").to_yaml(), profile.model_dump_json()

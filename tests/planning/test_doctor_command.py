@@ -198,29 +198,19 @@ To choose a policy for each layer: recompute plan --budget 100% with the same op
     ("changes", "told"),
     [
         ({"remedies": ()}, "No policy, no other optimizer and no sharding makes it fit. Shorten the sequence."),
-        (
-            {"remedies": (Remedy(("optimizer adamw-8bit",), 1, 20 * GIB, 1.0),)},
-            "No policy alone makes it fit. Another optimizer does.",
-        ),
-        (
-            {"remedies": (Remedy(("fsdp2 over 4 devices",), 4, 20 * GIB, 1.0),)},
-            "No policy makes it fit one GPU. Sharding does: it takes 4 GPUs under FSDP2",
-        ),
-        (
-            {"by_adapters": Remedy(("--lora 16 --base nf4", "policy full"), 1, 13 * GIB, 1.4)},
-            "Adapters fit one GPU: --lora 16 --base nf4 and policy full take 13.00 GiB.",
-        ),
-        (
-            {"gpu": GPU._replace(capacity_nbytes=11 * GIB)},
-            "The largest obstacle: static memory, which alone is too much.",
-        ),
+        ({"remedies": (Remedy(("optimizer adamw-8bit",), 1, 20 * GIB, 1.0),)},
+            "No policy alone makes it fit. Another optimizer does."),
+        ({"remedies": (Remedy(("fsdp2 over 4 devices",), 4, 20 * GIB, 1.0),)},
+            "No policy makes it fit one GPU. Sharding does: it takes 4 GPUs under FSDP2"),
+        ({"by_adapters": Remedy(("--lora 16 --base nf4", "policy full"), 1, 13 * GIB, 1.4)},
+            "Adapters fit one GPU: --lora 16 --base nf4 and policy full take 13.00 GiB."),
+        ({"gpu": GPU._replace(capacity_nbytes=11 * GIB)},
+            "The largest obstacle: static memory, which alone is too much."),
         ({"gpu": GPU._replace(capacity_nbytes=31 * GIB)}, "The largest part: activations."),
-        (
-            {"remedies": (Remedy(("a chunked cross-entropy",), 1, 20 * GIB, 1.0),)},
-            "To use a chunked cross-entropy: the rule {type: head, action: recompute, via: kernel} in a policy.",
-        ),
+        ({"remedies": (Remedy(("a chunked cross-entropy",), 1, 20 * GIB, 1.0),)},
+            "To use a chunked cross-entropy: the rule {type: head, action: recompute, via: kernel} in a policy."),
     ],
-)
+)  # fmt: skip
 def test_each_finding_is_a_sentence(changes, told):
     assert told in str(example(**changes))
 

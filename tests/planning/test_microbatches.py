@@ -22,12 +22,10 @@ SEVERAL = st.tuples(st.integers(1, 5), st.integers(1, 5)).map(sorted).map(tuple)
 def of_one_microbatch(draw):
     """What the solver's tests draw, without ways that offload, and with bytes of a microbatch's own."""
     found, nbytes = draw(profiles(5)), st.integers(0, 12)
-    regions = []
-    for region in found.regions:
-        choices = tuple([choice.model_copy(update={"moved_nbytes": 0}) for choice in region.choices])
-        regions.append(region.model_copy(update={"choices": choices}))
     own = {"microbatch_nbytes": draw(nbytes), "output_nbytes": draw(nbytes)}
-    return found.model_copy(update={"regions": tuple(regions), **own})
+    return found.with_choices(
+        lambda region: [choice.model_copy(update={"moved_nbytes": 0}) for choice in region.choices], **own
+    )
 
 
 def peak_by_running(profile, assignment, in_flight, microbatches):
@@ -125,9 +123,7 @@ def test_nothing_is_offloaded_where_several_are_in_flight():
         assert offloads == (in_flight == 1)
     moving = plan(table, budget=1000).profile
     assert plan(moving, budget=1000, microbatches=2, microbatches_in_flight=2).offloaded_bytes == 0
-    only = moving.model_copy(
-        update={"regions": (layer.model_copy(update={"choices": moving.regions[0].choices[-1:]}),)}
-    )
+    only = moving.with_choices(lambda region: region.choices[-1:])
     with pytest.raises(PlanError, match="Layer: with several microbatches in flight nothing is offloaded"):
         plan(only, budget=1000, microbatches=2, microbatches_in_flight=2)
 

@@ -24,14 +24,11 @@ PROFILE = tables.transformer(4, optimizer_seconds=0.5)
 
 def scaled(profile, peaks, static=0):
     """A truth that differs from what the profile says: backward's peaks by a factor, static memory by some bytes."""
-    regions = []
-    for region in profile.regions:
-        choices = [
-            choice.model_copy(update={"backward_peak_nbytes": int(choice.backward_peak_nbytes * peaks)})
-            for choice in region.choices
-        ]
-        regions.append(region.model_copy(update={"choices": tuple(choices)}))
-    return profile.model_copy(update={"regions": tuple(regions), "static_nbytes": profile.static_nbytes + static})
+
+    def of(choice):
+        return choice.model_copy(update={"backward_peak_nbytes": int(choice.backward_peak_nbytes * peaks)})
+
+    return profile.with_choices(lambda region: map(of, region.choices), static_nbytes=profile.static_nbytes + static)
 
 
 class Machine:

@@ -341,18 +341,12 @@ def test_all_that_is_fastest_is_chosen_where_everything_fits():
                 "more shards (FSDP, ZeRO)",
             ],
         ),
-        (
-            {},
-            1001,
-            ["cannot be met", "every plan needs at least 1.2 KiB (1,230 bytes)", "in the backward of model.layers.0"],
-        ),
-        (
-            {"optimizer_peak": 5 << 20},
-            2 << 20,
-            ["in the optimizer step", "an optimizer whose step needs less than 5.0 MiB more (fused=True)"],
-        ),
+        ({}, 1001,
+            ["cannot be met", "every plan needs at least 1.2 KiB (1,230 bytes)", "in the backward of model.layers.0"]),
+        ({"optimizer_peak": 5 << 20}, 2 << 20,
+            ["in the optimizer step", "an optimizer whose step needs less than 5.0 MiB more (fused=True)"]),
     ],
-)
+)  # fmt: skip
 def test_an_impossible_budget_names_the_floor_and_what_helps(options, budget, texts):
     profile = tables.transformer(**options)
     with pytest.raises(BudgetError) as caught:

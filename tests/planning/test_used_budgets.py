@@ -48,9 +48,7 @@ def profile():
 
 def without(profile, key):
     """The profile without the choices whose rules have this key."""
-    left = [tuple(choice for choice in each.choices if key not in (choice.rule or {})) for each in profile.regions]
-    regions = [each.model_copy(update={"choices": ways}) for each, ways in zip(profile.regions, left, strict=True)]
-    return profile.model_copy(update={"regions": tuple(regions)})
+    return profile.with_choices(lambda region: [each for each in region.choices if key not in (each.rule or {})])
 
 
 def budgets_of(profile, count=12):

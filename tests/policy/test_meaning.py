@@ -11,49 +11,21 @@ ATTENTION = frozenset(["attention"])
 
 TABLE = [
     ({"action": "keep"}, Meaning(Mechanism.KEEP, "everything is kept")),
-    (
-        {"action": "checkpoint"},
-        Meaning(Mechanism.CHECKPOINT, "its Python runs again from its inputs", REPEATABLE, price=0.0, capture=True),
-    ),
-    (
-        {"action": "checkpoint", "keep": ["attention", "router"], "capture": False},
-        Meaning(
-            Mechanism.TAPE, "all ops run again; attention, router kept", REPEATABLE, ATTENTION | {"router"}, price=0.0
-        ),
-    ),
-    (
-        {"action": "recompute"},
-        Meaning(Mechanism.TAPE, "cheap ops run again", kernels=Kernels.ON_CUDA, capture=True, **RECOMPUTE),
-    ),
-    (
-        {"action": "recompute", "via": "kernel"},
-        Meaning(Mechanism.TAPE, "cheap ops run again", kernels=Kernels.EVERYWHERE, capture=True, **RECOMPUTE),
-    ),
-    (
-        {"action": "recompute", "via": "hook", "rerun": ["gemm", "convolution"], "keep": "aten.mm", "price": 2e12},
-        Meaning(
-            Mechanism.TAPE,
-            "cheap ops run again and gemm, convolution, at 2e+12 bytes a second; aten.mm kept",
-            frozenset(["gemm", "convolution"]),
-            frozenset(["aten.mm"]),
-            2e12,
-            capture=True,
-            **RECOMPUTE,
-        ),
-    ),
-    (
-        {"action": "recompute", "via": "hook", "rerun": "gemm", "hold": "448MiB", "keep": "aten.mm"},
-        Meaning(
-            Mechanism.TAPE,
-            "cheap ops run again and gemm, so that at most 448.0 MiB are held; aten.mm kept",
-            frozenset(["gemm"]),
-            frozenset(["aten.mm"]),
-            hold=448 << 20,
-            capture=True,
-            **RECOMPUTE,
-        ),
-    ),
-]
+    ({"action": "checkpoint"},
+        Meaning(Mechanism.CHECKPOINT, "its Python runs again from its inputs", REPEATABLE, price=0.0, capture=True)),
+    ({"action": "checkpoint", "keep": ["attention", "router"], "capture": False}, Meaning(Mechanism.TAPE,
+        "all ops run again; attention, router kept", REPEATABLE, ATTENTION | {"router"}, price=0.0)),
+    ({"action": "recompute"},
+        Meaning(Mechanism.TAPE, "cheap ops run again", kernels=Kernels.ON_CUDA, capture=True, **RECOMPUTE)),
+    ({"action": "recompute", "via": "kernel"},
+        Meaning(Mechanism.TAPE, "cheap ops run again", kernels=Kernels.EVERYWHERE, capture=True, **RECOMPUTE)),
+    ({"action": "recompute", "via": "hook", "rerun": ["gemm", "convolution"], "keep": "aten.mm", "price": 2e12},
+        Meaning(Mechanism.TAPE, "cheap ops run again and gemm, convolution, at 2e+12 bytes a second; aten.mm kept",
+        frozenset(["gemm", "convolution"]), frozenset(["aten.mm"]), 2e12, capture=True, **RECOMPUTE)),
+    ({"action": "recompute", "via": "hook", "rerun": "gemm", "hold": "448MiB", "keep": "aten.mm"},
+        Meaning(Mechanism.TAPE, "cheap ops run again and gemm, so that at most 448.0 MiB are held; aten.mm kept",
+        frozenset(["gemm"]), frozenset(["aten.mm"]), hold=448 << 20, capture=True, **RECOMPUTE)),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("fields", "meaning"), TABLE, ids=[str(fields) for fields, _ in TABLE])

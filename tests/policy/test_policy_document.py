@@ -42,34 +42,28 @@ def test_a_file_is_read_and_its_errors_name_it_as_it_was_named(tmp_path):
 
 
 REFUSED = [
-    (
-        "rules:\n- match: a\n  actoin: keep\n  action: keep\n",
-        f"3:3: rules[0].actoin: unknown key (did you mean 'action'?); expected one of {KEYS_OF_A_RULE}",
-    ),
+    ("rules:\n- match: a\n  actoin: keep\n  action: keep\n",
+        f"3:3: rules[0].actoin: unknown key (did you mean 'action'?); expected one of {KEYS_OF_A_RULE}"),
     ("zzz: 1\nrules: none\n", "1:1: zzz: unknown key; expected one of version, name, description, rules"),
     ("name: [a]\nrules: none", "1:7: name: expected a string; found ['a']"),
     ("rules: 3", "1:8: rules: expected a list; found 3"),
     ("rules: [3]", "1:9: rules[0]: expected a mapping; found 3"),
     ("name:\n\nrules: none", "1:1: name: expected a string; found null"),  # on the line of its key
     ("version: 1.0\nrules: none", "1:10: version: expected an integer; found 1.0"),
-    *(
-        (text, f"{1 + text.count(chr(10))}:1: expected a policy, which is a mapping; found {found}")
-        for text, found in (("[a, b]", "a list"), ("- a", "a list"), ("hello", "'hello'"), ("---\n~", "'~'"))
-    ),
+    *((text, f"{1 + text.count(chr(10))}:1: expected a policy, which is a mapping; found {found}")
+        for text, found in (("[a, b]", "a list"), ("- a", "a list"), ("hello", "'hello'"), ("---\n~", "'~'"))),
+    ("name: x\nrules: [a\n",
+        "3:1: not valid YAML: while parsing a flow sequence: expected ',' or ']', but got '<stream end>'"),
     (
-        "name: x\nrules: [a\n",
-        "3:1: not valid YAML: while parsing a flow sequence: expected ',' or ']', but got '<stream end>'",
-    ),
-    (
-        "name: x\nrules:\n- match: a\n  action: keep\n  match: b\nname: y\n",
-        "6:1: name: duplicate key; it is first given on line 1\n"
-        "p.yaml:5:3: rules[0].match: duplicate key; it is first given on line 3",
+        "name: x\nrules:\n- match: a\n  action: keep\n  match: b\n",
+        '5:3: not valid YAML: while constructing a mapping: found duplicate key "match" with value "b" (original '
+        'value: "a")',
     ),
     ("rules: none\n---\nrules: none\n", "3:1: expected one policy a file; found a second document, which starts here"),
     ("rules: none\n1: 2\n", "2:1: 1: expected a string as key; found 1"),
     ("rules: none\nname: '\x07'\n", "2: not valid YAML: the control character '\\x07' has to be escaped"),
     *((text, " expected a policy; found an empty file") for text in ("", "\n\n", "# only a comment\n")),
-]
+]  # fmt: skip
 A_RULE = "rules:\n- match: a\n  action: recompute\n  "
 REFUSED_AS = [
     (A_RULE + "via: kernal", "4:8: rules[0].via: expected 'hook', 'kernel' or 'auto'", "(did you mean 'kernel'?)"),
@@ -78,28 +72,21 @@ REFUSED_AS = [
     (A_RULE + "rerun: [gemm, atention]", "4:17: rules[0].rerun[1]: expected 'gemm'", "(did you mean 'attention'?)"),
     (A_RULE + "rerun: [gemm]\n  keep: [attention, gemm]", "5:9: rules[0].keep: ", "found ['attention', 'gemm']"),
     (A_RULE + "keep: [attention, gemm]\n  rerun: [gemm]", "4:9: rules[0].keep: ", "found ['attention', 'gemm']"),
-    *(
-        (A_RULE + f"price: {value}", "4:10: rules[0].price: expected a number", f"found {value.strip('.')}")
-        for value in ("-1", ".inf", ".nan", "true")
-    ),
+    *((A_RULE + f"price: {value}", "4:10: rules[0].price: expected a number", f"found {value.strip('.')}")
+        for value in ("-1", ".inf", ".nan", "true")),
     (A_RULE + "keep:\n  - gemm\n  - aten.mm.default", "6:5: rules[0].keep[1]: expected an op", "'aten.mm.default'"),
     ("rules:\n- {action: keep, layers: [0-3, every 0]}", "2:32: rules[0].layers[1]: expected a step", "'every 0'"),
     ("name: x\nrules:\n- match: a", "3:3: rules[0].action: this key is required, and missing", ""),
     ("rules:\n- action: keep", "2:3: rules[0]: expected at least one of", "found {'action': 'keep'}"),
     ("rules:\n\t- action: keep", "2:1: not valid YAML: ", "; indent by spaces, not by tabs"),
     ("version: 2\nrules: none", "1:10: version: expected 1, the only version", "found 2"),
-    *(
-        (f"rules:\n- action: keep\n  match: {glob}\n", "3:1", "; a value that starts with '*' has to be in quotes")
-        for glob in ("**.mlp", "*.mlp", "*")
-    ),
-    (
-        "rules: none\nname: !!python/object/apply:os.getcwd []\n",
-        "2:7: not valid YAML: could not determine a constructor for the tag",
-        "",
-    ),
+    *((f"rules:\n- action: keep\n  match: {glob}\n", "3:1", "; a value that starts with '*' has to be in quotes")
+        for glob in ("**.mlp", "*.mlp", "*")),
+    ("rules: none\nname: !!python/object/apply:os.getcwd []\n",
+        "2:7: not valid YAML: could not determine a constructor for the tag", ""),
     ("rules: &a [*a]", "1:8: rules[0]: expected a mapping; found [[", ""),
     ("rules: " + "[" * 700, " a value cannot be read: maximum recursion", ""),
-]
+]  # fmt: skip
 """What the message begins with after the file, and what it ends with: of most test_policy_rules says all of it."""
 
 

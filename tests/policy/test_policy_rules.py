@@ -309,29 +309,21 @@ A_NAME = (
 )
 A_PRICE = "price: expected a number from 0 up: the bytes that may be held to save a second, such as 3.2e10; found "
 REFUSED_AS = [
-    *(
-        ({"layers": value}, A_SELECTOR)
-        for value in ("fifth", "0-", "every", "every 2 from", "last", "1.5", 1.5, True, "0-3, 7", "", [])
-    ),
-    *(
-        ({"action": "recompute", "keep": [value]}, A_NAME)
-        for value in ("", "router-logits", "router logits", "2nd", "*", 3, None, True, ["a"])
-    ),
-    *(
-        ({"action": "recompute", "price": value}, A_PRICE)
-        for value in (-1, -1e-9, float("inf"), float("nan"), 10**400, True, "1e9", None, [1.0])
-    ),
+    *(({"layers": value}, A_SELECTOR)
+        for value in ("fifth", "0-", "every", "every 2 from", "last", "1.5", 1.5, True, "0-3, 7", "", [])),
+    *(({"action": "recompute", "keep": [value]}, A_NAME)
+        for value in ("", "router-logits", "router logits", "2nd", "*", 3, None, True, ["a"])),
+    *(({"action": "recompute", "price": value}, A_PRICE)
+        for value in (-1, -1e-9, float("inf"), float("nan"), 10**400, True, "1e9", None, [1.0])),
     *(({"action": "recompute", "rerun": value}, "rerun") for value in ("gem", "aten.mm", 3, None, [["gemm"]])),
-    *(
-        ({"action": action, key: value}, f"{key}: {OF_OFFLOADING.format(key)}")
+    *(({"action": action, key: value}, f"{key}: {OF_OFFLOADING.format(key)}")
         for action in ("keep", "recompute", "checkpoint")
-        for key, value in {"fraction": 0.5, "min_bytes": 0, "max_host_bytes": 1}.items()
-    ),
+        for key, value in {"fraction": 0.5, "min_bytes": 0, "max_host_bytes": 1}.items()),
     ({"action": "offload", "min_bytes": "1 parsec"}, f"min_bytes: {SIZE}"),
     ({"action": "offload", "max_host_bytes": "50%"}, f"max_host_bytes: {SIZE}"),
     ({"action": "offload", "via": "hook"}, "via: expected no 'via' beside action 'offload'"),
     ({"action": "offload", "offload": True}, "offload: expected no 'offload' beside action 'offload'"),
-]
+]  # fmt: skip
 """What the message begins with."""
 
 
