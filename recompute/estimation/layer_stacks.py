@@ -39,14 +39,15 @@ class LayerStack(NamedTuple):
     def whole(self) -> int:
         return len(self.kinds)
 
-    def neighbourhoods(self, which: str) -> list[Neighbourhood]:
-        """The neighbourhoods in a shorter list. which: as ``shortened`` takes it."""
-        return _neighbourhoods(self.kinds[: getattr(self, which)], self.tells_first)
-
     def stand_ins(self, which: str) -> list[int]:
-        """For each of so many layers, the last of the few that has its neighbourhood."""
-        known = {around: index for index, around in enumerate(self.neighbourhoods("few"))}
-        return [known[around] for around in self.neighbourhoods(which)]
+        """For each of so many layers, the last of the few that has its neighbourhood. which: as for ``shortened``."""
+        few, around = (_neighbourhoods(self.kinds[: getattr(self, each)], self.tells_first) for each in ("few", which))
+        known = {each: index for index, each in enumerate(few)}
+        return [known[each] for each in around]
+
+    def rows(self, which: str) -> list[tuple[str, str]]:
+        """The path of each of so many layers, and that of its stand-in."""
+        return [(self.named(index), self.named(stand_in)) for index, stand_in in enumerate(self.stand_ins(which))]
 
     def named(self, index: int) -> str:
         return f"{self.path}.{index}"
