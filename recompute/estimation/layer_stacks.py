@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from itertools import islice
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from recompute.attach.module_entries import module_entries
 from recompute.engine.reachable_objects import base_of
+from recompute.engine.thread_state import swapped
 from recompute.policy.matching import assign
 from recompute.policy.rules import Policy
 
@@ -144,11 +146,8 @@ def structure_of(module: nn.Module, *, numbers_count: bool = True) -> Any:
 @contextmanager
 def shortened(stacks: Sequence[LayerStack], which: str) -> Iterator[None]:
     """Inside, each list has its first layers alone, as many as its attribute ``which``."""
-    whole = [each.layers._modules for each in stacks]
-    for each in stacks:
-        each.layers._modules = dict(list(each.layers._modules.items())[: getattr(each, which)])
-    try:
+    with ExitStack() as stack:
+        for each in stacks:
+            first = dict(islice(each.layers._modules.items(), getattr(each, which)))
+            stack.enter_context(swapped(each.layers, "_modules", first))
         yield
-    finally:
-        for each, modules in zip(stacks, whole, strict=True):
-            each.layers._modules = modules
