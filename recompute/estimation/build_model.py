@@ -18,7 +18,7 @@ from transformers.initialization import no_init_weights
 from recompute.counters import resolve_device
 from recompute.engine.fake_mode import FakeMode
 from recompute.engine.numerics import default_dtype
-from recompute.engine.thread_state import is_fake
+from recompute.engine.thread_state import is_fake, swapped
 from recompute.errors import ModelError
 from recompute.estimation.adapt_model import adapting
 from recompute.estimation.adapters import Adapters
@@ -109,19 +109,16 @@ def without_values(name: str) -> Iterator[None]:
 
     Raises ``ModelError`` where the model, called ``name``, asks inside for the value of a tensor.
     """
-    find = masking_utils.find_packed_sequence_indices
     # It cannot tell from fake positions, and would assume several sequences in a row, whose mask changes saved tensors.
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    positions_told = swapped(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
     try:
-        with FakeMode(), modules_move():
+        with positions_told, FakeMode(), modules_move():
             yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ModelError(
             f"{name}: its forward depends on the values of tensors, which are not known here ({error}). Apply the "
             "policy to the real model, run forward, and print the handle's explain()"
         ) from error
-    finally:
-        masking_utils.find_packed_sequence_indices = find
 
 
 def _of_factory(name: str, dtype: torch.dtype, device: torch.device) -> tuple[nn.Module, Any]:

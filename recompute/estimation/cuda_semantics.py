@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from recompute.engine.modes import function_modes
-from recompute.engine.thread_state import local
+from recompute.engine.thread_state import local, swapped
 from recompute.estimation.attention_choice import NAMES, Attention, Platform, SDPBackend, choose
 from recompute.substitution.whole_heads import WholeHeads, whole_heads
 
@@ -47,23 +47,18 @@ def as_on_cuda(platform: Platform | None = None, *, autocast: torch.dtype | None
 
     Yields the names of the kernels of ``scaled_dot_product_attention`` that have run, also in blocks around this one.
     """
-    before, local.simulates_cuda = local.simulates_cuda, True
     around = _simulated.platform
     if around is None:
         _simulated.attention = set()
-    _simulated.platform = platform or around or Platform.of(None)
-    attention, F.scaled_dot_product_attention = F.scaled_dot_product_attention, _attention_here
-    dropout, F.dropout = F.dropout, _dropout_here
-    try:
-        with ExitStack() as stack:
-            if autocast is not None:
-                stack.enter_context(torch.autocast("cpu", autocast))
-            stack.enter_context(_AsOnCuda())
-            yield _simulated.attention
-    finally:
-        local.simulates_cuda, _simulated.platform = before, around
-        F.scaled_dot_product_attention = attention
-        F.dropout = dropout
+    with (
+        swapped(local, "simulates_cuda", True),
+        swapped(_simulated, "platform", platform or around or Platform.of(None)),
+        swapped(F, "scaled_dot_product_attention", _attention_here),
+        swapped(F, "dropout", _dropout_here),
+        nullcontext() if autocast is None else torch.autocast("cpu", autocast),
+        _AsOnCuda(),
+    ):
+        yield _simulated.attention
 
 
 def _dropout_here(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -132,14 +127,14 @@ def _attention(
         query, key, value = (each.unsqueeze(0) for each in (query, key, value))
         mask = None if attn_mask is None else attn_mask[(None,) * (4 - attn_mask.dim())]
         return _attention(query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
-    chosen = choose(Attention(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa), platform)
+    call = Attention(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+    chosen = choose(call, platform)
     _simulated.attention.add(NAMES[chosen])
-    trains = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
     size = query.shape[-1]
     # Not "is": torch makes a new object for each.
     if chosen == SDPBackend.CUDNN_ATTENTION:
         bias, cudnn = _numbers(attn_mask, query), _aten._scaled_dot_product_cudnn_attention
-        return cudnn(query, key, value, bias, trains, dropout_p, is_causal, False, scale=scale)[0]
+        return cudnn(query, key, value, bias, call.trains, dropout_p, is_causal, False, scale=scale)[0]
     if chosen == SDPBackend.FLASH_ATTENTION:
         scale = size**-0.5 if scale is None else scale
         if size % 8:
@@ -149,7 +144,7 @@ def _attention(
         return output[..., :size] if size % 8 else output
     if chosen == SDPBackend.EFFICIENT_ATTENTION:
         bias, efficient = _bias(attn_mask, query, key), _aten._scaled_dot_product_efficient_attention
-        return efficient(query, key, value, bias, trains, dropout_p, is_causal, scale=scale)[0]
+        return efficient(query, key, value, bias, call.trains, dropout_p, is_causal, scale=scale)[0]
     with torch.nn.attention.sdpa_kernel(SDPBackend.MATH):
         return _torchs_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from recompute.engine.fake_mode import FakeMode
+from recompute.engine.thread_state import swapped
 from recompute.engine.wrapper_tensors import inner_tensors
 from recompute.estimation.quantized_linear import standing_for
 
@@ -50,7 +51,6 @@ def modules_move() -> Iterator[None]:
     Torch's own swaps them, and refuses to where something else refers to them, such as an adapter's base layer. Fake
     tensors can be copied, as adapters copy modules that they save: torch's own copy asks for their addresses.
     """
-    whole = nn.Module._apply
     moved: dict[Tensor, Tensor] = {}
 
     def applied(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
@@ -67,12 +67,8 @@ def modules_move() -> Iterator[None]:
             module._buffers[name] = None if buffer is None else change(buffer)
         return module
 
-    nn.Module._apply, copies = applied, FakeTensor.__deepcopy__  # type: ignore[method-assign]
-    FakeTensor.__deepcopy__ = _copied  # type: ignore[method-assign]
-    try:
+    with swapped(nn.Module, "_apply", applied), swapped(FakeTensor, "__deepcopy__", _copied):
         yield
-    finally:
-        nn.Module._apply, FakeTensor.__deepcopy__ = whole, copies  # type: ignore[method-assign]
 
 
 def _copied(tensor: Any, memo: dict[int, Any]) -> Tensor:

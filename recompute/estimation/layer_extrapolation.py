@@ -11,7 +11,7 @@ enough.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from itertools import accumulate
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from recompute.errors import ModelError
-from recompute.estimation.layer_stacks import LayerStack, Neighbourhood, shortened
+from recompute.estimation.layer_stacks import LayerStack, shortened
 from recompute.estimation.simulation import MomentMemory, SimulatedStep
 
 _SHARED = 1e-3  # of the peak: by so much a shared tensor may move a moment
@@ -34,8 +34,6 @@ of ``_Sums.alive``, for other bytes.
 """
 Alive = tuple[tuple[int, int], ...]
 """``MomentMemory.alive`` in order: bytes of gradients, and the most bytes alive beside them."""
-Kind = tuple[str, Neighbourhood]
-"""A layer's list and neighbourhood, which layers share that take the same."""
 
 
 def extrapolated_step(
@@ -74,16 +72,6 @@ class _NotAlike(Exception):
     """Layers of one kind differ in their bytes, or moments do not correspond."""
 
 
-class _Layer(NamedTuple):
-    """The bytes and the seconds of a layer by itself."""
-
-    held: dict[str, int]
-    """By the path inside of it."""
-    gradients: int
-    seconds: float
-    host: int
-
-
 class _Sums(NamedTuple):
     """For a number of layers in each list: the bytes that other layers add to the moments of each.
 
@@ -102,7 +90,7 @@ class _Sums(NamedTuple):
 
 
 class _Few:
-    """A step with the first few layers of each list, and the costs of each kind of layer in it."""
+    """A step with the first few layers of each list, some of which stand for all others."""
 
     def __init__(self, stacks: Sequence[LayerStack], step: SimulatedStep):
         self._step = step
@@ -110,73 +98,67 @@ class _Few:
         order = {name: number for number, name in enumerate(self._moments)}
         self._stacks = sorted(stacks, key=lambda stack: order.get(_FORWARD + stack.named(0), len(order)))
         self.tolerance = int(_SHARED * max(nbytes for alive in self._moments.values() for nbytes in alive.values()))
-        self._layers: dict[Kind, _Layer] = {}
-        self._returned: dict[tuple[str, int], int] = {}
-        """By list and kind: a layer's bytes alive in backward of later ones, beside those that it holds.
+        rows = self._rows("few")
+        self._own = {path: tuple([_inside(table, path) for table in (step.held, step.gradients)]) for path, _ in rows}
+        if any(self._own[path] != self._own[stand_in] for path, stand_in in rows):
+            raise _NotAlike
+        self._returned: dict[str, int] = {}
+        """By layer: its bytes alive in backward of later ones, beside those that it holds.
 
         Where a layer's input comes back from the layer before it, the inputs of all layers are there from the start.
         """
-        self._alive: dict[tuple[str, Kind], Alive] = {}
-        for path, key in self._rows("few"):
-            held = {name[len(path) :]: n for name, n in sorted(step.held.items()) if f"{name}.".startswith(f"{path}.")}
-            added = step.seconds.get(path, 0.0), step.host.get(path, 0)
-            layer = _Layer(held, step.gradients.get(path, 0), *added)
-            if self._layers.get(key, layer)[:2] != layer[:2]:
-                raise _NotAlike
-            self._layers[key] = layer
         self._learn_what_returns(self._sums("few").beside)
         beside = self._sums("few").beside
-        for path, key in self._rows("few"):
+        self._alive: dict[str, Alive] = {}
+        """By the moment of a layer that stands for others: the most bytes alive that are those of one such layer."""
+        for path, stand_in in rows:
             for phase in (_FORWARD, _BACKWARD):
                 if (name := phase + path) in self._moments:
                     alive = _shifted(self._moments[name], beside[name], -1)
-                    self._alive[phase, key] = self._most(self._alive.get((phase, key), alive), alive)
+                    self._alive[phase + stand_in] = self._most(self._alive.get(phase + stand_in, alive), alive)
 
     def _learn_what_returns(self, beside: Mapping[str, tuple[int, int]]) -> None:
-        """From layers with one neighbourhood: the bytes beside held ones that backward has before the later one."""
+        """From layers with one stand-in: the bytes beside held ones that backward has before the later one."""
         for stack in self._stacks:
-            latest: dict[Neighbourhood, tuple[int, int]] = {}
-            kinds = sorted(set(stack.kinds))
+            latest: dict[int, tuple[int, int]] = {}
             between, found = [], []
-            for index, around in enumerate(stack.neighbourhoods("few")):
+            for index, stand_in in enumerate(stack.stand_ins("few")):
                 name = _BACKWARD + stack.named(index)
                 if name not in self._moments:
                     continue
                 nbytes = max(self._moments[name].values()) - beside[name][1]
-                if around in latest:
-                    start, before = latest[around]
-                    between.append([stack.kinds[start:index].count(kind) for kind in kinds])
+                if stand_in in latest:
+                    start, before = latest[stand_in]
+                    between.append([stack.kinds[start:index].count(kind) for kind in range(max(stack.kinds) + 1)])
                     found.append(nbytes - before)
-                latest[around] = index, nbytes
+                latest[stand_in] = index, nbytes
             if any(abs(nbytes) > self.tolerance for nbytes in found):
-                returned = np.linalg.lstsq(np.array(between), np.array(found), rcond=None)[0]
-                self._returned |= {(stack.path, kind): round(n) for kind, n in zip(kinds, returned, strict=True)}
+                of_kinds = np.linalg.lstsq(np.array(between), np.array(found), rcond=None)[0]
+                few = enumerate(stack.kinds[: stack.few])
+                self._returned |= {stack.named(index): round(of_kinds[kind]) for index, kind in few}
 
     def _most(self, first: Alive, second: Alive) -> Alive:
         """The more of the two at each number of bytes of gradients."""
-        if [g for g, _ in first] != [g for g, _ in second]:
+        pairs = list(zip(first, second, strict=False))
+        if len(first) != len(second) or any(a[0] != b[0] or abs(a[1] - b[1]) > self.tolerance for a, b in pairs):
             raise _NotAlike
-        if any(abs(a - b) > self.tolerance for (_, a), (_, b) in zip(first, second, strict=True)):
-            raise _NotAlike
-        return tuple([max(pair) for pair in zip(first, second, strict=True)])
+        return tuple(map(max, pairs))
 
-    def _rows(self, which: str) -> Iterator[tuple[str, Kind]]:
-        """The path of each layer, and its kind. which: as ``shortened`` takes it."""
-        for stack in self._stacks:
-            for index, around in enumerate(stack.neighbourhoods(which)):
-                yield stack.named(index), (stack.path, around)
+    def _rows(self, which: str) -> list[tuple[str, str]]:
+        """The path of each layer, and that of the one that stands for it. which: as ``shortened`` takes it."""
+        return [row for stack in self._stacks for row in stack.rows(which)]
 
     def _sums(self, which: str) -> _Sums:
-        rows = list(self._rows(which))
-        paths = [path for path, _ in rows]
-        held = [sum(self._layers[key].held.values()) for _, key in rows]
-        returned = [self._returned.get((path, around[1]), 0) for _, (path, around) in rows]
+        rows = self._rows(which)
+        held = [sum(self._own[stand_in][0].values()) for _, stand_in in rows]
+        returned = [self._returned.get(stand_in, 0) for _, stand_in in rows]
         forward = [0, *accumulate(held)]
         backward = [0, *accumulate(map(sum, zip(held, returned, strict=True)))]
-        left = [0, *accumulate(self._layers[key].gradients for _, key in reversed(rows))][::-1]
-        beside = {_FORWARD + path: (0, nbytes) for path, nbytes in zip(paths, forward, strict=False)}
-        rest = zip(left[1:], backward, strict=False)
-        beside |= {_BACKWARD + path: both for path, both in zip(paths, rest, strict=True)}
+        left = [0, *accumulate(sum(self._own[stand_in][1].values()) for _, stand_in in reversed(rows))][::-1]
+        beside: dict[str, tuple[int, int]] = {}
+        for number, (path, _) in enumerate(rows):
+            beside[_FORWARD + path] = 0, forward[number]
+            beside[_BACKWARD + path] = left[number + 1], backward[number]
         borders = [0, *accumulate(getattr(stack, which) for stack in self._stacks)]
         alive = [each[border] for each in (forward, backward) for border in borders]
         return _Sums(beside, [left[border] for border in borders], alive)
@@ -187,7 +169,7 @@ class _Few:
         fewer, few = self._sums("fewer"), self._sums("few")
         found: Growth = {}
         for name, alive in self._moments.items():
-            if self._of_layer(name) is not None:
+            if self._list_of(name) is not None:
                 continue
             if len(before.get(name, ())) != len(alive):
                 raise _NotAlike
@@ -203,14 +185,18 @@ class _Few:
     def continued(self, which: str, growth: Growth, *, is_own: bool = True) -> SimulatedStep:
         """The step with so many layers. is_own: whether the growth was seen under the policy of this step."""
         few, wanted = self._sums("few"), self._sums(which)
-        moments: dict[str, MomentMemory] = {}
+        moments: dict[str, dict[int, int]] = {}
         for name, alive in self._moments.items():
-            if (of := self._of_layer(name)) is not None:
-                moments |= {each.name: each for each in self._of_list(*of, which, wanted)}
+            if (stack := self._list_of(name)) is not None:
+                phase, rows = (_FORWARD if name.startswith(_FORWARD) else _BACKWARD), stack.rows(which)
+                for path, stand_in in rows if phase == _FORWARD else reversed(rows):
+                    if phase + stand_in in self._alive:  # a frozen layer has no backward
+                        shifted = _shifted(dict(self._alive[phase + stand_in]), wanted.beside[phase + path], 1)
+                        moments[phase + path] = dict(shifted)
                 continue
             if (name, len(alive)) not in growth:
                 raise _NotAlike
-            grown = {
+            moments[name] = {
                 gradients + _grown(of_left, few.left, wanted.left, is_own): (
                     nbytes + _grown(of_alive, few.alive, wanted.alive, is_own)
                 )
@@ -218,32 +204,27 @@ class _Few:
                     sorted(alive.items()), growth[name, len(alive)], strict=True
                 )
             }
-            moments[name] = MomentMemory(name, grown)
-        held, gradients, seconds, host = map(self._elsewhere, ("held", "gradients", "seconds", "host"))
-        for path, key in self._rows(which):
-            layer = self._layers[key]
-            held |= {path + inside: nbytes for inside, nbytes in layer.held.items()}
-            if layer.gradients:
-                gradients[path] = layer.gradients
-            seconds[path], host[path] = layer.seconds, layer.host
-        tables: dict[str, Any] = {"held": held, "gradients": gradients, "seconds": seconds, "host": host}
-        return replace(self._step, moments=tuple(moments.values()), **tables)
+        tables: dict[str, Any] = {name: self._table(name, which) for name in ("held", "gradients", "seconds", "host")}
+        return replace(self._step, moments=tuple([MomentMemory(*each) for each in moments.items()]), **tables)
 
-    def _of_layer(self, name: str) -> tuple[str, str] | None:
-        """The phase and the list of a moment's layer; None for a moment outside of the lists."""
-        both = ((phase, stack.path) for phase in (_FORWARD, _BACKWARD) for stack in self._stacks)
-        return next(((phase, path) for phase, path in both if name.startswith(f"{phase}{path}.")), None)
+    def _list_of(self, name: str) -> LayerStack | None:
+        """The list of a moment's layer; None for a moment outside of the lists."""
+        path = name.removeprefix(_FORWARD).removeprefix(_BACKWARD)
+        return next((stack for stack in self._stacks if path.startswith(f"{stack.path}.")), None)
 
-    def _of_list(self, phase: str, path: str, which: str, sums: _Sums) -> Iterator[MomentMemory]:
-        layers = [(phase + layer, (phase, key)) for layer, key in self._rows(which) if key[0] == path]
-        for name, key in layers if phase == _FORWARD else reversed(layers):
-            if key in self._alive:  # a frozen layer has no backward
-                yield MomentMemory(name, dict(_shifted(dict(self._alive[key]), sums.beside[name], 1)))
-
-    def _elsewhere(self, table: str) -> dict[str, Any]:
-        """A table's entries of paths outside of the lists."""
+    def _table(self, name: str, which: str) -> dict[str, Any]:
+        """One of the step's tables by path, with so many layers."""
+        table = getattr(self._step, name)
         lists = tuple([f"{stack.path}." for stack in self._stacks])
-        return {path: number for path, number in getattr(self._step, table).items() if not path.startswith(lists)}
+        found = {path: number for path, number in table.items() if not path.startswith(lists)}
+        for path, stand_in in self._rows(which):
+            found |= {path + inside: number for inside, number in _inside(table, stand_in).items()}
+        return found
+
+
+def _inside(table: Mapping[str, Any], layer: str) -> dict[str, Any]:
+    """The entries of a layer and of what is in it, by the path inside of it."""
+    return {path[len(layer) :]: table[path] for path in sorted(table) if f"{path}.".startswith(f"{layer}.")}
 
 
 def _shifted(alive: Mapping[int, int], by: tuple[int, int], sign: int) -> Alive:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from itertools import islice
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from recompute.attach.module_entries import module_entries
 from recompute.engine.reachable_objects import base_of
+from recompute.engine.thread_state import swapped
 from recompute.policy.matching import assign
 from recompute.policy.rules import Policy
 
@@ -39,14 +41,15 @@ class LayerStack(NamedTuple):
     def whole(self) -> int:
         return len(self.kinds)
 
-    def neighbourhoods(self, which: str) -> list[Neighbourhood]:
-        """The neighbourhoods in a shorter list. which: as ``shortened`` takes it."""
-        return _neighbourhoods(self.kinds[: getattr(self, which)], self.tells_first)
-
     def stand_ins(self, which: str) -> list[int]:
-        """For each of so many layers, the last of the few that has its neighbourhood."""
-        known = {around: index for index, around in enumerate(self.neighbourhoods("few"))}
-        return [known[around] for around in self.neighbourhoods(which)]
+        """For each of so many layers, the last of the few that has its neighbourhood. which: as for ``shortened``."""
+        few, around = (_neighbourhoods(self.kinds[: getattr(self, each)], self.tells_first) for each in ("few", which))
+        known = {each: index for index, each in enumerate(few)}
+        return [known[each] for each in around]
+
+    def rows(self, which: str) -> list[tuple[str, str]]:
+        """The path of each of so many layers, and that of its stand-in."""
+        return [(self.named(index), self.named(stand_in)) for index, stand_in in enumerate(self.stand_ins(which))]
 
     def named(self, index: int) -> str:
         return f"{self.path}.{index}"
@@ -143,11 +146,8 @@ def structure_of(module: nn.Module, *, numbers_count: bool = True) -> Any:
 @contextmanager
 def shortened(stacks: Sequence[LayerStack], which: str) -> Iterator[None]:
     """Inside, each list has its first layers alone, as many as its attribute ``which``."""
-    whole = [each.layers._modules for each in stacks]
-    for each in stacks:
-        each.layers._modules = dict(list(each.layers._modules.items())[: getattr(each, which)])
-    try:
+    with ExitStack() as stack:
+        for each in stacks:
+            first = dict(islice(each.layers._modules.items(), getattr(each, which)))
+            stack.enter_context(swapped(each.layers, "_modules", first))
         yield
-    finally:
-        for each, modules in zip(stacks, whole, strict=True):
-            each.layers._modules = modules

@@ -33,6 +33,7 @@ def batch_of(
     model = getattr(model, "get_base_model", lambda: model)()  # of one that PEFT wraps
     config, given = model.config, model.main_input_name
     takes = inspect.signature(model.forward).parameters
+    takes_labels = "labels" in takes and _PREDICTS_TOKENS.search(type(model).__name__)
     made: dict[str, Tensor] = {}
     if given == "pixel_values":
         shape: tuple[int, ...] = (config.num_channels, *_sides(config.image_size))
@@ -49,13 +50,13 @@ def batch_of(
         )
     if given != "input_ids":
         made[given] = torch.rand(batch_size, *shape, dtype=dtype, device=device)
-        if not _PREDICTS_TOKENS.search(type(model).__name__) or "labels" not in takes:
+        if not takes_labels:
             return made
     text = config.get_text_config(decoder=True)
     limits = (getattr(text, each, None) for each in ("max_position_embeddings", "max_target_positions"))
     length = min(sequence_length, *(limit for limit in limits if limit), sequence_length)
     ids = torch.randint(text.vocab_size, (batch_size, length), device=device)
-    labels = {"labels": ids} if "labels" in takes and _PREDICTS_TOKENS.search(type(model).__name__) else {}
+    labels = {"labels": ids} if takes_labels else {}
     if given != "input_ids":
         return made | labels
     if is_fake() and (images := _images(config, takes, ids, dtype)) and _runs(model, images):

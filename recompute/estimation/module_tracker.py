@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from recompute.engine.thread_state import swapped
 from recompute.engine.wrapper_tensors import inner_tensors
 from recompute.estimation.static_memory import ParameterShape
 
@@ -78,11 +79,8 @@ class ModuleTracker:
                 self.left()
                 self._note_path(around)
 
-        nn.Module.__call__ = told  # type: ignore[method-assign]
-        try:
+        with swapped(nn.Module, "__call__", told):
             yield
-        finally:
-            nn.Module.__call__ = call  # type: ignore[method-assign]
 
     def _note_path(self, path: str) -> None:
         """A module's forward begins, or goes on after that of a module inside of it has ended."""

@@ -67,14 +67,11 @@ def simulate_optimizer(
                 if group.get("foreach", False) is None:
                     group["foreach"] = True  # as torch chooses on CUDA
         optimizer.step()  # makes the states
-        ops: list[float] = []
-        trace = StorageTrace(BLOCK_NBYTES)
-        if timed is not None:
-            trace.on_run = lambda *ran: ops.append(timed(*ran))
-        with trace:
+        with StorageTrace(BLOCK_NBYTES, timed) as trace:
             optimizer.step()
+            trace.mark("step")
     states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-    return OptimizerStep(trace.peak_nbytes, sum(value.nbytes for value in states), sum(ops))
+    return OptimizerStep(trace.peak_nbytes, sum(value.nbytes for value in states), trace.seconds["step"])
 
 
 def simulate_by_shape(

@@ -132,10 +132,8 @@ def simulate(
     timed: None where nobody asks for seconds.
     """
     units: dict[Tensor, str] = {parameter: unit_of(path) for path, parameter in model.named_parameters()}
-    trace = StorageTrace(1 if surroundings.platform is None else BLOCK_NBYTES)
+    trace = StorageTrace(1 if surroundings.platform is None else BLOCK_NBYTES, timed)
     recorder = _MemoryRecorder(classes, tokens, units, trace)
-    if timed is not None:
-        trace.on_run = lambda *ran: recorder.add_seconds(timed(*ran))
     try:
         with (
             _without_garbage_collection(),
@@ -201,13 +199,14 @@ class _MemoryRecorder:
 
     def __post_init__(self) -> None:
         self.trace.on_grown, self.trace.label, self.trace.on_freed = self._grown, self._label, self._freed
+        self.trace.on_timed = self._add_seconds
 
     def took_gradient(self, parameter: Tensor, nbytes: int) -> None:
         self.gradient_nbytes += nbytes
         self.gradients[self.units[parameter]] += nbytes
         self._grown(self.trace.alive_nbytes)
 
-    def add_seconds(self, seconds: float) -> None:
+    def _add_seconds(self, seconds: float) -> None:
         self.seconds[unit_of(self._where())] += seconds
 
     def _where(self) -> str:

@@ -38,38 +38,40 @@ class StorageTrace(MemoryTrace):
     """Storages that ops make in this thread during a ``with`` block, and when each is freed, in whichever thread.
 
     block_nbytes: each storage counts as a whole number of these; 1 counts to the byte, as the CPU's allocator does.
+    timed: makes it a clock, too, of the ops' calculated seconds. An op of ours counts as those inside. A kernel that is
+        launched on tensors that stand for CUDA's comes with None in the op's place.
 
     Storages from before the block never count, nor does freeing them. Views share the storage of their base. A tensor
     that is made of tensors, as a ``DTensor`` is, counts as those inside. Workspaces count for ops in ``workspaces.py``
     and for our own kernels.
     """
 
-    def __init__(self, block_nbytes: int = 1) -> None:
+    def __init__(self, block_nbytes: int = 1, timed: OpClock | None = None) -> None:
         super().__init__()
         self.alive_nbytes = 0
+        self.seconds: dict[str, float] = {}
+        """The seconds of the ops from mark to mark, by the name of the mark that ends each span."""
         self.on_grown: Callable[[int], None] = lambda nbytes: None
         """Called after each op with the bytes that are alive."""
         self.label: Callable[[Tensor, int], Any] = lambda tensor, nbytes: None
         """Called with a tensor of each new storage, and the storage's bytes; returns a label for it."""
         self.on_freed: Callable[[Any, int], None] = lambda label, nbytes: None
         """Called with the label and the bytes of each storage that no longer counts."""
-        self.on_run: Callable[[Any, Any, Any, Any], None] = lambda op, args, kwargs, output: None
-        """Called with each op that has run, its arguments and its output. An op of ours counts as those inside.
-
-        A kernel that is launched on tensors that stand for CUDA's comes with None in the op's place.
-        """
-        self._block_nbytes = block_nbytes
+        self.on_timed: Callable[[float], None] = lambda seconds: None
+        """Called with the seconds of each op that has run, where ops are timed."""
+        self._block_nbytes, self._timed = block_nbytes, timed
         self._mode = _StorageMode(self)
         self._alive: dict[int, tuple[weakref.ref[Any], int, Any]] = {}
-        self._span_peak_nbytes = 0
+        self._span_peak_nbytes, self._span_seconds = 0, 0.0
 
     def __enter__(self) -> StorageTrace:
         self._mode.__enter__()
-        local.on_simulated_launch = lambda arguments: self.on_run(None, arguments, {}, None)
+        local.on_simulated_launch = lambda arguments: self.ran(None, arguments, {}, None)
         return self
 
     def mark(self, name: str) -> None:
         self.held_nbytes[name], self.span_peak_nbytes[name] = self.alive_nbytes, self._span_peak_nbytes
+        self.seconds[name], self._span_seconds = self._span_seconds, 0.0
         self._span_peak_nbytes = self.alive_nbytes
 
     def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
@@ -88,6 +90,13 @@ class StorageTrace(MemoryTrace):
     def forget(self, tensor: Tensor) -> int:
         """Stop counting the storage of ``tensor``, which the caller counts from now on. Returns its bytes."""
         return self._drop(tensor.untyped_storage()._cdata)
+
+    def ran(self, op: Any, args: Any, kwargs: Any, output: Any) -> None:
+        """Note the seconds of an op that has run."""
+        if self._timed is not None:
+            seconds = self._timed(op, args, kwargs, output)
+            self._span_seconds += seconds
+            self.on_timed(seconds)
 
     def made(self, output: Any, args: Any, extra_nbytes: int, *, replaces_input: bool = False) -> None:
         """Note that an op has run, and count its new storages from now on.
@@ -177,7 +186,7 @@ class _StorageMode(TorchDispatchMode):
             return self._add_product(args[1], args[2], kwargs["out"])
         with torch._C.DisableTorchFunction():  # modes for functions have seen the function that calls this op
             output = _run(op, types, args, kwargs)
-        self._trace.on_run(op, args, kwargs, output)
+        self._trace.ran(op, args, kwargs, output)
         extra = workspace_nbytes(op, args, output) if local.simulates_cuda else 0
         replaces_input = op is _aten.add.Tensor and local.simulates_cuda and _is_called_by_autograd()
         self._trace.made(output, (args, kwargs), extra, replaces_input=replaces_input)
@@ -189,9 +198,8 @@ class _StorageMode(TorchDispatchMode):
         It allocates nothing, as it writes to a part of ``out``.
         """
         part = out.view(left.dtype)[:, : out.shape[1]]
-        self._trace.on_run(
-            _aten.addmm.out, (part, left, right), {"out": part}, _aten.addmm.out(part, left, right, out=part)
-        )
+        output = _aten.addmm.out(part, left, right, out=part)
+        self._trace.ran(_aten.addmm.out, (part, left, right), {"out": part}, output)
         return out
 
 

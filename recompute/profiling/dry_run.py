@@ -21,7 +21,7 @@ from recompute.counters import Clock, MemoryTrace, memory_trace
 from recompute.errors import ModelError
 from recompute.estimation.optimizer_step import OptimizerFactory
 from recompute.profiling.model_run import Loss, arguments_of, fixed_signs, left_as_it_was, roots, sources_of
-from recompute.profiling.step_trace import StepTrace, trace_step
+from recompute.profiling.step_trace import StepClock, StepTrace, trace_step
 
 
 def static_nbytes(model: nn.Module, optimizer: Optimizer, batch: Any) -> int:
@@ -130,7 +130,7 @@ class DryRun:
         return self._traced(regions, memory, Clock(self.device) if timed else None)
 
     def _traced(
-        self, regions: Mapping[str, nn.Module] | None, memory: MemoryTrace | None, clock: Clock | None
+        self, regions: Mapping[str, nn.Module] | None, memory: MemoryTrace | None, clock: StepClock | None
     ) -> StepTrace:
         earlier = self._earlier_microbatches if memory is not None and self.microbatches > 1 else None
         try:

@@ -106,18 +106,18 @@ class _RegionMeasurer:
     found: StepLog
     is_slow: bool = False
     """Whether steps take longer than ``SLOW_SECONDS``."""
-    fillers: dict[int, Candidate] = field(default_factory=dict)
-    """By the ``id`` of a kind, the way of its places that are not being measured: the one that holds least."""
+    fillers: dict[RegionKind, Candidate] = field(default_factory=dict)
+    """By kind, the way of its places that are not being measured: the one that holds least."""
 
     def run_base(self) -> int:
         """Measure a step in which each region runs in the way that holds least; if that fails, the way after it.
 
         Returns the bytes that are alive between steps.
         """
-        ranked = {id(kind): sorted(kind.candidates, key=lambda one: one.predicted_nbytes) for kind in self.layout.kinds}
+        ranked = {kind: sorted(kind.candidates, key=lambda one: one.predicted_nbytes) for kind in self.layout.kinds}
         tries = max(map(len, ranked.values()))
         for rank in range(tries):
-            self.fillers = {key: ways[min(rank, len(ways) - 1)] for key, ways in ranked.items()}
+            self.fillers = {kind: ways[min(rank, len(ways) - 1)] for kind, ways in ranked.items()}
             failure = self._try([])
             if failure is None:
                 return self.run.static_nbytes
@@ -145,22 +145,19 @@ class _RegionMeasurer:
 
     def _jobs(self) -> list[list[_Placement]]:
         """Placements, packed into few jobs. A job is an assignment, and no place has two placements there."""
-        kinds = self.layout.kinds
         jobs: list[list[_Placement]] = []
-        taken: list[set[int]] = []
-        for kind in {id(kind): kind for kind in kinds}.values():
+        for kind in dict.fromkeys(self.layout.kinds):
             targets = self._targets(kind)
             for candidate in kind.candidates:
-                if (id(kind), candidate.name) in self.found.seconds_of:
+                if (kind, candidate.name) in self.found.seconds_of:
                     continue
-                for number in range(len(jobs) + 1):
-                    if number == len(jobs):
-                        jobs.append([])
-                        taken.append(set())
-                    places = next((places for places in targets if taken[number].isdisjoint(places)), None)
+                for job in (*jobs, []):
+                    taken = {place for other in job for place in other.places}
+                    places = next((places for places in targets if taken.isdisjoint(places)), None)
                     if places is not None:
-                        jobs[number].append(_Placement(candidate, places))
-                        taken[number].update(places)
+                        if not job:
+                            jobs.append(job)
+                        job.append(_Placement(candidate, places))
                         break
         return jobs
 
@@ -178,7 +175,7 @@ class _RegionMeasurer:
     def _chosen(self, job: Sequence[_Placement]) -> list[Candidate]:
         """The candidate of each place in this job."""
         kinds = self.layout.kinds
-        chosen = [self.fillers[id(kind)] for kind in kinds]
+        chosen = [self.fillers[kind] for kind in kinds]
         for placement in job:
             for place in placement.places:
                 namesake = (one for one in kinds[place].candidates if one.name == placement.candidate.name)
@@ -219,7 +216,7 @@ class _RegionMeasurer:
         """See which storages of each place could travel, by rules that let next to nothing travel."""
         regions, rules = self.layout.regions, self.layout.rules(chosen)
         ways = zip(self.layout.paths, self.layout.kinds, chosen, strict=True)
-        keys = {path: (id(kind), candidate.name) for path, kind, candidate in ways if path in regions}
+        keys = {path: (kind, candidate.name) for path, kind, candidate in ways if path in regions}
         if self.found.storages_of.keys() >= set(keys.values()):
             return  # each was seen in an earlier job
         for path, candidate in zip(self.layout.paths, chosen, strict=True):

@@ -41,9 +41,9 @@ LAYERS = (BLOCK, "*Layer", "*Block")
 """The types of modules that the presets ``elementwise`` and ``auto`` govern as layers or blocks."""
 
 
-@dataclass
+@dataclass(eq=False)
 class RegionKind:
-    """Regions that run alike: the same class, the same ops on tensors of the same shapes."""
+    """Regions that run alike: the same class, the same ops on tensors of the same shapes. Each kind is one object."""
 
     name: str
     candidates: list[Candidate]
@@ -57,7 +57,7 @@ class StepLayout:
     paths: tuple[str, ...]
     """The path of each part; "" where no rule can match: before the regions, and after them without kernels."""
     kinds: tuple[RegionKind, ...]
-    """The kind of each path. Regions that run alike share one object."""
+    """The kind of each path."""
     regions: Mapping[str, nn.Module]
     """The regions by path, in order: all of ``paths`` but the first and the last."""
     also: tuple[str, ...] = ()

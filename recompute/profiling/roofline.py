@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
-from recompute.counters import Clock
 from recompute.engine.cut.op_costs import work
 from recompute.engine.cut.ops import Kind, facts, tensors_in
 from recompute.errors import ModelError
@@ -160,37 +159,15 @@ class _FakeDryRun(DryRun):
         return "auto"
 
     def step(self, regions: Mapping[str, nn.Module] | None, *, counted: bool = False, timed: bool = False) -> StepTrace:
-        memory, clock = StorageTrace(BLOCK_NBYTES), _RooflineClock(self.figures)
-        memory.on_run = clock.add
+        trace = StorageTrace(BLOCK_NBYTES, partial(op_seconds, figures=self.figures))
         shards: list[Tensor] = []
 
         def reduce(parameter: Tensor, nbytes: int) -> None:
             parameter.grad = None
             shards.append(torch.empty(self.share(nbytes), dtype=torch.uint8))
 
-        with gradients_apart(self.model.parameters(), memory, reduce):
-            return self._traced(regions, memory, clock)
-
-
-class _RooflineClock(Clock):
-    """Adds up the calculated seconds of the ops that a ``StorageTrace`` sees."""
-
-    def __init__(self, figures: Gpu) -> None:
-        super().__init__(torch.device("cpu"))
-        self._figures = figures
-        self._since_mark = 0.0
-
-    def __enter__(self) -> Clock:
-        return self
-
-    def add(self, op: Any, args: Any, kwargs: Any, output: Any) -> None:
-        self._since_mark += op_seconds(op, args, kwargs, output, self._figures)
-
-    def mark(self, name: str) -> None:
-        self.seconds[name], self._since_mark = self._since_mark, 0.0
-
-    def __exit__(self, *error: Any) -> None:
-        pass
+        with gradients_apart(self.model.parameters(), trace, reduce):
+            return self._traced(regions, trace, trace)
 
 
 def op_seconds(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, figures: Gpu) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from recompute.profiling.candidates import Candidate
@@ -23,9 +24,9 @@ class StepLog:
     layout: StepLayout
     counted: list[tuple[Sequence[Candidate], StepTrace]] = field(default_factory=list)
     """For each step whose bytes were counted, the candidate of each place and the trace."""
-    seconds_of: dict[tuple[int, str], list[StepPart]] = field(default_factory=dict)
-    """Timed parts, by the ``id`` of a kind and the name of a candidate."""
-    storages_of: dict[tuple[int, str], tuple[int, ...]] = field(default_factory=dict)
+    seconds_of: dict[tuple[RegionKind, str], list[StepPart]] = field(default_factory=dict)
+    """Timed parts, by a kind and the name of a candidate."""
+    storages_of: dict[tuple[RegionKind, str], tuple[int, ...]] = field(default_factory=dict)
     """The bytes of each storage that may leave the device, by the same."""
     optimizer_seconds: list[float] = field(default_factory=list)
 
@@ -39,49 +40,45 @@ class StepLog:
         self.optimizer_seconds += [factor * one.optimizer_seconds for one in timed]
         for place, (kind, candidate) in enumerate(zip(self.layout.kinds, chosen, strict=True)):
             found = [one.parts[place].slowed(factor) for one in timed]
-            self.seconds_of.setdefault((id(kind), candidate.name), []).extend(found)
+            self.seconds_of.setdefault((kind, candidate.name), []).extend(found)
 
     def table(self) -> dict[str, Any]:
-        """The fields of a profile that are measured by steps."""
-        kinds = list({id(kind): kind for kind in self.layout.kinds}.values())
-        numbers = {id(kind): number for number, kind in enumerate(kinds)}
-        places = [
-            Place(path=path, region=numbers[id(kind)])
-            for path, kind in zip(self.layout.paths, self.layout.kinds, strict=True)
-        ]
+        """The fields of a profile that are measured by steps, all of which have run."""
+        kinds = list(dict.fromkeys(self.layout.kinds))
+        ways = zip(self.layout.paths, self.layout.kinds, strict=True)
+        places = [Place(path=path, region=kinds.index(kind)) for path, kind in ways]
         places[-1] = places[-1].model_copy(update={"also": self.layout.also})
-        gradients = self._gradients()
-        regions = [self._costs(kind, gradients) for kind in kinds]
-        above = sum(gradients[id(kind)] for kind in self.layout.kinds)
+        regions = [self._costs(kind) for kind in kinds]
         optimizer_peaks = [trace.optimizer_peak_nbytes + _gradients_above(trace, -1) for _, trace in self.counted]
-        first, last = self._with_first_input(regions, numbers), self._with_end_of_backward(regions[-1])
+        usual = regions[kinds.index(self.layout.kinds[1])]
+        first, last = self._with_first_input(regions[0], usual), self._with_end_of_backward(regions[-1])
         return {
             "regions": (first, *regions[1:-1], last),
             "places": tuple(places),
             "optimizer_seconds": statistics.median(self.optimizer_seconds),
-            "optimizer_peak_nbytes": max(0, max(optimizer_peaks) - above),
+            "optimizer_peak_nbytes": max(0, max(optimizer_peaks) - self._gradients_after(-1)),
         }
 
-    def _gradients(self) -> dict[int, int]:
+    @cached_property
+    def _gradients(self) -> dict[RegionKind, int]:
         """The gradients' bytes of each kind of region: a median, as bytes at a border may count for either region."""
-        found: dict[int, list[int]] = {}
+        found: dict[RegionKind, list[int]] = {}
         for _, trace in self.counted:
             for kind, part in zip(self.layout.kinds, trace.parts, strict=True):
-                found.setdefault(id(kind), []).append(part.gradient_nbytes)
-        return {key: statistics.median_low(nbytes) for key, nbytes in found.items()}
+                found.setdefault(kind, []).append(part.gradient_nbytes)
+        return {kind: statistics.median_low(nbytes) for kind, nbytes in found.items()}
 
-    def _costs(self, kind: RegionKind, gradients: dict[int, int]) -> RegionCosts:
-        usable = [one for one in kind.candidates if (id(kind), one.name) in self.seconds_of]
-        return RegionCosts(
-            name=kind.name,
-            choices=tuple([self._choice(kind, candidate, gradients) for candidate in usable]),
-            gradient_nbytes=gradients[id(kind)],
-        )
+    def _gradients_after(self, place: int) -> int:
+        return sum(self._gradients[kind] for kind in self.layout.kinds[place + 1 :])
 
-    def _choice(self, kind: RegionKind, candidate: Candidate, gradients: dict[int, int]) -> Choice:
-        seen = list(self._bytes(kind, candidate, gradients))
+    def _costs(self, kind: RegionKind) -> RegionCosts:
+        choices = [self._choice(kind, one) for one in kind.candidates if (kind, one.name) in self.seconds_of]
+        return RegionCosts(name=kind.name, choices=tuple(choices), gradient_nbytes=self._gradients[kind])
+
+    def _choice(self, kind: RegionKind, candidate: Candidate) -> Choice:
+        seen = list(self._bytes(kind, candidate))
         samples = [part for part, is_settled in seen if is_settled] or [part for part, _ in seen]
-        timed = self.seconds_of[id(kind), candidate.name]
+        timed = self.seconds_of[kind, candidate.name]
         return Choice(
             name=candidate.name,
             rule=None if candidate.rule is None else dict(candidate.rule),
@@ -90,12 +87,10 @@ class StepLog:
             held_nbytes=max(part.held_nbytes for part in samples),
             forward_peak_nbytes=max(part.forward_peak_nbytes for part in samples),
             backward_peak_nbytes=max(part.backward_peak_nbytes for part in samples),
-            storages=self.storages_of.get((id(kind), candidate.name), ()),
+            storages=self.storages_of.get((kind, candidate.name), ()),
         )
 
-    def _bytes(
-        self, kind: RegionKind, candidate: Candidate, gradients: dict[int, int]
-    ) -> Iterator[tuple[StepPart, bool]]:
+    def _bytes(self, kind: RegionKind, candidate: Candidate) -> Iterator[tuple[StepPart, bool]]:
         """The parts of all steps where the kind ran in that way, and whether the region before ran in the same way.
 
         If it did not, bytes at their border may count for either way.
@@ -104,22 +99,21 @@ class StepLog:
         for chosen, trace in self.counted:
             for place, part in enumerate(trace.parts):
                 if kinds[place] is kind and chosen[place] is candidate:
-                    above = sum(gradients[id(other)] for other in kinds[place + 1 :])
-                    peak = max(0, part.backward_peak_nbytes + _gradients_above(trace, place) - above)
+                    more = _gradients_above(trace, place) - self._gradients_after(place)
+                    peak = max(0, part.backward_peak_nbytes + more)
                     is_settled = place > 1 and chosen[place - 1].name == candidate.name
                     yield replace(part, backward_peak_nbytes=peak), is_settled
 
-    def _with_first_input(self, regions: list[RegionCosts], numbers: dict[int, int]) -> RegionCosts:
-        """The costs of the part before the first region.
+    def _with_first_input(self, before: RegionCosts, usual: RegionCosts) -> RegionCosts:
+        """The costs of the part before the first region, whose kind has the ``usual`` costs.
 
         They include the bytes that the first region holds more than others of its kind, such as its input.
         """
-        number = numbers[id(self.layout.kinds[1])]
-        usual = {choice.name: choice.held_nbytes for choice in regions[number].choices}
-        more = max(trace.parts[1].held_nbytes - usual[chosen[1].name] for chosen, trace in self.counted)
-        (choice,) = regions[0].choices
+        held = {choice.name: choice.held_nbytes for choice in usual.choices}
+        more = max(trace.parts[1].held_nbytes - held[chosen[1].name] for chosen, trace in self.counted)
+        (choice,) = before.choices
         costs = {"held_nbytes": choice.held_nbytes + max(0, more), "backward_peak_nbytes": self._usual_end()}
-        return regions[0].model_copy(update={"choices": (choice.model_copy(update=costs),)})
+        return before.model_copy(update={"choices": (choice.model_copy(update=costs),)})
 
     def _with_end_of_backward(self, head: RegionCosts) -> RegionCosts:
         """The costs of the last region. They include memory that the first part's backward needs because of it.
@@ -128,9 +122,7 @@ class StepLog:
         sum beside them: that depends on how the head has run. Then the head's peak is at least that of the first part.
         The first part's own costs are those beside the leanest way of the head.
         """
-        peaks, usual = self._first_backward_peaks(), self._usual_end()
-        gradients = self._gradients()
-        above = sum(gradients[id(kind)] for kind in self.layout.kinds[1:])
+        peaks, usual, above = self._first_backward_peaks(), self._usual_end(), self._gradients_after(0)
 
         def counted(choice: Choice) -> Choice:
             peak = peaks.get(choice.name, usual)
@@ -149,7 +141,7 @@ class StepLog:
         """The peak of the first part in backward, by the name of the last part's way."""
         (candidate,) = self.layout.kinds[0].candidates
         found: dict[str, int] = {}
-        samples = self._bytes(self.layout.kinds[0], candidate, self._gradients())
+        samples = self._bytes(self.layout.kinds[0], candidate)
         for (chosen, _), (part, _) in zip(self.counted, samples, strict=True):
             name = chosen[-1].name
             found[name] = max(found.get(name, 0), part.backward_peak_nbytes)

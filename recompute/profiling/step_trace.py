@@ -1,4 +1,8 @@
-"""Runs one training step, and says how many seconds and bytes each region of it takes."""
+"""Runs one training step, and says how many seconds and bytes each region of it takes.
+
+It sets marks at the borders of regions, and sees nothing between them: so it measures captured code on a device at its
+own speed. ``simulation`` sees each op. That tells which module holds which bytes, and only fake tensors can afford it.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +21,13 @@ from torch.utils._pytree import tree_leaves
 
 from recompute.counters import Clock, MemoryTrace
 from recompute.errors import ModelError
+from recompute.estimation.storage_tracker import StorageTrace
 
 Forward = Callable[[], tuple[Sequence[Tensor], Sequence[Tensor | None]]]
 """Runs forward; returns the tensors where backward starts, and the gradient that each starts with (None: 1)."""
+
+StepClock = Clock | StorageTrace
+"""Measures seconds, or calculates them and counts bytes as well."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +78,7 @@ def trace_step(
     regions: Mapping[str, nn.Module] | None,
     *,
     memory: MemoryTrace | None = None,
-    clock: Clock | None = None,
+    clock: StepClock | None = None,
     earlier: Callable[[], Any] | None = None,
 ) -> StepTrace:
     """Run one training step: forward, backward, ``optimizer``'s step, and its gradients set to None.
@@ -81,7 +89,8 @@ def trace_step(
     regions: by path; each runs once in forward, and none inside of another. They may be under any policy. Ops that a
         checkpoint runs again in backward belong to the backward of its region. None: the step is one part, and no
         hooks slow it down.
-    memory, clock: count and time the step, such as ``memory_trace(device)`` and ``Clock(device)``, not yet entered.
+    memory, clock: count and time the step, such as ``memory_trace(device)`` and ``Clock(device)``, or one that does
+        both. They are not yet entered.
         Memory from before the step does not count, so there must be no gradients yet.
     earlier: runs first, such as microbatches before this one. Its result lives until backward has ended. The bytes of
         that and of its gradients count in the step's peak, and in no part.
@@ -138,7 +147,7 @@ class _StepTracer:
 
     paths: list[str]
     memory: MemoryTrace | None
-    clock: Clock | None
+    clock: StepClock | None
     spans: list[_Span] = field(default_factory=list)
     order: list[str] = field(default_factory=list)
     """The regions that have begun."""
@@ -153,7 +162,8 @@ class _StepTracer:
 
     @property
     def meters(self) -> list[MemoryTrace | Clock]:
-        return [each for each in (self.memory, self.clock) if each is not None]
+        both = [self.memory] if self.memory is self.clock else [self.memory, self.clock]
+        return [each for each in both if each is not None]
 
     @property
     def last(self) -> int:

@@ -89,12 +89,7 @@ def test_what_is_switched_off_is_not_chosen():
 @pytest.mark.gpu
 def test_the_device_here_answers_as_calculated(monkeypatch):
     platform, wrong = Platform.of(None), []
-    masks = [
-        {},
-        {"mask": (256, 256)},
-        {"mask": (2, 1, 256, 256), "bools": True},
-        {"causal": True},
-    ]
+    masks = [{}, {"mask": (256, 256)}, {"mask": (2, 1, 256, 256), "bools": True}, {"causal": True}]
     sizes = [(64, 64), (100, 100), (128, 128), (192, 128), (192, 192), (256, 256), (128, 64), (512, 512)]
     heads = [(8, 8), (8, 2), (8, 1)]
     for dtype, size, count, gqa, dropout, mask in product(

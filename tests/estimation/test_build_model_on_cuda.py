@@ -1,24 +1,16 @@
 """Models on fake tensors are those that would be built on real ones."""
 
+import models
 import pytest
 import torch
 from transformers import LlamaConfig, Qwen3Config
 
 from recompute.estimation.build_model import build, build_fake
 
-SMALL = {
-    "vocab_size": 100,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-}
-
 
 @pytest.mark.parametrize(
     "config",
-    [LlamaConfig(**SMALL), Qwen3Config(**SMALL, head_dim=16, tie_word_embeddings=True)],
+    [LlamaConfig(**models.SHAPE), Qwen3Config(**models.SHAPE, tie_word_embeddings=True)],
     ids=lambda config: config.model_type,
 )
 def test_weights_are_shared_on_fake_tensors_where_they_are_on_real_ones(config):

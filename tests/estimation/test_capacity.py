@@ -12,6 +12,10 @@ PEAKS = {
 }
 
 
+def fitted(peak, capacity, batch_size=1):
+    return fit(peak, ("a device", capacity), batch_size, 512, lambda what, done, total: None)
+
+
 @pytest.mark.parametrize("shape", PEAKS)
 @pytest.mark.parametrize("capacity", [500, 4000, 123_457, 10_000_019])
 def test_what_is_found_is_the_largest(shape, capacity):
@@ -21,14 +25,13 @@ def test_what_is_found_is_the_largest(shape, capacity):
         tried.append((batch, length))
         return PEAKS[shape](batch, length)
 
-    found = fit(peak, ("a device", capacity), 2, 512, lambda what, done, total: None)
+    found = fitted(peak, capacity, 2)
     assert found.fits == (PEAKS[shape](2, 512) <= capacity)
     batches = [batch for batch in range(1, found.largest_batch + 3) if PEAKS[shape](batch, 512) <= capacity]
     assert found.largest_batch == max(batches, default=0)
-    lengths = range(256, found.longest_sequence + 1024, 256)
-    assert found.longest_sequence == max(
-        [length for length in lengths if PEAKS[shape](2, length) <= capacity], default=0
-    )
+    tried_lengths = range(256, found.longest_sequence + 1024, 256)
+    lengths = [length for length in tried_lengths if PEAKS[shape](2, length) <= capacity]
+    assert found.longest_sequence == max(lengths, default=0)
     assert len(tried) == len(set(tried)) <= (12 if shape == "a line" else 40)
 
 
@@ -45,19 +48,16 @@ def test_it_says_so_in_words():
 
 @pytest.mark.parametrize("capacity", [500, 5000])
 def test_what_a_size_does_not_change_has_no_largest(capacity):
-    def fitted(peak):
-        return fit(peak, ("a device", capacity), 1, 512, lambda what, done, total: None)
-
-    own = fitted(lambda batch, length: 1000)
+    own = fitted(lambda batch, length: 1000, capacity)
     assert (own.largest_batch, own.longest_sequence) == (None, None)
     assert "so no other batch sizes and sequence lengths were tried." in str(own)
-    images = fitted(lambda batch, length: 1000 * batch)
+    images = fitted(lambda batch, length: 1000 * batch, capacity)
     assert (images.largest_batch, images.longest_sequence) == (capacity // 1000, None)
     assert ("The largest batch is 5." if images.fits else "No batch fits.") in str(images)
 
 
 def test_a_search_that_ends_at_its_bound_says_that_there_may_be_more():
-    found = fit(lambda batch, length: batch + length, ("a device", 1 << 30), 1, 512, lambda what, done, total: None)
+    found = fitted(lambda batch, length: batch + length, 1 << 30)
     assert "the largest batch is 65,536 or more; at batch 1, the longest sequence is 4,194,304 or more." in str(found)
 
 

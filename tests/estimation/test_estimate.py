@@ -177,10 +177,15 @@ def by_all_layers_and_by_few(monkeypatch, config, **options):
     with monkeypatch.context() as patched:
         patched.setattr(model_estimator, "find_stacks", lambda *given, **how: [])
         whole = estimate(config, seq_len=512, **options)
-    steps = []
-    simulate = model_estimator.simulate
-    monkeypatch.setattr(model_estimator, "simulate", lambda *given, **how: steps.append(1) or simulate(*given, **how))
+    steps = simulated_steps(monkeypatch)
     return whole, estimate(config, seq_len=512, **options), len(steps)
+
+
+def simulated_steps(monkeypatch):
+    """A list that gets an entry for each step that is simulated from now on."""
+    steps, simulate = [], model_estimator.simulate
+    monkeypatch.setattr(model_estimator, "simulate", lambda *given, **how: steps.append(1) or simulate(*given, **how))
+    return steps
 
 
 @pytest.mark.slow
@@ -192,13 +197,9 @@ def test_one_step_is_enough_under_a_further_policy(name, monkeypatch):
 
 
 def test_layers_of_which_few_do_not_show_all_are_all_run(monkeypatch):
-    runs = []
-    simulate = model_estimator.simulate
-    monkeypatch.setattr(
-        model_estimator, "simulate", lambda *given, **options: runs.append(1) or simulate(*given, **options)
-    )
+    steps = simulated_steps(monkeypatch)
     estimate(tiny(num_hidden_layers=8), seq_len=16, policy="alternate")
-    assert len(runs) == 1
+    assert len(steps) == 1
 
 
 class Growing(nn.Module):

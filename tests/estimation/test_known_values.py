@@ -2,6 +2,7 @@
 
 import sys
 
+import models
 import pytest
 import torch
 import transformers
@@ -106,33 +107,10 @@ def test_float_inputs_are_cast_as_a_training_loop_casts_them(model):
     assert not recompute.estimate(model, batch=x, dtype="bfloat16-autocast", advise=False).settings.assumed
 
 
-WHISPER = transformers.WhisperConfig(
-    d_model=32,
-    encoder_layers=1,
-    decoder_layers=1,
-    encoder_attention_heads=4,
-    decoder_attention_heads=4,
-    encoder_ffn_dim=64,
-    decoder_ffn_dim=64,
-    vocab_size=200,
-    max_source_positions=32,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-    decoder_start_token_id=1,
-    architectures=["WhisperForConditionalGeneration"],
-)
-SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+WHISPER = transformers.WhisperConfig(**models.WHISPER_SHAPE, architectures=["WhisperForConditionalGeneration"])
 LLAVA = transformers.LlavaConfig(
-    text_config={"model_type": "llama", "num_hidden_layers": 1, "vocab_size": 400, **SMALL},
-    vision_config={
-        "model_type": "clip_vision_model",
-        "num_hidden_layers": 3,
-        "image_size": 56,
-        "patch_size": 14,
-        "projection_dim": 32,
-        **SMALL,
-    },
+    text_config={"model_type": "llama", **models.SHAPE},
+    vision_config={"model_type": "clip_vision_model", "projection_dim": 32, **models.VIT_SHAPE},
     image_token_index=10,
     architectures=["LlavaForConditionalGeneration"],
 )
@@ -141,8 +119,8 @@ LLAVA = transformers.LlavaConfig(
 @pytest.mark.parametrize(
     ("config", "length", "batch", "assumed"),
     [
-        (WHISPER, 16, "input_features 1x80x64, labels 1x16", ""),
-        (LLAVA, 64, "pixel_values 1x3x56x56, input_ids 1x64, labels 1x64", "an image in each sequence"),
+        (WHISPER, 16, "input_features 1x8x64, labels 1x16", ""),
+        (LLAVA, 64, "pixel_values 1x3x24x24, input_ids 1x64, labels 1x64", "an image in each sequence"),
         (LLAVA, 8, "input_ids 1x8, labels 1x8", "tokens without images"),
     ],
 )
