@@ -36,6 +36,10 @@ class BothHeads(NamedTuple):
     def of(cls, operands: Sequence[Any]) -> BothHeads:
         return cls(Head(*operands[:3]), Head(*operands[3:6]))
 
+    def narrowed(self, narrow: torch.dtype | None) -> list[Any]:
+        """The operands of both, with weights and biases as autocast to ``narrow`` casts them."""
+        return [each for head in self for each in head.narrowed(narrow)[:3]]
+
     def plans(self, logits_bytes: int, hold: bool, trains_weight: bool) -> tuple[BlockPlan, BlockPlan]:
         """The plans of both, with the same blocks. Each has its part of the memory."""
         sizes = [max(head.tokens, 1) * head.hidden.dtype.itemsize for head in self]

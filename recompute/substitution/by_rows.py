@@ -22,13 +22,12 @@ def by_rows(logits: Sequence[Any], function: Callable[..., Tensor], *others: Ten
     """
     first = logits[0]
     rows = [each.reshape(each.shape[:-1].numel(), each.shape[-1]) for each in others]
-    heads = [each.head_of_rows() for each in logits]
     with first.autocast_as_made():
-        call = _Call(function, heads)
+        call = _Call(function, logits)
         if len(call.spans) == 1 and not any(each.family_trains for each in logits):
             found = function([widen(each.value().reshape(-1, each.shape[-1])) for each in logits], *rows)
             return found.reshape(*first.shape[:-1], *found.shape[1:])
-        found = _ByRows.apply(call, len(rows), *rows, *[tensor for head in heads for tensor in head.tensors])
+        found = _ByRows.apply(call, len(rows), *rows, *[tensor for head in call.heads for tensor in head])
     return found.reshape(*first.shape[:-1], *found.shape[1:])
 
 
@@ -55,13 +54,15 @@ def one_like(argument: Any) -> Any:
 class _Call:
     """A function of rows of heads' logits."""
 
-    def __init__(self, function: Callable[..., Tensor], heads: Sequence[Any]):
-        self.function, self.heads = function, heads
-        self.narrow = autocast_dtype(heads[0].hidden.device.type)
-        """The dtype in which autocast computes matrix products, in forward and again in backward."""
-        tokens, vocabulary = heads[0].tensors[0].shape[0], len(heads[0].tensors[1])
-        room = heads[0].logits_bytes or tokens * WIDTH * heads[0].tensors[0].dtype.itemsize
-        rows = max(int(room / (vocabulary * heads[0].tensors[0].dtype.itemsize)), 256)
+    def __init__(self, function: Callable[..., Tensor], logits: Sequence[Any]):
+        self.function, self.operands = function, [each._head for each in logits]
+        self.heads = [each.operands.of_rows() for each in logits]
+        hidden, weight, *_ = self.heads[0]
+        self.device, self.narrow = hidden.device.type, autocast_dtype(hidden.device.type)
+        """``narrow``: autocast computes matrix products in this dtype, in forward and again in backward."""
+        tokens, vocabulary, itemsize = len(hidden), len(weight), hidden.dtype.itemsize
+        room = self.operands[0].logits_bytes or tokens * WIDTH * itemsize
+        rows = max(int(room / (vocabulary * itemsize)), 256)
         self.spans = [slice(start, start + rows) for start in range(0, max(tokens, 1), rows)]
 
     def of(self, span: slice, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -70,8 +71,8 @@ class _Call:
 
     def run(self, span: slice, others: Sequence[Tensor], tensors: Sequence[Tensor | None]) -> Tensor:
         narrowed = [cast(tensors[first : first + 5], self.narrow) for first in range(0, len(tensors), 5)]
-        with without_autocast(self.heads[0].hidden.device.type):
-            rows = [head.scored(Head(*each).logits()) for head, each in zip(self.heads, narrowed, strict=True)]
+        with without_autocast(self.device):
+            rows = [each.scored(Head(*own).logits()) for each, own in zip(self.operands, narrowed, strict=True)]
             return self.function(rows, *[each[span] for each in others])
 
 

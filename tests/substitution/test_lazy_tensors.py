@@ -184,9 +184,9 @@ def test_what_is_made_of_changed_tensors_is_refused_and_not_another_value():
         tensor + 0
     assert torch.equal(asked + 0, expected)
     logits, _ = head()
-    logits._head.weight.data.mul_(2)  # goes unseen by plain PyTorch, too
+    logits._head.own.weight.data.mul_(2)  # goes unseen by plain PyTorch, too
     with torch.no_grad():
-        logits._head.weight.mul_(2)
+        logits._head.own.weight.mul_(2)
     with pytest.raises(MutationError):
         F.cross_entropy(logits.view(-1, VOCABULARY), TARGET)
 
@@ -407,7 +407,7 @@ def test_compiled_code_that_is_given_logits_breaks_its_graph_there(use):
             torch.testing.assert_close(found + 0, uses[use](whole))
         if found.requires_grad:
             found.sum().backward()
-            assert logits._head.hidden.grad is not None
+            assert logits._head.own.hidden.grad is not None
         assert logits.is_lazy is (use == "cross_entropy" or (use == "argmax" and trains))
 
 
