@@ -198,9 +198,8 @@ class LazyLogits(LazyTensor):
     def _joined(
         self, head: HeadOperands, dtype: torch.dtype, compute: Callable[[], Tensor], others: Sequence[Tensor]
     ) -> Any:
-        made = LazyLogits._of(head, dtype, compute, self._family, [*self._sources, *others])
-        made.set_autocast(self._narrow)
-        return made
+        with self.autocast_as_made():
+            return LazyLogits._of(head, dtype, compute, self._family, [*self._sources, *others])
 
     def _then(
         self, function: Callable[[Tensor], Tensor], head: HeadOperands, dtype: torch.dtype | None = None

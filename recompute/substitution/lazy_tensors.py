@@ -218,11 +218,6 @@ class LazyTensor(Tensor):
                     self._value.register_hook(hook)
         return self._value
 
-    def set_autocast(self, narrow: torch.dtype | None) -> None:
-        """Have the values computed as if autocast had cast to ``narrow`` where this was made."""
-        assert self._deferred is not None, "it has just been made"
-        self._narrow = self._deferred.narrow = narrow
-
     def autocast_as_made(self) -> AbstractContextManager[Any]:
         """Inside, autocast is as it was where this was made."""
         return autocast_to(self._narrow, self.device)
