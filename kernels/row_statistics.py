@@ -29,9 +29,12 @@ class Statistics(NamedTuple):
         """The same statistics, as if one block had whole rows."""
         highest, blocks = self.maxima.max(0, keepdim=True)
         sums, moments = self.scaled_to(highest)
-        added = [None if each is None else each.sum(0, keepdim=True) for each in (self.weighted_sums, moments)]
-        indices = None if self.indices is None else self.indices.gather(0, blocks)
-        return Statistics(highest, sums.sum(0, keepdim=True), *added, indices, self.target_logits)
+        return Statistics(
+            *(highest, sums.sum(0, keepdim=True)),
+            None if self.weighted_sums is None else self.weighted_sums.sum(0, keepdim=True),
+            None if moments is None else moments.sum(0, keepdim=True),
+            *(None if self.indices is None else self.indices.gather(0, blocks), self.target_logits),
+        )
 
     def scaled_to(self, highest: Tensor) -> tuple[Tensor, Tensor | None]:
         """Sums and moments as if each block's maximum were ``highest``."""
