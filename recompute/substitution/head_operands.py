@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from recompute.kernels.logit_blocks import Head
-from recompute.kernels.scores import Scores, scored
+from recompute.kernels.scores import Scores
 
 LossCounter = Callable[[Tensor, Tensor, int], None]
 """Called after each loss with the Linear's input, its weight, and the bytes that the loss did not need to hold."""
@@ -63,7 +63,8 @@ class HeadOperands:
         head = replace(self, own=own._replace(thin=thin, up=up))
         return head if added.bias is None else head.plus(added.bias * other.scale)
 
-    def scored(self, logits: Tensor) -> Tensor:
-        """The scores that a softmax takes, in float32 (float64 for float64)."""
+    @property
+    def scores(self) -> Scores:
+        """The scores that a softmax takes of the logits."""
         head = self.settled()
-        return scored(logits, Scores.of(head.scale, head.cap or 0.0, head.temperature))
+        return Scores.of(head.scale, head.cap or 0.0, head.temperature)

@@ -58,3 +58,4 @@ TOTALS = SUMS | _named("mean")
 REDUCTIONS = TOTALS | LOGSUMEXPS | _named("argmax", "amax")
 """Functions that make one number of a row."""
 OF_SCORES = SOFTMAXES | GATHERS | TOPKS | REDUCTIONS
+"""Functions of logits that have taken all steps of a cap, or none."""

@@ -16,6 +16,7 @@ from recompute.kernels.linear_log_probs import linear_log_probs
 from recompute.kernels.linears import autocasts
 from recompute.kernels.logit_blocks import Head
 from recompute.kernels.loss_settings import wide_dtype
+from recompute.kernels.scores import scored
 from recompute.substitution import known_functions as torchs
 from recompute.substitution.by_rows import by_rows
 from recompute.substitution.class_loss import class_loss
@@ -134,7 +135,7 @@ class LazyLogits(LazyTensor):
         pairs = [(hidden, weight), *([] if head.adapter is None else [head.adapter])]
         with torch.autocast(self.device.type, enabled=False):
             found: Any = sum(rows.to(wide) @ columns.sum(0, dtype=wide) for rows, columns in pairs)
-            return self._head.scored(found if bias is None else found + bias.sum(dtype=wide))
+            return scored(found if bias is None else found + bias.sum(dtype=wide), self._head.scores)
 
     def _picked(self, words: Tensor) -> Tensor:
         """The logits of some words, (..., K), in float32, as a softmax takes them."""
@@ -150,7 +151,7 @@ class LazyLogits(LazyTensor):
         logits = products(head.hidden, head.weight)
         logits = logits if head.bias is None else logits + head.bias[words_]
         logits = logits if head.adapter is None else logits + products(*head.adapter)
-        return self._head.scored(logits).reshape(words.shape)
+        return scored(logits, self._head.scores).reshape(words.shape)
 
     def _plus(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Logits plus a vector, as BART adds, or plus those of a thinner head, as a LoRA adapter has."""

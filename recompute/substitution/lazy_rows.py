@@ -108,8 +108,8 @@ class LazyRows(LazyTensor):
             each.before_change()
 
     def fused(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        # Where the logits are there, they are used.
-        return super().fused(function, args, kwargs) if all(each.is_lazy for each in self._logits) else NotImplemented
+        are_lazy = all(each.is_lazy for each in self._logits)  # logits that are there are used
+        return super().fused(function, args, kwargs) if are_lazy else NotImplemented
 
     def _elementwise(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         return NotImplemented if kwargs else _combined(function, args)

@@ -224,7 +224,7 @@ SCALINGS = [
     lambda logits: 3 * logits,
     lambda logits: logits / 8.0,
     lambda logits: logits / 8.0 / 3,
-    lambda logits: logits / 2.0 * 3.0,
+    lambda logits: logits.divide(2.0).multiply(3.0),
     lambda logits: torch.tanh(logits * 0.5 / 3.0) * 3.0,
     lambda logits: torch.tanh(logits / 0.5 / 3.0) * 3.0,
 ]
@@ -342,7 +342,7 @@ QUANTITIES = {
     "of later rows of a mask": lambda logits: logits.log_softmax(-1)[INDEX > 1].gather(-1, INDEX[INDEX > 1][:, None]),
     "of rows by number": lambda logits: logits[torch.tensor([1, 0]), 1].log_softmax(-1).gather(-1, INDEX[:, :1]),
     "of halves": lambda logits: torch.cat([each.logsumexp(-1) for each in logits.chunk(2)]),
-    "logsumexp": lambda logits: torch.logsumexp(logits / 0.7, -1),
+    "logsumexp": lambda logits: torch.special.logsumexp(logits / 0.7, -1),
     "logsumexp of capped": lambda logits: torch.logsumexp(torch.tanh(logits / 3.0) * 3.0, dim=-1, keepdim=True),
     "by logsumexp, as TRL's": lambda logits: (
         torch.gather(logits, dim=-1, index=INDEX[..., None]).squeeze(-1)
