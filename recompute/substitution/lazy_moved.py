@@ -12,6 +12,16 @@ from recompute.substitution import known_functions as torchs
 from recompute.substitution.lazy_tensors import LazyTensor, outline
 
 
+def permuted(tensor: Any, function: Any, rest: tuple, kwargs: dict[str, Any]) -> Any:
+    """``function(tensor, *rest, **kwargs)``, one of ``PERMUTATIONS``."""
+    order = [size - 1 for size in outline(function, range(1, tensor.dim() + 1), rest, kwargs).shape]
+    words = tensor.dim() - 1
+    if isinstance(tensor, LazyMoved):
+        own = [*range(tensor._dim), words, *range(tensor._dim, words)]
+        tensor, order = tensor._rows, [own[each] for each in order]
+    return LazyMoved.of(tensor.of_leading([each for each in order if each != words]), order.index(words))
+
+
 class LazyMoved(LazyTensor):
     """Logits of several dimensions as a cross-entropy takes them, with the classes in the second one."""
 
@@ -37,11 +47,6 @@ class LazyMoved(LazyTensor):
     def fused(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         return super().fused(function, args, kwargs) if self._rows.is_lazy else NotImplemented
 
-    def _permuted(self, function: Any, rest: tuple, kwargs: dict[str, Any]) -> Any:
-        dim, words = self._dim, self._rows.dim() - 1
-        own = [*range(dim), words, *range(dim, words)]
-        return _in_order(self._rows, [own[each] for each in _order(function, words + 1, rest, kwargs)])
-
     def _loss(self, function: Any, rest: tuple, kwargs: dict[str, Any]) -> Any:
         return self._rows.loss(function, rest, kwargs, self._dim)
 
@@ -58,7 +63,7 @@ class LazyMoved(LazyTensor):
         return found if found is NotImplemented else LazyMoved.of(found, self._dim)
 
     survives: ClassVar[torchs.Rules] = {
-        torchs.PERMUTATIONS: _permuted,
+        torchs.PERMUTATIONS: permuted,
         frozenset({F.cross_entropy, F.nll_loss}): _loss,
         torchs.SOFTMAXES: _softmax,
         torchs.SCALINGS | torchs.CASTS | {Tensor.contiguous, Tensor.detach}: _of_rows,
@@ -71,11 +76,6 @@ def as_constant(rows: Any) -> Any:
     return rows if torch.is_grad_enabled() or not trains else rows.fused(Tensor.detach, (rows,), {})
 
 
-def permuted(rows: Any, function: Any, rest: tuple, kwargs: dict[str, Any]) -> Any:
-    """``function(rows, *rest, **kwargs)``, one of ``PERMUTATIONS``."""
-    return _in_order(rows, _order(function, rows.dim(), rest, kwargs))
-
-
 def rows_of(tensor: Tensor, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """``function(tensor, *args, **kwargs)``, one of ``ROWS``, by indexing; or NotImplemented."""
     size, *dims = (1, *args) if function in torchs.UNBINDS else args or (None,)
@@ -86,13 +86,3 @@ def rows_of(tensor: Tensor, function: Any, args: tuple, kwargs: dict[str, Any]) 
     if function in torchs.UNBINDS:
         return tuple([tensor[row] for row in range(len(tensor))])
     return tuple([tensor[first : first + size] for first in range(0, max(len(tensor), 1), size)])
-
-
-def _order(function: Any, dims: int, rest: tuple, kwargs: dict[str, Any]) -> list[int]:
-    """The dimension that comes in each place."""
-    return [size - 1 for size in outline(function, range(1, dims + 1), rest, kwargs).shape]
-
-
-def _in_order(rows: Any, order: list[int]) -> Any:
-    words = rows.dim() - 1
-    return LazyMoved.of(rows.of_leading([each for each in order if each != words]), order.index(words))
