@@ -10,14 +10,7 @@ import torch
 from torch import Tensor
 
 from recompute.kernels.cross_entropy_rows import observe
-from recompute.kernels.divergence_rows import (
-    FORWARD_KL,
-    REVERSE_KL,
-    DivergenceSettings,
-    Normalizers,
-    add_up,
-    conclude,
-)
+from recompute.kernels.divergence_rows import FORWARD_KL, REVERSE_KL, DivergenceSettings, Normalizers, add_up, conclude
 from recompute.kernels.logit_blocks import BlockPlan, Head
 from recompute.kernels.loss_settings import Targets, wide_dtype
 from recompute.kernels.row_statistics import new_statistics

@@ -41,14 +41,7 @@ from recompute.kernels.cross_entropy import (
     with_extras,
 )
 from recompute.kernels.cross_entropy_rows import differentiate, observe
-from recompute.kernels.linears import (
-    autocast_dtype,
-    cast,
-    check_head,
-    head_operands,
-    in_dtypes_of,
-    without_autocast,
-)
+from recompute.kernels.linears import autocast_dtype, cast, check_head, head_operands, in_dtypes_of, without_autocast
 from recompute.kernels.logit_blocks import Head, HeadBackward, logits_nbytes, may_hold
 from recompute.kernels.loss_settings import (
     LOSS_SCHEMA,

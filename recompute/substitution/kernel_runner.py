@@ -105,12 +105,7 @@ class KernelRunner(Runner, ABC):
         return first is not None and (first.is_cuda or local.simulates_cuda)
 
     def compute(
-        self,
-        kind: tuple[Any, ...],
-        x: Tensor,
-        weights: Sequence[Tensor | None],
-        kernels: Compute,
-        as_written: Compute,
+        self, kind: tuple[Any, ...], x: Tensor, weights: Sequence[Tensor | None], kernels: Compute, as_written: Compute
     ) -> Any:
         """``kernels(x)``, with what they hold for backward counted: see ``HeldMemoryCounter.count``.
 
