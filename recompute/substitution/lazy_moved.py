@@ -44,9 +44,6 @@ class LazyMoved(LazyTensor):
     def before_change(self) -> None:
         self._rows.before_change()
 
-    def fused(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        return super().fused(function, args, kwargs) if self._rows.is_lazy else NotImplemented
-
     def _loss(self, function: Any, rest: tuple, kwargs: dict[str, Any]) -> Any:
         return self._rows.loss(function, rest, kwargs, self._dim)
 

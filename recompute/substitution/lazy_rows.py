@@ -107,10 +107,6 @@ class LazyRows(LazyTensor):
         for each in self._logits:  # others are made of these, and have to keep the values from before the change
             each.before_change()
 
-    def fused(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        are_lazy = all(each.is_lazy for each in self._logits)  # logits that are there are used
-        return super().fused(function, args, kwargs) if are_lazy else NotImplemented
-
     def _elementwise(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         return NotImplemented if kwargs else _combined(function, args)
 
@@ -226,20 +222,16 @@ class LazySum(LazyTensor):
         made.pass_by()
         return made
 
-    def fused(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        are_lazy = all(each.is_lazy for each in self._rows._logits)
-        return super().fused(function, args, kwargs) if are_lazy and not kwargs else NotImplemented
-
-    def _total(self, function: Any, rest: tuple, _: dict[str, Any]) -> Any:
+    def _total(self, function: Any, rest: tuple, kwargs: dict[str, Any]) -> Any:
         rows: Any = self._rows if function in torchs.SUMS else self._rows / self.numel()
-        return NotImplemented if rest else rows.added_up(True)
+        return NotImplemented if rest or kwargs else rows.added_up(True)
 
-    def _linear(self, function: Any, args: tuple, _: dict[str, Any]) -> Any:
+    def _linear(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if function in torchs.ADDITIONS and any(type(each) is int and each == 0 for each in args):
             return self  # as Python's ``sum`` begins
         sums = [each for each in args if isinstance(each, LazySum)]
         fits = len(sums) == len(args) or function in torchs.PRODUCTS | torchs.DIVISIONS
-        if not fits or any(each._is_total is not self._is_total for each in sums):
+        if kwargs or not fits or any(each._is_total is not self._is_total for each in sums):
             return NotImplemented
         made = _combined(function, tuple([each._rows if isinstance(each, LazySum) else each for each in args]))
         return made if made is NotImplemented or made._terms is None else made.added_up(self._is_total)

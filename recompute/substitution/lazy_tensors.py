@@ -250,8 +250,13 @@ class LazyTensor(Tensor):
         self._waiting[handle.id] = hook
         return handle
 
+    def _is_of_lazy(self) -> bool:
+        return all(each.is_lazy and each._is_of_lazy() for each in self._parents)
+
     def fused(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """``function(*args, **kwargs)``, computed by a kernel that does not need these values; or NotImplemented."""
+        if not self._is_of_lazy():  # the values that it is made of are there, so use them
+            return NotImplemented
         if (rule := self.survives_among.get(function)) is not None:
             return rule(self, function, args, kwargs)
         rule = self.survives.get(function) if args and args[0] is self else None
