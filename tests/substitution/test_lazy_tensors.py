@@ -315,6 +315,7 @@ def entropy(log_probs):
 INDEX = torch.tensor([[1, 9, 3], [10, 0, 2]])
 QUANTITIES = {
     "log-probabilities": lambda logits: F.log_softmax(logits, -1).gather(-1, INDEX[..., None]).squeeze(-1),
+    "cast later": lambda logits: logits.log_softmax(-1).float().gather(-1, INDEX[..., None]),
     "of several words": lambda logits: torch.gather(
         logits.log_softmax(2), 2, torch.arange(12).view(2, 3, 2) % VOCABULARY
     ),
@@ -495,6 +496,9 @@ DIVERGENCES = {
         (torch.tanh(ours / 3.0) * 3.0 / 0.7).log_softmax(-1), theirs.softmax(-1), reduction="batchmean"
     ),
     "Jensen and Shannon's": lambda ours, theirs: jensen_shannon(ours.softmax(-1), theirs.softmax(-1)),
+    "of means of halves": lambda ours, theirs: sum(
+        half_of_divergence(p.softmax(-1), q.softmax(-1)).sum(-1).mean() for p, q in ((ours, theirs), (theirs, ours))
+    ),
     "as TRL's": lambda ours, theirs: generalized_jensen_shannon(ours / 0.7, theirs / 0.7, 0.1)[INDEX > 1].sum(),
     "by two losses": lambda ours, theirs: sum(
         0.5 * F.kl_div((0.5 * (ours.softmax(-1) + theirs.softmax(-1))).log(), p, reduction="batchmean")
