@@ -10,14 +10,7 @@ import torch
 from torch import Tensor
 
 from recompute.kernels.cross_entropy_rows import observe
-from recompute.kernels.divergence_rows import (
-    FORWARD_KL,
-    REVERSE_KL,
-    DivergenceSettings,
-    Normalizers,
-    add_up,
-    conclude,
-)
+from recompute.kernels.divergence_rows import FORWARD_KL, REVERSE_KL, DivergenceSettings, Normalizers, add_up, conclude
 from recompute.kernels.logit_blocks import BlockPlan, Head
 from recompute.kernels.loss_settings import Targets, wide_dtype
 from recompute.kernels.row_statistics import new_statistics
@@ -35,6 +28,10 @@ class BothHeads(NamedTuple):
     @classmethod
     def of(cls, operands: Sequence[Any]) -> BothHeads:
         return cls(Head(*operands[:3]), Head(*operands[3:6]))
+
+    def narrowed(self, narrow: torch.dtype | None) -> list[Any]:
+        """The operands of both, with weights and biases as autocast to ``narrow`` casts them."""
+        return [each for head in self for each in head.narrowed(narrow)[:3]]
 
     def plans(self, logits_bytes: int, hold: bool, trains_weight: bool) -> tuple[BlockPlan, BlockPlan]:
         """The plans of both, with the same blocks. Each has its part of the memory."""

@@ -24,7 +24,6 @@ written over.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,15 +41,8 @@ from recompute.kernels.cross_entropy import (
     with_extras,
 )
 from recompute.kernels.cross_entropy_rows import differentiate, observe
-from recompute.kernels.linears import (
-    autocast_dtype,
-    cast,
-    check_head,
-    head_operands,
-    in_dtypes_of,
-    without_autocast,
-)
-from recompute.kernels.logit_blocks import Head, logits_nbytes, may_hold, run_backward
+from recompute.kernels.linears import autocast_dtype, cast, check_head, head_operands, in_dtypes_of, without_autocast
+from recompute.kernels.logit_blocks import Head, HeadBackward, logits_nbytes, may_hold
 from recompute.kernels.loss_settings import (
     LOSS_SCHEMA,
     LossSettings,
@@ -211,7 +203,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         """``Head``'s tensors; target, class weights, settings; the dtype to cast parameters to; logits_bytes; hold."""
         operands, targets, (settings, narrow, logits_bytes, hold) = arguments[:5], arguments[5:7], arguments[7:]
         memory = logits_bytes, hold, ctx.needs_input_grad[1]
-        outputs = _forward_op(*_narrowed(operands, narrow), *targets, *settings, *memory)
+        outputs = _forward_op(*Head(*operands).narrowed(narrow), *targets, *settings, *memory)
         loss, normalizers, total, max_logit, argmax, entropy, *held = outputs
         ctx.save_for_backward(*operands, *targets, normalizers, total)
         ctx.set_materialize_grads(False)
@@ -241,16 +233,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 given = (dloss, dentropy) if settings.with_entropy else dloss
                 found = launch.differentiable_gradients(linear_cross_entropy_reference, inputs, needed[:9], given)
                 return *found, None, None
-            inputs = (*_narrowed(saved[:5], ctx.narrow), *saved[5:])
+            inputs = (*Head(*saved[:5]).narrowed(ctx.narrow), *saved[5:])
             arguments = (dloss, dentropy, *inputs, *settings, ctx.logits_bytes, *needed[:5])
-            dhidden, *others = run_backward(ctx, _backward_op, _backward_held_op, inputs[1], arguments)
+            dhidden, *others = _BACKWARD.run(ctx, inputs[1], arguments)
             del inputs, arguments
             return dhidden, *in_dtypes_of(saved[1:5], others), *(None,) * 6
-
-
-def _narrowed(head: Sequence[Tensor | None], narrow: torch.dtype | None) -> tuple[Any, ...]:
-    """A head's operands, with parameters as autocast casts them."""
-    return Head(head[0], *cast(head[1:], narrow))  # type: ignore[arg-type]
 
 
 def _forward(*arguments: Any) -> tuple[Tensor | None, ...]:
@@ -272,18 +259,6 @@ def _forward(*arguments: Any) -> tuple[Tensor | None, ...]:
 def _forward_outputs(*arguments: Any) -> tuple[Tensor | None, ...]:
     head, target, flat, memory = Head(*arguments[:5]), arguments[5], arguments[7:-3], arguments[-3:]
     return *loss_outputs(head.hidden, target, LossSettings(*flat)), *head.held(head.plan(*memory))
-
-
-def _backward(*arguments: Any) -> tuple[Tensor | None, ...]:
-    weight, needs_weight = arguments[3], arguments[-4]
-    dweight = weight.new_empty(weight.shape) if needs_weight else None
-    dhidden, *others = _gradients(dweight, None, *arguments, holds=False)
-    return dhidden, dweight, *others
-
-
-def _backward_outputs(*arguments: Any) -> tuple[Tensor | None, ...]:
-    pairs = zip(arguments[2:7], arguments[-5:], strict=True)
-    return tuple(None if like is None or not needed else like.new_empty(like.shape) for like, needed in pairs)
 
 
 def _gradients(
@@ -337,7 +312,7 @@ def linear_cross_entropy_reference(
     narrow: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``linear_cross_entropy`` in plain PyTorch, with the logits as a whole; differentiable any number of times."""
-    head = Head(*_narrowed((hidden, weight, bias, thin, up), narrow))
+    head = Head(hidden, weight, bias, thin, up).narrowed(narrow)
     return cross_entropy_reference(head.logits(), target, class_weights, settings)
 
 
@@ -353,15 +328,6 @@ _forward_op = launch.register(
     _forward,
     _forward_outputs,
 )
-_backward_op = launch.register(
-    f"linear_cross_entropy_backward({_FOR_BACKWARD}) -> (Tensor? dhidden, Tensor? dweight, Tensor? dbias,"
-    " Tensor? dthin, Tensor? dup)",
-    _backward,
-    _backward_outputs,
-)
-_backward_held_op = launch.register(
-    f"linear_cross_entropy_backward_held(Tensor(a!)? dweight, Tensor(b!)? kept, {_FOR_BACKWARD})"
-    " -> (Tensor? dhidden, Tensor? dbias, Tensor? dthin, Tensor? dup)",
-    _gradients,
-    lambda dweight, kept, *arguments: tuple(_backward_outputs(*arguments)[at] for at in (0, 2, 3, 4)),
+_BACKWARD = HeadBackward(
+    "linear_cross_entropy", slice(2, 7), "Tensor(a!)? dweight, Tensor(b!)? kept", _FOR_BACKWARD, _gradients
 )

@@ -25,7 +25,6 @@ enough rows, forward reads each block a second time, and makes what is not held 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -47,8 +46,8 @@ from recompute.kernels.divergence_rows import (
     divergence_terms,
 )
 from recompute.kernels.linear_cross_entropy import head_losses
-from recompute.kernels.linears import autocast_dtype, cast, check_head, head_operands, in_dtypes_of, without_autocast
-from recompute.kernels.logit_blocks import Head, logits_nbytes, may_hold, run_backward
+from recompute.kernels.linears import autocast_dtype, check_head, head_operands, in_dtypes_of, without_autocast
+from recompute.kernels.logit_blocks import Head, HeadBackward, logits_nbytes, may_hold
 from recompute.kernels.loss_settings import Targets, wide_dtype
 from recompute.kernels.scores import check_scores, scored
 
@@ -142,8 +141,7 @@ def linear_divergence(
 
 
 def _checked_kind(kind: str, beta: float) -> tuple[int, float]:
-    if kind not in KINDS:
-        raise KernelError(f"linear_divergence: unknown kind {kind!r}; expected one of {', '.join(KINDS)}.")
+    launch.check_one_of("linear_divergence", "kind", kind, KINDS)
     if not 0.0 <= beta <= 1.0:
         raise KernelError(f"linear_divergence: beta is {beta}; expected a number from 0 to 1.")
     if kind == "jsd" and beta in (0.0, 1.0):
@@ -206,7 +204,7 @@ class _LinearDivergence(torch.autograd.Function):
         """``_forward``'s tensors and settings; the dtype to cast weights and biases to; logits_bytes; hold."""
         operands, (settings, narrow, logits_bytes, hold) = arguments[:6], arguments[6:]
         memory = logits_bytes, hold, ctx.needs_input_grad[1]
-        divergence, numbers, *held = _forward_op(*_narrowed(operands, narrow), *settings, *memory)
+        divergence, numbers, *held = _forward_op(*BothHeads.of(operands).narrowed(narrow), *settings, *memory)
         ctx.save_for_backward(*operands, numbers)
         ctx.set_materialize_grads(False)
         ctx.settings, ctx.narrow, ctx.logits_bytes = settings, narrow, logits_bytes
@@ -226,16 +224,11 @@ class _LinearDivergence(torch.autograd.Function):
                     linear_divergence_reference, inputs, (*needed[:3], *(False,) * 5), ddivergence
                 )
                 return *found, None, None
-            narrowed = _narrowed(operands, ctx.narrow)
+            narrowed = BothHeads.of(operands).narrowed(ctx.narrow)
             arguments = (ddivergence, *narrowed, numbers, *settings, ctx.logits_bytes, *needed[:3])
-            dhidden, *others = run_backward(ctx, _backward_op, _backward_held_op, narrowed[1], arguments)
+            dhidden, *others = _BACKWARD.run(ctx, narrowed[1], arguments)
             del narrowed, arguments
             return dhidden, *in_dtypes_of(operands[1:3], others), *(None,) * 7
-
-
-def _narrowed(operands: Sequence[Any], narrow: torch.dtype | None) -> list[Any]:
-    """The operands, with weights and biases as autocast casts them."""
-    return [operands[0], *cast(operands[1:3], narrow), operands[3], *cast(operands[4:6], narrow)]
 
 
 def _forward(*arguments: Any) -> tuple[Tensor | None, ...]:
@@ -256,18 +249,6 @@ def _forward_outputs(*arguments: Any) -> tuple[Tensor | None, ...]:
     both, memory, hidden = BothHeads.of(arguments), arguments[-3:], arguments[0]
     held = [head.held(plan) for head, plan in zip(both, both.plans(*memory), strict=True)]
     return hidden.new_empty(hidden.shape[:-1], dtype=wide_dtype(hidden)), both.numbers(), *held[0], held[1][1]
-
-
-def _backward(*arguments: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    weight, needs_weight = arguments[2], arguments[-2]
-    dweight = weight.new_empty(weight.shape) if needs_weight else None
-    dhidden, dbias = _gradients(dweight, None, None, *arguments, holds=False)
-    return dhidden, dweight, dbias
-
-
-def _backward_outputs(*arguments: Any) -> tuple[Tensor | None, ...]:
-    pairs = zip(arguments[1:4], arguments[-3:], strict=True)
-    return tuple(None if like is None or not needed else like.new_empty(like.shape) for like, needed in pairs)
 
 
 def _gradients(
@@ -306,7 +287,8 @@ def linear_divergence_reference(
     narrow: torch.dtype | None = None,
 ) -> Tensor:
     """``linear_divergence`` in plain PyTorch, with the logits as a whole; differentiable any number of times."""
-    operands = _narrowed((student, student_weight, student_bias, teacher, teacher_weight, teacher_bias), narrow)
+    heads = Head(student, student_weight, student_bias), Head(teacher, teacher_weight, teacher_bias)
+    operands = BothHeads(*heads).narrowed(narrow)
     log_p, log_q = (
         torch.log_softmax(scored(F.linear(*each), scores), -1).clamp_min(_NONE)
         for each, scores in zip((operands[:3], operands[3:]), settings.scores, strict=True)
@@ -328,14 +310,5 @@ _forward_op = launch.register(
     _forward,
     _forward_outputs,
 )
-_backward_op = launch.register(
-    f"linear_divergence_backward({_FOR_BACKWARD}) -> (Tensor? dhidden, Tensor? dweight, Tensor? dbias)",
-    _backward,
-    _backward_outputs,
-)
-_backward_held_op = launch.register(
-    "linear_divergence_backward_held(Tensor(a!)? dweight, Tensor(b!)? kept, Tensor? teacher_kept,"
-    f" {_FOR_BACKWARD}) -> (Tensor? dhidden, Tensor? dbias)",
-    _gradients,
-    lambda dweight, kept, teacher_kept, *arguments: _backward_outputs(*arguments)[::2],
-)
+_HELD = "Tensor(a!)? dweight, Tensor(b!)? kept, Tensor? teacher_kept"
+_BACKWARD = HeadBackward("linear_divergence", slice(1, 4), _HELD, _FOR_BACKWARD, _gradients)

@@ -152,11 +152,7 @@ def sum_of_products(pairs: Iterable[tuple[Tensor | None, Tensor]], dtype: torch.
 
 
 def linear_gradients(
-    doutput: Tensor | None,
-    inputs: Tensor | None,
-    needs_dweight: bool,
-    needs_dbias: bool,
-    weight: Tensor | None,
+    doutput: Tensor | None, inputs: Tensor | None, needs_dweight: bool, needs_dbias: bool, weight: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of a Linear's weight and bias. ``inputs`` may be None where the weight's is not needed.
 

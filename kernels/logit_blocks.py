@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from recompute.errors import KernelError
 from recompute.kernels import launch
+from recompute.kernels.linears import cast
 from recompute.kernels.loss_settings import wide_dtype
 
 WIDTH = 8448
@@ -104,6 +105,10 @@ class Head(NamedTuple):
         (vocabulary, hidden), itemsize = self.weight.shape, self.hidden.dtype.itemsize
         return plan_blocks(self.tokens, vocabulary, hidden, itemsize, logits_bytes, hold, trains_weight)
 
+    def narrowed(self, narrow: torch.dtype | None) -> Head:
+        """The same head, with parameters and ``thin`` as autocast to ``narrow`` casts them."""
+        return Head(self.hidden, *cast(self[1:], narrow))
+
     def held(self, plan: BlockPlan) -> tuple[Tensor | None, Tensor | None]:
         """Memory for the logits that are held until backward: that of the weight's gradient, and more beside it."""
         dweight = self.weight.new_empty(self.weight.shape) if plan.in_gradient > 0 else None
@@ -111,9 +116,15 @@ class Head(NamedTuple):
         return dweight, self.hidden.new_empty(size) if plan.beside > 0 else None
 
     def blocks(self, plan: BlockPlan, dweight: Tensor | None, kept: Tensor | None) -> Blocks:
-        thin = None if self.thin is None else self.thin.reshape(-1, self.thin.shape[-1])
-        rows = self._replace(hidden=self.hidden.reshape(-1, self.hidden.shape[-1]), thin=thin)
-        return Blocks(plan, rows, dweight, kept)
+        return Blocks(plan, self.of_rows(), dweight, kept)
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> Head:
+        """The same head on the rows that ``move`` returns, (..., any)."""
+        return self._replace(hidden=move(self.hidden), thin=None if self.thin is None else move(self.thin))
+
+    def of_rows(self) -> Head:
+        """The same head with tokens in one dimension."""
+        return self.moved(lambda rows: rows.reshape(-1, rows.shape[-1]))
 
     def logits(self) -> Tensor:
         """All of them, in plain PyTorch."""
@@ -128,21 +139,55 @@ def may_hold(head: Head) -> bool:
     return trains and not torch.compiler.is_compiling()
 
 
-def run_backward(
-    ctx: Any, op: Callable[..., Any], held_op: Callable[..., Any], weight: Tensor, arguments: Sequence[Any]
-) -> tuple[Tensor | None, ...]:
-    """The gradients of hidden states, of ``weight`` and others, as ``op(*arguments)`` returns them.
+class HeadBackward:
+    """The two ops of a head's backward: one makes all logits again, the other reads those that forward has held."""
 
-    ``held_op`` writes over the memory that forward has left in ``ctx.held``: the weight's gradient, then logits. So a
-    second backward has none of it.
-    """
-    if ctx.held is None or torch.compiler.is_compiling():
-        return op(*arguments)
-    (dweight, *kept), ctx.held = ctx.held, None
-    if dweight is None and ctx.needs_input_grad[1]:
-        dweight = weight.new_empty(weight.shape)
-    dhidden, *others = held_op(dweight, *kept, *arguments)
-    return dhidden, dweight if ctx.needs_input_grad[1] else None, *others
+    def __init__(self, name: str, operands: slice, held: str, schema: str, gradients: Callable[..., Any]):
+        """Register the ops.
+
+        Args:
+            operands: which arguments are hidden states, the weight, and others, each with a gradient if it is wanted.
+                The last arguments say so of each.
+            held: the memory that forward has left, as a schema has it. The weight's gradient comes first.
+            schema: all other arguments.
+            gradients: called with what is ``held`` and the other arguments, and with ``holds=False`` if forward has
+                left no logits. It writes the weight's gradient, and returns those of the others.
+        """
+        count, parts = operands.stop - operands.start, held.count(",") + 1
+
+        def outputs(*arguments: Any) -> tuple[Tensor | None, ...]:
+            pairs = zip(arguments[operands], arguments[-count:], strict=True)
+            return tuple(like.new_empty(like.shape) if like is not None and needed else None for like, needed in pairs)
+
+        def again(*arguments: Any) -> tuple[Tensor | None, ...]:
+            weight, needs_weight = arguments[operands][1], arguments[1 - count]
+            dweight = weight.new_empty(weight.shape) if needs_weight else None
+            dhidden, *others = gradients(dweight, *[None] * (parts - 1), *arguments, holds=False)
+            return dhidden, dweight, *others
+
+        def held_outputs(*arguments: Any) -> tuple[Tensor | None, ...]:
+            dhidden, _, *others = outputs(*arguments[parts:])
+            return dhidden, *others
+
+        of = ["Tensor? dhidden", *("Tensor? dbias", "Tensor? dthin", "Tensor? dup")[: count - 2]]
+        results = ", ".join([of[0], "Tensor? dweight", *of[1:]])
+        self._again = launch.register(f"{name}_backward({schema}) -> ({results})", again, outputs)
+        held_schema = f"{name}_backward_held({held}, {schema}) -> ({', '.join(of)})"
+        self._held = launch.register(held_schema, gradients, held_outputs)
+
+    def run(self, ctx: Any, weight: Tensor, arguments: Sequence[Any]) -> tuple[Tensor | None, ...]:
+        """The gradients of hidden states, of ``weight`` and others.
+
+        This writes over the memory that forward has left in ``ctx.held``: the weight's gradient, then logits. So a
+        second backward has none of it.
+        """
+        if ctx.held is None or torch.compiler.is_compiling():
+            return self._again(*arguments)
+        (dweight, *kept), ctx.held = ctx.held, None
+        if dweight is None and ctx.needs_input_grad[1]:
+            dweight = weight.new_empty(weight.shape)
+        dhidden, *others = self._held(dweight, *kept, *arguments)
+        return dhidden, dweight if ctx.needs_input_grad[1] else None, *others
 
 
 class Blocks:

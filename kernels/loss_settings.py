@@ -72,8 +72,7 @@ def checked_settings(
     if not z_loss >= 0.0:
         raise KernelError(f"{op}: z_loss is {z_loss}; expected a number of at least 0.")
     check_scores(op, scale=scale, temperature=temperature, softcap=softcap)
-    if reduction not in REDUCTIONS:
-        raise KernelError(f"{op}: unknown reduction {reduction!r}; expected one of {', '.join(REDUCTIONS)}.")
+    launch.check_one_of(op, "reduction", reduction, REDUCTIONS)
     numbers = int(ignore_index), float(label_smoothing), float(z_loss), float(softcap or 0.0)
     return LossSettings(*numbers, reduction, with_max, with_argmax, float(scale), float(temperature))
 

@@ -28,15 +28,20 @@ class Statistics(NamedTuple):
     def of_rows(self) -> Statistics:
         """The same statistics, as if one block had whole rows."""
         highest, blocks = self.maxima.max(0, keepdim=True)
-        factors = torch.exp(self.maxima - highest)
-        moments = self.moments
-        if moments is not None:
-            moments = (factors * (moments + self.sums * finite_gap(self.maxima, highest))).sum(0, keepdim=True)
+        sums, moments = self.scaled_to(highest)
         return Statistics(
-            *(highest, (self.sums * factors).sum(0, keepdim=True)),
-            *(None if self.weighted_sums is None else self.weighted_sums.sum(0, keepdim=True), moments),
+            *(highest, sums.sum(0, keepdim=True)),
+            None if self.weighted_sums is None else self.weighted_sums.sum(0, keepdim=True),
+            None if moments is None else moments.sum(0, keepdim=True),
             *(None if self.indices is None else self.indices.gather(0, blocks), self.target_logits),
         )
+
+    def scaled_to(self, highest: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Sums and moments as if each block's maximum were ``highest``."""
+        factors, moments = torch.exp(self.maxima - highest), self.moments
+        if moments is not None:
+            moments = factors * (moments + self.sums * finite_gap(self.maxima, highest))
+        return self.sums * factors, moments
 
 
 class Losses(NamedTuple):

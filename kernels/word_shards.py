@@ -19,7 +19,6 @@ from torch import Tensor, distributed
 from recompute.errors import KernelError
 from recompute.kernels.loss_settings import Targets
 from recompute.kernels.row_statistics import Statistics
-from recompute.kernels.scores import finite_gap
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -99,13 +98,13 @@ def over_ranks(statistics: Statistics, targets: Targets, rows: int) -> Statistic
     group, own = _group(settings.group), statistics.of_rows()
     highest = own.maxima.clone()
     distributed.all_reduce(highest, distributed.ReduceOp.MAX, group=group)
-    factors = torch.exp(own.maxima - highest)
+    scaled, moments = own.scaled_to(highest)
     here = (labels >= settings.first) & (labels < settings.first + rows)
-    sums = [own.sums * factors, own.target_logits.where(here, 0.0).view(-1, count).t()]
+    sums = [scaled, own.target_logits.where(here, 0.0).view(-1, count).t()]
     if own.weighted_sums is not None:
         sums.append(own.weighted_sums)
-    if own.moments is not None:
-        sums.append(factors * (own.moments + own.sums * finite_gap(own.maxima, highest)))
+    if moments is not None:
+        sums.append(moments)
     table = torch.cat(sums)
     distributed.all_reduce(table, group=group)
     indices = own.indices
@@ -115,7 +114,7 @@ def over_ranks(statistics: Statistics, targets: Targets, rows: int) -> Statistic
     return Statistics(
         *(highest, table[:1]),
         None if own.weighted_sums is None else table[1 + count : 2 + count],
-        None if own.moments is None else table[-1:],
+        None if moments is None else table[-1:],
         *(indices, table[1 : 1 + count].t().reshape(-1)),
     )
 

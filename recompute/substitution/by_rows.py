@@ -12,6 +12,7 @@ from recompute.kernels.launch import differentiable_gradients, widen
 from recompute.kernels.linears import autocast_dtype, cast, without_autocast
 from recompute.kernels.logit_blocks import WIDTH, Head
 from recompute.kernels.loss_settings import wide_dtype
+from recompute.kernels.scores import Scores, scored
 
 
 def by_rows(logits: Sequence[Any], function: Callable[..., Tensor], *others: Tensor) -> Tensor:
@@ -22,13 +23,13 @@ def by_rows(logits: Sequence[Any], function: Callable[..., Tensor], *others: Ten
     """
     first = logits[0]
     rows = [each.reshape(each.shape[:-1].numel(), each.shape[-1]) for each in others]
-    heads = [each.head_of_rows() for each in logits]
+    heads = [each.operands.of_rows() for each in logits]
     with first.autocast_as_made():
-        call = _Call(function, heads)
+        call = _Call(function, [each._head.scores for each in logits], heads[0], first._head.logits_bytes)
         if len(call.spans) == 1 and not any(each.family_trains for each in logits):
             found = function([widen(each.value().reshape(-1, each.shape[-1])) for each in logits], *rows)
             return found.reshape(*first.shape[:-1], *found.shape[1:])
-        found = _ByRows.apply(call, len(rows), *rows, *[tensor for head in heads for tensor in head.tensors])
+        found = _ByRows.apply(call, len(rows), *rows, *[tensor for head in heads for tensor in head])
     return found.reshape(*first.shape[:-1], *found.shape[1:])
 
 
@@ -53,15 +54,16 @@ def one_like(argument: Any) -> Any:
 
 
 class _Call:
-    """A function of rows of heads' logits."""
+    """A function of rows of heads' logits, which it holds no tensor of."""
 
-    def __init__(self, function: Callable[..., Tensor], heads: Sequence[Any]):
-        self.function, self.heads = function, heads
-        self.narrow = autocast_dtype(heads[0].hidden.device.type)
-        """The dtype in which autocast computes matrix products, in forward and again in backward."""
-        tokens, vocabulary = heads[0].tensors[0].shape[0], len(heads[0].tensors[1])
-        room = heads[0].logits_bytes or tokens * WIDTH * heads[0].tensors[0].dtype.itemsize
-        rows = max(int(room / (vocabulary * heads[0].tensors[0].dtype.itemsize)), 256)
+    def __init__(self, function: Callable[..., Tensor], scores: list[Scores], first: Head, logits_bytes: int | None):
+        self.function, self.scores = function, scores
+        hidden, weight, *_ = first
+        self.device, self.narrow = hidden.device.type, autocast_dtype(hidden.device.type)
+        """``narrow``: autocast computes matrix products in this dtype, in forward and again in backward."""
+        tokens, vocabulary, itemsize = len(hidden), len(weight), hidden.dtype.itemsize
+        room = logits_bytes or tokens * WIDTH * itemsize
+        rows = max(int(room / (vocabulary * itemsize)), 256)
         self.spans = [slice(start, start + rows) for start in range(0, max(tokens, 1), rows)]
 
     def of(self, span: slice, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -70,8 +72,8 @@ class _Call:
 
     def run(self, span: slice, others: Sequence[Tensor], tensors: Sequence[Tensor | None]) -> Tensor:
         narrowed = [cast(tensors[first : first + 5], self.narrow) for first in range(0, len(tensors), 5)]
-        with without_autocast(self.heads[0].hidden.device.type):
-            rows = [head.scored(Head(*each).logits()) for head, each in zip(self.heads, narrowed, strict=True)]
+        with without_autocast(self.device):
+            rows = [scored(Head(*head).logits(), scores) for head, scores in zip(narrowed, self.scores, strict=True)]
             return self.function(rows, *[each[span] for each in others])
 
 

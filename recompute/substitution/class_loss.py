@@ -16,7 +16,7 @@ from recompute.substitution.lazy_tensors import LazyTensor
 
 def class_loss(
     logits: Any,
-    dim: int,
+    dim: int | None,
     dtype: torch.dtype,
     target: Any,
     weight: Tensor | None = None,
@@ -30,31 +30,31 @@ def class_loss(
     settings = logits.score_settings()
     if settings is None or size_average is not None or reduce is not None or not isinstance(target, Tensor):
         return NotImplemented
+    dim = logits.dim() - 1 if dim is None else dim
     if dim != min(1, logits.dim() - 1) or (weight is not None and weight.requires_grad):
         return NotImplemented
     if target.is_floating_point():
         return _soft_loss(logits, dim, dtype, target, weight, reduction, label_smoothing)
     if target.shape != logits.shape[:-1] or target.dtype is not torch.int64:
         return NotImplemented  # PyTorch has an error to raise
-    head = logits._head
-    hidden, rows, bias, *adapter = logits.operands
+    head, observe = logits.operands, logits._head.observe
     with logits.autocast_as_made():
         loss = linear_cross_entropy(
-            *(hidden, rows, target, bias),
+            *(head.hidden, head.weight, target, head.bias),
             **settings,
-            adapter=tuple(adapter) or None,
+            adapter=head.adapter,
             ignore_index=ignore_index,
             label_smoothing=label_smoothing,
             class_weights=weight,
             reduction=reduction,
-            return_argmax=head.observe is not None,
-            logits_bytes=head.logits_bytes,
+            return_argmax=observe is not None,
+            logits_bytes=logits._head.logits_bytes,
         )
     if not isinstance(loss, Tensor):
-        if head.observe is not None and loss.argmax is not None:
-            head.observe(loss.argmax.flatten(), target.flatten(), ignore_index)
+        if observe is not None and loss.argmax is not None:
+            observe(loss.argmax.flatten(), target.flatten(), ignore_index)
         loss = loss.loss
-    logits.count(hidden, dtype)
+    logits.count(head.hidden, dtype)
     return loss.to(dtype)
 
 

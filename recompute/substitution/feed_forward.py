@@ -71,10 +71,7 @@ def _linear(formula: Formula) -> tuple[_Linear, Formula] | None:
             return _Linear(weight, None, is_torchs=True), given
         case ("linear", given, ("parameter", str(weight)), ("parameter", str(bias))):
             return _Linear(weight, bias, is_torchs=True), given
-        case (
-            "unflatten",
-            ("addmm", ("parameter", str(bias)), ("flatten", given), ("parameter", str(weight))),
-        ):
+        case ("unflatten", ("addmm", ("parameter", str(bias)), ("flatten", given), ("parameter", str(weight)))):
             return _Linear(weight, bias, is_transposed=True), given
         case ("matmul", given, ("t", ("parameter", str(weight)))):
             return _Linear(weight, None), given

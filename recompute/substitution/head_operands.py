@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from recompute.kernels.scores import Scores, scored
+from recompute.kernels.logit_blocks import Head
+from recompute.kernels.scores import Scores
 
 LossCounter = Callable[[Tensor, Tensor, int], None]
 """Called after each loss with the Linear's input, its weight, and the bytes that the loss did not need to hold."""
@@ -23,12 +24,7 @@ The arg-max is None if the loss was no cross-entropy."""
 class HeadOperands:
     """The operands of logits: those of a Linear, the scale of its output, and a cap on that, if any."""
 
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    thin: Tensor | None = None
-    up: Tensor | None = None
-    """An adapter on the head adds the product of ``thin`` and ``up``, as ``linear_cross_entropy`` takes them."""
+    own: Head
     observe: LossObserver | None = None
     count: LossCounter | None = None
     logits_bytes: int | None = None
@@ -41,13 +37,9 @@ class HeadOperands:
     temperature: float = 1.0
     """The divisor of capped logits."""
 
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        return self.hidden, self.weight, self.bias, self.thin, self.up
-
     def moved(self, move: Callable[[Tensor], Tensor]) -> HeadOperands:
         """The same head on the rows that ``move`` returns, (..., any)."""
-        return replace(self, hidden=move(self.hidden), thin=None if self.thin is None else move(self.thin))
+        return replace(self, own=self.own.moved(move))
 
     def settled(self) -> HeadOperands:
         """The same head. A divisor that might have become a cap is now part of the scale."""
@@ -57,20 +49,22 @@ class HeadOperands:
 
     def plus(self, bias: Tensor) -> HeadOperands:
         """The same head with a vector added to the logits."""
-        added = (bias.reshape(-1) if self.scale == 1 else bias.reshape(-1) / self.scale).to(self.weight.dtype)
-        return replace(self, bias=added if self.bias is None else self.bias + added)
+        added = (bias.reshape(-1) if self.scale == 1 else bias.reshape(-1) / self.scale).to(self.own.weight.dtype)
+        return replace(self, own=self.own._replace(bias=added if self.own.bias is None else self.own.bias + added))
 
     def adapted(self, other: HeadOperands) -> HeadOperands:
         """The same head with the logits of another one added. The other's input is thinner."""
         ratio = other.scale / self.scale
-        thin = (other.hidden if ratio == 1 else other.hidden * ratio).to(self.hidden.dtype)
-        up = other.weight.to(self.weight.dtype)
-        if self.thin is not None and self.up is not None:
-            thin, up = torch.cat([self.thin, thin], -1), torch.cat([self.up, up], -1)
-        head = replace(self, thin=thin, up=up)
-        return head if other.bias is None else head.plus(other.bias * other.scale)
+        own, added = self.own, other.own
+        thin = (added.hidden if ratio == 1 else added.hidden * ratio).to(own.hidden.dtype)
+        up = added.weight.to(own.weight.dtype)
+        if own.thin is not None and own.up is not None:
+            thin, up = torch.cat([own.thin, thin], -1), torch.cat([own.up, up], -1)
+        head = replace(self, own=own._replace(thin=thin, up=up))
+        return head if added.bias is None else head.plus(added.bias * other.scale)
 
-    def scored(self, logits: Tensor) -> Tensor:
-        """The scores that a softmax takes, in float32 (float64 for float64)."""
+    @property
+    def scores(self) -> Scores:
+        """The scores that a softmax takes of the logits."""
         head = self.settled()
-        return scored(logits, Scores.of(head.scale, head.cap or 0.0, head.temperature))
+        return Scores.of(head.scale, head.cap or 0.0, head.temperature)

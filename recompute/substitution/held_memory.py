@@ -64,12 +64,7 @@ class HeldMemoryCounter:
         self._known: dict[Hashable, KernelAndEager | None] = {}
 
     def count(
-        self,
-        kind: tuple[Any, ...],
-        x: Tensor,
-        weights: Sequence[Tensor | None],
-        kernels: Compute,
-        as_written: Compute,
+        self, kind: tuple[Any, ...], x: Tensor, weights: Sequence[Tensor | None], kernels: Compute, as_written: Compute
     ) -> None:
         """Count a run of ``kernels(x)``, which is about to come.
 

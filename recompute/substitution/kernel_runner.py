@@ -105,17 +105,20 @@ class KernelRunner(Runner, ABC):
         return first is not None and (first.is_cuda or local.simulates_cuda)
 
     def compute(
-        self,
-        kind: tuple[Any, ...],
-        x: Tensor,
-        weights: Sequence[Tensor | None],
-        kernels: Compute,
-        as_written: Compute,
+        self, kind: tuple[Any, ...], x: Tensor, weights: Sequence[Tensor | None], kernels: Compute, as_written: Compute
     ) -> Any:
-        """``kernels(x)``, with what they hold for backward counted: see ``HeldMemoryCounter.count``."""
+        """``kernels(x)``, with what they hold for backward counted: see ``HeldMemoryCounter.count``.
+
+        The recipes that they record count for this runner's statistics.
+        """
         self.held.count(kind, x, weights, kernels, as_written)
-        with CreditedTo(self.statistics):
+        if torch.compiler.is_compiling():  # compiled code records nothing
             return kernels(x)
+        outer, local.statistics = local.statistics, self.statistics
+        try:
+            return kernels(x)
+        finally:
+            local.statistics = outer
 
 
 class PlainRunner(Runner):
@@ -127,23 +130,6 @@ class PlainRunner(Runner):
 
     def run(self, module: nn.Module | None, forward: Forward, args: tuple, kwargs: dict) -> Any:
         return forward(*args, **kwargs)
-
-
-class CreditedTo:
-    """Inside, the recipes that kernels record count for ``statistics``."""
-
-    __slots__ = ("_outer", "_statistics")
-
-    def __init__(self, statistics: RegionStatistics):
-        self._statistics = statistics
-
-    def __enter__(self) -> None:
-        if not torch.compiler.is_compiling():  # compiled code records nothing
-            self._outer, local.statistics = local.statistics, self._statistics
-
-    def __exit__(self, *error: object) -> None:
-        if not torch.compiler.is_compiling():
-            local.statistics = self._outer
 
 
 def is_transformed() -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,23 +14,16 @@ from torch.nn import functional as F
 from recompute.kernels.linear_divergence import linear_divergence
 from recompute.kernels.linear_log_probs import linear_log_probs
 from recompute.kernels.linears import autocasts
+from recompute.kernels.logit_blocks import Head
 from recompute.kernels.loss_settings import wide_dtype
+from recompute.kernels.scores import scored
+from recompute.substitution import known_functions as torchs
 from recompute.substitution.by_rows import by_rows
 from recompute.substitution.class_loss import class_loss
 from recompute.substitution.head_operands import HeadOperands, LossCounter, LossObserver
-from recompute.substitution.lazy_moved import PERMUTATIONS, ROWS, permuted, rows_of
-from recompute.substitution.lazy_rows import (
-    GATHERS,
-    LOGSUMEXPS,
-    REDUCTIONS,
-    TOPKS,
-    TOTALS,
-    LazyRows,
-    highest_of,
-)
+from recompute.substitution.lazy_moved import permuted, rows_of
+from recompute.substitution.lazy_rows import LazyRows, highest_of
 from recompute.substitution.lazy_tensors import (
-    PRODUCTS,
-    RESHAPES,
     LazyTensor,
     cast_dtype,
     fixed,
@@ -39,7 +32,6 @@ from recompute.substitution.lazy_tensors import (
     outline,
     values_of,
 )
-from recompute.substitution.word_terms import ADDITIONS, DIVISIONS, SOFTMAXES
 
 
 class LazyLogits(LazyTensor):
@@ -68,7 +60,7 @@ class LazyLogits(LazyTensor):
         logits_bytes: int | None = None,
     ) -> LazyLogits:
         """observe, count: called for each loss that is computed without the logits. logits_bytes: what it may hold."""
-        head = HeadOperands(hidden, weight, bias, observe=observe, count=count, logits_bytes=logits_bytes)
+        head = HeadOperands(Head(hidden, weight, bias), observe=observe, count=count, logits_bytes=logits_bytes)
         return LazyLogits._of(head, hidden.dtype, lambda: F.linear(hidden, weight, bias), [])
 
     @staticmethod
@@ -79,8 +71,8 @@ class LazyLogits(LazyTensor):
         family: list[weakref.ref[LazyTensor]],
         sources: Sequence[Tensor] | None = None,
     ) -> LazyLogits:
-        shape = (*head.hidden.shape[:-1], head.weight.shape[0])
-        made = LazyLogits(shape, head.tensors, compute, dtype, sources)
+        shape = (*head.own.hidden.shape[:-1], head.own.weight.shape[0])
+        made = LazyLogits(shape, head.own, compute, dtype, sources)
         made._head, made._family, made._entropies, made._detached = head, family, None, lambda: None
         made.join_family(made)
         return made
@@ -105,49 +97,31 @@ class LazyLogits(LazyTensor):
                 member.value()
 
     def fused(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if function in ADDITIONS and len(args) == 2 and not kwargs:
-            return self._plus(function, *args)
-        if not args or args[0] is not self:
+        if function in torchs.OF_SCORES and self.score_settings() is None:
             return NotImplemented
-        if function is F.cross_entropy:
-            return self.loss(function, self.dim() - 1, *args[1:], **kwargs)
-        if function in RESHAPES:
-            return self._reshaped(function, args[1:], kwargs)
-        if function is Tensor.__getitem__:
-            return self._indexed(args[1])
-        if function in PERMUTATIONS:
-            return permuted(self, function, args[1:], kwargs)
-        if function in ROWS:
-            return rows_of(self, function, args[1:], kwargs)
-        if (dtype := cast_dtype(function, args[1:], kwargs)) is not None:
-            return self if self.dtype is dtype else self._then(lambda value: value.to(dtype), self._head, dtype)
-        if function is Tensor.contiguous and not kwargs:
-            return self._then(Tensor.contiguous, self._head)
-        if function is Tensor.detach:
-            return self._without_gradients()
-        if function in SOFTMAXES:
-            return LazyRows.of_softmax(self, function, args[1:], kwargs)
-        found = NotImplemented if self.score_settings() is None else self._few(function, args[1:], kwargs)
-        return self._scaled(function, args[1:]) if found is NotImplemented and not kwargs else found
+        return super().fused(function, args, kwargs)
 
-    def _few(self, function: Any, rest: tuple, kwargs: dict[str, Any]) -> Any:
-        """A few numbers a row, or all logits' sum or mean; or NotImplemented."""
-        if function in GATHERS:
-            words = gathered_words(self, *rest, **kwargs)
-            return NotImplemented if words is None else self._picked(words).to(self.dtype)
-        if function in TOPKS:
-            return highest_of(self, function, rest, kwargs)
-        if function not in REDUCTIONS:
-            return NotImplemented
-        is_total = not rest and not kwargs and function in TOTALS
+    def _cast(self, function: Any, rest: tuple, kwargs: dict[str, Any]) -> Any:
+        dtype = cast_dtype(function, rest, kwargs)
+        if dtype in (None, self.dtype):
+            return NotImplemented if dtype is None else self
+        return self._then(lambda value: value.to(dtype), self._head, dtype)
+
+    def _gathered(self, _: Any, rest: tuple, kwargs: dict[str, Any]) -> Any:
+        words = gathered_words(self, *rest, **kwargs)
+        return NotImplemented if words is None else self._picked(words).to(self.dtype)
+
+    def _reduced(self, function: Any, rest: tuple, kwargs: dict[str, Any]) -> Any:
+        """A number of each row, or all logits' sum or mean; or NotImplemented."""
+        is_total = not rest and not kwargs and function in torchs.TOTALS
         kwargs = dict(kwargs)
         keepdim = kwargs.pop("keepdim", False)
         if not is_total and not is_last(self, rest, kwargs):
             return NotImplemented
-        if function in LOGSUMEXPS:  # of any word
+        if function in torchs.LOGSUMEXPS:  # of any word
             word = torch.zeros((*self.shape[:-1], 1), dtype=torch.int64, device=self.device)
             found = (self._picked(word) - self.log_probs(word)).squeeze(-1)
-        elif function in TOTALS and self._head.settled().cap is None:
+        elif function in torchs.TOTALS and self._head.settled().cap is None:
             found = self._sums() / (self.shape[-1] if function in (Tensor.mean, torch.mean) else 1)
         else:
             found = by_rows((self,), lambda rows: function(rows[0], -1))
@@ -156,32 +130,34 @@ class LazyLogits(LazyTensor):
 
     def _sums(self) -> Tensor:
         """The sum of each row's logits, in float32: the sum of a product is a product with a sum."""
-        wide = wide_dtype(self._head.hidden)
-        hidden, weight, bias, *adapter = self.operands
-        pairs = [(hidden, weight), *([tuple(adapter)] if adapter else [])]
+        wide = wide_dtype(self._head.own.hidden)
+        hidden, weight, bias, *_ = head = self.operands
+        pairs = [(hidden, weight), *([] if head.adapter is None else [head.adapter])]
         with torch.autocast(self.device.type, enabled=False):
-            found = sum(rows.to(wide) @ columns.sum(0, dtype=wide) for rows, columns in pairs)
-            return self._head.scored(found if bias is None else found + bias.sum(dtype=wide))
+            found: Any = sum(rows.to(wide) @ columns.sum(0, dtype=wide) for rows, columns in pairs)
+            return scored(found if bias is None else found + bias.sum(dtype=wide), self._head.scores)
 
     def _picked(self, words: Tensor) -> Tensor:
         """The logits of some words, (..., K), in float32, as a softmax takes them."""
         wrong = (words < 0) | (words >= self.shape[-1])
         if words.device.type == "cpu" and wrong.any():  # CUDA refuses it itself
             raise IndexError(f"index {words[wrong][0]} is out of bounds for {self.shape[-1]} words")
-        (hidden, weight, bias, thin, up), words_ = self.head_of_rows().tensors, words.reshape(-1, words.shape[-1])
+        head, words_ = self.operands.of_rows(), words.reshape(-1, words.shape[-1])
 
         def products(rows: Tensor, table: Tensor) -> Tensor:
             columns = [F.embedding(each, table).to(rows.dtype)[..., None] for each in words_.t()]
             return torch.cat([(rows[:, None] @ each)[..., 0] for each in columns], -1)
 
-        logits = products(hidden, weight)
-        logits = logits if bias is None else logits + bias[words_]
-        logits = logits if thin is None or up is None else logits + products(thin, up)
-        return self._head.scored(logits).reshape(words.shape)
+        logits = products(head.hidden, head.weight)
+        logits = logits if head.bias is None else logits + head.bias[words_]
+        logits = logits if head.adapter is None else logits + products(*head.adapter)
+        return scored(logits, self._head.scores).reshape(words.shape)
 
-    def _plus(self, function: Any, one: Any, other: Any) -> Any:
+    def _plus(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Logits plus a vector, as BART adds, or plus those of a thinner head, as a LoRA adapter has."""
-        head = self._head.settled()
+        if len(args) != 2 or kwargs:
+            return NotImplemented
+        (one, other), head = args, self._head.settled()
         if head.cap_steps or not all(isinstance(each, Tensor) for each in (one, other)):
             return NotImplemented
         dtype = torch.promote_types(one.dtype, other.dtype)
@@ -193,9 +169,10 @@ class LazyLogits(LazyTensor):
             if vector.dim() == 0 or vector.shape[-1] != self.shape[-1]:
                 return NotImplemented
             return self._joined(head.plus(vector), dtype, compute, [vector])
-        base, added = (one, other) if one._head.hidden.shape[-1] >= other._head.hidden.shape[-1] else (other, one)
+        is_wider = one._head.own.hidden.shape[-1] >= other._head.own.hidden.shape[-1]
+        base, added = (one, other) if is_wider else (other, one)
         heads = base._head.settled(), added._head.settled()
-        if one.shape != other.shape or any(each.cap_steps for each in heads) or heads[1].thin is not None:
+        if one.shape != other.shape or any(each.cap_steps for each in heads) or heads[1].own.thin is not None:
             return NotImplemented
         if not (base.is_lazy and added.is_lazy):
             return NotImplemented
@@ -206,7 +183,7 @@ class LazyLogits(LazyTensor):
                     member._family = base._family
         return base._joined(heads[0].adapted(heads[1]), dtype, compute, added._sources)
 
-    def _without_gradients(self) -> LazyLogits:
+    def _without_gradients(self, *_: Any) -> LazyLogits:
         with torch.no_grad():
             return self._then(Tensor.detach, self._head)
 
@@ -222,9 +199,8 @@ class LazyLogits(LazyTensor):
     def _joined(
         self, head: HeadOperands, dtype: torch.dtype, compute: Callable[[], Tensor], others: Sequence[Tensor]
     ) -> Any:
-        made = LazyLogits._of(head, dtype, compute, self._family, [*self._sources, *others])
-        made.set_autocast(self._narrow)
-        return made
+        with self.autocast_as_made():
+            return LazyLogits._of(head, dtype, compute, self._family, [*self._sources, *others])
 
     def _then(
         self, function: Callable[[Tensor], Tensor], head: HeadOperands, dtype: torch.dtype | None = None
@@ -248,9 +224,9 @@ class LazyLogits(LazyTensor):
         head = self._head.moved(lambda rows: rows.permute(*order, -1))
         return self._then(lambda value: value.permute(*order, -1), head)
 
-    def _indexed(self, index: Any) -> Any:
+    def _indexed(self, _: Any, rest: tuple, kwargs: dict[str, Any]) -> Any:
         """Lazy only where indexing leaves the last dimension whole."""
-        index = fixed(index)
+        index = fixed(rest[0])
         parts = list(index) if isinstance(index, tuple) else [index]
         whole = [at for at, part in enumerate(parts) if part is ...]
         if len(whole) > 1 or not all(part is ... or isinstance(part, (int, slice, Tensor)) for part in parts):
@@ -265,43 +241,38 @@ class LazyLogits(LazyTensor):
             return NotImplemented
         return self._then(lambda value: value[index], self._head.moved(lambda rows: rows[tuple(parts)]))
 
-    def _scaled(self, function: Any, rest: tuple) -> Any:
+    def _scaled(self, function: Any, rest: tuple, kwargs: dict[str, Any]) -> Any:
         """A product with a number, or one step of ``cap * tanh(logits / cap)``."""
+        if kwargs:
+            return NotImplemented
         head = self._head
         number = rest[0] if len(rest) == 1 and isinstance(rest[0], (int, float)) and rest[0] > 0 else None
-        if head.cap_steps < 2 and number is not None and function in (DIVISIONS | PRODUCTS):
+        if head.cap_steps < 2 and number is not None and function in (torchs.DIVISIONS | torchs.PRODUCTS):
             head = head.settled()
-            is_product = function in PRODUCTS
+            is_product = function in torchs.PRODUCTS
             head = replace(head, scale=head.scale * number) if is_product else replace(head, cap_steps=1, cap=number)
-        elif head.cap_steps == 1 and function in _TANHS and not rest:
+        elif head.cap_steps == 1 and function in torchs.TANHS and not rest:
             head = replace(head, cap_steps=2, tanh_nbytes=self.numel() * self.dtype.itemsize)
-        elif head.cap_steps == 2 and function in PRODUCTS and number == head.cap:
+        elif head.cap_steps == 2 and function in torchs.PRODUCTS and number == head.cap:
             head = replace(head, cap_steps=3)
-        elif head.cap_steps == 3 and number is not None and function in DIVISIONS:
+        elif head.cap_steps == 3 and number is not None and function in torchs.DIVISIONS:
             head = replace(head, temperature=head.temperature * number)
         else:
             return NotImplemented
         return self._then(lambda value: function(value, *rest), head)
 
-    def loss(self, function: Any, dim: int, *args: Any, **kwargs: Any) -> Any:
-        """``cross_entropy`` of logits, with the words in PyTorch's dimension ``dim``; or NotImplemented."""
+    def loss(self, function: Any, rest: tuple, kwargs: dict[str, Any], dim: int | None = None) -> Any:
+        """``cross_entropy`` of logits. dim: that of the words to PyTorch; None: the last."""
         dtype = self.dtype
         if autocasts(self.device.type) and dtype is not torch.float64:
             dtype = torch.float32  # of PyTorch's log-probabilities and loss under autocast
-        return class_loss(self, dim, dtype, *args, **kwargs) if function is F.cross_entropy else NotImplemented
+        return class_loss(self, dim, dtype, *rest, **kwargs) if function is F.cross_entropy else NotImplemented
 
     @property
-    def operands(self) -> tuple[Any, ...]:
-        """The head's input, weight and bias, and what an adapter adds; they give no gradient where this has none."""
-        tensors = self._head.tensors
-        found = tensors if self.requires_grad else [None if each is None else each.detach() for each in tensors]
-        return tuple(found if self._head.thin is not None else found[:3])
-
-    def head_of_rows(self) -> HeadOperands:
-        """The head with ``operands``, of tokens in one dimension."""
-        names = ("hidden", "weight", "bias", "thin", "up")
-        head = replace(self._head, **dict(zip(names, self.operands, strict=False)))
-        return head.moved(lambda rows: rows.reshape(-1, rows.shape[-1]))
+    def operands(self) -> Head:
+        """The head's operands, which give no gradient where this has none."""
+        detached: Any = [None if each is None else each.detach() for each in self._head.own]
+        return self._head.own if self.requires_grad else Head(*detached)
 
     def divergence(self, other: LazyLogits, kind: str, beta: float) -> Any:
         """The divergence of the two, (...), as ``KnownSum`` defines it; NotImplemented if no kernel computes it."""
@@ -309,14 +280,14 @@ class LazyLogits(LazyTensor):
         if kind == "kl":
             kind = "reverse_kl" if student is self else "forward_kl"
         ours, theirs = student.score_settings(), teacher.score_settings()
-        if ours is None or theirs is None or len(student.operands) + len(teacher.operands) > 6:
+        if ours is None or theirs is None or student._head.own.thin is not None or teacher._head.own.thin is not None:
             return NotImplemented
         temperature = ours.pop("temperature")
         if teacher.requires_grad or theirs.pop("temperature") != temperature:
             return NotImplemented
         names = [{f"{who}_{key}": each[key] for key in each} for who, each in (("student", ours), ("teacher", theirs))]
-        hidden, weight, bias = student.operands
-        taught, teacher_weight, teacher_bias = teacher.operands
+        hidden, weight, bias, *_ = student.operands
+        taught, teacher_weight, teacher_bias, *_ = teacher.operands
         with self.autocast_as_made():
             found = linear_divergence(
                 *(hidden, weight, taught, teacher_weight),
@@ -343,17 +314,17 @@ class LazyLogits(LazyTensor):
         """The log-probabilities of targets, (...) or (..., K). The entropies stay for whoever asks for them."""
         settings = self.score_settings()
         assert settings is not None, "nothing lazy is made within a cap's steps"
-        hidden, weight, bias, *adapter = self.operands
+        head = self.operands
         with self.autocast_as_made():
             found: Any = linear_log_probs(
-                *(hidden, weight, target, bias),
+                *(head.hidden, head.weight, target, head.bias),
                 **settings,
-                adapter=tuple(adapter) or None,
+                adapter=head.adapter,
                 entropy=True,
                 ignore_index=ignore_index,
                 logits_bytes=self._head.logits_bytes,
             )
-        self.count(hidden, self.dtype)
+        self.count(head.hidden, self.dtype)
         if self._head.observe is not None:
             self._head.observe(None, target, ignore_index)
         log_probs, entropies = found
@@ -372,7 +343,20 @@ class LazyLogits(LazyTensor):
     def count(self, hidden: Tensor, dtype: torch.dtype) -> None:
         head = self._head
         if head.count is not None and torch.is_grad_enabled():
-            head.count(hidden, head.weight, self.shape.numel() * dtype.itemsize + head.tanh_nbytes)
+            head.count(hidden, head.own.weight, self.shape.numel() * dtype.itemsize + head.tanh_nbytes)
 
-
-_TANHS = frozenset({Tensor.tanh, torch.tanh})
+    survives_among: ClassVar[torchs.Rules] = {torchs.ADDITIONS: _plus}
+    survives: ClassVar[torchs.Rules] = {
+        F.cross_entropy: loss,
+        torchs.RESHAPES | {Tensor.contiguous}: _reshaped,
+        Tensor.__getitem__: _indexed,
+        torchs.PERMUTATIONS: permuted,
+        torchs.ROWS: rows_of,
+        torchs.CASTS: _cast,
+        Tensor.detach: _without_gradients,
+        torchs.SOFTMAXES: LazyRows.of_softmax,
+        torchs.GATHERS: _gathered,
+        torchs.TOPKS: highest_of,
+        torchs.REDUCTIONS: _reduced,
+        torchs.SCALINGS: _scaled,
+    }

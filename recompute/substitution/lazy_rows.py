@@ -17,20 +17,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from recompute.substitution import known_functions as torchs
 from recompute.substitution.by_rows import beside_rows, by_rows, one_like
 from recompute.substitution.class_loss import class_loss
-from recompute.substitution.lazy_moved import PERMUTATIONS, ROWS, as_constant, permuted, rows_of
+from recompute.substitution.lazy_moved import as_constant, permuted, rows_of
 from recompute.substitution.lazy_tensors import (
     MOST_WORDS,
-    MOVES,
-    PRODUCTS,
-    RESHAPES,
     LazyTensor,
     cast_dtype,
     fixed,
@@ -39,11 +37,7 @@ from recompute.substitution.lazy_tensors import (
     values_of,
 )
 from recompute.substitution.word_terms import (
-    ADDITIONS,
-    DIFFERENCES,
-    DIVISIONS,
     ELEMENTWISE,
-    NEGATIONS,
     Terms,
     combined,
     divergence,
@@ -55,14 +49,6 @@ from recompute.substitution.word_terms import (
     renamed,
 )
 
-GATHERS = frozenset({Tensor.gather, torch.gather})
-LOGSUMEXPS = frozenset({Tensor.logsumexp, torch.logsumexp})
-TOPKS = frozenset({Tensor.topk, torch.topk, Tensor.max, torch.max})
-TOTALS = frozenset({Tensor.sum, torch.sum, Tensor.mean, torch.mean})
-REDUCTIONS = TOTALS | LOGSUMEXPS | {Tensor.argmax, torch.argmax, Tensor.amax, torch.amax}
-"""Functions that make one number of a row."""
-_SUMS = frozenset({Tensor.sum, torch.sum})
-_LINEAR = PRODUCTS | NEGATIONS | ADDITIONS | DIFFERENCES | DIVISIONS
 _NO_WORD = -(2**62)
 """No index is ignored: PyTorch's ``gather`` refuses what is out of bounds."""
 
@@ -110,8 +96,6 @@ class LazyRows(LazyTensor):
         dtype = named.pop("dtype", None)
         if not is_last(logits, args, named) or dtype not in (None, logits.dtype, torch.float32):
             return NotImplemented
-        if logits.score_settings() is None:
-            return NotImplemented
         one = torch.empty(1, dtype=logits.dtype, device=logits.device)
         dtype = function(one, -1, dtype=dtype).dtype  # that of autocast, where it is on
         return LazyRows.of(
@@ -123,40 +107,18 @@ class LazyRows(LazyTensor):
         for each in self._logits:  # others are made of these, and have to keep the values from before the change
             each.before_change()
 
-    def fused(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if not all(each.is_lazy for each in self._logits):  # they are there, so use them
-            return NotImplemented
-        if function in ELEMENTWISE:
-            return NotImplemented if kwargs else _combined(function, args)
-        if function is F.kl_div:
-            return _divergence(*args, **kwargs)
-        if function is torch.stack and not kwargs:
-            return LazyStack.of(*args)
-        if not args or args[0] is not self:
-            return NotImplemented
-        if function is F.nll_loss:
-            return self.loss(function, self.dim() - 1, *args[1:], **kwargs)
-        if function in MOVES:
-            return self._moved(function, args[1:], kwargs)
-        if function in PERMUTATIONS:
-            return permuted(self, function, args[1:], kwargs)
-        if (dtype := cast_dtype(function, args[1:], kwargs)) is not None:
-            return _combined(lambda rows: rows.to(dtype), args, self._terms)
-        if function in ROWS:
-            return rows_of(self, function, args[1:], kwargs)
-        if function in GATHERS:
-            return self._gathered(gathered_words(self, *args[1:], **kwargs))
-        if function in TOPKS:
-            return highest_of(self, function, args[1:], kwargs)
-        if function in TOTALS and len(args) == 1 and not kwargs:
-            return self.added_up(True) / (1 if function in _SUMS else self.numel())
-        return self._reduced(function, args[1:], kwargs) if function in REDUCTIONS else NotImplemented
+    def _elementwise(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        return NotImplemented if kwargs else _combined(function, args)
 
-    def loss(self, function: Any, dim: int, *args: Any, **kwargs: Any) -> Any:
-        """``nll_loss`` of log-probabilities, with the words in PyTorch's dimension ``dim``; or NotImplemented."""
+    def _cast(self, function: Any, rest: tuple, kwargs: dict[str, Any]) -> Any:
+        dtype = cast_dtype(function, rest, kwargs)
+        return NotImplemented if dtype is None else _combined(lambda rows: rows.to(dtype), (self,), self._terms)
+
+    def loss(self, function: Any, rest: tuple, kwargs: dict[str, Any], dim: int | None = None) -> Any:
+        """``nll_loss`` of log-probabilities. dim: that of the words to PyTorch; None: the last."""
         if function is not F.nll_loss or self._terms != of_softmax(F.log_softmax, id(self._logits[0])):
             return NotImplemented
-        return class_loss(self._logits[0], dim, self.dtype, *args, **kwargs)
+        return class_loss(self._logits[0], dim, self.dtype, *rest, **kwargs)
 
     def of_leading(self, order: list[int]) -> Any:
         """The same with its leading dimensions in another order."""
@@ -172,14 +134,15 @@ class LazyRows(LazyTensor):
         rest = tuple(fixed(each) for each in rest)
         leading = moved[0].shape[:-1]
         others = [
-            each.reshape(*leading, each.shape[-1]) if function in RESHAPES else function(each, *rest, **kwargs)
+            each.reshape(*leading, each.shape[-1]) if function in torchs.RESHAPES else function(each, *rest, **kwargs)
             for each in self._others
         ]
         compute = lambda: function(self.value(), *rest, **kwargs)  # noqa: E731
         names = {id(old): id(new) for old, new in zip(self._logits, moved, strict=True)}
         return LazyRows.of(moved, self._make, compute, self.dtype, renamed(self._terms, names), others)
 
-    def _gathered(self, index: Tensor | None) -> Any:
+    def _gathered(self, function: Any, rest: tuple, kwargs: dict[str, Any]) -> Any:
+        index = gathered_words(self, *rest, **kwargs)
         if index is None:
             return NotImplemented
         terms, name = self._terms or {}, id(self._logits[0])
@@ -192,10 +155,12 @@ class LazyRows(LazyTensor):
         return found.to(self.dtype)
 
     def _reduced(self, function: Any, rest: tuple, kwargs: dict[str, Any]) -> Any:
+        if function in torchs.TOTALS and not rest and not kwargs:
+            return self.added_up(True) / (1 if function in torchs.SUMS else self.numel())
         keepdim = kwargs.pop("keepdim", False) if "dim" in kwargs or rest else False
         if not is_last(self, rest, kwargs):
             return NotImplemented
-        if function in _SUMS:
+        if function in torchs.SUMS:
             found = self.added_up(False)
         else:
             found = by_rows(self._logits, lambda rows, *others: function(self._make(rows, others), -1), *self._others)
@@ -225,6 +190,22 @@ class LazyRows(LazyTensor):
             return found if found is NotImplemented else found.mul(known.factor).add(known.offset)
         return p.entropies().mul(-known.factor).add(known.offset)
 
+    survives_among: ClassVar[torchs.Rules] = {
+        ELEMENTWISE: _elementwise,
+        F.kl_div: lambda _, __, args, kwargs: _divergence(*args, **kwargs),
+        torch.stack: lambda _, __, args, kwargs: NotImplemented if kwargs else LazyStack.of(*args),
+    }
+    survives: ClassVar[torchs.Rules] = {
+        F.nll_loss: loss,
+        torchs.MOVES: _moved,
+        torchs.PERMUTATIONS: permuted,
+        torchs.CASTS: _cast,
+        torchs.ROWS: rows_of,
+        torchs.GATHERS: _gathered,
+        torchs.TOPKS: lambda *call: highest_of(*call),
+        torchs.REDUCTIONS: _reduced,
+    }
+
 
 class LazySum(LazyTensor):
     """The sum over words of what may be half of a Jensen-Shannon divergence, until it meets the other half."""
@@ -241,22 +222,22 @@ class LazySum(LazyTensor):
         made.pass_by()
         return made
 
-    def fused(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if kwargs or not all(each.is_lazy for each in self._rows._logits):
-            return NotImplemented
-        if function in TOTALS and len(args) == 1:
-            rows: Any = self._rows if function in _SUMS else self._rows / self.numel()
-            return rows.added_up(True)
-        if function in ADDITIONS and any(
-            type(each) is int and each == 0 for each in args
-        ):  # as Python's ``sum`` begins
-            return self
+    def _total(self, function: Any, rest: tuple, kwargs: dict[str, Any]) -> Any:
+        rows: Any = self._rows if function in torchs.SUMS else self._rows / self.numel()
+        return NotImplemented if rest or kwargs else rows.added_up(True)
+
+    def _linear(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if function in torchs.ADDITIONS and any(type(each) is int and each == 0 for each in args):
+            return self  # as Python's ``sum`` begins
         sums = [each for each in args if isinstance(each, LazySum)]
-        fits = function in (_LINEAR if len(sums) == len(args) else PRODUCTS | DIVISIONS)
-        if not fits or any(each._is_total is not self._is_total for each in sums):
+        fits = len(sums) == len(args) or function in torchs.PRODUCTS | torchs.DIVISIONS
+        if kwargs or not fits or any(each._is_total is not self._is_total for each in sums):
             return NotImplemented
         made = _combined(function, tuple([each._rows if isinstance(each, LazySum) else each for each in args]))
         return made if made is NotImplemented or made._terms is None else made.added_up(self._is_total)
+
+    survives_among: ClassVar[torchs.Rules] = {torchs.LINEAR: _linear}
+    survives: ClassVar[torchs.Rules] = {torchs.TOTALS: _total}
 
 
 class LazyStack(LazyTensor):
@@ -278,11 +259,13 @@ class LazyStack(LazyTensor):
         made._parts = tuple(parts)
         return made
 
-    def fused(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if function not in LOGSUMEXPS or (*args[1:], *kwargs.items()) not in ((0,), (("dim", 0),)):
+    def _logsumexp(self, _: Any, rest: tuple, kwargs: dict[str, Any]) -> Any:
+        if (*rest, *kwargs.items()) not in ((0,), (("dim", 0),)):
             return NotImplemented
         terms = log_of_sum(*[getattr(each, "_terms", None) for each in self._parts])
         return _combined(lambda *rows: torch.stack(rows).logsumexp(0), self._parts, terms)
+
+    survives: ClassVar[torchs.Rules] = {torchs.LOGSUMEXPS: _logsumexp}
 
 
 def _combined(function: Any, args: tuple, terms: Terms | None = None) -> Any:

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import compress
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -27,16 +27,7 @@ from recompute.engine.saved_tensors import describe, version_of
 from recompute.engine.thread_state import local
 from recompute.errors import MutationError, UnsupportedError
 from recompute.kernels.linears import autocast_dtype
-
-PRODUCTS = frozenset({Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul, torch.multiply})
-RESHAPES = frozenset(
-    getattr(space, name)
-    for name in ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as")
-    for space in (Tensor, torch)
-    if hasattr(space, name)
-)
-MOVES = RESHAPES | {Tensor.__getitem__, Tensor.contiguous, Tensor.detach}
-"""Functions that leave words where they are, if the last dimension stays whole."""
+from recompute.substitution.known_functions import Rules, by_function
 
 MOST_WORDS = 64
 """A gather of more than these, or a ``topk``, has whole logits."""
@@ -142,6 +133,17 @@ def _unseen_by_compilers(function: Any) -> Any:
 class LazyTensor(Tensor):
     """Stands for the result of ``compute()``, a tensor of ``shape``, until somebody needs its values."""
 
+    survives: ClassVar[Rules] = {}
+    """What it survives: the rules by which kernels compute functions of it without its values.
+
+    A rule is called with the tensor, the function, and the other arguments. It may return NotImplemented.
+    """
+    survives_among: ClassVar[Rules] = {}
+    """The same for functions of several tensors, of which this may be any. These rules get all arguments."""
+
+    def __init_subclass__(cls) -> None:
+        cls.survives, cls.survives_among = map(by_function, (cls.survives, cls.survives_among))
+
     _deferred: _Deferred | None
     """None once there are the values."""
     _value: Tensor | None
@@ -216,11 +218,6 @@ class LazyTensor(Tensor):
                     self._value.register_hook(hook)
         return self._value
 
-    def set_autocast(self, narrow: torch.dtype | None) -> None:
-        """Have the values computed as if autocast had cast to ``narrow`` where this was made."""
-        assert self._deferred is not None, "it has just been made"
-        self._narrow = self._deferred.narrow = narrow
-
     def autocast_as_made(self) -> AbstractContextManager[Any]:
         """Inside, autocast is as it was where this was made."""
         return autocast_to(self._narrow, self.device)
@@ -253,9 +250,17 @@ class LazyTensor(Tensor):
         self._waiting[handle.id] = hook
         return handle
 
+    def _is_of_lazy(self) -> bool:
+        return all(each.is_lazy and each._is_of_lazy() for each in self._parents)
+
     def fused(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """``function(*args, **kwargs)``, computed by a kernel that does not need these values; or NotImplemented."""
-        return NotImplemented
+        if not self._is_of_lazy():  # the values that it is made of are there, so use them
+            return NotImplemented
+        if (rule := self.survives_among.get(function)) is not None:
+            return rule(self, function, args, kwargs)
+        rule = self.survives.get(function) if args and args[0] is self else None
+        return NotImplemented if rule is None else rule(self, function, args[1:], kwargs)
 
     @classmethod
     @_unseen_by_compilers

@@ -13,25 +13,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from recompute.substitution.lazy_tensors import PRODUCTS
+from recompute.substitution import known_functions as torchs
 
 Mixture = frozenset[tuple[int, float]]
 """Probabilities and their weights, which add up to 1."""
 Distance = frozenset[int]
 """The distance of two probabilities, by their logits."""
 Terms = dict[tuple["int | Distance", "int | Mixture"], float]
-
-LOG_SOFTMAXES = frozenset({F.log_softmax, torch.log_softmax, Tensor.log_softmax, torch.special.log_softmax})
-SOFTMAXES = LOG_SOFTMAXES | {F.softmax, torch.softmax, Tensor.softmax, torch.special.softmax}
-EXPONENTIALS = frozenset({Tensor.exp, torch.exp})
-LOGARITHMS = frozenset({Tensor.log, torch.log})
-ABSOLUTES = frozenset({Tensor.abs, Tensor.__abs__, torch.abs, torch.absolute})
-NEGATIONS = frozenset({Tensor.neg, Tensor.__neg__, torch.neg, torch.negative})
-ADDITIONS = frozenset({Tensor.add, Tensor.__add__, Tensor.__radd__, torch.add})
-DIFFERENCES = frozenset({Tensor.sub, Tensor.__sub__, torch.sub, torch.subtract})
-DIVISIONS = frozenset({Tensor.div, Tensor.__truediv__, torch.div, torch.divide})
 
 
 def number(value: float) -> Terms:
@@ -40,7 +29,7 @@ def number(value: float) -> Terms:
 
 def of_softmax(function: Any, name: int) -> Terms:
     """The terms of ``function``, one of ``SOFTMAXES``. name: the id of the logits."""
-    return {(0, name) if function in LOG_SOFTMAXES else (name, 0): 1.0}
+    return {(0, name) if function in torchs.LOG_SOFTMAXES else (name, 0): 1.0}
 
 
 def combined(function: Any, *given: Terms | None) -> Terms | None:
@@ -205,16 +194,18 @@ def _absolute(a: Terms) -> Terms | None:
     return {(frozenset(p for p, _ in a if isinstance(p, int)), 0): max(a.values())}
 
 
-_RULES: dict[Any, Callable[..., Terms | None]] = {
-    **dict.fromkeys(PRODUCTS, _product),
-    **dict.fromkeys(EXPONENTIALS, _exponential),
-    **dict.fromkeys(LOGARITHMS, _logarithm),
-    **dict.fromkeys(ABSOLUTES, _absolute),
-    **dict.fromkeys(NEGATIONS, _negation),
-    **dict.fromkeys(ADDITIONS, _sum),
-    **dict.fromkeys(DIFFERENCES, _difference),
-    Tensor.__rsub__: lambda a, b: _difference(b, a),
-    **dict.fromkeys(DIVISIONS, _quotient),
-    torch.logaddexp: lambda a, b: log_of_sum(a, b),
-}
-ELEMENTWISE = _RULES.keys() | {Tensor.square, torch.square}
+_RULES: dict[Any, Callable[..., Terms | None]] = torchs.by_function(
+    {
+        torchs.PRODUCTS: _product,
+        torchs.EXPONENTIALS: _exponential,
+        torchs.LOGARITHMS: _logarithm,
+        torchs.ABSOLUTES: _absolute,
+        torchs.NEGATIONS: _negation,
+        torchs.ADDITIONS: _sum,
+        torchs.DIFFERENCES: _difference,
+        Tensor.__rsub__: lambda a, b: _difference(b, a),
+        torchs.DIVISIONS: _quotient,
+        torch.logaddexp: lambda a, b: log_of_sum(a, b),
+    }
+)
+ELEMENTWISE = frozenset(_RULES.keys() | {Tensor.square, torch.square})

@@ -129,10 +129,7 @@ LAYER_NORMS = {
         centered("weight", "bias", 1e-5, HIDDEN, True),
     ),
     "in float32": (WithForward(in_float32, eps=0.5), centered("weight", "bias", 0.5, HIDDEN, False)),
-    "in float32, no bias": (
-        WithForward(in_float32, bias=False),
-        centered("weight", None, 1e-5, HIDDEN, False),
-    ),
+    "in float32, no bias": (WithForward(in_float32, bias=False), centered("weight", None, 1e-5, HIDDEN, False)),
     "written out": (WithForward(written_out), centered("weight", "bias", 1e-5, None, False)),
     "Cohere": (CohereLayerNorm(HIDDEN, 1e-3), centered("weight", None, 1e-3, None, False)),
     "Cohere 2": (Cohere2LayerNorm(HIDDEN), centered("weight", None, 1e-5, None, False)),

@@ -141,11 +141,6 @@ def test_whatever_reads_a_lazy_tensor_gets_its_values_and_gives_its_gradient(rea
         torch.testing.assert_close(found, expected, rtol=1e-14, atol=0)
 
 
-def test_logits_that_a_function_reads_give_their_gradient():
-    use = lambda logits: Double.apply(logits.view(-1, VOCABULARY)[1:]).square().sum()  # noqa: E731
-    assert_as_plain(use, operands(bias=True), lazy=False)
-
-
 def operands(tokens=(2, 3), bias=False, seed=0):
     made = [make(*tokens, HIDDEN, seed=seed), make(VOCABULARY, HIDDEN, seed=seed + 1)]
     return [*made, make(VOCABULARY, seed=seed + 2)] if bias else made
@@ -174,6 +169,11 @@ def assert_as_plain(use, *inputs, lazy=True, taught=False):
     torch.testing.assert_close(*results)
 
 
+def lazily_and_plainly(use, *inputs):
+    """The results of ``use``, given a function that makes logits: lazy ones, and plain ones."""
+    return [use(of, *[each.detach().requires_grad_() for each in inputs]) for of in (LazyLogits.of, F.linear)]
+
+
 def test_what_is_made_of_changed_tensors_is_refused_and_not_another_value():
     x = make(2, 3).detach()
     tensor, _ = lazy_sin(x)
@@ -184,9 +184,9 @@ def test_what_is_made_of_changed_tensors_is_refused_and_not_another_value():
         tensor + 0
     assert torch.equal(asked + 0, expected)
     logits, _ = head()
-    logits._head.weight.data.mul_(2)  # goes unseen by plain PyTorch, too
+    logits._head.own.weight.data.mul_(2)  # goes unseen by plain PyTorch, too
     with torch.no_grad():
-        logits._head.weight.mul_(2)
+        logits._head.own.weight.mul_(2)
     with pytest.raises(MutationError):
         F.cross_entropy(logits.view(-1, VOCABULARY), TARGET)
 
@@ -224,7 +224,7 @@ SCALINGS = [
     lambda logits: 3 * logits,
     lambda logits: logits / 8.0,
     lambda logits: logits / 8.0 / 3,
-    lambda logits: logits / 2.0 * 3.0,
+    lambda logits: logits.divide(2.0).multiply(3.0),
     lambda logits: torch.tanh(logits * 0.5 / 3.0) * 3.0,
     lambda logits: torch.tanh(logits / 0.5 / 3.0) * 3.0,
 ]
@@ -315,6 +315,7 @@ def entropy(log_probs):
 INDEX = torch.tensor([[1, 9, 3], [10, 0, 2]])
 QUANTITIES = {
     "log-probabilities": lambda logits: F.log_softmax(logits, -1).gather(-1, INDEX[..., None]).squeeze(-1),
+    "cast later": lambda logits: logits.log_softmax(-1).float().gather(-1, INDEX[..., None]),
     "of several words": lambda logits: torch.gather(
         logits.log_softmax(2), 2, torch.arange(12).view(2, 3, 2) % VOCABULARY
     ),
@@ -342,7 +343,7 @@ QUANTITIES = {
     "of later rows of a mask": lambda logits: logits.log_softmax(-1)[INDEX > 1].gather(-1, INDEX[INDEX > 1][:, None]),
     "of rows by number": lambda logits: logits[torch.tensor([1, 0]), 1].log_softmax(-1).gather(-1, INDEX[:, :1]),
     "of halves": lambda logits: torch.cat([each.logsumexp(-1) for each in logits.chunk(2)]),
-    "logsumexp": lambda logits: torch.logsumexp(logits / 0.7, -1),
+    "logsumexp": lambda logits: torch.special.logsumexp(logits / 0.7, -1),
     "logsumexp of capped": lambda logits: torch.logsumexp(torch.tanh(logits / 3.0) * 3.0, dim=-1, keepdim=True),
     "by logsumexp, as TRL's": lambda logits: (
         torch.gather(logits, dim=-1, index=INDEX[..., None]).squeeze(-1)
@@ -407,7 +408,7 @@ def test_compiled_code_that_is_given_logits_breaks_its_graph_there(use):
             torch.testing.assert_close(found + 0, uses[use](whole))
         if found.requires_grad:
             found.sum().backward()
-            assert logits._head.hidden.grad is not None
+            assert logits._head.own.hidden.grad is not None
         assert logits.is_lazy is (use == "cross_entropy" or (use == "argmax" and trains))
 
 
@@ -424,7 +425,9 @@ PARTLY_WITHOUT_GRADIENTS = {
     "probabilities": lambda logits: (
         without_gradients(lambda: logits.softmax(-1)) * (logits.log_softmax(-1) - 1.0)
     ).sum(-1),
-    "both": lambda logits: without_gradients(lambda: logits.softmax(-1) * logits.log_softmax(-1)) * logits.softmax(-1),
+    "both": lambda logits: (
+        without_gradients(lambda: logits.softmax(-1) * logits.log_softmax(-1)) * logits.softmax(-1)
+    ).sum(),
     "a sum": lambda logits: (
         half_of_divergence(logits.softmax(-1), (2 * logits).softmax(-1)).sum(-1)
         + without_gradients(lambda: half_of_divergence((2 * logits).softmax(-1), logits.softmax(-1)).sum(-1))
@@ -437,17 +440,12 @@ PARTLY_WITHOUT_GRADIENTS = {
     "a stack": lambda logits: (
         logits.log_softmax(-1)
         - without_gradients(lambda: torch.stack([logits.log_softmax(-1), (2 * logits).log_softmax(-1)])).logsumexp(0)
-    ),
+    ).sum(),
     "transposed": lambda logits: (
         F.cross_entropy(without_gradients(lambda: logits.mT), TARGET.view(2, 3))
         + F.cross_entropy(logits.mT, TARGET.view(2, 3))
     ),
 }
-
-
-@pytest.mark.parametrize("use", PARTLY_WITHOUT_GRADIENTS.values(), ids=PARTLY_WITHOUT_GRADIENTS)
-def test_parts_made_without_gradients_give_none(use):
-    assert_as_plain(lambda logits: use(logits).sum(), operands())
 
 
 def test_what_was_made_without_gradients_gives_none():
@@ -465,26 +463,15 @@ def test_what_was_made_without_gradients_gives_none():
 
 @pytest.mark.parametrize("quantity", QUANTITIES.values(), ids=QUANTITIES)
 def test_under_autocast_they_round_as_its_matrix_products_do(quantity):
-    results = []
-    for plain in (False, True):
-        hidden, weight, bias = (
-            each.float().detach().requires_grad_()
-            for each in (make(2, 3, HIDDEN), make(VOCABULARY, HIDDEN, seed=1), make(VOCABULARY, seed=2))
-        )
+    def results(of, *given):
         with autocast(enabled=True):
-            made = F.linear(hidden, weight, bias) if plain else LazyLogits.of(hidden.bfloat16(), weight, bias)
-            value = quantity(made)
-            assert plain or made.is_lazy
-        gradients = torch.autograd.grad(
-            value, (hidden, weight, bias), make(*value.shape, seed=4).detach().to(value.dtype)
-        )
-        results.append([value.float(), *gradients])
-    torch.testing.assert_close(*results, rtol=0.1, atol=0.15)
+            logits = of(*given) if of is F.linear else of(given[0].bfloat16(), *given[1:])
+            value = quantity(logits)
+            assert of is F.linear or logits.is_lazy
+        return [value.float(), *torch.autograd.grad(value, given, make(*value.shape, seed=4).detach().to(value.dtype))]
 
-
-def test_what_a_function_makes_of_logits_has_the_gradient_that_it_gives():
-    use = lambda logits: F.cross_entropy(Triples.apply(logits).view(-1, VOCABULARY), TARGET)  # noqa: E731
-    assert_as_plain(use, operands(), lazy=False)
+    given = [each.float() for each in operands(bias=True)]
+    torch.testing.assert_close(*lazily_and_plainly(results, *given), rtol=0.1, atol=0.15)
 
 
 def jensen_shannon(p, q):
@@ -509,6 +496,9 @@ DIVERGENCES = {
         (torch.tanh(ours / 3.0) * 3.0 / 0.7).log_softmax(-1), theirs.softmax(-1), reduction="batchmean"
     ),
     "Jensen and Shannon's": lambda ours, theirs: jensen_shannon(ours.softmax(-1), theirs.softmax(-1)),
+    "of means of halves": lambda ours, theirs: sum(
+        half_of_divergence(p.softmax(-1), q.softmax(-1)).sum(-1).mean() for p, q in ((ours, theirs), (theirs, ours))
+    ),
     "as TRL's": lambda ours, theirs: generalized_jensen_shannon(ours / 0.7, theirs / 0.7, 0.1)[INDEX > 1].sum(),
     "by two losses": lambda ours, theirs: sum(
         0.5 * F.kl_div((0.5 * (ours.softmax(-1) + theirs.softmax(-1))).log(), p, reduction="batchmean")
@@ -574,14 +564,6 @@ def counted(function, calls):
     return call
 
 
-def test_a_sum_that_meets_no_other_half_is_computed_when_it_is_read():
-    def use(logits, others):
-        half = half_of_divergence(logits.softmax(-1), others.softmax(-1)).sum(-1)
-        return (half * torch.arange(3.0)).mean() + half.sum().exp() + half[0, 1]
-
-    assert_as_plain(use, operands(), operands(seed=5), lazy=False)
-
-
 PLAIN_TEACHERS = {
     **{name: divergence for name, divergence in DIVERGENCES.items() if name != "of rows that a mask has"},
     "of probabilities that are there": lambda ours, theirs: F.kl_div(
@@ -625,18 +607,16 @@ def test_a_teacher_that_changes_before_backward_is_refused():
         loss.backward()
 
 
-def test_rows_are_few_at_a_time_and_second_derivatives_are_there(monkeypatch):
-    results = []
-    for plain in (False, True):
-        hidden, weight = make(700, HIDDEN), make(VOCABULARY, HIDDEN, seed=1)
-        logits = F.linear(hidden, weight) if plain else LazyLogits.of(hidden, weight, logits_bytes=1)
+def test_rows_are_few_at_a_time_and_second_derivatives_are_there():
+    def results(of, hidden, weight):
+        logits = of(hidden, weight) if of is F.linear else of(hidden, weight, logits_bytes=1)
         value = logits.softmax(-1).square().sum(-1)
-        assert plain or logits.is_lazy
+        assert of is F.linear or logits.is_lazy
         first = torch.autograd.grad(value.sum(), (hidden, weight), create_graph=True)
         once = torch.autograd.grad(value.sum(), (hidden, weight), retain_graph=True)
-        second = torch.autograd.grad(first[0].square().sum(), (hidden, weight))
-        results.append([value, *first, *once, *second])
-    torch.testing.assert_close(*results)
+        return [value, *first, *once, *torch.autograd.grad(first[0].square().sum(), (hidden, weight))]
+
+    torch.testing.assert_close(*lazily_and_plainly(results, make(700, HIDDEN), make(VOCABULARY, HIDDEN, seed=1)))
 
 
 @pytest.mark.parametrize("adapters", [1, 2])
@@ -644,15 +624,10 @@ def test_rows_are_few_at_a_time_and_second_derivatives_are_there(monkeypatch):
     "scaling", [lambda logits: logits, lambda logits: torch.tanh(logits / 3.0) * 3.0, lambda logits: logits * 2]
 )
 def test_an_adapter_adds_to_logits_that_stay_lazy(scaling, adapters):
-    results = []
-    for plain in (False, True):
-        inputs = [make(6, HIDDEN), make(VOCABULARY, HIDDEN, seed=1), make(VOCABULARY, seed=2)]
-        thin = [each for n in range(adapters) for each in (make(6, 2, seed=3 + n), make(VOCABULARY, 2, seed=7 + n))]
-        make_logits = F.linear if plain else LazyLogits.of
-        logits = make_logits(*inputs)
+    def results(of, hidden, weight, bias, offset, *thin):
+        logits = of(hidden, weight, bias)
         for n in range(adapters):
-            logits = logits + make_logits(*thin[2 * n : 2 * n + 2]) * 1.5
-        offset = make(1, VOCABULARY, seed=11)
+            logits = logits + of(*thin[2 * n : 2 * n + 2]) * 1.5
         logits = scaling(offset + logits)
         losses = [
             F.cross_entropy(logits, TARGET),
@@ -660,14 +635,12 @@ def test_an_adapter_adds_to_logits_that_stay_lazy(scaling, adapters):
             logits.logsumexp(-1).sum(),
             logits.softmax(-1).square().sum(),
         ]
-        assert plain or logits.is_lazy
-        results.append([*losses, *torch.autograd.grad(sum(losses), [*inputs, *thin, offset])])
-    torch.testing.assert_close(*results)
+        assert of is F.linear or logits.is_lazy
+        return [*losses, *torch.autograd.grad(sum(losses), [hidden, weight, bias, offset, *thin])]
 
-
-@pytest.mark.parametrize("quantity", QUANTITIES.values(), ids=QUANTITIES)
-def test_log_probabilities_and_entropies_go_without_the_logits(quantity):
-    assert_as_plain(quantity, operands(bias=True))
+    thin = [each for n in range(adapters) for each in (make(6, 2, seed=3 + n), make(VOCABULARY, 2, seed=7 + n))]
+    offset = make(1, VOCABULARY, seed=11)
+    torch.testing.assert_close(*lazily_and_plainly(results, *operands((6,), bias=True), offset, *thin))
 
 
 def test_probabilities_of_logits_that_are_there_are_made_of_them():
@@ -733,9 +706,15 @@ LOSSES = [
 ]
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_a_cross_entropy_goes_without_the_logits(loss):
-    assert_as_plain(loss, operands(bias=True))
+GO_WITHOUT = {
+    **{f"loss {number}": loss for number, loss in enumerate(LOSSES)}, **QUANTITIES,
+    **{f"{part} without gradients": use for part, use in PARTLY_WITHOUT_GRADIENTS.items()},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("use", GO_WITHOUT.values(), ids=GO_WITHOUT)
+def test_losses_log_probabilities_and_entropies_go_without_the_logits(use):
+    assert_as_plain(use, operands(bias=True))
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -766,19 +745,15 @@ USES = {
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
 @pytest.mark.parametrize("casts", [False, True], ids=["made without", "made with"])
 def test_autocast_where_it_is_used_does_not_cast_what_it_is_made_of(use, casts):
-    outcomes = []
-    for plain in (False, True):
-        hidden, weight = make(2, 3, HIDDEN).float().detach().requires_grad_(), make(VOCABULARY, HIDDEN).float()
+    def results(of, hidden, weight):
         with autocast(casts):
-            if plain:
-                logits = F.linear(hidden, weight)
-            elif casts:
-                logits = LazyLogits.of(hidden.bfloat16(), weight.bfloat16())  # as the head's runner casts them
-            else:
-                logits = LazyLogits.of(hidden, weight)
+            given = (hidden, weight) if of is F.linear or not casts else (hidden.bfloat16(), weight.bfloat16())
+            logits = of(*given)  # as the head's runner casts them
         with autocast(not casts):
             value = use(logits)
-        outcomes.append([value, *torch.autograd.grad(value, hidden)])
+        return [value, *torch.autograd.grad(value, hidden)]
+
+    outcomes = lazily_and_plainly(results, make(2, 3, HIDDEN).float(), make(VOCABULARY, HIDDEN).float())
     torch.testing.assert_close(*outcomes, rtol=1e-2 if casts else 1e-5, atol=1e-2 if casts else 1e-6)
 
 
@@ -795,13 +770,28 @@ def test_under_autocast_a_loss_has_the_dtype_that_pytorch_gives_it(dtype):
     torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-4)
 
 
-def test_a_hook_doubles_the_gradient_of_what_was_made_before():
-    def use(logits):
-        view = logits.view(-1, VOCABULARY)
-        logits.register_hook(lambda gradient: gradient * 2)
-        return F.cross_entropy(view, TARGET)
+def cross_entropy_of_hooked(logits):
+    view = logits.view(-1, VOCABULARY)
+    logits.register_hook(lambda gradient: gradient * 2)
+    return F.cross_entropy(view, TARGET)
 
-    assert_as_plain(use, operands(), lazy=False)
+
+def halves_that_meet_no_other(logits):
+    half = half_of_divergence(logits.softmax(-1), (2 * logits).softmax(-1)).sum(-1)
+    return (half * torch.arange(3.0)).mean() + half.sum().exp() + half[0, 1]
+
+
+MADE = {
+    "a function reads them": lambda logits: Double.apply(logits.view(-1, VOCABULARY)[1:]).square().sum(),
+    "of a function": lambda logits: F.cross_entropy(Triples.apply(logits).view(-1, VOCABULARY), TARGET),
+    "a hook comes after a view": cross_entropy_of_hooked,
+    "half of a divergence": halves_that_meet_no_other,
+}
+
+
+@pytest.mark.parametrize("use", MADE.values(), ids=MADE)
+def test_logits_that_are_made_have_the_gradient_of_all_their_readers(use):
+    assert_as_plain(use, operands(bias=True), lazy=False)
 
 
 def test_a_hook_that_would_miss_a_gradient_is_refused():
