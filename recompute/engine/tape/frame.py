@@ -187,7 +187,7 @@ class TapeFrame:
         if not call.known.writes and not call.unobserved:
             return True
         assert self.values.plan is not None
-        written = map(self.values.known_number, writable(self.values, call))
+        written = map(self.values.current.of, writable(self.values, call))
         return self.values.plan.tracked.intersection(written) == instruction.tracked_overwritten
 
     def _write_down(
@@ -200,7 +200,7 @@ class TapeFrame:
         costs: float = 0.0,
     ) -> None:
         values, step, known, op_policy = self.values, self._count, call.known, self._plans.op_policy
-        overwrites = [values.known_number(tensor) for _, tensor, _ in made]
+        overwrites = [values.current.of(tensor) for _, tensor, _ in made]
         writes = bool(known.writes) or call.unobserved
         # At price 0 the cut hardly ever keeps the output of a step that may run again, so the frame does not hold it.
         holds = op_policy.price > 0 or op_policy.hold is not None or recorded is None or bool(reason)
@@ -252,7 +252,7 @@ class TapeFrame:
 
     def pin(self, tensor: Tensor, op_policy: OpPolicy) -> None:
         """``tensor``, a plain one, was passed to ``recompute.keep``. op_policy: the one in force."""
-        if self._follow_on(self.values.known_number(tensor), KEEP, tensor, False, op_policy) is not None:
+        if self._follow_on(self.values.current.of(tensor), KEEP, tensor, False, op_policy) is not None:
             self._count += 1
             return
         number, _ = self.values.number_of(tensor)
@@ -333,7 +333,7 @@ class TapeFrame:
         try:
             results: dict[int, Tensor] = {}
             if self._book is not None:
-                numbers = [(tensor, self.values.known_number(tensor)) for tensor in outputs]
+                numbers = [(tensor, self.values.current.of(tensor)) for tensor in outputs]
                 results = {number: tensor for tensor, number in numbers if number is not None}
             plan = self._decide(results)
             recipes = self.handles.resolve(plan, keep)

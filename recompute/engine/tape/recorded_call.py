@@ -134,7 +134,7 @@ def made_by(
     known = call.known
     if known.kind is Kind.IN_PLACE and not call.reason:
         tensor = call.args[known.writes[0]]  # type: ignore[index]
-        if (number := values.known_number(tensor)) is not None:  # ``tensor`` may be a part of it
+        if (number := values.current.of(tensor)) is not None:  # ``tensor`` may be a part of it
             return [(0, tensor, values.facts[number].layout)]
         is_as_foreseen = foreseen and is_dense(foreseen[0], tensor.untyped_storage().nbytes())
         return [(0, tensor, foreseen[0] if is_as_foreseen else Layout.of(tensor))]
