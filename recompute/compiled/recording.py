@@ -18,6 +18,7 @@ from recompute.compiled.generated.switch import Generates, is_generating
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.ops import DATA_DEPENDENT, EFFECT, NO_TENSOR, Kind, facts, facts_of_call, tensors_in
 from recompute.engine.cut.save_plan import LARGEST_COPY
+from recompute.engine.numerics import Numerics
 from recompute.engine.storage_numbers import StorageNumbers
 from recompute.engine.tape.autocast import left_out
 from recompute.engine.tape.functions import FunctionOp
@@ -142,6 +143,8 @@ class Recording:
     """Whether calls may read tensors that were not given before."""
     is_forward: bool = True
     """Whether calls are forward's so far."""
+    numerics: Numerics = field(default_factory=Numerics)
+    """torch's settings when it began."""
     generates: Generates = Generates.EXACT
     """The kernels that its code may run in."""
     stable: set[int] = field(default_factory=set)
@@ -258,6 +261,8 @@ class Recording:
             if has_offset and self.is_forward:  # in backward our own hooks make such views
                 self._place(args[0])
             return None
+        if self.is_forward and not self.numerics.bear_on(is_costly=True):
+            raise NotCapturable("its forward changes torch's settings")
         if not isinstance(op, OpOverload):
             raise NotCapturable(f"{op} is not an op of PyTorch's dispatcher")
         if known.is_foreign and known.reason in (EFFECT, NO_TENSOR):  # forward may have to run again

@@ -11,13 +11,12 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch._C import DispatchKey, DispatchKeySet
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from recompute.engine.bit_comparison import count_different
 from recompute.engine.cut.layout import Layout
 from recompute.engine.modes import shown_to_modes
-from recompute.engine.numerics import Numerics, default_dtype
+from recompute.engine.numerics import Numerics, without_casts
 from recompute.engine.region_statistics import RegionStatistics
 from recompute.engine.rng import RngState
 from recompute.engine.saved_tensors import (
@@ -104,10 +103,6 @@ class Handle(PackedTensor):
                 raise RegenerationError(f"in {name}: a tensor with {whole} was dropped, and {found} was regenerated.")
             value = seen_as(value, view)
         return value
-
-
-_AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
-_ExcludeKeys = torch._C._ExcludeDispatchKeyGuard
 
 
 def is_plain_eager() -> bool:
@@ -277,8 +272,6 @@ class RecordedCall(NamedTuple):
     kwargs: dict[str, Any]
     rng: RngState | None = None
     """The states of the random generators that it draws from."""
-    dtype: torch.dtype | None = None
-    """The default one that it ran under, if it was not the frame's."""
     writes: dict[int | str, Layout] | None = None
     """The arguments that it changes in place (positions or keywords), each with its layout.
 
@@ -313,16 +306,15 @@ class OpRecipe(Recipe):
 
     def regenerate(self, wanted: Collection[int]) -> dict[int, PackedTensor]:
         call = self._call
-        if call.rng is None and call.dtype is None and is_plain_eager() and self.group.is_alike():
+        if call.rng is None and is_plain_eager() and self.group.is_alike():
             outputs = self._run()
         else:
             with (
-                _ExcludeKeys(_AUTOCAST),
+                without_casts(),
                 torch.no_grad(),
                 temporarily_clear_interpreter_stack(),  # a batched backward still needs one plain forward
                 call.rng.replayed() if call.rng else nullcontext(),
                 self.group.numerics.replayed(),
-                default_dtype(call.dtype) if call.dtype else nullcontext(),
             ):
                 outputs = self._run()
         slots = self._slots

@@ -40,7 +40,7 @@ from recompute.engine.saved_tensors import (
     version_of,
 )
 from recompute.engine.scopes import Scope, let_transforms_in
-from recompute.engine.tape.op_arguments import parameter_of
+from recompute.engine.tape.op_arguments import is_plain, parameter_of
 from recompute.engine.thread_state import alive, is_in_cuda_graph, local, working
 from recompute.errors import UnsupportedError
 from recompute.policy.meaning import Offloading, travelling
@@ -157,15 +157,13 @@ class OffloadFrame(Scope):
 
     def _hold(self, tensor: Tensor, *, is_late: bool) -> PackedTensor | None:
         """A handle for a tensor that travels; None for one that stays."""
-        if type(tensor) not in (Tensor, FakeTensor) or tensor.layout is not torch.strided or tensor.is_nested:
+        if not is_plain(tensor):
             return None
         storage = tensor.untyped_storage()
-        if tensor.is_conj() or tensor.is_neg() or storage.nbytes() % tensor.dtype.itemsize:
+        if storage.nbytes() % tensor.dtype.itemsize or storage._cdata in self._stays:
             return None
         if not storage.resizable():
             return None  # an array has its memory, and what comes back would have other memory
-        if storage._cdata in self._stays:
-            return None
         copy = _copies.get(storage._cdata)
         if copy is None or copy.version != version_of(tensor):
             travels, nbytes = self._travels(storage.nbytes()), storage.nbytes()

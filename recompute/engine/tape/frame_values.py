@@ -12,6 +12,7 @@ from torch import Tensor
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.save_plan import SavePlan, ValueFacts
 from recompute.engine.dtensors import has_layout, is_managed_elsewhere, local_of
+from recompute.engine.numerics import Numerics
 from recompute.engine.recipe_book import RecipeBook
 from recompute.engine.saved_tensors import ParameterReference, version_of, without_graph
 from recompute.engine.storage_numbers import StorageNumbers
@@ -34,8 +35,8 @@ class FrameValues:
     def __init__(self, name: str, book: RecipeBook | None, *, compares: bool):
         """name: of the region, for errors. book: the recipes of the scope around. compares: copy every value."""
         self.name = name
-        self.dtype = torch.get_default_dtype()
-        """The default one when the frame began."""
+        self.numerics = Numerics()
+        """torch's settings when the frame began."""
         self._book = book
         self.plan: SavePlan | None = None
         """The plan that the frame has followed so far."""
@@ -242,14 +243,8 @@ class FrameValues:
         return ParameterReference(parameter, layout, version, self.name, memory)
 
     def clear(self) -> None:
-        self.facts, self.plan, self._book = [], None, None
-        self.current.clear()
-        self.held.clear()
-        self.parameters.clear()
-        self.sharded_parameters.clear()
-        self._dtensors.clear()
-        self.exposed.clear()
-        self.versions, self.originals = {}, None
+        """Let go of everything."""
+        vars(self).clear()
 
 
 def _see_the_same(one: Layout, other: Layout) -> bool:
