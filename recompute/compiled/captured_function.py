@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from recompute.compiled.autocast_settings import cast_of
 from recompute.compiled.codegen import GeneratedCode
@@ -28,9 +27,9 @@ from recompute.compiled.region_record import RegionRecord
 from recompute.engine.compression import Codec, CompressedTensor
 from recompute.engine.cut.layout import Layout
 from recompute.engine.modes import count_dispatch_modes, count_function_modes, has_foreign_modes, hidden_from_modes
-from recompute.engine.numerics import Autocast, autocast_again, autocast_in_force, without_casts
+from recompute.engine.numerics import Autocast, autocast_in_force, without_casts
 from recompute.engine.recipe_book import open_book
-from recompute.engine.recipes import Handle, OpRecipe, RecipeGroup, RecordedCall, nbytes_of
+from recompute.engine.recipes import Handle, OpRecipe, RecipeGroup, RecordedCall, forward_again, nbytes_of
 from recompute.engine.region_statistics import Stopwatch
 from recompute.engine.rng import RngState
 from recompute.engine.saved_tensors import (
@@ -216,13 +215,7 @@ class CapturedFrame:
         if not is_differentiated:
             edges = {*program.edges, *program.casts}
             given = with_new_graphs(given, edges, edges if autocast is None else cached)
-        with (
-            autocast_again(autocast),
-            temporarily_clear_interpreter_stack(),
-            nullcontext() if self._rng is None else self._rng.replayed(),
-            numerics.replayed(),
-            torch.enable_grad(),
-        ):
+        with forward_again(numerics, autocast, self._rng):
             with _around(nullcontext, stopwatch):
                 outputs = self._graph(*given)
             given += [cast_of(given[position]) for position in program.casts]

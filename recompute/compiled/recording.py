@@ -249,8 +249,10 @@ class Recording:
 
     def start(self, op: Any, args: tuple, kwargs: dict[str, Any]) -> Started | None:
         """An op is about to run. Returns None if it makes nothing new."""
-        if type(op) is FunctionOp:
-            return self._start_function(op, args, kwargs)
+        if type(op) is FunctionOp:  # the forward of a custom ``autograd.Function``: one call, whatever it does
+            template = self._template(args, takes_objects=True), self._template(kwargs, takes_objects=True)
+            reached = [(t, Layout.of(t)) for t in tensors_in((args, kwargs)) if parameter_of(t) is None]
+            return Started(op, *template, reached)
         known = facts(op)
         if known.kind is Kind.VIEW:
             if isinstance(op, OpOverload) and _DATA_DEPENDENT.intersection(op.tags):
@@ -282,12 +284,6 @@ class Recording:
                 if self.buffers[self.buffers[self.use(tensor).buffer].root].call is None:
                     raise NotCapturable(f"it writes to one of its inputs, by {known.name}")
         return started
-
-    def _start_function(self, op: FunctionOp, args: tuple, kwargs: dict[str, Any]) -> Started:
-        """The forward of a custom ``autograd.Function`` is about to run. It is one call, whatever it does."""
-        template = self._template(args, takes_objects=True), self._template(kwargs, takes_objects=True)
-        written = [(t, Layout.of(t)) for t in tensors_in((args, kwargs)) if parameter_of(t) is None]
-        return Started(op, *template, written)
 
     def reach(self, tensors: Iterable[Tensor]) -> None:
         """That Function has run, and its ops and kernels have reached these."""

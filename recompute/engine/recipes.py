@@ -6,7 +6,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -16,7 +16,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from recompute.engine.bit_comparison import count_different
 from recompute.engine.cut.layout import Layout
 from recompute.engine.modes import shown_to_modes
-from recompute.engine.numerics import Numerics, without_casts
+from recompute.engine.numerics import Autocast, Numerics, autocast_again, without_casts
 from recompute.engine.region_statistics import RegionStatistics
 from recompute.engine.rng import RngState
 from recompute.engine.saved_tensors import (
@@ -112,6 +112,23 @@ def is_plain_eager() -> bool:
         or torch._C._is_any_autocast_enabled()
         or torch._C._functorch.peek_interpreter_stack() is not None
     )
+
+
+@contextmanager
+def forward_again(numerics: Numerics, autocast: Autocast | None, rng: RngState | None) -> Iterator[None]:
+    """Inside, a whole forward runs again, with gradients, under these settings and with these random states.
+
+    No transform of torch.func is at work: a batched backward still needs one plain forward.
+    """
+    transform = torch._C._functorch.peek_interpreter_stack()
+    with (
+        nullcontext() if transform is None else temporarily_clear_interpreter_stack(),
+        nullcontext() if rng is None else rng.replayed(),
+        autocast_again(autocast),
+        numerics.replayed(),
+        torch.enable_grad(),
+    ):
+        yield
 
 
 class RecipeGroup:
