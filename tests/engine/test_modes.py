@@ -264,6 +264,9 @@ SETTINGS = {
     "threads": lambda: set_by(torch.set_num_threads, torch.get_num_threads() + 1, torch.get_num_threads()),
     "deterministic": partial(set_by, torch.use_deterministic_algorithms, True, False),
     "no mkldnn": partial(torch.backends.mkldnn.flags, enabled=False),
+    "no NNPACK": partial(set_by, torch._C._set_nnpack_enabled, False, torch._C._get_nnpack_enabled()),
+    "measured convolutions": partial(set_by, torch._C._set_cudnn_benchmark, True, False),
+    "cuBLASLt": partial(set_by, torch._C._set_blas_preferred_backend, *map(torch._C._BlasBackend, (2, 1))),
     "plain attention": lambda: sdpa_kernel(SDPBackend.MATH),
     # As an attribute it cannot be set where OpInfo was imported.
     "newer precision": lambda: torch.backends.flags(fp32_precision="tf32"),
