@@ -115,6 +115,11 @@ class Call(NamedTuple):
     is_sequence: bool
     """Whether it returns several outputs."""
 
+    @property
+    def made(self) -> list[int | None]:
+        """The buffers that it has made, and those that it has written."""
+        return [*self.results, *[after for _, after in self.written]]
+
     def uses(self) -> Iterator[Use]:
         found: list[Use] = []
         self.with_uses(found.append)
@@ -179,8 +184,7 @@ class Recording:
 
     def made(self, calls: Iterable[Call]) -> list[int]:
         """The buffers that calls make."""
-        made = [number for call in calls for number in (*call.results, *(after for _, after in call.written))]
-        return list(dict.fromkeys(number for number in made if number is not None))
+        return list(dict.fromkeys(number for call in calls for number in call.made if number is not None))
 
     def nbytes(self, numbers: Iterable[int]) -> int:
         return sum(self.buffers[number].nbytes for number in numbers)
