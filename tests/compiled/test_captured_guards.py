@@ -337,12 +337,7 @@ def test_inputs_that_share_memory_and_did_not_before():
 
 doubles = functools.partial(set_by, torch.set_default_dtype, torch.float64, torch.float32)
 deterministic = functools.partial(set_by, torch.use_deterministic_algorithms, True, False)
-
-
-def bfloat16():
-    return torch.autocast("cpu", torch.bfloat16)
-
-
+bfloat16 = functools.partial(torch.autocast, "cpu", torch.bfloat16)
 SETTINGS = {"default dtype": doubles, "determinism": deterministic, "autocast": bfloat16}
 
 
