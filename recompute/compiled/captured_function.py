@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import DispatchKey, DispatchKeySet
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from recompute.compiled.autocast_settings import cast_of
 from recompute.compiled.codegen import GeneratedCode
+from recompute.compiled.function_calls import keeps_graph
 from recompute.compiled.held_inputs import (
     Other,
     Versioned,
@@ -28,9 +27,9 @@ from recompute.compiled.region_record import RegionRecord
 from recompute.engine.compression import Codec, CompressedTensor
 from recompute.engine.cut.layout import Layout
 from recompute.engine.modes import count_dispatch_modes, count_function_modes, has_foreign_modes, hidden_from_modes
-from recompute.engine.numerics import Autocast, autocast_in_force
+from recompute.engine.numerics import Autocast, autocast_in_force, without_casts
 from recompute.engine.recipe_book import open_book
-from recompute.engine.recipes import Handle, OpRecipe, RecipeGroup, RecordedCall, nbytes_of
+from recompute.engine.recipes import Handle, OpRecipe, RecipeGroup, RecordedCall, forward_again, nbytes_of
 from recompute.engine.region_statistics import Stopwatch
 from recompute.engine.rng import RngState
 from recompute.engine.saved_tensors import (
@@ -46,9 +45,7 @@ from recompute.engine.saved_tensors import (
 from recompute.engine.tape.op_arguments import PLAIN
 from recompute.engine.thread_state import stopwatch_of
 
-_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 _NOTHING = nullcontext()
-_AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
 
 
 class CapturedFrame:
@@ -125,8 +122,8 @@ class CapturedFrame:
         else:
             for index, version in zip(program.shown, self._versions, strict=True):
                 checked(kept[index], version, statistics.name)
-            kept = list(kept) if _keeps_graph() else kept
-        if not _keeps_graph():
+            kept = list(kept) if keeps_graph() else kept
+        if not keeps_graph():
             self._free()
         with _without(program.backward_autocast):
             return self._run_backward(held, kept, list(gradients), left)
@@ -218,25 +215,19 @@ class CapturedFrame:
         if not is_differentiated:
             edges = {*program.edges, *program.casts}
             given = with_new_graphs(given, edges, edges if autocast is None else cached)
-        with (
-            torch._C._ExcludeDispatchKeyGuard(_AUTOCAST) if autocast is None else autocast.again(),
-            temporarily_clear_interpreter_stack(),
-            nullcontext() if self._rng is None else self._rng.replayed(),
-            numerics.replayed(),
-            torch.enable_grad(),
-        ):
+        with forward_again(numerics, autocast, self._rng):
             with _around(nullcontext, stopwatch):
                 outputs = self._graph(*given)
             given += [cast_of(given[position]) for position in program.casts]
         found = contributions_of(outputs, gradients, given, program.edges)
-        if not _keeps_graph():
+        if not keeps_graph():
             self._free()
         return found
 
 
 def _without(autocast: Autocast | None) -> AbstractContextManager[Any]:
     """The span in which autocast casts nothing, as the casts are ops of the program."""
-    return _NOTHING if autocast is None else torch._C._ExcludeDispatchKeyGuard(_AUTOCAST)
+    return _NOTHING if autocast is None else without_casts()
 
 
 @contextmanager

@@ -136,7 +136,7 @@ class Code:
         assert out is not None
         assert mask is not None
         if state is None:
-            state = self._taken(op, None)
+            state = self._state(f"{self.named(op.taken)}(None)")
         made = self.tensors[mask] = f"t{mask}"
         drawn = Call(op, (), {}, (mask,), (), is_sequence=False)
         self._write(Statement(f"{made} = {self.named(op)}({state})", [state], [made], again, drawn))
@@ -149,10 +149,10 @@ class Code:
         text = f"{name} = {self._function(applied)}({arguments})"
         self._write(Statement(text, reads, [name], again, applied, variables))
 
-    def _taken(self, op: DropoutMask, region: str | None) -> str:
-        """Take the numbers of a dropout from the generator. region: the variable of its name, if they come back."""
+    def _state(self, text: str, reads: Sequence[str] = ()) -> str:
+        """Write the expression of a generator's state. Returns the state's variable."""
         state = f"r{len(self.recording.calls)}_{len(self.statements)}"
-        self._write(Statement(f"{state} = {self.named(op.taken)}({region})", [], [state], is_ordered=True))
+        self._write(Statement(f"{state} = {text}", [*reads], [state], is_ordered=True))
         return state
 
     def _part(self, use: Use, again: bool) -> Use:
@@ -285,19 +285,14 @@ class Code:
         An op of another library may draw from any.
         """
         if (mask := mask_of(call, self.recording)) is not None:
-            return self._taken(mask, "name")
-        state = f"r{len(self.recording.calls)}_{len(self.statements)}"
+            return self._state(f"{self.named(mask.taken)}(name)")
         if facts(call.op).is_foreign:
-            text = f"{state} = RngState({self.named(generators_of(call.op))}, name=name, only_torch=True)"
-            self._write(Statement(text, [], [state], is_ordered=True))
-            return state
+            return self._state(f"RngState({self.named(generators_of(call.op))}, name=name, only_torch=True)")
         reads: list[str] = []
         first = next(call.uses(), None)
         tensors = "()" if first is None else f"({self._value(first, reads, False)},)"
         constants = {key: value for key, value in call.kwargs.items() if type(value) is not Use}
-        text = f"{state} = capture({tensors}, {self.named(constants)}, name)"
-        self._write(Statement(text, reads, [state], is_ordered=True))
-        return state
+        return self._state(f"capture({tensors}, {self.named(constants)}, name)", reads)
 
     def drawn(self, state: str) -> None:
         """Find the generators that the call has drawn from. state: the variable of the states of all of them."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from recompute.compiled.recording import Call, Departure, ObjectUse, Recording, Started, Use
+from recompute.compiled.recording import Departure, ObjectUse, Recording, Started, Use
 
 
 @dataclass
@@ -32,7 +32,7 @@ class FollowingRecording(Recording):
         super().end(started, output)
         if self.is_forward:
             index = len(self.calls) - 1
-            pairs = list(zip(_made(self.expected.calls[index]), _made(self.calls[index]), strict=True))
+            pairs = list(zip(self.expected.calls[index].made, self.calls[index].made, strict=True))
             if any((one is None) is not (other is None) for one, other in pairs):
                 raise Departure
             # The graph was taken with the Function's results of then. One may be a number that the code reads.
@@ -60,8 +60,3 @@ class FollowingRecording(Recording):
         if isinstance(expected, dict):
             return expected.keys() == found.keys() and all(self._agree(expected[key], found[key]) for key in expected)
         return repr(expected) == repr(found) if isinstance(expected, float) else bool(expected == found)
-
-
-def _made(call: Call) -> list[int | None]:
-    """The buffers that a call has made, and those that it has written."""
-    return [*call.results, *[after for _, after in call.written]]

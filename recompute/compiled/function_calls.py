@@ -30,7 +30,7 @@ from recompute.engine.tape.op_arguments import LISTS, is_plain
 from recompute.engine.thread_state import local
 from recompute.errors import UnsupportedError
 
-_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 _run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward
 
 
@@ -88,7 +88,7 @@ class FunctionBackward:
         come = tuple([gradient for gradient in gradients if gradient is not None])
         try:
             with self._around():
-                found = _run_backward(tuple(roots), come, _keeps_graph(), False, tuple(inputs), allow_unreachable=True)
+                found = _run_backward(tuple(roots), come, keeps_graph(), False, tuple(inputs), allow_unreachable=True)
         finally:
             after.values = ()
         return [self._as_recorded(*each) for each in zip(found, self._results, strict=True)]

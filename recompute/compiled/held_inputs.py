@@ -51,12 +51,8 @@ def held_of(held: Sequence[tuple[int, str, str]], others: Sequence[tuple[int, st
     return f"[{', '.join(saved)}], [{', '.join(kept)}], [{', '.join(seen)}]"
 
 
-def _versioned(tensor: Tensor) -> Versioned:
-    return tensor, tensor._version
-
-
 HELPERS: dict[str, Any] = {
-    "versioned": _versioned,
+    "versioned": lambda tensor: (tensor, tensor._version),
     "copied": copied,
     "weak": weakref.ref,
     "address": torch._C.TensorBase.data_ptr,

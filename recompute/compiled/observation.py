@@ -123,7 +123,7 @@ class Observation:
         self._end_with(self.reason)
 
     def _end_with(self, result: Program | str) -> None:
-        self.recording.close()
+        self.recording.current.clear()
         done, self._done = self._done, None
         if done is not None:
             done(result)

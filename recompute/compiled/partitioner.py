@@ -26,6 +26,7 @@ from recompute.engine.cut.minimum_cut import Op, Value
 from recompute.engine.cut.op_costs import seconds
 from recompute.engine.cut.ops import Kind, OpFacts, size_hint
 from recompute.engine.dtensors import local_of
+from recompute.engine.storage_numbers import StorageNumbers
 from recompute.engine.tape.op_arguments import at
 
 if TYPE_CHECKING:
@@ -61,10 +62,8 @@ class RegionPartitioner:
         """Tensors that autograd saved before the region ran an op on them, so that they have no number yet."""
         self._given: list[tuple[int, bool]] = []
         """The values from outside, and whether each requires a gradient."""
-        self._number_of: dict[int, int] = {}
-        """The number of the value in each storage, by the address of the StorageImpl."""
-        self._alive: list[Tensor] = []
-        """The tensors in these storages: while they are held, no other storage gets the address."""
+        self._current = StorageNumbers()
+        """The number of the value in each storage."""
         self._size = 0
         """How many nodes the graph had before the op that runs."""
 
@@ -78,15 +77,14 @@ class RegionPartitioner:
         """That op has run. policy: by the rules around it."""
         inputs = [self._number(tensor) for tensor in _tensors((args, kwargs))]
         for tensor in self._saved_early:
-            if (number := self._number_of.get(tensor.untyped_storage()._cdata)) is not None:
+            if (number := self._current.of(tensor)) is not None:
                 self._demanded.add(number)
         self._saved_early = []
         outputs = _tensors(output)
         if known.kind is Kind.VIEW:
             for tensor in outputs:
-                key = tensor.untyped_storage()._cdata
-                if key not in self._number_of and inputs:  # a view that does not say that it is one
-                    self._enter(tensor, inputs[0])
+                if self._current.of(tensor) is None and inputs:  # a view that does not say that it is one
+                    self._current.bind(tensor.untyped_storage(), inputs[0])
             return
         written = _tensors(at(known.writes, args, kwargs))
         distinct = {tensor.untyped_storage()._cdata: tensor for tensor in (*written, *outputs)}
@@ -106,7 +104,7 @@ class RegionPartitioner:
     def see_save(self, tensor: Tensor) -> None:
         """Autograd saves a tensor, in the first run."""
         tensor = local_of(tensor)
-        number = self._number_of.get(tensor.untyped_storage()._cdata)
+        number = self._current.of(tensor)
         if number is None:  # it comes from outside, and gets its number when an op reads it
             self._saved_early.append(tensor)
         else:
@@ -152,7 +150,7 @@ class RegionPartitioner:
         return tuple([call.op for call in self._calls]), tuple(self._ops), tuple(self._values), tuple(self._given)
 
     def _number(self, tensor: Tensor) -> int:
-        number = self._number_of.get(tensor.untyped_storage()._cdata)
+        number = self._current.of(tensor)
         if number is None:
             number = self._new(tensor, alive=_is_parameter(tensor))
             self._given.append((number, tensor.requires_grad))
@@ -160,11 +158,7 @@ class RegionPartitioner:
 
     def _new(self, tensor: Tensor, *, alive: bool = False) -> int:
         self._values.append(Value(size_hint(tensor.untyped_storage().nbytes()), demanded=False, alive=alive))
-        return self._enter(tensor, len(self._values) - 1)
-
-    def _enter(self, tensor: Tensor, number: int) -> int:
-        self._alive.append(tensor)
-        self._number_of[tensor.untyped_storage()._cdata] = number
+        self._current.bind(tensor.untyped_storage(), number := len(self._values) - 1)
         return number
 
 

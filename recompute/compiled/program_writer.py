@@ -311,9 +311,6 @@ class ProgramWriter:
         differentiated = {call.op.call for call in self._backward if type(call.op) is FunctionBackward}
         states: dict[int, str] = {}
         for index, call in enumerate(self._forward):
-            roots = [buffers[buffers[before].root] for before, _ in call.written]
-            if index not in frame.functions and any(r.given is not None or r.constant is not None for r in roots):
-                raise NotCapturable(f"it writes to one of its inputs, by {call.op}")
             if frame.casts and call.results and call.results[0] in frame.casts:
                 continue  # autocast has done so
             if index in self._again and _is_watched(call):

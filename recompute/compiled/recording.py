@@ -18,6 +18,8 @@ from recompute.compiled.generated.switch import Generates, is_generating
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.ops import DATA_DEPENDENT, EFFECT, NO_TENSOR, Kind, facts, facts_of_call, tensors_in
 from recompute.engine.cut.save_plan import LARGEST_COPY
+from recompute.engine.numerics import Numerics
+from recompute.engine.storage_numbers import StorageNumbers
 from recompute.engine.tape.autocast import left_out
 from recompute.engine.tape.functions import FunctionOp
 from recompute.engine.tape.op_arguments import (
@@ -113,6 +115,11 @@ class Call(NamedTuple):
     is_sequence: bool
     """Whether it returns several outputs."""
 
+    @property
+    def made(self) -> list[int | None]:
+        """The buffers that it has made, and those that it has written."""
+        return [*self.results, *[after for _, after in self.written]]
+
     def uses(self) -> Iterator[Use]:
         found: list[Use] = []
         self.with_uses(found.append)
@@ -141,6 +148,8 @@ class Recording:
     """Whether calls may read tensors that were not given before."""
     is_forward: bool = True
     """Whether calls are forward's so far."""
+    numerics: Numerics = field(default_factory=Numerics)
+    """torch's settings when it began."""
     generates: Generates = Generates.EXACT
     """The kernels that its code may run in."""
     stable: set[int] = field(default_factory=set)
@@ -155,10 +164,8 @@ class Recording:
     """The storages that the last custom Function may have written to, by the addresses of the StorageImpls."""
     placed: set[int] = field(default_factory=set)
     """The buffers, of inputs and gradients, that were read at a place counted from the start of their storage."""
-    _current: dict[int, int] = field(default_factory=dict)
-    """The buffer in each storage, by the address of the StorageImpl."""
-    _weak: list[Any] = field(default_factory=list)
-    """Weak references to these storages: while they are held, their addresses cannot be used again."""
+    current: StorageNumbers = field(default_factory=StorageNumbers)
+    """The buffer in each storage."""
 
     @property
     def device(self) -> torch.device | None:
@@ -177,20 +184,10 @@ class Recording:
 
     def made(self, calls: Iterable[Call]) -> list[int]:
         """The buffers that calls make."""
-        made = [number for call in calls for number in (*call.results, *(after for _, after in call.written))]
-        return list(dict.fromkeys(number for number in made if number is not None))
+        return list(dict.fromkeys(number for call in calls for number in call.made if number is not None))
 
     def nbytes(self, numbers: Iterable[int]) -> int:
         return sum(self.buffers[number].nbytes for number in numbers)
-
-    def close(self) -> None:
-        """Forget which storages the buffers were in."""
-        for reference in self._weak:
-            torch.UntypedStorage._free_weak_ref(reference)
-        self._weak, self._current = [], {}
-
-    def __del__(self) -> None:
-        self.close()
 
     def give(self, tensor: Tensor, position: int) -> int:
         """Add a tensor that no call has made."""
@@ -209,7 +206,7 @@ class Recording:
 
         Where it shares memory with an earlier one, ops read that, at a place counted from the start of the storage.
         """
-        root = self._current.get(tensor.untyped_storage()._cdata)
+        root = self.current.of(tensor)
         number = self._new(tensor, given=position, root=root)
         self.placed |= set() if root is None else {root, number}
         return number
@@ -221,7 +218,7 @@ class Recording:
             tensor = tensor.conj()  # the numbers in memory
         if not is_plain(tensor) and not is_frozen(tensor):
             raise NotCapturable(f"an op reads {not_plain(tensor)}")
-        number = self._current.get(tensor.untyped_storage()._cdata)
+        number = self.current.of(tensor)
         if number is None and self.is_open:
             number = self._new(tensor)
         if number is None:
@@ -231,14 +228,11 @@ class Recording:
         return Use(number, Layout.of(tensor), is_conjugate)
 
     def knows(self, tensor: Tensor) -> bool:
-        return torch._C._has_storage(tensor) and tensor.untyped_storage()._cdata in self._current
+        return torch._C._has_storage(tensor) and self.current.of(tensor) is not None
 
     def bind(self, tensor: Tensor, buffer: int) -> None:
         """From now on the contents of the tensor's storage are known as ``buffer``."""
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._current:
-            self._weak.append(storage._weak_ref())
-        self._current[storage._cdata] = buffer
+        self.current.bind(tensor.untyped_storage(), buffer)
 
     def run(self, op: Any, args: tuple, kwargs: dict, run: Callable[[], Any], give_up: Callable[..., None]) -> Any:
         """Run an op and record it. give_up: called with the reason if it cannot be recorded."""
@@ -249,7 +243,7 @@ class Recording:
             give_up(error)
         output = run()
         if op is torch.ops.aten.lift_fresh.default and self.knows(args[0]):  # on fake tensors it makes another one
-            self.bind(output, self._current[args[0].untyped_storage()._cdata])
+            self.bind(output, self.current[args[0].untyped_storage()._cdata])
         if started is not None:
             try:
                 self.end(started, output)
@@ -259,8 +253,10 @@ class Recording:
 
     def start(self, op: Any, args: tuple, kwargs: dict[str, Any]) -> Started | None:
         """An op is about to run. Returns None if it makes nothing new."""
-        if type(op) is FunctionOp:
-            return self._start_function(op, args, kwargs)
+        if type(op) is FunctionOp:  # the forward of a custom ``autograd.Function``: one call, whatever it does
+            template = self._template(args, takes_objects=True), self._template(kwargs, takes_objects=True)
+            reached = [(t, Layout.of(t)) for t in tensors_in((args, kwargs)) if parameter_of(t) is None]
+            return Started(op, *template, reached)
         known = facts(op)
         if known.kind is Kind.VIEW:
             if isinstance(op, OpOverload) and _DATA_DEPENDENT.intersection(op.tags):
@@ -271,6 +267,8 @@ class Recording:
             if has_offset and self.is_forward:  # in backward our own hooks make such views
                 self._place(args[0])
             return None
+        if self.is_forward and not self.numerics.bear_on(is_costly=True):
+            raise NotCapturable("its forward changes torch's settings")
         if not isinstance(op, OpOverload):
             raise NotCapturable(f"{op} is not an op of PyTorch's dispatcher")
         if known.is_foreign and known.reason in (EFFECT, NO_TENSOR):  # forward may have to run again
@@ -291,12 +289,6 @@ class Recording:
                     raise NotCapturable(f"it writes to one of its inputs, by {known.name}")
         return started
 
-    def _start_function(self, op: FunctionOp, args: tuple, kwargs: dict[str, Any]) -> Started:
-        """The forward of a custom ``autograd.Function`` is about to run. It is one call, whatever it does."""
-        template = self._template(args, takes_objects=True), self._template(kwargs, takes_objects=True)
-        written = [(t, Layout.of(t)) for t in tensors_in((args, kwargs)) if parameter_of(t) is None]
-        return Started(op, *template, written)
-
     def reach(self, tensors: Iterable[Tensor]) -> None:
         """That Function has run, and its ops and kernels have reached these."""
         others = [tensor for tensor in tensors if parameter_of(tensor) is None]
@@ -313,7 +305,7 @@ class Recording:
             if key not in written:
                 written[key] = self._overwrite(key, index, may_not=is_function)
         if is_function:
-            unseen = [key for key in self._reached if key in self._current and key not in written]
+            unseen = [key for key in self._reached if key in self.current and key not in written]
             written |= {key: self._overwrite(key, index, may_not=True) for key in unseen}
         is_sequence = type(output) in LISTS
         outputs, results = output if is_sequence else (output,), list[int | None]()
@@ -327,7 +319,7 @@ class Recording:
         if is_function:
             results_of = [FunctionResult(Layout.of(o), o.device) if isinstance(o, Tensor) else o for o in outputs]
             keys = [o.untyped_storage()._cdata if isinstance(o, Tensor) else -1 for o in outputs]
-            reached, returned = ([self._current.get(key) for key in each] for each in (self._reached, keys))
+            reached, returned = ([self.current.get(key) for key in each] for each in (self._reached, keys))
             self.functions[index] = RecordedFunction(results_of, reached, returned)
         self.calls.append(Call(*started[:3], tuple(results), tuple(written.values()), is_sequence))
 
@@ -336,13 +328,13 @@ class Recording:
 
         may_not: the call may not have done so. Then a buffer from outside stays the same: its tensor has a version.
         """
-        before = self._current[key]
+        before = self.current[key]
         old = self.buffers[before]
         if may_not and (key not in self._reached or self.buffers[old.root].call is None):
             return before, before
         self.buffers.append(Buffer(old.layout, old.nbytes, old.root, call=call, device=old.device))
-        self._current[key] = len(self.buffers) - 1
-        return before, self._current[key]
+        self.current[key] = len(self.buffers) - 1
+        return before, self.current[key]
 
     def add(self, first: Use, second: Use) -> Use:
         """Add autograd's sum of two gradients of one tensor, as a call. Nobody has seen the sum yet."""
@@ -364,7 +356,7 @@ class Recording:
 
     def _place(self, tensor: Tensor) -> None:
         """Note that the place of a tensor is counted from the start of its storage."""
-        number = self._current.get(tensor.untyped_storage()._cdata)
+        number = self.current.of(tensor)
         if number is not None and self.buffers[root := self.buffers[number].root].call is None:
             self.placed.add(root)
 

@@ -63,7 +63,7 @@ class RecordingTape(_ShowingTape):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         if self.recording is not None:
-            self.recording.close()
+            self.recording.current.clear()
 
     def step(self, op: Any, args: tuple, kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
         if self.recording is None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import DispatchKey, DispatchKeySet
 
 Getter = Callable[[], Any]
 Setter = Callable[[Any], Any]
@@ -65,14 +66,12 @@ _SETTINGS: tuple[tuple[Getter, Setter], ...] = (
     (_C._get_mkldnn_deterministic, _C._set_mkldnn_deterministic),
     (_C._get_cudnn_enabled, _C._set_cudnn_enabled),
     (_C._get_cudnn_deterministic, _C._set_cudnn_deterministic),
+    (_C._get_cudnn_benchmark, _C._set_cudnn_benchmark),
+    (_C._get_nnpack_enabled, _C._set_nnpack_enabled),
+    (_C._get_blas_preferred_backend, _C._set_blas_preferred_backend),
     (_C._get_cublas_allow_fp16_accumulation, _C._set_cublas_allow_fp16_accumulation),
     _reduced("fp16"),
     _reduced("bf16"),
-    (_C._get_flash_sdp_enabled, _C._set_sdp_use_flash),
-    (_C._get_mem_efficient_sdp_enabled, _C._set_sdp_use_mem_efficient),
-    (_C._get_math_sdp_enabled, _C._set_sdp_use_math),
-    (_C._get_cudnn_sdp_enabled, _C._set_sdp_use_cudnn),
-    (_C._get_math_sdp_allow_fp16_bf16_reduction, _C._set_math_sdp_allow_fp16_bf16_reduction),
     # These two also set some of those below, so those, more exact, come after them.
     _unless_refused(_C._get_float32_matmul_precision, _C._set_float32_matmul_precision),
     _unless_refused(_C._get_cudnn_allow_tf32, _C._set_cudnn_allow_tf32),
@@ -83,8 +82,15 @@ _SETTINGS: tuple[tuple[Getter, Setter], ...] = (
     _fp32("mkldnn", "all"),
     _fp32("mkldnn", "matmul"),
     _fp32("mkldnn", "conv"),
+    # These only choose among ops that attention consists of.
+    (_C._get_flash_sdp_enabled, _C._set_sdp_use_flash),
+    (_C._get_mem_efficient_sdp_enabled, _C._set_sdp_use_mem_efficient),
+    (_C._get_math_sdp_enabled, _C._set_sdp_use_math),
+    (_C._get_cudnn_sdp_enabled, _C._set_sdp_use_cudnn),
+    (_C._get_math_sdp_allow_fp16_bf16_reduction, _C._set_math_sdp_allow_fp16_bf16_reduction),
 )
 _getters = [get for get, _ in _SETTINGS]
+_of_all_ops, _of_costly_ops = _getters[:3], _getters[:-5]
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
@@ -94,10 +100,18 @@ class Numerics:
     __slots__ = ("_values",)
 
     def __init__(self) -> None:
-        self._values = [get() for get in _getters]
+        self._values = tuple([get() for get in _getters])
 
     def are_in_force(self) -> bool:
-        return [get() for get in _getters] == self._values
+        return tuple([get() for get in _getters]) == self._values
+
+    def bear_on(self, *, is_costly: bool) -> bool:
+        """Whether an op that is called now computes as under these. is_costly: whether it has algorithms to choose."""
+        getters = _of_costly_ops if is_costly else _of_all_ops
+        return tuple([get() for get in getters]) == self._values[: len(getters)]
+
+    def __hash__(self) -> int:
+        return hash(self._values)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Numerics) and self._values == other._values
@@ -123,6 +137,9 @@ class Numerics:
 
 
 _DEVICES = ("cpu", "cuda")
+_CASTS = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
+without_casts = functools.partial(_C._ExcludeDispatchKeyGuard, _CASTS)
+"""A context: autocast casts nothing inside."""
 
 
 class Autocast:

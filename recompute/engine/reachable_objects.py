@@ -60,22 +60,17 @@ def taken_apart(value: Any) -> tuple[list[FunctionType], list[Any]]:
 
 
 def find_generators(roots: Iterable[Any]) -> list[Any]:
-    """The random generators that ``roots`` may use; see ``walk_references``."""
-    return list({id(value): value for value in walk_references(roots) if is_random_source(value)}.values())
+    """The random generators that ``roots`` may use; see ``Walk``."""
+    return list({id(value): value for value in Walk(roots).values if is_random_source(value)}.values())
 
 
-def walk_references(roots: Iterable[Any]) -> list[Any]:
-    """All that ``roots``, which are functions, modules or any objects, may use; some of it more than once.
+class Walk:
+    """A walk through all that ``roots``, which are functions, modules or any objects, may use.
 
     Follows the names in their code through helpers, methods, Python modules, objects and containers. It does not enter
     torch, NumPy, SymPy, Triton or Python itself. No name leads to an attribute whose name is computed, to code in C or
     to a generator that is made while the code runs: it misses those.
     """
-    return Walk(roots).values
-
-
-class Walk:
-    """A walk through all that ``roots`` may use; see ``walk_references``."""
 
     def __init__(self, roots: Iterable[Any], *, enters_functions: bool = True):
         """enters_functions: whether it goes through custom ``autograd.Function``s, too."""

@@ -6,18 +6,17 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch._C import DispatchKey, DispatchKeySet
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from recompute.engine.bit_comparison import count_different
 from recompute.engine.cut.layout import Layout
 from recompute.engine.modes import shown_to_modes
-from recompute.engine.numerics import Numerics, default_dtype
+from recompute.engine.numerics import Autocast, Numerics, autocast_again, without_casts
 from recompute.engine.region_statistics import RegionStatistics
 from recompute.engine.rng import RngState
 from recompute.engine.saved_tensors import (
@@ -106,10 +105,6 @@ class Handle(PackedTensor):
         return value
 
 
-_AUTOCAST = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
-_ExcludeKeys = torch._C._ExcludeDispatchKeyGuard
-
-
 def is_plain_eager() -> bool:
     """Whether an op that is called now runs without gradients, autocast and transforms, as in most backwards."""
     return not (
@@ -117,6 +112,23 @@ def is_plain_eager() -> bool:
         or torch._C._is_any_autocast_enabled()
         or torch._C._functorch.peek_interpreter_stack() is not None
     )
+
+
+@contextmanager
+def forward_again(numerics: Numerics, autocast: Autocast | None, rng: RngState | None) -> Iterator[None]:
+    """Inside, a whole forward runs again, with gradients, under these settings and with these random states.
+
+    No transform of torch.func is at work: a batched backward still needs one plain forward.
+    """
+    transform = torch._C._functorch.peek_interpreter_stack()
+    with (
+        nullcontext() if transform is None else temporarily_clear_interpreter_stack(),
+        nullcontext() if rng is None else rng.replayed(),
+        autocast_again(autocast),
+        numerics.replayed(),
+        torch.enable_grad(),
+    ):
+        yield
 
 
 class RecipeGroup:
@@ -277,8 +289,6 @@ class RecordedCall(NamedTuple):
     kwargs: dict[str, Any]
     rng: RngState | None = None
     """The states of the random generators that it draws from."""
-    dtype: torch.dtype | None = None
-    """The default one that it ran under, if it was not the frame's."""
     writes: dict[int | str, Layout] | None = None
     """The arguments that it changes in place (positions or keywords), each with its layout.
 
@@ -313,16 +323,15 @@ class OpRecipe(Recipe):
 
     def regenerate(self, wanted: Collection[int]) -> dict[int, PackedTensor]:
         call = self._call
-        if call.rng is None and call.dtype is None and is_plain_eager() and self.group.is_alike():
+        if call.rng is None and is_plain_eager() and self.group.is_alike():
             outputs = self._run()
         else:
             with (
-                _ExcludeKeys(_AUTOCAST),
+                without_casts(),
                 torch.no_grad(),
                 temporarily_clear_interpreter_stack(),  # a batched backward still needs one plain forward
                 call.rng.replayed() if call.rng else nullcontext(),
                 self.group.numerics.replayed(),
-                default_dtype(call.dtype) if call.dtype else nullcontext(),
             ):
                 outputs = self._run()
         slots = self._slots

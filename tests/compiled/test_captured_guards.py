@@ -24,6 +24,7 @@ from capture_testing import (
 from engine_testing import RMSNorm, set_by
 from tiers import by_default, slow
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules import module as all_modules
 
 from recompute.compiled.captured_region import Observing
@@ -336,12 +337,7 @@ def test_inputs_that_share_memory_and_did_not_before():
 
 doubles = functools.partial(set_by, torch.set_default_dtype, torch.float64, torch.float32)
 deterministic = functools.partial(set_by, torch.use_deterministic_algorithms, True, False)
-
-
-def bfloat16():
-    return torch.autocast("cpu", torch.bfloat16)
-
-
+bfloat16 = functools.partial(torch.autocast, "cpu", torch.bfloat16)
 SETTINGS = {"default dtype": doubles, "determinism": deterministic, "autocast": bfloat16}
 
 
@@ -356,6 +352,17 @@ def test_a_setting_around_forward_or_backward_alone_or_both(setting):
     assert twins.runs_code(stepping(x, forward=setting)) == 0
     assert twins.runs_code(stepping(x, backward=setting)) == 1
     assert twins.runs_code(stepping(x, forward=setting, backward=setting)) == 0
+
+
+@pytest.mark.parametrize("setting", [doubles, functools.partial(sdpa_kernel, SDPBackend.MATH)])
+def test_a_forward_that_changes_a_setting_is_captured_if_that_only_chooses_attentions_ops(setting):
+    def forward(self, x):
+        with setting():
+            y = F.scaled_dot_product_attention(x, x, x) * torch.rand(SIZE)
+        return self.lin(x) * y.sin().to(x.dtype)
+
+    twins = Twins(Around(body(forward, lin=linear()))).settle(train(tokens()), captured=setting is not doubles)
+    assert twins.why_not == ("its forward changes torch's settings" if setting is doubles else "")
 
 
 @pytest.mark.parametrize("setting", [nullcontext, *SETTINGS.values()], ids=["none", *SETTINGS])

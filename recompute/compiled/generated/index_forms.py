@@ -50,11 +50,6 @@ class Form:
             terms += [term._replace(factor=term.factor * factor) for term in part.terms if factor]
         return Form(_joined(terms), constant)
 
-    @property
-    def largest(self) -> int:
-        """At least its largest value, where no factor is negative."""
-        return self.constant + sum(term.largest for term in self.terms)
-
     def digit(self, divisor: int, modulus: int) -> Form | None:
         """``(self // divisor) % modulus``; None if that is no sum of digits."""
         if self.constant < 0:

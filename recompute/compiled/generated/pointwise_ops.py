@@ -100,12 +100,10 @@ def _pow(values: dict[str, Any]) -> str | None:
 
 
 def _gelu(values: dict[str, Any]) -> str:
-    return f"functions.gelu{'_tanh' if values['approximate'] == 'tanh' else ''}({values['self']})"
-
-
-def _gelu_backward(values: dict[str, Any]) -> str:
-    function = f"functions.gelu{'_tanh' if values['approximate'] == 'tanh' else ''}_backward"
-    return f"{function}({values['grad_output']}, {values['self']})"
+    tanh = "_tanh" if values["approximate"] == "tanh" else ""
+    if (gradient := values.get("grad_output")) is not None:
+        return f"functions.gelu{tanh}_backward({gradient}, {values['self']})"
+    return f"functions.gelu{tanh}({values['self']})"
 
 
 def _floor_divide(values: dict[str, Any]) -> str | None:
@@ -171,7 +169,7 @@ ROWS: dict[Any, Row] = {
     _ATEN.silu_backward.default: Row(("grad_output", "self"), "functions.silu_backward({grad_output}, {self})"),
     _ATEN.sigmoid_backward.default: Row(_OF_OUTPUT, "functions.sigmoid_backward({grad_output}, {output}, {dtype})"),
     _ATEN.tanh_backward.default: Row(_OF_OUTPUT, "functions.tanh_backward({grad_output}, {output}, {dtype})"),
-    _ATEN.gelu_backward.default: Row(("grad_output", "self"), _gelu_backward),
+    _ATEN.gelu_backward.default: Row(("grad_output", "self"), _gelu),
     _ATEN.relu.default: Row(("self",), "functions.relu({self})"),
     _ATEN.abs.default: Row(("self",), "functions.magnitude({self})"),
     _ATEN.threshold_backward.default: Row(("grad_output", "self"), _threshold_backward),

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import SUPPORTED_NODES
 
+from recompute.engine.cut.save_plan import LARGEST_COPY
 from recompute.engine.rng import GENERATORS
 from recompute.engine.saved_tensors import version_of
 
@@ -40,7 +41,6 @@ _ARRAYS = (np.ndarray, bytearray, array)
 _BASES = (*_DICTS, list, deque, set, tuple, *_ARRAYS, SimpleNamespace)
 _IN_PYTHON = (UserDict, UserList, ChainMap)
 _DEPTH = 5  # of objects in objects: enough for a cache and its layers, and not for all that a configuration refers to
-_MOST_BYTES = 1 << 16  # of an array: copying these takes no longer than launching a kernel
 
 Place = tuple[Callable[[Any, Any, Any], Any], Any, Any]
 """A function that puts a part into an object, the key or name of the place, and the part that is there."""
@@ -241,7 +241,7 @@ def _is_longer(value: Any, most: int) -> bool:
 
 
 def _is_small(value: Any) -> bool:
-    return (value.nbytes if isinstance(value, np.ndarray) else sys.getsizeof(value)) <= _MOST_BYTES
+    return (value.nbytes if isinstance(value, np.ndarray) else sys.getsizeof(value)) <= LARGEST_COPY
 
 
 def fingerprint(value: Any, depth: int = _DEPTH, seen: dict[int, int] | None = None) -> Any:

@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _NormBase
 
 from recompute.engine.checkpoint.copies import StateCopies
+from recompute.engine.cut.save_plan import LARGEST_COPY
 from recompute.engine.dtensors import has_layout, is_managed_elsewhere
 from recompute.engine.saved_tensors import describe, storage_of, version_of
 from recompute.engine.wrapper_tensors import inner_tensors
@@ -208,10 +209,6 @@ def _swap_attributes(states: Iterable[tuple[nn.Module, type, dict[str, Any]]]) -
         _set(module, "__dict__", attributes)
 
 
-_SMALL = 1 << 16
-"""In bytes: copying a buffer of this size takes no longer than launching a kernel."""
-
-
 class _Copy(NamedTuple):
     buffer: Tensor
     value: Tensor
@@ -314,7 +311,7 @@ def _copy_of_buffer(buffer: Tensor) -> _Copy:
 
 
 def _is_small(buffer: Tensor) -> bool:
-    return buffer.layout is torch.strided and buffer.nbytes <= _SMALL
+    return buffer.layout is torch.strided and buffer.nbytes <= LARGEST_COPY
 
 
 def _differ(before: Tensor, now: Tensor) -> bool:

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from recompute.engine.bit_comparison import count_different, is_verifying
 from recompute.engine.checkpoint.arguments import HeldArguments
@@ -36,8 +35,8 @@ from recompute.engine.modes import (
     has_foreign_modes,
     hidden_from_any_modes,
 )
-from recompute.engine.numerics import autocast_again, autocast_in_force
-from recompute.engine.recipes import Handle, Recipe
+from recompute.engine.numerics import autocast_in_force
+from recompute.engine.recipes import Handle, Recipe, forward_again
 from recompute.engine.region_statistics import RegionStatistics
 from recompute.engine.rng import RngState, is_random_source
 from recompute.engine.saved_tensors import (
@@ -62,7 +61,6 @@ StateHook = tuple[Callable[[], Any], Callable[[Any], AbstractContextManager[Any]
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 _strided = torch.strided
-_transforms = torch._C._functorch.peek_interpreter_stack
 
 
 class CheckpointRegion:
@@ -299,16 +297,11 @@ class CheckpointFrame(Scope, Recipe):
     def _run(self, replay: Replay, names: AbstractContextManager[Any] = _NOTHING) -> None:
         copies = StateCopies()
         with (
-            # No transform of torch.func is at work: a batched backward still needs one plain forward.
-            _NOTHING if _transforms() is None else temporarily_clear_interpreter_stack(),
+            forward_again(self.group.numerics, self._autocast, self._rng),
             self._state.replayed(self.statistics.name, copies),
             self._places.replayed(self._then, copies),
             # Put back all generators afterwards. One may move now that did not in forward: torch.manual_seed(0).
             _NOTHING if is_fake() else RngState(self._region.learned.generators or (), only_torch=True),
-            _NOTHING if self._rng is None else self._rng.replayed(),
-            autocast_again(self._autocast),
-            self.group.numerics.replayed(),
-            torch.enable_grad(),
             ExitStack() as stack,
         ):
             for restored, state in self._hooked:

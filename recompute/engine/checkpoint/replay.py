@@ -88,10 +88,14 @@ class Replay(Scope):
         if slot < len(self.expected) and (expected := self.expected[slot]) is not None:
             shape, dtype, storage = expected
             if tensor.shape != shape or tensor.dtype is not dtype:
-                self._refuse(slot, tensor, shape, dtype)
+                self._stop(
+                    f"tensor {slot} that autograd saved was a {dtype} of shape {tuple(shape)} in forward, and when run "
+                    f"again a {tensor.dtype} of shape {tuple(tensor.shape)}, from {self.op}"
+                )
             # Other tensors may be freed by now, and the addresses of their storages used again.
             if (is_wanted or slot in self.living) and storage_key(tensor) != self._key_in(slot, storage, tensor):
-                self._refuse(slot, tensor)
+                what = f"tensor {slot} that autograd saved, a {describe(tensor)} from {self.op}"
+                self._stop(f"{what}, was another one in forward")
         kept = KeptTensor(tensor, self.name)
         if is_wanted:
             self.values[slot] = kept
@@ -101,8 +105,9 @@ class Replay(Scope):
                 self._stop_if_filled(slot)
         return kept if alias is None else PackedDTensor(alias, kept, self.name)
 
-    def _stop(self) -> NoReturn:
-        self.is_done = True
+    def _stop(self, mismatch: str | None = None) -> NoReturn:
+        """mismatch: how a tensor differs from the one that belongs there, if it does."""
+        self.mismatch, self.is_done = mismatch or self.mismatch, True
         raise ReplayComplete
 
     def described(self, slot: int, tensor: Tensor) -> str:
@@ -114,19 +119,6 @@ class Replay(Scope):
         if (key := self._storages.get(storage)) is None:
             key = self._storages[storage] = storage_key(self.living.get(slot, tensor))
         return key
-
-    def _refuse(self, slot: int, tensor: Tensor, shape: torch.Size | None = None, dtype: Any = None) -> NoReturn:
-        """Stop at a tensor that cannot be the one in ``slot``: of another shape or dtype, or another tensor."""
-        if shape is not None:
-            self.mismatch = (
-                f"tensor {slot} that autograd saved was a {dtype} of shape {tuple(shape)} in forward, and when run "
-                f"again a {tensor.dtype} of shape {tuple(tensor.shape)}, from {self.op}"
-            )
-        else:
-            self.mismatch = (
-                f"tensor {slot} that autograd saved, a {describe(tensor)} from {self.op}, was another one in forward"
-            )
-        self._stop()
 
     def _stop_if_filled(self, slot: int) -> None:
         """Stop, unless the op that saves this may still have to fill it. RReLU, say, saves its noise before that."""

@@ -50,10 +50,10 @@ class PlanChoice:
         self._last = last
         self._guard: Hashable = None
 
-    def to_follow(self, event: Hashable, layout: Layout | None) -> SavePlan | None:
+    def to_follow(self, event: Hashable, layout: Layout | None, settings: Hashable) -> SavePlan | None:
         """The plan to follow for a frame that begins so: the last frame's, or another one's that began alike."""
         last = self._last
-        self._guard = (self.op_policy, self._variant, event, layout)
+        self._guard = (self.op_policy, self._variant, event, layout, settings)
         return last if last is not None and last.guard == self._guard else self._cache.get(self._guard)
 
     def of(self, frame: FrameSteps, results: Collection[int]) -> SavePlan:

@@ -36,11 +36,12 @@ from recompute.engine.saved_tensors import (
     checked,
     has_only_our_hooks,
     pack_through,
+    seen_as,
     top_hooks,
     version_of,
 )
 from recompute.engine.scopes import Scope, let_transforms_in
-from recompute.engine.tape.op_arguments import parameter_of
+from recompute.engine.tape.op_arguments import is_plain, parameter_of
 from recompute.engine.thread_state import alive, is_in_cuda_graph, local, working
 from recompute.errors import UnsupportedError
 from recompute.policy.meaning import Offloading, travelling
@@ -157,15 +158,13 @@ class OffloadFrame(Scope):
 
     def _hold(self, tensor: Tensor, *, is_late: bool) -> PackedTensor | None:
         """A handle for a tensor that travels; None for one that stays."""
-        if type(tensor) not in (Tensor, FakeTensor) or tensor.layout is not torch.strided or tensor.is_nested:
+        if not is_plain(tensor):
             return None
         storage = tensor.untyped_storage()
-        if tensor.is_conj() or tensor.is_neg() or storage.nbytes() % tensor.dtype.itemsize:
+        if storage.nbytes() % tensor.dtype.itemsize or storage._cdata in self._stays:
             return None
         if not storage.resizable():
             return None  # an array has its memory, and what comes back would have other memory
-        if storage._cdata in self._stays:
-            return None
         copy = _copies.get(storage._cdata)
         if copy is None or copy.version != version_of(tensor):
             travels, nbytes = self._travels(storage.nbytes()), storage.nbytes()
@@ -228,9 +227,8 @@ class OffloadedStorage(Recipe):
         self.version = version_of(tensor)
         self._guard = None if isinstance(tensor, FakeTensor) else _shell_of(tensor)
         self._device = tensor.device
-        here = _bytes_of(tensor)
-        self.whole = Layout.of(here)
-        self._here: Tensor | None = here
+        self.whole = Layout(torch.Size((storage.nbytes(),)), (1,), 0, torch.uint8)
+        self._here: Tensor | None = seen_as(tensor, self.whole)
         """The memory itself, as long as it is on the device."""
         self._copied: torch.cuda.Event | None = None
         """When the copy is done."""
@@ -240,7 +238,7 @@ class OffloadedStorage(Recipe):
         self._buffer: HostBuffer | None = None
         if not isinstance(tensor, FakeTensor):
             self._buffer = POOL.buffer(
-                here.numel(), offloading.max_host_bytes, pin=here.is_cuda, who=region.statistics.name
+                storage.nbytes(), offloading.max_host_bytes, pin=tensor.is_cuda, who=region.statistics.name
             )
 
     def start(self) -> None:
@@ -311,12 +309,6 @@ _copies: weakref.WeakValueDictionary[int, OffloadedStorage] = weakref.WeakValueD
 
 An address is not used again as long as it is here, because the copy holds a weak reference (invariant 3).
 """
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    """The memory that a tensor is a view of, as bytes."""
-    count = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
-    return tensor.as_strided((count,), (1,), 0).view(torch.uint8)
 
 
 def _shell_of(tensor: Tensor) -> Tensor:

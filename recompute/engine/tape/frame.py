@@ -38,7 +38,6 @@ from recompute.engine.tape.recorded_call import (
     MadeTensor,
     OpCall,
     as_drawn,
-    count_writes,
     made_by,
     record_call,
     writable,
@@ -72,7 +71,7 @@ class TapeFrame:
         self._has_begun = True
         first = next(iter(tensors_in(args)), None)
         layout = Layout.of(first) if first is not None and is_plain(first) else None
-        if (plan := self._plans.to_follow(event, layout)) is not None:
+        if (plan := self._plans.to_follow(event, layout, self.values.numerics)) is not None:
             self.values.follow(plan)
 
     def follow(self, op: Any, args: tuple, unobserved: bool, op_policy: OpPolicy) -> StepInstruction | None:
@@ -120,9 +119,7 @@ class TapeFrame:
             call = call._replace(reason=call.reason or str(error))
         if known.running_statistics and recorded is not None:
             call = call._replace(reason="")
-        output = call.op(*call.args, **call.kwargs) if call.function is None else call.function()
-        if known.writes:
-            count_writes(call)
+        output = call.run()
         made = made_by(self.values, call, output)
         reason = call.reason
         if made is None:
@@ -151,7 +148,7 @@ class TapeFrame:
             if self.values.plan is not None:
                 self.deoptimize()
             return self.run(call)
-        output = call.op(*call.args, **call.kwargs) if call.function is None else call.function()
+        output = call.run()
         if is_pure and len(step.made) == 1 and (recorded is None or recorded.rng is None) and is_plain(output):
             storage = output.untyped_storage()
             if storage._cdata not in values.current and Layout.of(output) == instruction.layouts[0]:
@@ -161,8 +158,6 @@ class TapeFrame:
                 if (number := step.made[0]) in plan.tracked:
                     values.bind_new(number, output, storage, holds=number in plan.kept)
                 return output
-        if known.writes:
-            count_writes(call)
         made = made_by(values, call, output, instruction.layouts)
         has_drawn_unseen = recorded is not None and (recorded := as_drawn(recorded, known)) is None
         is_other = is_function and not self._writes_as_foreseen(instruction, call)
@@ -187,7 +182,7 @@ class TapeFrame:
         if not call.known.writes and not call.unobserved:
             return True
         assert self.values.plan is not None
-        written = map(self.values.known_number, writable(self.values, call))
+        written = map(self.values.current.of, writable(self.values, call))
         return self.values.plan.tracked.intersection(written) == instruction.tracked_overwritten
 
     def _write_down(
@@ -200,7 +195,7 @@ class TapeFrame:
         costs: float = 0.0,
     ) -> None:
         values, step, known, op_policy = self.values, self._count, call.known, self._plans.op_policy
-        overwrites = [values.known_number(tensor) for _, tensor, _ in made]
+        overwrites = [values.current.of(tensor) for _, tensor, _ in made]
         writes = bool(known.writes) or call.unobserved
         # At price 0 the cut hardly ever keeps the output of a step that may run again, so the frame does not hold it.
         holds = op_policy.price > 0 or op_policy.hold is not None or recorded is None or bool(reason)
@@ -252,7 +247,7 @@ class TapeFrame:
 
     def pin(self, tensor: Tensor, op_policy: OpPolicy) -> None:
         """``tensor``, a plain one, was passed to ``recompute.keep``. op_policy: the one in force."""
-        if self._follow_on(self.values.known_number(tensor), KEEP, tensor, False, op_policy) is not None:
+        if self._follow_on(self.values.current.of(tensor), KEEP, tensor, False, op_policy) is not None:
             self._count += 1
             return
         number, _ = self.values.number_of(tensor)
@@ -333,7 +328,7 @@ class TapeFrame:
         try:
             results: dict[int, Tensor] = {}
             if self._book is not None:
-                numbers = [(tensor, self.values.known_number(tensor)) for tensor in outputs]
+                numbers = [(tensor, self.values.current.of(tensor)) for tensor in outputs]
                 results = {number: tensor for tensor, number in numbers if number is not None}
             plan = self._decide(results)
             recipes = self.handles.resolve(plan, keep)

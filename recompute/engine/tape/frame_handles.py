@@ -50,7 +50,7 @@ class FrameHandles:
         self.codec = codec
         self.values = values
         self._calls = calls
-        self.group = RecipeGroup()
+        self.group = RecipeGroup(values.numerics)
         self._handles: list[weakref.ref[Handle]] = []
         self._with_graphs: list[KeptTensor] = []
         """Tensors that were kept as soon as they were saved. They have their graphs until the frame ends."""
@@ -183,10 +183,8 @@ class KeptValues:
                 packed = self._views.get(ref) or self._views.setdefault(ref, self._pack(number, layout))
                 assert isinstance(packed, OuterUnpackRecipe)
             return packed.handle(0)
-        if isinstance(packed, CompressedTensor):
-            return packed.handle(0, None if layout == whole else (layout, whole))
         if isinstance(packed, Handle):  # whoever asks gets a handle of their own
-            return packed.another((layout, whole))
+            return packed.another(None if layout == whole else (layout, whole))
         assert isinstance(packed, PackedTensor)
         return packed if layout == whole else PackedView(packed, layout)
 
@@ -209,7 +207,7 @@ class KeptValues:
         tensor = seen_as(self._values.held[number].detach(), layout)
         name = self._statistics.name
         if self._codec is not None and number in self._plan.compressible:
-            return CompressedTensor(tensor, self._codec, self._statistics, self._outer, self._group)
+            return CompressedTensor(tensor, self._codec, self._statistics, self._outer, self._group).handle(0)
         if self._hooks_hold_them_as_they_are and self._plan.facts[number].step is not None:
             saved: PackedTensor = KeptTensor(tensor, name)
         elif number in self._plan.demanded:
@@ -238,7 +236,7 @@ class KeptValues:
                 compared = {number: originals[number] for number, slot in known if is_defined(call.op, slot)}
             args = [self._with_packed(value, recipes) for value in call.args]
             kwargs = {key: self._with_packed(value, recipes) for key, value in call.kwargs.items()}
-            again = RecordedCall(call.op, args, kwargs, call.rng, call.dtype, call.writes)
+            again = RecordedCall(call.op, args, kwargs, call.rng, call.writes)
             name = plan.steps[index].name
             recipes[index] = OpRecipe(self._statistics, again, name, self._group, slots, compared)
         return recipes

@@ -12,8 +12,10 @@ from torch import Tensor
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.save_plan import SavePlan, ValueFacts
 from recompute.engine.dtensors import has_layout, is_managed_elsewhere, local_of
+from recompute.engine.numerics import Numerics
 from recompute.engine.recipe_book import RecipeBook
 from recompute.engine.saved_tensors import ParameterReference, version_of, without_graph
+from recompute.engine.storage_numbers import StorageNumbers
 from recompute.engine.tape.exposed_memory import is_exposed
 from recompute.engine.tape.op_arguments import PLAIN, is_plain, not_regenerable, parameter_of
 
@@ -33,17 +35,15 @@ class FrameValues:
     def __init__(self, name: str, book: RecipeBook | None, *, compares: bool):
         """name: of the region, for errors. book: the recipes of the scope around. compares: copy every value."""
         self.name = name
-        self.dtype = torch.get_default_dtype()
-        """The default one when the frame began."""
+        self.numerics = Numerics()
+        """torch's settings when the frame began."""
         self._book = book
         self.plan: SavePlan | None = None
         """The plan that the frame has followed so far."""
         self.facts: list[ValueFacts] = []
         """The facts of the values, by number: the plan's, as long as one is followed."""
-        self.current: dict[int, int] = {}
-        """The number of the value in each storage, by the address of the StorageImpl."""
-        self._references: list[Any] = []
-        """Weak references to these storages: while they are held, no other storage gets the address (invariant 3)."""
+        self.current = StorageNumbers()
+        """The number of the value in each storage."""
         self.versions: dict[int, int | None] = {}
         """The version of each value's storage; None if an op has just written it, and autograd has not counted that."""
         self.overwritten: set[int] = set()
@@ -61,10 +61,6 @@ class FrameValues:
 
     def follow(self, plan: SavePlan) -> None:
         self.plan, self.facts = plan, list(plan.facts)
-
-    def known_number(self, tensor: Tensor) -> int | None:
-        """The number of the value in the tensor's storage, if one has been seen there."""
-        return self.current.get(tensor.untyped_storage()._cdata)
 
     def number_of(self, tensor: Tensor, foreseen: int | None = None) -> tuple[int, Tensor | None]:
         """The number of the value in a tensor, and the parameter that the tensor is, or is a view of.
@@ -153,16 +149,11 @@ class FrameValues:
         written: by an op, and autograd has not counted that yet.
         """
         storage = tensor.untyped_storage()
-        key = storage._cdata
-        old = self.current.get(key)
-        self.current[key] = number
-        if old is None:
-            self._references.append(storage._weak_ref())
-        else:
+        if (old := self.current.bind(storage, number)) is not None:
             self.overwritten.add(old)
             self.held.pop(old, None)
         self.versions[number] = None if written else version_of(tensor)
-        if key in self.exposed:
+        if storage._cdata in self.exposed:
             self.overwritten.add(number)
         if parameter is not None:
             self.parameters[number] = parameter
@@ -173,8 +164,7 @@ class FrameValues:
 
     def bind_new(self, number: int, tensor: Tensor, storage: torch.UntypedStorage, *, holds: bool) -> None:
         """``bind`` for a storage that has held no value yet."""
-        self.current[storage._cdata] = number
-        self._references.append(storage._weak_ref())
+        self.current.bind(storage, number)
         self.versions[number] = version_of(tensor)
         if holds:
             self.held[number] = tensor
@@ -186,7 +176,7 @@ class FrameValues:
 
         It is matmul's output: an unsafe view of the product, with a version counter of its own.
         """
-        number = self.known_number(tensor)
+        number = self.current.of(tensor)
         if number in self.held and number not in self.parameters:
             self.held[number], self.versions[number] = tensor, version_of(tensor)
 
@@ -253,16 +243,8 @@ class FrameValues:
         return ParameterReference(parameter, layout, version, self.name, memory)
 
     def clear(self) -> None:
-        for reference in self._references:
-            torch.UntypedStorage._free_weak_ref(reference)
-        self._references, self.facts, self.plan, self._book = [], [], None, None
-        self.current.clear()
-        self.held.clear()
-        self.parameters.clear()
-        self.sharded_parameters.clear()
-        self._dtensors.clear()
-        self.exposed.clear()
-        self.versions, self.originals = {}, None
+        """Let go of everything."""
+        vars(self).clear()
 
 
 def _see_the_same(one: Layout, other: Layout) -> bool:

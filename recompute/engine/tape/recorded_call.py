@@ -53,6 +53,15 @@ class OpCall(NamedTuple):
     function: Callable[..., Any] | None = None
     """Runs in the place of ``op``, if it is given. It adds to ``args`` the tensors that it reaches."""
 
+    def run(self) -> Any:
+        """Run it. Writes to lists of tensors, as ``_foreach_add_``'s, are counted: under a mode torch does not."""
+        output = self.op(*self.args, **self.kwargs) if self.function is None else self.function()
+        if self.known.writes:
+            for value in at(self.known.writes, self.args, self.kwargs):
+                if type(value) in LISTS:
+                    torch.autograd.graph.increment_version(value)
+        return output
+
 
 def as_drawn(recorded: RecordedCall, known: OpFacts) -> RecordedCall | None:
     """A call that has run, and will draw the same again; None if its op says that it draws, and has not."""
@@ -83,15 +92,15 @@ def record_call(
         keywords = dict(zip(kwargs, _with_refs(values, kwargs.values(), inputs, foreseen), strict=True))
     if reason and not (op in ALLOCATE and reason == FACTORY):  # copies may fill it
         return None, tuple(inputs)
+    if not values.numerics.bear_on(is_costly=values.plan is None or known.family is not None):
+        raise NotRegenerable("torch's settings were others when the module's forward began")
     writes = _read_whole(values, known, template) if known.kind is Kind.IN_PLACE else None
     rng = None
     if known.is_foreign:
         rng = watch(op, (*args, *kwargs.values()), values.name)
     elif known.kind is Kind.RANDOM:
         rng = capture(args, kwargs, values.name)
-    dtype = torch.get_default_dtype()
-    dtype_if_other = None if dtype is values.dtype else dtype
-    return _new(RecordedCall, (op, template, keywords, rng, dtype_if_other, writes)), tuple(inputs)
+    return _new(RecordedCall, (op, template, keywords, rng, writes)), tuple(inputs)
 
 
 def _with_refs(
@@ -134,7 +143,7 @@ def made_by(
     known = call.known
     if known.kind is Kind.IN_PLACE and not call.reason:
         tensor = call.args[known.writes[0]]  # type: ignore[index]
-        if (number := values.known_number(tensor)) is not None:  # ``tensor`` may be a part of it
+        if (number := values.current.of(tensor)) is not None:  # ``tensor`` may be a part of it
             return [(0, tensor, values.facts[number].layout)]
         is_as_foreseen = foreseen and is_dense(foreseen[0], tensor.untyped_storage().nbytes())
         return [(0, tensor, foreseen[0] if is_as_foreseen else Layout.of(tensor))]
@@ -183,10 +192,3 @@ def _outputs_in_new_memory(output: Any, others: Container[int]) -> list[MadeTens
             keys.add(key)
             made.append((slot, tensor, Layout.of(tensor)))
     return made
-
-
-def count_writes(call: OpCall) -> None:
-    """Count writes to lists of tensors, such as ``_foreach_add_``'s: under a dispatch mode torch does not."""
-    for value in at(call.known.writes, call.args, call.kwargs):
-        if type(value) in LISTS:
-            torch.autograd.graph.increment_version(value)
