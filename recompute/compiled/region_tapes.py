@@ -54,6 +54,7 @@ class RecordingTape(_ShowingTape):
         self.has_rules_inside = False
         """Whether other rules than the region's were in force for an op, or for a tensor saved for it."""
         self._own_policy = region.op_policy
+        self._dtype = torch.get_default_dtype()
 
     def pin(self, tensor: Tensor, name: str | None) -> Tensor:
         if name is not None and self.op_policy.keeps_tensor(name) is not self._own_policy.keeps_tensor(name):
@@ -66,6 +67,8 @@ class RecordingTape(_ShowingTape):
             self.recording.close()
 
     def step(self, op: Any, args: tuple, kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
+        if torch.get_default_dtype() is not self._dtype:  # its code would run under one default dtype
+            self._give_up(NotCapturable("it changes torch's default dtype"))
         if self.recording is None:
             return run()
         policy, own, hooks = self.op_policy, self._own_policy, top_hooks()

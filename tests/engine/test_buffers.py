@@ -25,37 +25,6 @@ def _gradients(model, result, **options):
     return [bits(grad) for grad in torch.autograd.grad(result.sum(), list(model.parameters()), **options)]
 
 
-@pytest.mark.parametrize("kind", ["list", "attribute", "argument", "of another module"])
-def test_tensors_without_gradients_may_change_wherever_they_live(kind):
-    tensors = [torch.ones(HIDDEN), torch.zeros(HIDDEN)]
-
-    def forward(self, x, given):
-        first, second = given if kind == "argument" else self.lookup()
-        first.add_(1.0)
-        z = ((self.linear(x) - first) / 3).exp() + second
-        second.sub_(0.5)
-        return z.sin() * z.tanh() + (first - z).sigmoid()
-
-    def outer():
-        torch.manual_seed(3)
-        own = [tensor.clone() for tensor in tensors]
-        inside = module_of(forward, linear=nn.Linear(HIDDEN, HIDDEN), tensors=own)
-        other = module_of(lambda self: None, tensors=own)
-        made = module_of(lambda self, x: self.inside(x, self.tensors), inside=inside, other=other, tensors=own)
-        owners = {"list": made, "attribute": inside, "argument": made, "of another module": other}
-        inside.lookup = lambda: owners[kind].tensors
-        return made
-
-    def step(model):
-        results = [model(x) for x in inputs]
-        return [_gradients(model, result) for result in results]
-
-    plain, model, inputs = outer(), outer(), [tokens() for _ in range(3)]
-    expected = [step(plain), step(plain)]
-    recompute.apply(model, governing(SETTINGS["recompute"]))
-    assert [step(model), step(model)] == expected
-
-
 def test_one_buffer_of_two_regions_and_of_what_is_between_them():
     buffer = torch.zeros(HIDDEN)
 

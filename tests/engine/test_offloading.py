@@ -6,18 +6,14 @@ import pytest
 import torch
 from engine_testing import (
     HIDDEN,
-    VIEWS,
-    ExpWith,
     RMSNorm,
     Stack,
     assert_as_without,
-    assert_step_as_without,
     bits,
     every_rule,
     function_of,
     holding,
     loss_of,
-    module_of,
     tokens,
     weak,
 )
@@ -26,20 +22,6 @@ from torch.autograd.graph import save_on_cpu
 import recompute
 
 # Offloaded views, and outputs of backward that view what was unpacked
-
-
-@every_rule
-@pytest.mark.parametrize("kind", VIEWS)
-def test_views_with_offsets_are_offloaded_and_come_back(rules, kind):
-    """The view goes in, is made inside, and is made of the result by whoever comes after."""
-
-    def forward(self, x):
-        hidden = x * 1.0
-        result = self.inside(VIEWS[kind](hidden), hidden)
-        return VIEWS[kind](result).sin() * result.cos().sum()
-
-    inside = module_of(lambda self, x, whole: (self.norm(whole) * x.sum()).exp(), norm=RMSNorm())
-    assert_step_as_without(module_of(forward, inside=inside), rules, tokens(), around=save_on_cpu)
 
 
 GivesBackWhatItSaved = function_of(
@@ -132,20 +114,3 @@ def test_what_was_offloaded_is_freed_with_the_graph(rules):
     loss_of(result).backward()
     del result
     assert all(reference.expired() for reference in packed)
-
-
-@every_rule
-def test_expanded_tensors_are_unpacked_as_they_were_packed(rules):
-    model = holding(lambda self, x: ExpWith.apply(x.cos(), x[:1].sin().expand(50, -1), SEEN.append).sin().cos())
-    x = tokens()
-
-    def run(model):
-        SEEN.clear()
-        with save_on_cpu():
-            result = model(x)
-        return torch.autograd.grad(result.sum(), x), [*SEEN]
-
-    assert_as_without(model, rules, run)
-
-
-SEEN = []

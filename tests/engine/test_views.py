@@ -7,7 +7,6 @@ from engine_testing import (
     TOKENS,
     ExpWith,
     RMSNorm,
-    assert_as_plain,
     assert_as_without,
     assert_step_as_without,
     both_actions,
@@ -32,24 +31,6 @@ def test_an_input_that_a_region_returns_stays_alive_and_is_not_counted():
     result = model(hidden)[0].sin() + model(hidden)[1]
     assert handle.stats().dropped_nbytes == 2 * TOKENS * HIDDEN * 4  # each call's sine
     result.sum().backward()
-
-
-@both_actions
-@pytest.mark.parametrize("around", ["save_on_cpu", "contiguous copies"])
-def test_users_hooks_that_give_inputs_back_in_another_layout(action, around):
-    """As ``save_on_cpu`` does: what it gives back of a transposed tensor is contiguous."""
-
-    def forward(self, x):
-        y = self.norm((x * 1.0).t())
-        return y.sin() * y.t().cos().t()
-
-    def hooks():
-        if around == "save_on_cpu":
-            return torch.autograd.graph.save_on_cpu()
-        copy = lambda tensor: tensor.clone(memory_format=torch.contiguous_format)  # noqa: E731
-        return torch.autograd.graph.saved_tensors_hooks(copy, lambda tensor: tensor)
-
-    assert_as_plain(module_of(forward, norm=RMSNorm(TOKENS)), policy(("norm", action)), tokens(), around=hooks)
 
 
 @pytest.mark.parametrize(
