@@ -265,17 +265,6 @@ def assert_same(found, expected):
     assert not different, f"not as without the policy: {different}"
 
 
-def assert_as_plain(module, rules, *inputs, backwards=2, around=nullcontext):
-    """A training step under the policy is bit for bit what it is without, whether it drops something or not."""
-    under = copy.deepcopy(module)
-    expected = outcome(module, *inputs, backwards=backwards, around=around())
-    with recompute.apply(under, rules) as handle:
-        found = outcome(under, *inputs, backwards=backwards, around=around())
-        stats = handle.stats()
-    assert_same(found, expected)
-    return stats
-
-
 def assert_as_without(model, rules, run, *, drops=True):
     """``run(model)`` gives the same values bit for bit, and leaves the random stream alike, under ``rules`` as without.
 
@@ -288,6 +277,7 @@ def assert_as_without(model, rules, run, *, drops=True):
         if drops and handle.stats().dropped_nbytes == 0:  # a first frame may begin like one of which more was kept
             _observed(run, under)
         assert not drops or handle.stats().dropped_nbytes > 0
+        return handle.stats()
 
 
 def _observed(run, model):
@@ -303,7 +293,7 @@ def _observed(run, model):
 def assert_step_as_without(model, rules, *inputs, drops=True, backwards=2, around=nullcontext):
     """Backwards through one forward give the outputs, gradients, buffers and random stream of the plain model."""
     step = functools.partial(outcome, backwards=backwards)
-    assert_as_without(model, rules, lambda model: step(model, *inputs, around=around()), drops=drops)
+    return assert_as_without(model, rules, lambda model: step(model, *inputs, around=around()), drops=drops)
 
 
 def weak(tensor):

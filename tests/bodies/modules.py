@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 import torch.nn.functional as F
-from corpus import Body, linear, norm
+from corpus import Body, always, linear, norm
 from engine_testing import HIDDEN, TOKENS, GatedMLP, RMSNorm, module_of
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
@@ -441,6 +441,21 @@ MODULES = {
         lambda self, x: self.linear(torch.tanh(F.gelu(x) + self.average)),
         one_buffer(torch.ones(HIDDEN)),
         between=update_in_no_grad,
+        captured=True,
+    ),
+    "a large buffer that changes before backward": Body(
+        lambda self, x: self.linear(torch.tanh(F.gelu(x) + self.average[:HIDDEN])),
+        one_buffer(torch.ones(1 << 18)),
+        between=update_in_no_grad,
+        may_refuse=always,
+        drops=False,
+        captured=True,
+    ),
+    "a buffer that is saved and changes before backward": Body(
+        lambda self, x: F.gelu(self.linear(x)) * self.average,
+        one_buffer(torch.ones(HIDDEN)),
+        between=update_in_no_grad,
+        may_refuse=always,
     ),
     "averages in place that another forward without gradients changes": Body(
         averages, one_buffer(torch.zeros(HIDDEN), "mean"), between=lambda module, given, result: module(*given)
