@@ -18,94 +18,79 @@ from recompute.policy.rules import Rule
 aten = torch.ops.aten
 
 
-@pytest.mark.parametrize(
-    ("op", "kind", "family"),
-    [
-        (aten.t.default, Kind.VIEW, None),
-        (aten.slice.Tensor, Kind.VIEW, None),
-        (aten.split.Tensor, Kind.VIEW, None),
-        (aten.unbind.int, Kind.VIEW, None),
-        (aten.detach.default, Kind.VIEW, None),
-        (aten._conj.default, Kind.VIEW, None),
-        (aten._unsafe_view.default, Kind.VIEW, None),  # by its schema, its output is new
-        (aten.unsafe_split.Tensor, Kind.VIEW, None),
-        (aten._local_scalar_dense.default, Kind.VIEW, None),  # makes no tensor
-        (torch.ops.prim.device.default, Kind.VIEW, None),
-        (aten.add.Tensor, Kind.PURE, None),
-        (aten.leaky_relu.default, Kind.PURE, None),
-        (aten._to_copy.default, Kind.OPAQUE, None),  # unless it is waited for
-        (aten._softmax.default, Kind.PURE, None),
-        (aten.native_layer_norm.default, Kind.PURE, None),
-        (aten._native_batch_norm_legit.no_stats, Kind.PURE, None),
-        (aten.embedding.default, Kind.PURE, None),
-        (aten.mm.default, Kind.PURE, "gemm"),
-        (aten._scaled_mm.default, Kind.PURE, "gemm"),
-        (aten._scaled_dot_product_flash_attention.default, Kind.RANDOM, "attention"),  # unless its dropout is 0
-        (aten.native_dropout.default, Kind.RANDOM, None),
-        (aten.rand_like.default, Kind.RANDOM, None),
-        (torch.ops.higher_order.flex_attention, Kind.OPAQUE, "attention"),
-        (torch.ops.prims.sin.default, Kind.OPAQUE, None),
-    ],
-)
-def test_kinds_and_families(op, kind, family):
-    known = facts(op)
-    assert (known.kind, known.family, known.writes) == (kind, family, ())
-    assert bool(known.reason) == (kind is Kind.OPAQUE)
+ANY = object()
+"""Of an op that does not bear to run again: whatever the reason is."""
 
 
 @pytest.mark.parametrize(
-    ("op", "reason"),
+    ("op", "kind", "family", "writes", "reason"),
     [
-        (aten.empty.memory_format, ops.FACTORY),
-        (aten.zeros_like.default, ops.FACTORY),
-        (aten.new_full.default, ops.FACTORY),
-        (aten.arange.default, ops.FACTORY),
-        (aten.nonzero.default, ops.DATA_DEPENDENT),
-        (aten.masked_select.default, ops.DATA_DEPENDENT),
-        (aten.repeat_interleave.Tensor, ops.DATA_DEPENDENT),
-        (aten.scatter_add.default, ops.DIFFERS),
-        (aten.scatter.src, ops.DIFFERS),
-        (aten.index_put.default, ops.DIFFERS),
-        (aten.topk.default, ops.REORDERS),
-        (aten.sort.stable, ops.REORDERS),
-        (aten._cudnn_rnn.default, ops.UNKNOWN),
-        (aten.native_layer_norm_backward.default, ops.UNKNOWN),
+        (aten.t.default, Kind.VIEW, None, (), ""),
+        (aten.slice.Tensor, Kind.VIEW, None, (), ""),
+        (aten.split.Tensor, Kind.VIEW, None, (), ""),
+        (aten.unbind.int, Kind.VIEW, None, (), ""),
+        (aten.detach.default, Kind.VIEW, None, (), ""),
+        (aten._conj.default, Kind.VIEW, None, (), ""),
+        (aten._unsafe_view.default, Kind.VIEW, None, (), ""),  # by its schema, its output is new
+        (aten.unsafe_split.Tensor, Kind.VIEW, None, (), ""),
+        (aten._local_scalar_dense.default, Kind.VIEW, None, (), ""),  # makes no tensor
+        (torch.ops.prim.device.default, Kind.VIEW, None, (), ""),
+        (aten.add.Tensor, Kind.PURE, None, (), ""),
+        (aten.leaky_relu.default, Kind.PURE, None, (), ""),
+        (aten._to_copy.default, Kind.OPAQUE, None, (), ANY),  # unless it is waited for
+        (aten._softmax.default, Kind.PURE, None, (), ""),
+        (aten.native_layer_norm.default, Kind.PURE, None, (), ""),
+        (aten._native_batch_norm_legit.no_stats, Kind.PURE, None, (), ""),
+        (aten.embedding.default, Kind.PURE, None, (), ""),
+        (aten.mm.default, Kind.PURE, "gemm", (), ""),
+        (aten._scaled_mm.default, Kind.PURE, "gemm", (), ""),
+        (aten._scaled_dot_product_flash_attention.default, Kind.RANDOM, "attention", (), ""),  # unless its dropout is 0
+        (aten.native_dropout.default, Kind.RANDOM, None, (), ""),
+        (aten.rand_like.default, Kind.RANDOM, None, (), ""),
+        (torch.ops.higher_order.flex_attention, Kind.OPAQUE, "attention", (), ANY),
+        (torch.ops.prims.sin.default, Kind.OPAQUE, None, (), ANY),
+        (aten.empty.memory_format, Kind.OPAQUE, None, (), ops.FACTORY),
+        (aten.zeros_like.default, Kind.OPAQUE, None, (), ops.FACTORY),
+        (aten.new_full.default, Kind.OPAQUE, None, (), ops.FACTORY),
+        (aten.arange.default, Kind.OPAQUE, None, (), ops.FACTORY),
+        (aten.nonzero.default, Kind.OPAQUE, None, (), ops.DATA_DEPENDENT),
+        (aten.masked_select.default, Kind.OPAQUE, None, (), ops.DATA_DEPENDENT),
+        (aten.repeat_interleave.Tensor, Kind.OPAQUE, None, (), ops.DATA_DEPENDENT),
+        (aten.scatter_add.default, Kind.OPAQUE, None, (), ops.DIFFERS),
+        (aten.scatter.src, Kind.OPAQUE, None, (), ops.DIFFERS),
+        (aten.index_put.default, Kind.OPAQUE, None, (), ops.DIFFERS),
+        (aten.topk.default, Kind.OPAQUE, None, (), ops.REORDERS),
+        (aten.sort.stable, Kind.OPAQUE, None, (), ops.REORDERS),
+        (aten._cudnn_rnn.default, Kind.OPAQUE, None, (), ops.UNKNOWN),
+        (aten.native_layer_norm_backward.default, Kind.OPAQUE, None, (), ops.UNKNOWN),
+        (aten.add_.Tensor, Kind.IN_PLACE, None, (0,), ""),
+        (aten.fill_.Scalar, Kind.IN_PLACE, None, (0,), ""),
+        (aten.zero_.default, Kind.IN_PLACE, None, (0,), ""),
+        (aten.hardtanh_.default, Kind.IN_PLACE, None, (0,), ""),
+        (aten.scatter_.value, Kind.IN_PLACE, None, (0,), ""),
+        (aten.addmm_.default, Kind.IN_PLACE, "gemm", (0,), ""),
+        (aten.scatter_.src, Kind.OPAQUE, None, (0,), ANY),
+        (aten.index_add_.default, Kind.OPAQUE, None, (0,), ANY),
+        (aten.bernoulli_.float, Kind.OPAQUE, None, (0,), ANY),
+        (aten.uniform_.default, Kind.OPAQUE, None, (0,), ANY),
+        (aten.rrelu_with_noise.default, Kind.OPAQUE, None, (1,), ANY),
+        (aten.t_.default, Kind.OPAQUE, None, (0,), ANY),
+        (aten.resize_.default, Kind.OPAQUE, None, (0,), ANY),
+        (aten.mm.out, Kind.OPAQUE, "gemm", ("out",), ANY),
+        (aten.max.dim_max, Kind.OPAQUE, None, ("max", "max_values"), ANY),
+        (aten.native_batch_norm.default, Kind.OPAQUE, None, (3, 4), ANY),
+        (aten.cudnn_batch_norm.default, Kind.OPAQUE, None, (3, 4), ANY),
+        (aten.native_batch_norm.out, Kind.OPAQUE, None, (3, 4, "out", "save_mean", "save_invstd"), ANY),
+        (aten._batch_norm_with_update.default, Kind.OPAQUE, None, (3, 4), ANY),
+        (aten._native_batch_norm_legit.default, Kind.OPAQUE, None, (3, 4), ANY),
+        (aten.batch_norm_update_stats.default, Kind.OPAQUE, None, (1, 2), ANY),
     ],
 )
-def test_what_is_not_provably_regenerable_is_opaque_with_a_reason(op, reason):
-    known = facts(op)
-    assert (known.kind, known.reason, known.writes) == (Kind.OPAQUE, reason, ())
-
-
-@pytest.mark.parametrize(
-    ("op", "kind", "writes"),
-    [
-        (aten.add_.Tensor, Kind.IN_PLACE, (0,)),
-        (aten.fill_.Scalar, Kind.IN_PLACE, (0,)),
-        (aten.zero_.default, Kind.IN_PLACE, (0,)),
-        (aten.hardtanh_.default, Kind.IN_PLACE, (0,)),
-        (aten.scatter_.value, Kind.IN_PLACE, (0,)),
-        (aten.addmm_.default, Kind.IN_PLACE, (0,)),
-        (aten.scatter_.src, Kind.OPAQUE, (0,)),
-        (aten.index_add_.default, Kind.OPAQUE, (0,)),
-        (aten.bernoulli_.float, Kind.OPAQUE, (0,)),
-        (aten.uniform_.default, Kind.OPAQUE, (0,)),
-        (aten.rrelu_with_noise.default, Kind.OPAQUE, (1,)),
-        (aten.t_.default, Kind.OPAQUE, (0,)),
-        (aten.resize_.default, Kind.OPAQUE, (0,)),
-        (aten.mm.out, Kind.OPAQUE, ("out",)),
-        (aten.max.dim_max, Kind.OPAQUE, ("max", "max_values")),
-        (aten.native_batch_norm.default, Kind.OPAQUE, (3, 4)),
-        (aten.cudnn_batch_norm.default, Kind.OPAQUE, (3, 4)),
-        (aten.native_batch_norm.out, Kind.OPAQUE, (3, 4, "out", "save_mean", "save_invstd")),
-        (aten._batch_norm_with_update.default, Kind.OPAQUE, (3, 4)),
-        (aten._native_batch_norm_legit.default, Kind.OPAQUE, (3, 4)),
-        (aten.batch_norm_update_stats.default, Kind.OPAQUE, (1, 2)),
-    ],
-)
-def test_what_is_written_to(op, kind, writes):
+def test_what_is_known_of_an_op(op, kind, family, writes, reason):
     known = facts(op)
     assert (known.kind, known.writes) == (kind, writes)
+    assert known.family == family
+    assert known.reason == reason if reason is not ANY else bool(known.reason)
 
 
 def test_facts_are_the_same_object_each_time():
