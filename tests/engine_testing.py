@@ -45,16 +45,6 @@ POLICIES = {"checkpoint": CHECKPOINT, "recompute": RECOMPUTE, "both": BOTH}
 every_policy = pytest.mark.parametrize("rules", by_default(POLICIES, "recompute", "both"))
 both_actions = pytest.mark.parametrize("action", ["checkpoint", "recompute"])
 
-VIEWS = {
-    "offset": lambda x: x[2:, 3:],
-    "last chunk": lambda x: x.chunk(3)[2],
-    "transposed with an offset": lambda x: x[2:].t(),
-    "every second column": lambda x: x[:, 1::2],
-    "expanded": lambda x: x[1:2].expand(5, -1),
-    "overlapping with an offset": lambda x: x.as_strided((5, 4), (3, 1), 6),
-}
-"""Views of a tensor that is not small."""
-
 TAPES = {
     "recompute": {"action": "recompute", "via": "hook"},
     "recompute with gemms": {"action": "recompute", "via": "hook", "rerun": ["gemm"]},

@@ -12,8 +12,8 @@ from capture_testing import (
     SIZE,
     STEPS_TO_SETTLE,
     Around,
-    Block,
     Twins,
+    a_block,
     body,
     captured_twins,
     fresh,
@@ -32,7 +32,7 @@ from recompute.errors import PolicyWarning, UnsupportedError
 
 @pytest.fixture
 def twins(x):
-    return captured_twins(Block(), x)
+    return captured_twins(a_block(), x)
 
 
 def on(x, backward):
@@ -113,7 +113,7 @@ def test_a_gradient_penalty_from_the_first_step_on_is_exact_in_every_step(x, act
     """As in a WGAN, whose other backwards are those of any training: nothing is captured in between."""
     options = {"via": "hook"} if action == "recompute" else {}
     rules = {"rules": [{"match": "inside", "action": action, **options}]}
-    twins = Twins(Around(Block(), before=linear()), rules)
+    twins = Twins(Around(a_block(), before=linear()), rules)
     for _ in range(STEPS_TO_SETTLE):
         for step in on(x, of_a_gradient), train(x), train(x):
             twins.step(step)
@@ -196,7 +196,7 @@ def test_each_region_runs_code_for_the_gradients_that_it_gets(x, block, count, d
 
 def test_forward_does_not_run_again_on_what_has_changed_since(x):
     """Plain PyTorch would not mind: it does not read the bias in backward."""
-    twins = captured_twins(Block(), x)
+    twins = captured_twins(a_block(), x)
     y = twins.under.inside(x)
     with torch.no_grad():
         twins.under.inside.up.bias.add_(1)

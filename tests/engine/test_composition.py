@@ -139,8 +139,9 @@ def test_functional_gradients_in_a_kept_part_of_a_region_leave_the_rest_to_the_r
 
 
 @both_actions
-def test_a_model_on_fake_tensors(action):
-    with FakeTensorMode():
+@pytest.mark.parametrize("where", [FakeTensorMode, lambda: torch.device("meta")], ids=["fake", "meta"])
+def test_a_model_on_tensors_without_values(where, action):
+    with where():
         parts = {"linear": nn.Linear(HIDDEN, HIDDEN), "batch": nn.BatchNorm1d(HIDDEN), "norm": RMSNorm()}
         model = holding(lambda self, x: F.dropout(self.norm(self.batch(self.linear(x))), 0.5).exp().sin(), **parts)
         recompute.apply(model, policy(("inside.norm", action), ("inside", "checkpoint")))

@@ -8,7 +8,7 @@
 6. Random state: test_bodies, test_rng.
 7. and 8. What is held, and when it dies: test_memory.
 9. Composition: test_bodies, test_composition, test_faults.
-10. Cost: test_memory, test_regenerated_once.
+10. Cost: test_memory, test_what_runs_again.
 11. What forward read: test_bodies, test_surrounding_state.
 """
 

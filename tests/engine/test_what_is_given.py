@@ -15,7 +15,6 @@ from engine_testing import (
     assert_as_without,
     assert_step_as_without,
     bits,
-    both_actions,
     calls,
     every_rule,
     function_of,
@@ -157,16 +156,6 @@ def test_an_input_that_autograd_saves_in_another_shape_than_the_first_op_reads(f
 def loss_and_gradient(model, x):
     loss = model(x).sum()
     return loss.detach(), torch.autograd.grad(loss, x)[0]
-
-
-@both_actions
-def test_models_on_the_meta_device_run_without_values(action):
-    with torch.device("meta"):
-        model = holding(lambda self, x: self.batch(x).exp().sin(), batch=nn.BatchNorm1d(HIDDEN))
-        x = torch.empty(TOKENS, HIDDEN, requires_grad=True)
-    policed(model, action)
-    model(x).sum().backward()
-    assert x.grad.shape == x.shape
 
 
 @every_rule
