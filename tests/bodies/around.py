@@ -172,15 +172,19 @@ def settings():
     return numerics.Numerics()._values
 
 
+BEFORE = []
+"""The settings at the start of a step."""
+
+
 def under(forward, setting=nullcontext, backward=nullcontext, parts=dict, **options):
     def start(module):
-        """A setting may leave something else behind than it found."""
-        for each in (setting, backward):
+        for each in (setting, backward):  # a setting may leave something else behind than it found
             with each():
                 pass
+        BEFORE[:] = settings()
 
     spans = {"around": setting, "around_backward": backward}
-    return Body(forward, parts, start=start, state=lambda module: settings(), **spans, **options)
+    return Body(forward, parts, start=start, state=lambda module: settings() == BEFORE, **spans, **options)
 
 
 def autocast(dtype):
