@@ -6,6 +6,7 @@ A body is a row of a table in ``bodies``. ``engine/test_bodies.py`` runs each by
 
 import contextlib
 import functools
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -72,6 +73,9 @@ class Body(NamedTuple):
     """What happens to the module, to what it was given last and to what it gave, before backward."""
     state: Callable[[Any], Any] = nothing
     """What else is as in plain PyTorch, after forward and after backward."""
+    around: Callable[[], Any] = contextlib.nullcontext
+    around_backward: Callable[[], Any] = contextlib.nullcontext
+    """Spans that forward, and each backward, run in."""
     backwards: int = 2
     together: bool = False
     """Whether the two calls of a step have one backward, as they share a graph."""
@@ -169,25 +173,25 @@ def step(model, number, calls):
     body.start(inside)
     x = torch.linspace(-1.5, 2, TOKENS * HIDDEN).view(TOKENS, HIDDEN).sin().requires_grad_()
     wanted = [x, *(each for each in model.parameters() if each.requires_grad)]
-    results = [model(x.cos() if call else x * 1.0) for call in range(calls)]
+    with body.around():
+        results = [model(x.cos() if call else x * 1.0) for call in range(calls)]
     found = [(type(leaf), needs_grad(leaf), bits(leaf)) for result in results for leaf in leaves(result)]
     with torch.no_grad():
         body.between(inside, *model.last)
     torch.rand(1), random.random(), np.random.rand()
-    found += [before := [attributes(inside), body.state(inside), streams()]]
+    found.append([attributes(inside), body.state(inside), streams()])
     losses = [loss_of(results)] if body.together else [loss_of(result) for result in results]
     model.last.clear()
     del results
-    for loss in reversed(losses):
-        for turn in range(body.backwards):
-            try:
+    gradients = []
+    for loss, turn in itertools.product(reversed(losses), range(body.backwards)):
+        try:
+            with body.around_backward():
                 grads = torch.autograd.grad(loss, wanted, retain_graph=turn + 1 < body.backwards, allow_unused=True)
-            except RuntimeError as error:
-                return [*found, error]
-            found.append([bits(grad) for grad in grads])
-    after = [attributes(inside), body.state(inside), streams()]
-    assert after == before, "backward leaves no trace"
-    return found
+        except RuntimeError as error:
+            return [*found, error]
+        gradients.append([bits(grad) for grad in grads])
+    return [*found, [attributes(inside), body.state(inside), streams()], *gradients]
 
 
 @functools.cache

@@ -45,16 +45,6 @@ POLICIES = {"checkpoint": CHECKPOINT, "recompute": RECOMPUTE, "both": BOTH}
 every_policy = pytest.mark.parametrize("rules", by_default(POLICIES, "recompute", "both"))
 both_actions = pytest.mark.parametrize("action", ["checkpoint", "recompute"])
 
-VIEWS = {
-    "offset": lambda x: x[2:, 3:],
-    "last chunk": lambda x: x.chunk(3)[2],
-    "transposed with an offset": lambda x: x[2:].t(),
-    "every second column": lambda x: x[:, 1::2],
-    "expanded": lambda x: x[1:2].expand(5, -1),
-    "overlapping with an offset": lambda x: x.as_strided((5, 4), (3, 1), 6),
-}
-"""Views of a tensor that is not small."""
-
 TAPES = {
     "recompute": {"action": "recompute", "via": "hook"},
     "recompute with gemms": {"action": "recompute", "via": "hook", "rerun": ["gemm"]},
@@ -265,17 +255,6 @@ def assert_same(found, expected):
     assert not different, f"not as without the policy: {different}"
 
 
-def assert_as_plain(module, rules, *inputs, backwards=2, around=nullcontext):
-    """A training step under the policy is bit for bit what it is without, whether it drops something or not."""
-    under = copy.deepcopy(module)
-    expected = outcome(module, *inputs, backwards=backwards, around=around())
-    with recompute.apply(under, rules) as handle:
-        found = outcome(under, *inputs, backwards=backwards, around=around())
-        stats = handle.stats()
-    assert_same(found, expected)
-    return stats
-
-
 def assert_as_without(model, rules, run, *, drops=True):
     """``run(model)`` gives the same values bit for bit, and leaves the random stream alike, under ``rules`` as without.
 
@@ -288,6 +267,7 @@ def assert_as_without(model, rules, run, *, drops=True):
         if drops and handle.stats().dropped_nbytes == 0:  # a first frame may begin like one of which more was kept
             _observed(run, under)
         assert not drops or handle.stats().dropped_nbytes > 0
+        return handle.stats()
 
 
 def _observed(run, model):
@@ -303,7 +283,7 @@ def _observed(run, model):
 def assert_step_as_without(model, rules, *inputs, drops=True, backwards=2, around=nullcontext):
     """Backwards through one forward give the outputs, gradients, buffers and random stream of the plain model."""
     step = functools.partial(outcome, backwards=backwards)
-    assert_as_without(model, rules, lambda model: step(model, *inputs, around=around()), drops=drops)
+    return assert_as_without(model, rules, lambda model: step(model, *inputs, around=around()), drops=drops)
 
 
 def weak(tensor):

@@ -5,7 +5,7 @@ import itertools
 import torch
 import torch.nn.functional as F
 from corpus import Body
-from engine_testing import HIDDEN
+from engine_testing import HIDDEN, module_of
 from torch import nn
 
 
@@ -89,6 +89,35 @@ def change_outside(module, given, result):
     module.count.add_(1)
 
 
+def of_tensors(self, x, given):
+    first, second = given or self.lookup(self)
+    first.add_(1.0)
+    z = ((self.linear(x) - first) / 3).exp() + second
+    second.sub_(0.5)
+    return z.sin() * z.tanh() + (first - z).sigmoid()
+
+
+OWNED = []
+
+
+def elsewhere(kind):
+    """Tensors without gradients that are no buffers, which live somewhere else, or are given."""
+
+    def parts():
+        OWNED[:] = torch.ones(HIDDEN), torch.zeros(HIDDEN)
+        other = module_of(lambda self: None, tensors=list(OWNED))
+        lookup = {
+            "a list": lambda module: module.tensors,
+            "another module": lambda module: other.tensors,
+            "a global": lambda module: OWNED,
+        }
+        return {"linear": nn.Linear(HIDDEN, HIDDEN), "tensors": list(OWNED), "lookup": lookup.get(kind)}
+
+    return Body(
+        of_tensors, parts, lambda x: (x, OWNED if kind == "an argument" else []), ways=("recompute",), drops=False
+    )
+
+
 USES = (reads, reads_a_part, saves)
 BACKWARDS = {
     "": {},
@@ -109,5 +138,8 @@ BUFFERS = {
         f"of {dtype}, {use.__name__}": updating(average, use, True, dtype)
         for dtype in (torch.bfloat16, torch.float64)
         for use in USES
+    },
+    **{
+        f"no buffer, but in {kind}": elsewhere(kind) for kind in ("a list", "another module", "an argument", "a global")
     },
 }

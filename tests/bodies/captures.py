@@ -9,6 +9,8 @@ from corpus import Body, linear, norm
 from engine_testing import HIDDEN
 from torch import nn
 
+from bodies.around import changing
+
 
 def leads_nowhere(self, x):
     y = F.gelu(self.linear(x))
@@ -100,6 +102,7 @@ CAPTURES = {
         start=lambda module: [torch.no_grad()(module.linear.weight.mul_)(2.0) for _ in range(module.step // 6)],
         captured="it computes a Python number",
     ),
+    "a default dtype that it changes": Body(changing, captured="its forward changes torch's settings"),
     "a parameter that autograd saves in two ways": Body(
         saves_in_two_ways,
         lambda: {"w": nn.Parameter(torch.rand(HIDDEN, HIDDEN))},

@@ -375,5 +375,8 @@ CHANGES = {
     "a tensor of a closure": late(
         lambda module: OUTSIDE, (lambda w: lambda self, x: (x + w).exp().sin())(OUTSIDE), start=start_outside
     ),
+    "a tensor in a list of a closure": late(
+        lambda module: OUTSIDE, (lambda ws: lambda self, x: (x + ws[0]).exp().sin())([OUTSIDE]), start=start_outside
+    ),
     "a default": late(lambda module: OUTSIDE, lambda self, x, w=OUTSIDE: (x + w).exp().sin(), start=start_outside),
 }

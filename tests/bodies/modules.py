@@ -12,10 +12,12 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 import torch.nn.functional as F
-from corpus import Body, linear, norm
-from engine_testing import HIDDEN, TOKENS, RMSNorm, module_of
+from corpus import Body, always, linear, norm
+from engine_testing import HIDDEN, TOKENS, GatedMLP, RMSNorm, module_of
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+
+import recompute
 
 # Attributes
 
@@ -323,6 +325,52 @@ def adds_to_a_buffer(self, x):
     return (y * self.average).exp().sin()
 
 
+# Mixtures of experts, whose routing must not change
+
+EXPERTS, ROUTES = 4, []
+note_route = ROUTES.append  # by this a checkpoint does not see the list, which it would have appended to but once
+
+
+def mixture(self, x):
+    """Each token goes to the two experts that a router prefers."""
+    x = self.norm(x)
+    logits = self.jitter(self.router(x))
+    weights, chosen = (recompute.keep(logits) if self.keeps else logits).softmax(-1).topk(2)
+    note_route(str(chosen.tolist()))
+    result = torch.zeros_like(x)
+    for index, expert in enumerate(self.experts):
+        rows, places = (chosen == index).nonzero(as_tuple=True)
+        result = result.index_add(0, rows, expert(x[rows]) * weights[rows, places, None])
+    return (x + result).sin()
+
+
+class Unsteady:
+    """Turns the router's preferences around in every second run, which no engine can know of."""
+
+    def __init__(self):
+        self.sign = np.ones(1 << 14)  # too large an array to be looked into
+
+    def __call__(self, logits):
+        self.sign *= -1
+        return logits * 1.0 + float(self.sign[0]) * torch.linspace(-5.0, 5.0, EXPERTS)
+
+
+def mixture_of(make_jitter, keeps=False, **options):
+    def parts():
+        router, experts = nn.Linear(HIDDEN, EXPERTS, bias=False), nn.ModuleList(GatedMLP() for _ in range(EXPERTS))
+        return {"norm": RMSNorm(), "router": router, "experts": experts, "jitter": make_jitter(), "keeps": keeps}
+
+    def start(module):
+        ROUTES.clear()
+        vars(module.jitter).get("sign", np.ones(1))[:] = 1.0
+
+    return Body(mixture, parts, start=start, **options)
+
+
+def randomly():
+    return lambda logits: logits * (0.5 + torch.rand_like(logits))
+
+
 def one_buffer(value=1.0, name="average"):
     return lambda: {
         "buffers": {name: value.clone() if isinstance(value, Tensor) else torch.full((), value)},
@@ -393,6 +441,21 @@ MODULES = {
         lambda self, x: self.linear(torch.tanh(F.gelu(x) + self.average)),
         one_buffer(torch.ones(HIDDEN)),
         between=update_in_no_grad,
+        captured=True,
+    ),
+    "a large buffer that changes before backward": Body(
+        lambda self, x: self.linear(torch.tanh(F.gelu(x) + self.average[:HIDDEN])),
+        one_buffer(torch.ones(1 << 18)),
+        between=update_in_no_grad,
+        may_refuse=always,
+        drops=False,
+        captured=True,
+    ),
+    "a buffer that is saved and changes before backward": Body(
+        lambda self, x: F.gelu(self.linear(x)) * self.average,
+        one_buffer(torch.ones(HIDDEN)),
+        between=update_in_no_grad,
+        may_refuse=always,
     ),
     "averages in place that another forward without gradients changes": Body(
         averages, one_buffer(torch.zeros(HIDDEN), "mean"), between=lambda module, given, result: module(*given)
@@ -415,6 +478,9 @@ MODULES = {
         start=lambda module: module.train(),
         between=lambda module, *_: module.eval(),
     ),
+    "experts by random jitter": mixture_of(randomly),
+    "experts by routes that are kept": mixture_of(Unsteady, keeps=True, state=lambda module: sorted(set(ROUTES))),
+    "experts by routes that nobody keeps": mixture_of(Unsteady, state=lambda module: list(ROUTES), ways=("recompute",)),
     "one module in recursion": Body(
         lambda self, x: self.shared(self.shared(x).exp()).sin(),
         lambda: {"shared": module_of(recursive, linear=nn.Linear(HIDDEN, HIDDEN), norm=RMSNorm())},

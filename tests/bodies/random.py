@@ -390,6 +390,31 @@ HELPERS = {
 }
 
 
+MOVES = {
+    "integers": lambda: torch.randint(7, (1,)),
+    "normal numbers of float64": lambda: torch.randn(2, dtype=torch.float64),
+    "a state of torch's": lambda: torch.set_rng_state(torch.Generator().manual_seed(5).get_state()),
+    "Python's bits": lambda: random.getrandbits(8),
+    "Python's seed": lambda: random.seed(3),
+    "Python's state": lambda: random.setstate(random.Random(4).getstate()),
+    "NumPy's seed": lambda: np.random.seed(3),
+    "NumPy's state": lambda: np.random.set_state(np.random.RandomState(4).get_state()),
+    "624 words": lambda: np.random.bytes(624 * 4),
+    "a binomial number": lambda: np.random.binomial(10, 0.5),
+}
+
+
+def moved(move):
+    """Also what a generator holds back is as it was: every second normal number, which the first one draws."""
+
+    def forward(self, x):
+        before = random.gauss(0, 1) + np.random.randn()
+        move()
+        return (F.dropout(x, 0.5) * (before + random.gauss(0, 1) + np.random.randn())).exp().sin()
+
+    return Body(forward)
+
+
 def passed(given):
     """What a generator draws that is passed in one way or another."""
     if isinstance(given, (list, dict)):
@@ -437,6 +462,7 @@ def with_a_hook():
 
 REACHED = {
     **WAYS,
+    **{f"moved by {name}": moved(move) for name, move in MOVES.items()},
     **{f"by {name}": Body(once(lambda draw=draw: draw())) for name, draw in HELPERS.items()},
     **{
         f"given {name}": Body(

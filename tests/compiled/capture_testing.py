@@ -5,6 +5,7 @@ from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
+from bodies.memory import block, parts_of_a_block
 from corpus import counting
 from engine_testing import RMSNorm, assert_same, leaves, loss_of, module_of
 from torch import Tensor, nn
@@ -57,17 +58,9 @@ class DroppingBlock(nn.Module):
         return x + self.dropout(y)
 
 
-class Block(nn.Module):
+def a_block():
     """Reads its input twice, as residual connections do."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(SIZE)
-        self.up, self.down = nn.Linear(SIZE, 2 * SIZE), nn.Linear(2 * SIZE, SIZE)
-        self.weight = nn.Parameter(torch.rand(SIZE))
-
-    def forward(self, x):
-        return x + self.down(F.gelu(self.up(self.norm(x) * self.weight)))
+    return module_of(block, **parts_of_a_block())
 
 
 class Layer(nn.Module):

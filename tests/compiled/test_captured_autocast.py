@@ -7,7 +7,7 @@ import models
 import pytest
 import torch
 import torch.nn.functional as F
-from capture_testing import ROWS, SIZE, STEPS_TO_SETTLE, Around, Block, Twins, body, fresh, linear, stepping, tokens
+from capture_testing import ROWS, SIZE, STEPS_TO_SETTLE, Around, Twins, a_block, body, fresh, linear, stepping, tokens
 from engine_testing import RMSNorm, assert_same, loss_of
 from tiers import by_default, slow
 from torch import nn
@@ -54,7 +54,7 @@ def products():
     return body(forward, vector=nn.Parameter(torch.randn(SIZE)), volume=nn.Conv3d(1, 1, 3, padding=1))
 
 
-INSIDE = {"block": Block, "norm": RMSNorm, "mlp": mlp, "convolutions": convolutions, "products": products}
+INSIDE = {"block": a_block, "norm": RMSNorm, "mlp": mlp, "convolutions": convolutions, "products": products}
 
 
 @pytest.mark.parametrize("action", ["recompute", *slow("checkpoint")])
@@ -75,7 +75,7 @@ def test_wherever_backward_runs_and_whatever_is_cached(x, is_inside, caches):
 
 def test_another_autocast_has_code_of_its_own(x):
     in_float16 = stepping(x, forward=functools.partial(torch.autocast, "cpu", torch.float16))
-    twins = Twins(around(Block())).settle(under_autocast(x))
+    twins = Twins(around(a_block())).settle(under_autocast(x))
     twins.settle(in_float16)
     assert twins.runs_code(under_autocast(x)) == 1
     assert twins.runs_code(in_float16) == 1
@@ -119,7 +119,7 @@ def test_other_backwards(x, way):
         gradients = torch.autograd.grad(loss, wanted, create_graph=True)
         return [*torch.autograd.grad(sum(each.square().sum() for each in gradients), wanted, allow_unused=True)]
 
-    twins = Twins(around(Block())).settle(under_autocast(x))
+    twins = Twins(around(a_block())).settle(under_autocast(x))
     if way == "differentiated gradients":
         with pytest.warns(recompute.errors.PolicyWarning, match="create_graph=True"):
             plain, under = (step(module) for module in (twins.plain, twins.under))

@@ -28,5 +28,7 @@ def test_whether_it_is_captured_or_not_every_body_does_what_it_does_in_plain_pyt
     body = BODIES[name]
     if name == "view: of new data":
         pytest.skip("captured code reads what was there before, as the page of limits says")
+    if name.startswith("mode: ") and name.endswith("in backward"):
+        pytest.skip("a mode around backward alone changes what runs again while a graph is watched")
     if not body.ways or action in body.ways:
         assert_as_plain(body._replace(captured=None), RULES[action], UNTIL_CAPTURED)

@@ -219,40 +219,6 @@ def test_layers_share_code_with_functions(x):
     assert len({program for region in twins.regions for program in region.programs}) == 1
 
 
-class IntoMainGrad(Function):
-    """As Megatron's and Transformer Engine's Linears, which add to an attribute of their weight."""
-
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x)
-        ctx.weight = w  # under hooks, what is saved has no attributes
-        return x * w
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (x,), w = ctx.saved_tensors, ctx.weight
-        dw = (gradient * x).sum(0)
-        w.main_grad.add_(dw)
-        w.was_added = True
-        return gradient * w, dw
-
-
-def test_a_function_finds_and_sets_attributes_of_its_parameters(x):
-    def forward(self, x):
-        return x + self.lin(IntoMainGrad.apply(self.lin(x).tanh(), self.weight).sigmoid())
-
-    twins = Twins(Around(body(forward, weight=nn.Parameter(torch.rand(SIZE)), lin=linear())))
-    weights = [each.inside.weight for each in (twins.under, twins.plain)]
-    for weight in weights:
-        weight.main_grad = torch.zeros(SIZE)
-    twins.settle(train(x))
-    for weight in weights:
-        weight.was_added = False
-    twins.step(train(x))
-    assert [weight.was_added for weight in weights] == [True, True]
-    assert torch.equal(*[weight.main_grad for weight in weights])
-
-
 GROUPS = []
 
 

@@ -1,7 +1,9 @@
 """What changes after a region was captured: code that no longer fits does not run, and what runs gives the same."""
 
 import functools
+from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -24,10 +26,14 @@ from capture_testing import (
 from engine_testing import RMSNorm, set_by
 from tiers import by_default, slow
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules import module as all_modules
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from recompute.compiled.captured_region import Observing
+from recompute.engine.bit_comparison import verifying
 from recompute.engine.numerics import Numerics
 
 
@@ -40,6 +46,17 @@ def step():
 @pytest.fixture
 def twins(step):
     return Twins(Around(DroppingBlock())).settle(step)
+
+
+# Modules, and what they have
+
+
+class Change(NamedTuple):
+    """What happens to a captured module, and whether its code runs then."""
+
+    change: Callable[[Any], Any]
+    inside: Callable[[], nn.Module] = DroppingBlock
+    runs: int = 0
 
 
 def double_output(module, args, output):
@@ -55,123 +72,11 @@ def seeded(make, put):
     return lambda module: (torch.manual_seed(5), put(module, make()))
 
 
-CHANGES = {
-    "attribute": lambda m: setattr(m.inside, "scale", 2.5),
-    "flag": lambda m: setattr(m.inside, "is_scaled", False),
-    "dropout rate": lambda m: setattr(m.inside.dropout, "p", 0.5),
-    "dropout off": lambda m: setattr(m.inside.dropout, "p", 0.0),
-    "module of another class": lambda m: setattr(m.inside, "norm", nn.Identity()),
-    "module without bias": seeded(
-        lambda: nn.Linear(SIZE, 2 * SIZE, bias=False), lambda m, new: setattr(m.inside, "up", new)
-    ),
-    "frozen weight": lambda m: m.inside.up.weight.requires_grad_(False),
-    "frozen norm": lambda m: m.inside.norm.requires_grad_(False),
-    "forward hook": lambda m: m.inside.up.register_forward_hook(double_output),
-    "forward pre-hook": lambda m: m.inside.up.register_forward_pre_hook(lambda module, args: (args[0] * 2,)),
-    "backward hook": lambda m: m.inside.up.register_full_backward_hook(lambda module, given, _: (given[0] * 2,)),
-    "forward on the instance": forward_of_its_own,
-    "evaluation": lambda m: m.eval(),
-    "part in evaluation": lambda m: m.inside.dropout.eval(),
-}
-
-
-@pytest.mark.parametrize("steps", [2, *slow(7)], ids=["", "and is made anew"])
-@pytest.mark.parametrize(
-    "change",
-    by_default(
-        CHANGES, *(CHANGES.keys() - {"dropout off", "frozen norm", "part in evaluation", "module without bias"})
-    ),
-)
-def test_code_does_not_run_where_what_it_was_made_for_has_changed(twins, step, change, steps):
-    twins.both(change)
-    assert twins.runs_code(step) == 0
-    twins.steps(step, steps)
-
-
-SAME_CODE = {
-    "another weight": seeded(
-        lambda: nn.Parameter(torch.randn(2 * SIZE, SIZE)), lambda m, new: setattr(m.inside.up, "weight", new)
-    ),
-    "another module": seeded(lambda: nn.Linear(SIZE, 2 * SIZE), lambda m, new: setattr(m.inside, "up", new)),
-    "other data": seeded(lambda: torch.randn(2 * SIZE, SIZE), lambda m, new: setattr(m.inside.up.weight, "data", new)),
-}
-
-
-@pytest.mark.parametrize("change", SAME_CODE.values(), ids=SAME_CODE)
-def test_code_runs_on_other_weights(twins, step, change):
-    twins.both(change)
-    assert twins.runs_code(step) == 1
-
-
-class Scale:
-    def of(self, x):
-        return x * 1.5
-
-    @classmethod
-    def by_class(cls, x):
-        return x * 2.5
-
-    @property
-    def factor(self):
-        return self.half()
-
-    def half(self):
-        return 0.5
-
-
-Shift = type("Shift", (nn.Module,), {"forward": lambda self, x: x + 1})
-
-
-class Scaled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear, self.shift, self.scale = linear(), Shift(), Scale()
-
-    def scaled(self, x):
-        return Scale.by_class(self.scale.of(x)) * self.scale.factor
-
-    def forward(self, x):
-        return F.gelu(self.scaled(self.shift(self.linear(x))))
-
-
-class ScaledTwice(Scaled):
-    def scaled(self, x):
-        return super().scaled(super().scaled(x))
-
-
-def tripled(self, x):
-    return x * 3
-
-
-METHODS = {
-    "forward of a part": (Shift, "forward", tripled),
-    "forward of torch's": (nn.Linear, "forward", lambda self, x: F.linear(x, self.weight)),
-    "method": (Scaled, "scaled", tripled),
-    "method in a subclass": (ScaledTwice, "scaled", tripled),
-    "method of an object": (Scale, "of", tripled),
-    "method of a class": (Scale, "by_class", classmethod(tripled)),
-    "property": (Scale, "factor", property(lambda self: 3.0)),
-    "method of a property": (Scale, "half", lambda self: 3.0),
-    "code of a method": (Scale.of, "__code__", tripled.__code__),
-    "code of a property": (Scale.factor.fget, "__code__", (lambda self: 3.0).__code__),
-}
-
-
-@pytest.mark.parametrize("replaced", by_default(METHODS, "method in a subclass", "property"))
-def test_code_does_not_run_where_a_method_has_been_replaced(monkeypatch, step, replaced):
-    twins = Twins(Around(ScaledTwice())).settle(step)
-    monkeypatch.setattr(*replaced)
-    assert twins.runs_code(step) == 0
-    twins.settle(step)
-    monkeypatch.undo()
-    assert twins.runs_code(step) == 0
-
-
 Table, Row = type("Table", (dict,), {}), type("Row", (tuple,), {})
 
 
 class Configured(nn.Module):
-    def __init__(self, kind, grows):
+    def __init__(self, kind, grows=False):
         super().__init__()
         self.linear, self.config, self.grows = linear(), kind(), grows
         self.config.scale = 0.5
@@ -184,13 +89,64 @@ class Configured(nn.Module):
         return self.linear(x).sin() * (len(self.config.rows) if self.grows else self.config.scale)
 
 
-@pytest.mark.parametrize("kind", [Table, Row])
-def test_code_does_not_run_where_an_attribute_of_a_dict_or_a_tuple_has_changed(step, kind):
-    """No guard of torch's tells."""
-    twins = Twins(Around(Configured(kind, grows=False))).settle(step)
-    assert twins.runs_code(step) == 1
-    twins.both(lambda model: setattr(model.inside.config, "scale", 2.0))
-    assert twins.runs_code(step) == 0
+def of_a_class(list_of):
+    kind = type("Kind", (), {})
+
+    def make():
+        kind.numbers = list_of([2.0])
+        return body(lambda self, x: self.linear(x).sin() * sum(kind.numbers), linear=linear())
+
+    return Change(lambda m: setattr(kind, "numbers", list_of([3.0])), make)
+
+
+CHANGES = {
+    "attribute": Change(lambda m: setattr(m.inside, "scale", 2.5)),
+    "flag": Change(lambda m: setattr(m.inside, "is_scaled", False)),
+    "dropout rate": Change(lambda m: setattr(m.inside.dropout, "p", 0.5)),
+    "dropout off": Change(lambda m: setattr(m.inside.dropout, "p", 0.0)),
+    "module of another class": Change(lambda m: setattr(m.inside, "norm", nn.Identity())),
+    "module without bias": Change(
+        seeded(lambda: nn.Linear(SIZE, 2 * SIZE, bias=False), lambda m, new: setattr(m.inside, "up", new))
+    ),
+    "frozen weight": Change(lambda m: m.inside.up.weight.requires_grad_(False)),
+    "frozen norm": Change(lambda m: m.inside.norm.requires_grad_(False)),
+    "forward hook": Change(lambda m: m.inside.up.register_forward_hook(double_output)),
+    "forward pre-hook": Change(lambda m: m.inside.up.register_forward_pre_hook(lambda module, args: (args[0] * 2,))),
+    "backward hook": Change(
+        lambda m: m.inside.up.register_full_backward_hook(lambda module, given, _: (given[0] * 2,))
+    ),
+    "forward on the instance": Change(forward_of_its_own),
+    "evaluation": Change(lambda m: m.eval()),
+    "part in evaluation": Change(lambda m: m.inside.dropout.eval()),
+    # No guard of torch's tells of these
+    **{
+        f"attribute of a {kind.__name__.lower()}": Change(
+            lambda m: setattr(m.inside.config, "scale", 2.0), functools.partial(Configured, kind)
+        )
+        for kind in (Table, Row)
+    },
+    **{f"numbers of a class in a {each.__name__}": of_a_class(each) for each in (list, tuple, set)},
+    "another weight, for the same code": Change(
+        seeded(lambda: nn.Parameter(torch.randn(2 * SIZE, SIZE)), lambda m, new: setattr(m.inside.up, "weight", new)),
+        runs=1,
+    ),
+    "another module, for the same code": Change(
+        seeded(lambda: nn.Linear(SIZE, 2 * SIZE), lambda m, new: setattr(m.inside, "up", new)), runs=1
+    ),
+    "other data, for the same code": Change(
+        seeded(lambda: torch.randn(2 * SIZE, SIZE), lambda m, new: setattr(m.inside.up.weight, "data", new)), runs=1
+    ),
+}
+SELDOM = ("dropout off", "frozen norm", "part in evaluation", "module without bias")
+
+
+@pytest.mark.parametrize("steps", [2, *slow(7)], ids=["", "and is made anew"])
+@pytest.mark.parametrize("row", by_default(CHANGES, *(name for name in CHANGES if name not in SELDOM)))
+def test_code_runs_where_what_it_was_made_for_has_not_changed(step, row, steps):
+    twins = Twins(Around(row.inside())).settle(step)
+    twins.both(row.change)
+    assert twins.runs_code(step) == row.runs
+    twins.steps(step, steps)
 
 
 @pytest.mark.parametrize("kind", [Table, Row])
@@ -232,25 +188,6 @@ def test_code_does_not_run_where_two_that_it_compares_are_the_same_now_or_no_lon
     assert twins.runs_code(step) == 0
 
 
-@pytest.mark.parametrize("list_of", [list, tuple, set])
-def test_code_does_not_run_where_numbers_of_a_class_have_changed(step, list_of):
-    kind = type("Kind", (), {"numbers": list_of([2.0])})
-    inside = body(lambda self, x: self.linear(x).sin() * sum(kind.numbers), linear=linear())
-    twins = Twins(Around(inside)).settle(step)
-    assert twins.runs_code(step) == 1
-    kind.numbers = list_of([3.0])
-    assert twins.runs_code(step) == 0
-
-
-def test_code_does_not_run_where_the_call_of_every_module_has_been_replaced(monkeypatch, twins, step):
-    def called_twice(self, *args, **kwargs):
-        return self._call_impl(*args, **kwargs) + self._call_impl(*args, **kwargs)
-
-    monkeypatch.setattr(nn.Module, "__call__", called_twice)
-    for _ in range(3):
-        assert twins.runs_code(step) == 0
-
-
 def test_code_runs_again_when_all_is_as_it_was(twins, step):
     hooks = []
     twins.both(lambda m: hooks.append(m.inside.up.register_forward_hook(double_output)))
@@ -264,10 +201,121 @@ def test_code_runs_again_when_all_is_as_it_was(twins, step):
     assert twins.runs_code(step) == 1
 
 
-def test_code_does_not_run_while_modules_have_hooks_for_all(twins, step):
-    with all_modules.register_module_forward_hook(lambda module, args, output: output * 2):
+# What is around forward
+
+
+class Scale:
+    def of(self, x):
+        return x * 1.5
+
+    @classmethod
+    def by_class(cls, x):
+        return x * 2.5
+
+    @property
+    def factor(self):
+        return self.half()
+
+    def half(self):
+        return 0.5
+
+
+Shift = type("Shift", (nn.Module,), {"forward": lambda self, x: x + 1})
+
+
+class Scaled(nn.Module):
+    """Reads torch's default dtype, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.shift, self.scale = linear(), Shift(), Scale()
+
+    def scaled(self, x):
+        return Scale.by_class(self.scale.of(x)) * self.scale.factor
+
+    def forward(self, x):
+        return F.gelu(self.scaled(self.shift(self.linear(x)))) * torch.ones(SIZE) * torch.tensor(0.1)
+
+
+class ScaledTwice(Scaled):
+    def scaled(self, x):
+        return super().scaled(super().scaled(x))
+
+
+def tripled(self, x):
+    return x * 3
+
+
+def called_twice(self, *args, **kwargs):
+    return self._call_impl(*args, **kwargs) + self._call_impl(*args, **kwargs)
+
+
+class PlusOne(TorchDispatchMode):
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        output = op(*args, **(kwargs or {}))
+        return output + 1 if op is torch.ops.aten.mul.Tensor else output
+
+
+class Doubled(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        output = function(*args, **(kwargs or {}))
+        return output * 2 if getattr(function, "__name__", "") == "gelu" else output
+
+
+doubles = functools.partial(set_by, torch.set_default_dtype, torch.float64, torch.float32)
+deterministic = functools.partial(set_by, torch.use_deterministic_algorithms, True, False)
+bfloat16 = functools.partial(torch.autocast, "cpu", torch.bfloat16)
+SETTINGS = {"default dtype": doubles, "determinism": deterministic, "autocast": bfloat16}
+METHODS = {
+    "forward of a part": (Shift, "forward", tripled),
+    "forward of torch's": (nn.Linear, "forward", lambda self, x: F.linear(x, self.weight)),
+    "method": (Scaled, "scaled", tripled),
+    "method in a subclass": (ScaledTwice, "scaled", tripled),
+    "method of an object": (Scale, "of", tripled),
+    "method of a class": (Scale, "by_class", classmethod(tripled)),
+    "property": (Scale, "factor", property(lambda self: 3.0)),
+    "method of a property": (Scale, "half", lambda self: 3.0),
+    "code of a method": (Scale.of, "__code__", tripled.__code__),
+    "code of a property": (Scale.factor.fget, "__code__", (lambda self: 3.0).__code__),
+}
+
+
+SPANS = {
+    **SETTINGS,
+    "a dispatch mode": PlusOne,
+    "a function mode": Doubled,
+    "on the CPU": torch.autograd.graph.save_on_cpu,
+    "hooks on saved tensors": lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t * 1, lambda t: t * 1),
+    "anomaly": lambda: torch.autograd.detect_anomaly(check_nan=False),
+    "verifying": verifying,
+    "hooks of all modules": lambda: all_modules.register_module_forward_hook(double_output),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@pytest.mark.parametrize("span", SPANS.values(), ids=SPANS)
+def test_code_does_not_run_under_what_it_was_not_made_for_and_runs_afterwards_and_in_backward(x, span):
+    twins = Twins(Around(Scaled())).settle(stepping(x))
+    assert twins.runs_code(stepping(x, forward=span)) == 0
+    assert twins.runs_code(stepping(x)) == 1
+    assert twins.runs_code(stepping(x, backward=span)) == 1
+    assert twins.runs_code(stepping(x, forward=span, backward=span)) == 0
+
+
+@pytest.mark.parametrize("replaced", by_default(METHODS, "method in a subclass", "property"))
+def test_code_does_not_run_where_a_method_has_been_replaced(monkeypatch, step, replaced):
+    twins = Twins(Around(ScaledTwice())).settle(step)
+    monkeypatch.setattr(*replaced)
+    assert twins.runs_code(step) == 0
+    twins.settle(step)
+    monkeypatch.undo()
+    assert twins.runs_code(step) == 0
+
+
+def test_code_does_not_run_where_the_call_of_every_module_has_been_replaced(monkeypatch, twins, step):
+    monkeypatch.setattr(nn.Module, "__call__", called_twice)
+    for _ in range(3):
         assert twins.runs_code(step) == 0
-    assert twins.runs_code(step) == 1
 
 
 INPUTS = {
@@ -335,25 +383,6 @@ def test_inputs_that_share_memory_and_did_not_before():
         twins.step(stepping(tokens(), lambda module, x: module(x, second(x))))  # noqa: B023
 
 
-doubles = functools.partial(set_by, torch.set_default_dtype, torch.float64, torch.float32)
-deterministic = functools.partial(set_by, torch.use_deterministic_algorithms, True, False)
-bfloat16 = functools.partial(torch.autocast, "cpu", torch.bfloat16)
-SETTINGS = {"default dtype": doubles, "determinism": deterministic, "autocast": bfloat16}
-
-
-@pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
-def test_a_setting_around_forward_or_backward_alone_or_both(setting):
-    x = tokens()
-
-    def forward(self, x):
-        return F.gelu(self.lin(x)) * torch.ones(SIZE) * torch.tensor(0.1)
-
-    twins = Twins(Around(body(forward, lin=linear()))).settle(stepping(x))
-    assert twins.runs_code(stepping(x, forward=setting)) == 0
-    assert twins.runs_code(stepping(x, backward=setting)) == 1
-    assert twins.runs_code(stepping(x, forward=setting, backward=setting)) == 0
-
-
 @pytest.mark.parametrize("setting", [doubles, functools.partial(sdpa_kernel, SDPBackend.MATH)])
 def test_a_forward_that_changes_a_setting_is_captured_if_that_only_chooses_attentions_ops(setting):
     def forward(self, x):
@@ -399,16 +428,25 @@ def test_attention_that_takes_another_algorithm_now():
     assert twins.runs_code(step) == 1
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients(twins, step, mode):
-    x = tokens(grad=False)
-
+def evaluated(mode):
     def evaluate(module):
         torch.manual_seed(0)
         with mode():
-            return module(x)
+            return module(tokens(grad=False))
 
-    assert twins.runs_code(evaluate) == 0
+    return evaluate
+
+
+def forward_mode(module):
+    torch.manual_seed(0)
+    x = tokens(grad=False)
+    with forward_ad.dual_level():
+        return list(forward_ad.unpack_dual(module(forward_ad.make_dual(x, torch.ones_like(x)))))
+
+
+@pytest.mark.parametrize("other", [evaluated(torch.no_grad), evaluated(torch.inference_mode), forward_mode])
+def test_without_gradients_and_in_forward_mode(twins, step, other):
+    assert twins.runs_code(other) == 0
     assert twins.runs_code(step) == 1
 
 

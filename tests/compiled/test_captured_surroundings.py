@@ -1,4 +1,4 @@
-"""Captured regions inside of what others do around them, and with it inside of them."""
+"""Captured regions among what others do, and what trials of many architectures have found."""
 
 import copy
 import pickle
@@ -7,71 +7,31 @@ import pytest
 import torch
 from capture_testing import (
     SIZE,
+    STEPS_TO_SETTLE,
     Around,
     DroppingBlock,
     Twins,
+    body,
     captured_twins,
     fresh,
     observed,
     rule,
-    stepping,
+    tokens,
     train,
 )
 from engine_testing import assert_same, in_threads, loss_of
+from tiers import slow
 from torch import nn
-from torch.autograd import forward_ad, grad
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.autograd import grad
+from torch.nn import functional as F
 
-from recompute.engine.bit_comparison import verifying
+from recompute.compiled.captured_function import CapturedFrame
+from recompute.compiled.captured_region import MAX_SHARED_GRAPHS
 
 
 @pytest.fixture(scope="module")
 def twins(x):
     return captured_twins(DroppingBlock(), x)
-
-
-class PlusOne(TorchDispatchMode):
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        output = op(*args, **(kwargs or {}))
-        return output + 1 if op is torch.ops.aten.mul.Tensor else output
-
-
-class Doubled(TorchFunctionMode):
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        output = function(*args, **(kwargs or {}))
-        return output * 2 if getattr(function, "__name__", "") == "gelu" else output
-
-
-OTHERS = {
-    "a dispatch mode": PlusOne,
-    "a function mode": Doubled,
-    "on the CPU": torch.autograd.graph.save_on_cpu,
-    "hooks": lambda: torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor * 1, lambda tensor: tensor * 1),
-    "anomaly": lambda: torch.autograd.detect_anomaly(check_nan=False),
-}
-
-
-@pytest.mark.filterwarnings("ignore:Anomaly Detection")
-@pytest.mark.parametrize("around", OTHERS.values(), ids=OTHERS)
-def test_code_does_not_run_where_others_change_what_forward_does_and_runs_under_them_in_backward(twins, x, around):
-    assert twins.runs_code(stepping(x, forward=around)) == 0
-    assert twins.runs_code(stepping(x)) == 1
-    assert twins.runs_code(stepping(x, backward=around)) == 1
-
-
-def test_forward_mode(twins, x):
-    def step(module):
-        torch.manual_seed(0)
-        with forward_ad.dual_level():
-            return list(forward_ad.unpack_dual(module(forward_ad.make_dual(x.detach(), torch.ones_like(x)))))
-
-    assert twins.runs_code(step) == 0
-
-
-def test_verifying_watches_the_tape(twins, x):
-    assert twins.runs_code(stepping(x, forward=verifying)) == 0
-    assert twins.runs_code(stepping(x)) == 1
 
 
 def test_copies(twins, x):
@@ -139,3 +99,89 @@ def test_threads_that_run_one_region_from_the_start(x):
 
     in_threads(*[work] * 4)
     assert same == [True] * 100
+
+
+def affine():
+    """Its weight is read through a view, and its output's gradient has the strides of what comes after it."""
+    return body(lambda self, x: F.gelu(self.linear(x)).sigmoid(), linear=nn.Linear(SIZE, SIZE))
+
+
+def steps_of(twins, run, count=STEPS_TO_SETTLE):
+    for _ in range(count):
+        given = tokens()
+        twins.step(lambda module, given=given: [run(module, x := fresh(given)), x.grad])
+
+
+def backward(module, x):
+    module(x).square().sum().backward()
+
+
+def transposed(module, x):
+    y = module(x)
+    (y.t().contiguous() * torch.arange(float(y.numel())).view(y.t().shape)).sum().backward()
+
+
+@pytest.mark.parametrize("first", [[0], *slow([1], [0, 1])], ids=str)
+@pytest.mark.parametrize("then", [*slow([0]), [1], [0, 1]], ids=str)
+def test_outputs_that_were_of_no_use_before_take_gradients(first, then):
+    parts = {"one": nn.Linear(SIZE, SIZE), "other": nn.Linear(SIZE, SIZE)}
+    twins = Twins(Around(body(lambda self, x: (self.one(x).sin().exp(), self.other(x).sin().exp()), **parts)))
+    for chosen in (first, then, first):
+        steps_of(twins, lambda module, x: sum(module(x.sin())[at].square().sum() for at in chosen).backward())  # noqa: B023
+
+
+def test_gradients_of_some_tensors_alone_do_not_limit_what_comes_after():
+    twins = Twins(Around(affine(), before=nn.Linear(SIZE, SIZE)))
+    steps_of(twins, lambda module, x: torch.autograd.grad(module(x).square().sum(), x))
+    steps_of(twins, backward)
+
+
+def test_a_layer_that_is_dropped_now_and_then_is_captured():
+    def forward(self, x):
+        return x + 1 if self.is_dropped else F.gelu(self.linear(x)).sigmoid()
+
+    twins = Twins(Around(body(forward, linear=nn.Linear(SIZE, SIZE))))
+    for number in range(15):
+        twins.both(lambda module: setattr(module.inside, "is_dropped", number % 3 == 2))  # noqa: B023
+        steps_of(twins, backward, 1)
+    assert twins.is_captured
+
+
+def test_a_layer_whose_gradient_has_other_strides_than_those_of_its_like_gets_code_of_its_own(monkeypatch):
+    runs = []
+    replay = CapturedFrame._replay
+    monkeypatch.setattr(
+        CapturedFrame, "_replay", lambda self, *given: runs.append(self.statistics.name) or replay(self, *given)
+    )
+    layers = [affine()]
+    layers += [copy.deepcopy(layers[0]) for _ in range(MAX_SHARED_GRAPHS)]
+    twins = Twins(Around(nn.Sequential(*layers)), rule("inside.*"))
+    steps_of(twins, transposed, 16)
+    assert twins.is_captured
+    assert not runs
+
+
+@pytest.mark.parametrize(
+    "bounded",
+    [
+        lambda self, y: torch.clamp(y, -self.bound, self.bound),
+        lambda self, y: torch.maximum(y, -self.bound),
+        lambda self, y: y.masked_fill(y > 0.5, self.fill),
+        lambda self, y: y * y.sigmoid().prod(1, keepdim=True),
+    ],
+    ids=["clamp", "maximum", "masked_fill", "prod"],
+)
+def test_formulas_that_compute_in_another_way_under_a_mode(bounded):
+    """Autograd chooses formulas by whether a dispatch mode watches: what is seen is not what runs without one.
+
+    The strides of a gradient decide in which order the norm's backward adds up.
+    """
+
+    def forward(self, x):
+        y = x.transpose(1, 2).contiguous().transpose(1, 2)
+        return self.linear(bounded(self, y * y.square().mean(-1, keepdim=True).rsqrt()))
+
+    module = body(forward, linear=nn.Linear(64, 64), fill=nn.Parameter(torch.tensor(0.3)))
+    module.register_buffer("bound", torch.tensor(2.0))
+    twins = Twins(Around(module, before=nn.Linear(64, 64)))
+    twins.steps(train(tokens(2, 32, 64)), STEPS_TO_SETTLE)

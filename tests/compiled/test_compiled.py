@@ -8,7 +8,8 @@ import warnings
 import models
 import pytest
 import torch
-from engine_testing import module_of
+from bodies.library import EFFECTS, NOISE, RUNS, registered
+from engine_testing import bits, module_of
 from models import held
 from tiers import by_default, slow
 from tiny import counted_ops, decoder, next_token_loss, rule, rules, token_ids, train
@@ -287,6 +288,25 @@ def test_decorated_functions_are_regions_too():
         assert held(nn.Module(), lambda f=compiled: f(x)) <= 2 * 8 * 32 * 4
         (found,), (expected,) = (torch.autograd.grad(f(x).sum(), x) for f in (compiled, lambda x: gelu(x.sin())))
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("action", ["recompute", *slow("checkpoint")])
+@pytest.mark.parametrize("op", [NOISE["torch"], EFFECTS["registered"]], ids=["a draw", "an effect"])
+def test_no_op_of_a_library_runs_again(op, action):
+    """Nobody sees in compiled code what it draws."""
+    forward = lambda self, x: (op(h := self.up(x).sigmoid()).exp() * h).tanh()  # noqa: E731
+    module, x = nn.Sequential(*(module_of(forward, up=nn.Linear(8, 8)) for _ in range(2))), torch.rand(4, 8)
+    found = []
+    with registered():
+        for rule in ({"action": "keep"}, {"action": action}):
+            with recompute.apply(module, rules({"match": "*", **rule})):
+                torch.manual_seed(1)
+                RUNS.clear()
+                module.zero_grad()
+                torch.compile(module, backend="aot_eager", fullgraph=True)(x).sum().backward()
+                found.append(([bits(each.grad) for each in module.parameters()], len(RUNS)))
+            torch.compiler.reset()
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("fullgraph", [True, False])

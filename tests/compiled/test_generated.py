@@ -109,26 +109,28 @@ GROUPS = {
 }
 
 
-@interpreted
-@pytest.mark.parametrize("name", GROUPS)
-def test_one_kernel_computes_a_group_of_calls(name):
-    function, given = GROUPS[name]
-    found, expected = as_one_kernel(function, *given)()
-    for one, other in zip(found, expected, strict=True):
-        assert one.stride() == other.stride()
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+ON_DEVICES = [
+    pytest.param("cpu", torch.float32, marks=interpreted),
+    *(pytest.param("cuda", each, marks=pytest.mark.gpu) for each in (torch.float32, torch.bfloat16, torch.float16)),
+]
+each_dtype_on_cuda = pytest.mark.parametrize(("device", "dtype"), ON_DEVICES, ids=str)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", GROUPS)
-def test_a_group_gives_the_bits_of_aten(name, dtype):
-    function, given = GROUPS[name]
-    given = [each.to("cuda", dtype if each.is_floating_point() else None) for each in given]
-    found, expected = as_one_kernel(function, *given)()
-    for one, other in zip(found, expected, strict=True):
+def assert_as_aten(function, given, device, dtype, **tolerance):
+    """One kernel gives what ATen gives, in the same layout: bit for bit, where no ``tolerance`` is given."""
+    given = [each.to(device, dtype if each.is_floating_point() else None) for each in given]
+    for one, other in zip(*as_one_kernel(function, *given)(), strict=True):
         assert one.stride() == other.stride()
-        assert torch.equal(one, other)
+        if tolerance:
+            torch.testing.assert_close(one, other, **tolerance, equal_nan=True)
+        else:
+            assert torch.equal(one, other)
+
+
+@each_dtype_on_cuda
+@pytest.mark.parametrize("name", GROUPS)
+def test_one_kernel_computes_a_group_of_calls_on_cuda_bit_for_bit(name, device, dtype):
+    assert_as_aten(*GROUPS[name], device, dtype, **({"rtol": 1e-6, "atol": 1e-6} if device == "cpu" else {}))
 
 
 def kernels_of(function, *given, generates=Generates.EXACT):
@@ -211,29 +213,15 @@ BY_ROWS = {
 
 
 class TestRows:
-    @interpreted
+    @each_dtype_on_cuda
     @pytest.mark.parametrize("name", BY_ROWS)
-    def test_one_kernel_goes_over_rows(self, name):
-        function, given = BY_ROWS[name]
-        kernels, others = kernels_of(function, *given, generates=Generates.ROUNDED)
-        assert {kernel.name[:7] for kernel in kernels} == {"by_rows"}
-        assert others == []
-        found, expected = as_one_kernel(function, *given)()
-        for one, other in zip(found, expected, strict=True):
-            assert one.stride() == other.stride()
-            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6, equal_nan=True)
-
-    @pytest.mark.gpu
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-    @pytest.mark.parametrize("name", BY_ROWS)
-    def test_rows_are_as_close_to_aten_as_a_sum_can_be(self, name, dtype):
-        function, given = BY_ROWS[name]
-        given = [each.to("cuda", dtype if each.is_floating_point() else None) for each in given]
-        found, expected = as_one_kernel(function, *given)()
+    def test_one_kernel_goes_over_rows_and_is_as_close_to_aten_as_a_sum_can_be(self, name, device, dtype):
+        if device == "cpu":
+            kernels, others = kernels_of(BY_ROWS[name][0], *BY_ROWS[name][1], generates=Generates.ROUNDED)
+            assert {kernel.name[:7] for kernel in kernels} == {"by_rows"}
+            assert others == []
         tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
-        for one, other in zip(found, expected, strict=True):
-            assert one.stride() == other.stride()
-            torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance, equal_nan=True)
+        assert_as_aten(*BY_ROWS[name], device, dtype, rtol=tolerance, atol=1e-6 if device == "cpu" else tolerance)
 
     @pytest.mark.parametrize("name", BY_ROWS)
     def test_a_policy_that_is_exact_leaves_rows_to_aten(self, name):
@@ -335,17 +323,12 @@ class TestRowSums:
         exact = initial.double().index_put([index], values.double(), accumulate=True).to(dtype)
         return index_put_rows(initial, index, values), exact
 
-    @interpreted
+    @each_device
     @pytest.mark.parametrize("name", ADDED)
-    def test_rows_add_up_where_they_go_to(self, name):
-        torch.testing.assert_close(*self.of(name, "cpu"))
-
-    @pytest.mark.gpu
-    @pytest.mark.parametrize("name", ADDED)
-    def test_rows_add_up_in_the_same_order_each_time(self, name):
-        found, exact = self.of(name, "cuda")
+    def test_rows_add_up_where_they_go_to_in_the_same_order_each_time(self, name, device):
+        found, exact = self.of(name, device)
         torch.testing.assert_close(found, exact)
-        assert all(torch.equal(found, self.of(name, "cuda")[0]) for _ in range(5))
+        assert all(torch.equal(found, self.of(name, device)[0]) for _ in range(5 if device == "cuda" else 1))
 
     @interpreted
     def test_a_policy_that_may_round_adds_rows_by_a_kernel(self):

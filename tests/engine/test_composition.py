@@ -10,7 +10,7 @@ from engine_testing import (
     TOKENS,
     RMSNorm,
     Stack,
-    assert_as_plain,
+    assert_step_as_without,
     bits,
     both_actions,
     holding,
@@ -112,7 +112,7 @@ def test_torch_compile_takes_no_code_of_a_tape_for_what_it_calls_itself():
 
     compiled = torch.compile(lambda x: skipped(x.sin()).cos(), backend="eager")
     model, x = holding(lambda self, x: self.norm(compiled(self.norm(x))).cos(), norm=RMSNorm()), tokens()
-    assert_as_plain(model, policy(("inside", "recompute")), x)
+    assert_step_as_without(model, policy(("inside", "recompute")), x)
     entries = torch._dynamo.eval_frame._debug_get_cache_entry_list
     methods = (Tape.__torch_dispatch__, Tape.see, TapeFrame.follow, TapeFrame.run, TapeFrame.run_planned)
     assert [method.__name__ for method in methods if entries(method.__code__)] == []
@@ -135,12 +135,13 @@ def test_functional_gradients_in_a_kept_part_of_a_region_leave_the_rest_to_the_r
     for action in ("recompute", "checkpoint"):
         for nested in ([], [{"match": "**.norm", "action": "recompute", "via": "hook"}]):
             rules = [{"match": "inside.part", "action": "keep"}, *policy(("inside", action))["rules"]]
-            assert assert_as_plain(model, {"rules": [*nested, *rules]}, x).dropped_tensors > 0
+            assert assert_step_as_without(model, {"rules": [*nested, *rules]}, x).dropped_tensors > 0
 
 
 @both_actions
-def test_a_model_on_fake_tensors(action):
-    with FakeTensorMode():
+@pytest.mark.parametrize("where", [FakeTensorMode, lambda: torch.device("meta")], ids=["fake", "meta"])
+def test_a_model_on_tensors_without_values(where, action):
+    with where():
         parts = {"linear": nn.Linear(HIDDEN, HIDDEN), "batch": nn.BatchNorm1d(HIDDEN), "norm": RMSNorm()}
         model = holding(lambda self, x: F.dropout(self.norm(self.batch(self.linear(x))), 0.5).exp().sin(), **parts)
         recompute.apply(model, policy(("inside.norm", action), ("inside", "checkpoint")))

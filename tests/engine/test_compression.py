@@ -167,10 +167,26 @@ def test_no_norm_runs_again_on_what_is_off():
     assert compressed(forward, way="recompute", linear=nn.Linear(SIZE, SIZE)) == []
 
 
+def halves(self, x):
+    """Views of what is held come back as those views."""
+    gate, up = (self.norm(x) @ torch.cat([self.up.weight.t(), self.gate.weight.t()], 1)).chunk(2, dim=-1)
+    return x + self.down(F.silu(gate) * up)
+
+
+WITHIN = {
+    "an MLP": MLP,
+    "an MLP of halves": lambda: module_of(halves, **dict(MLP().named_children())),
+    "dropout": lambda: module_of(
+        lambda self, x: self.linear(F.dropout(F.gelu(self.linear(x)), 0.5)), linear=nn.Linear(SIZE, SIZE)
+    ),
+}
+
+
 @every_way
-def test_outputs_are_exact_and_gradients_within_the_tolerance(way):
-    (model, handle), x = policed(**way), square()
-    plain = copy.deepcopy(model)
+@pytest.mark.parametrize("inside", WITHIN.values(), ids=WITHIN)
+def test_outputs_and_draws_are_exact_and_gradients_within_the_tolerance(inside, way):
+    model, x = module_of(lambda self, x: self.inside(x * 1.0), inside=inside()), square()
+    plain, handle = copy.deepcopy(model), recompute.apply(model, rules(**way))
     for _ in range(3):  # the later steps follow the plan of the first
         found, expected = outcome(model, x), outcome(plain, x)
         gradients = [name for name in expected if name.startswith("gradient")]
@@ -205,41 +221,6 @@ def test_gradients_are_those_of_the_numbers_that_come_back():
     codes, scales, error = codec.encode(h)
     assert bits(weight.grad) == bits(codec.decode(codes, scales, h.dtype).t() @ gradient)
     assert 0 < error.item() <= 2**-4
-
-
-def test_a_view_of_what_is_held_comes_back_as_that_view():
-    def forward(self, x):
-        both = x @ self.weight
-        gate, up = both.chunk(2, dim=-1)
-        return F.silu(gate) * up
-
-    weight = nn.Parameter(torch.cat([square(grad=False)] * 2, dim=1))
-    model = holding(forward, weight=weight)
-    plain = copy.deepcopy(model)
-    x = square()
-    with recompute.apply(model, rules()) as handle:
-        loss_of(model(x)).backward()
-        assert ("aten.mm", "aten.silu") in fates(handle)
-    loss_of(plain(x.detach())).backward()
-    assert relative_error([model.inside.weight.grad], [plain.inside.weight.grad]) <= COMPRESSION_TOLERANCE
-
-
-def test_dropout_draws_what_it_draws_without():
-    def forward(self, x):
-        return self.linear(F.dropout(F.gelu(self.linear(x)), 0.5))
-
-    model, x = holding(forward, linear=nn.Linear(SIZE, SIZE)), square()
-    plain = copy.deepcopy(model)
-    recompute.apply(model, rules(**WAYS["recompute"]))
-    torch.manual_seed(7)
-    found = model(x)
-    torch.manual_seed(7)
-    assert bits(found) == bits(plain(x))
-    found.sum().backward()
-    torch.manual_seed(7)
-    plain(x).sum().backward()
-    error = relative_error([model.inside.linear.weight.grad], [plain.inside.linear.weight.grad])
-    assert 0 < error <= COMPRESSION_TOLERANCE
 
 
 @pytest.mark.parametrize("way", ["compress", "recompute"])

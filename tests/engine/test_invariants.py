@@ -1,15 +1,15 @@
 """The eleven invariants of ``recompute/engine/README.md``: of each, the shortest tests. The other files hold more.
 
-1. Exact: test_bodies, test_random_models, test_ops, test_autocast, test_backwards, test_modes, test_views.
-2. Never written: test_offloading.
+1. Exact: test_bodies, test_random_models, test_ops, test_backwards, test_modes.
+2. Never written: test_what_is_given.
 3. Storages held weakly: test_recipe.
-4. What is not regenerable is kept: test_bodies, test_exposed, test_ops_review, test_keep.
-5. Versions: test_bodies, test_mutation, test_buffers, test_module_state.
+4. What is not regenerable is kept: test_bodies, test_exposed, test_ops_review, test_changes.
+5. Versions: test_bodies, test_changes, test_module_state.
 6. Random state: test_bodies, test_rng.
 7. and 8. What is held, and when it dies: test_memory.
-9. Composition: test_composition, test_experts, test_faults.
-10. Cost: test_memory, test_regenerated_once.
-11. What forward read: test_surrounding_state.
+9. Composition: test_bodies, test_composition, test_faults.
+10. Cost: test_memory, test_what_runs_again.
+11. What forward read: test_bodies, test_surrounding_state.
 """
 
 import functools
@@ -27,7 +27,7 @@ from engine_testing import (
     Projections,
     RMSNorm,
     Stack,
-    assert_as_plain,
+    assert_step_as_without,
     bits,
     calls,
     every_policy,
@@ -51,14 +51,6 @@ from torch.utils.checkpoint import checkpoint
 import recompute
 from recompute.counters import memory_trace
 from recompute.errors import MutationError
-
-
-@every_policy_of_a_stack
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_1_outputs_and_all_gradients_are_those_of_the_plain_model_bit_for_bit(rules, dtype):
-    stats = assert_as_plain(Stack().to(dtype), rules, tokens(dtype=dtype))
-    assert stats.dropped_tensors > 0
-    assert stats.regenerations > 0
 
 
 @every_policy
@@ -142,7 +134,7 @@ def test_5_a_parameter_that_autograd_saved_outside_of_regions_is_checked_too():
     loss = loss_of(model(tokens()))
     with torch.no_grad():
         model.q.weight.add_(1.0)
-    with pytest.raises(MutationError, match=r"shape \(8, 8\).*modified in place"):
+    with pytest.raises(MutationError, match=r"Backward0 needs a tensor of shape \(8, 8\).*modified in place"):
         loss.backward()
 
 
@@ -206,7 +198,7 @@ def test_9_the_users_own_saved_tensor_hooks_hold_all_that_is_held(rules):
         return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.clone(), lambda tensor: tensor)
 
     model, x = Stack(p=0.0), tokens()
-    assert_as_plain(model, rules, x, around=hooks)
+    assert_step_as_without(model, rules, x, around=hooks)
     recompute.apply(model, rules)
     activations = watched(model)
     with hooks():

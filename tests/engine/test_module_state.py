@@ -9,7 +9,7 @@ from engine_testing import (
     INSIDE,
     TOKENS,
     Holder,
-    assert_as_plain,
+    assert_step_as_without,
     bits,
     both_actions,
     function_of,
@@ -148,7 +148,7 @@ def test_lazy_modules_are_refused_until_they_have_their_shapes():
     with pytest.raises(UnsupportedError, match=r"inside\.linear.*uninitialized parameters.*Run the model once"):
         policed(model)
     model(x)
-    assert_as_plain(model, INSIDE, x)
+    assert_step_as_without(model, INSIDE, x)
 
 
 def test_a_parametrized_weight_cached_across_regions_is_right_or_refused():

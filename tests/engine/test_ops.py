@@ -1,4 +1,4 @@
-"""What is claimed of each op: test_ops_review.py holds them to it."""
+"""What is claimed of each op, and what op policies make of that: test_ops_review.py holds them to it."""
 
 import importlib
 from types import SimpleNamespace
@@ -10,99 +10,87 @@ from torch.utils.flop_counter import flop_registry
 from recompute.attach.check_effect import is_op
 from recompute.engine.cut import op_costs, ops, reviewed_ops
 from recompute.engine.cut.op_costs import seconds
+from recompute.engine.cut.op_policy import op_policy
 from recompute.engine.cut.ops import Kind, facts, facts_of_call
+from recompute.policy.meaning import meaning_of
+from recompute.policy.rules import Rule
 
 aten = torch.ops.aten
 
 
-@pytest.mark.parametrize(
-    ("op", "kind", "family"),
-    [
-        (aten.t.default, Kind.VIEW, None),
-        (aten.slice.Tensor, Kind.VIEW, None),
-        (aten.split.Tensor, Kind.VIEW, None),
-        (aten.unbind.int, Kind.VIEW, None),
-        (aten.detach.default, Kind.VIEW, None),
-        (aten._conj.default, Kind.VIEW, None),
-        (aten._unsafe_view.default, Kind.VIEW, None),  # by its schema, its output is new
-        (aten.unsafe_split.Tensor, Kind.VIEW, None),
-        (aten._local_scalar_dense.default, Kind.VIEW, None),  # makes no tensor
-        (torch.ops.prim.device.default, Kind.VIEW, None),
-        (aten.add.Tensor, Kind.PURE, None),
-        (aten.leaky_relu.default, Kind.PURE, None),
-        (aten._to_copy.default, Kind.OPAQUE, None),  # unless it is waited for
-        (aten._softmax.default, Kind.PURE, None),
-        (aten.native_layer_norm.default, Kind.PURE, None),
-        (aten._native_batch_norm_legit.no_stats, Kind.PURE, None),
-        (aten.embedding.default, Kind.PURE, None),
-        (aten.mm.default, Kind.PURE, "gemm"),
-        (aten._scaled_mm.default, Kind.PURE, "gemm"),
-        (aten._scaled_dot_product_flash_attention.default, Kind.RANDOM, "attention"),  # unless its dropout is 0
-        (aten.native_dropout.default, Kind.RANDOM, None),
-        (aten.rand_like.default, Kind.RANDOM, None),
-        (torch.ops.higher_order.flex_attention, Kind.OPAQUE, "attention"),
-        (torch.ops.prims.sin.default, Kind.OPAQUE, None),
-    ],
-)
-def test_kinds_and_families(op, kind, family):
-    known = facts(op)
-    assert (known.kind, known.family, known.writes) == (kind, family, ())
-    assert bool(known.reason) == (kind is Kind.OPAQUE)
+ANY = object()
+"""Of an op that does not bear to run again: whatever the reason is."""
 
 
 @pytest.mark.parametrize(
-    ("op", "reason"),
+    ("op", "kind", "family", "writes", "reason"),
     [
-        (aten.empty.memory_format, ops.FACTORY),
-        (aten.zeros_like.default, ops.FACTORY),
-        (aten.new_full.default, ops.FACTORY),
-        (aten.arange.default, ops.FACTORY),
-        (aten.nonzero.default, ops.DATA_DEPENDENT),
-        (aten.masked_select.default, ops.DATA_DEPENDENT),
-        (aten.repeat_interleave.Tensor, ops.DATA_DEPENDENT),
-        (aten.scatter_add.default, ops.DIFFERS),
-        (aten.scatter.src, ops.DIFFERS),
-        (aten.index_put.default, ops.DIFFERS),
-        (aten.topk.default, ops.REORDERS),
-        (aten.sort.stable, ops.REORDERS),
-        (aten._cudnn_rnn.default, ops.UNKNOWN),
-        (aten.native_layer_norm_backward.default, ops.UNKNOWN),
+        (aten.t.default, Kind.VIEW, None, (), ""),
+        (aten.slice.Tensor, Kind.VIEW, None, (), ""),
+        (aten.split.Tensor, Kind.VIEW, None, (), ""),
+        (aten.unbind.int, Kind.VIEW, None, (), ""),
+        (aten.detach.default, Kind.VIEW, None, (), ""),
+        (aten._conj.default, Kind.VIEW, None, (), ""),
+        (aten._unsafe_view.default, Kind.VIEW, None, (), ""),  # by its schema, its output is new
+        (aten.unsafe_split.Tensor, Kind.VIEW, None, (), ""),
+        (aten._local_scalar_dense.default, Kind.VIEW, None, (), ""),  # makes no tensor
+        (torch.ops.prim.device.default, Kind.VIEW, None, (), ""),
+        (aten.add.Tensor, Kind.PURE, None, (), ""),
+        (aten.leaky_relu.default, Kind.PURE, None, (), ""),
+        (aten._to_copy.default, Kind.OPAQUE, None, (), ANY),  # unless it is waited for
+        (aten._softmax.default, Kind.PURE, None, (), ""),
+        (aten.native_layer_norm.default, Kind.PURE, None, (), ""),
+        (aten._native_batch_norm_legit.no_stats, Kind.PURE, None, (), ""),
+        (aten.embedding.default, Kind.PURE, None, (), ""),
+        (aten.mm.default, Kind.PURE, "gemm", (), ""),
+        (aten._scaled_mm.default, Kind.PURE, "gemm", (), ""),
+        (aten._scaled_dot_product_flash_attention.default, Kind.RANDOM, "attention", (), ""),  # unless its dropout is 0
+        (aten.native_dropout.default, Kind.RANDOM, None, (), ""),
+        (aten.rand_like.default, Kind.RANDOM, None, (), ""),
+        (torch.ops.higher_order.flex_attention, Kind.OPAQUE, "attention", (), ANY),
+        (torch.ops.prims.sin.default, Kind.OPAQUE, None, (), ANY),
+        (aten.empty.memory_format, Kind.OPAQUE, None, (), ops.FACTORY),
+        (aten.zeros_like.default, Kind.OPAQUE, None, (), ops.FACTORY),
+        (aten.new_full.default, Kind.OPAQUE, None, (), ops.FACTORY),
+        (aten.arange.default, Kind.OPAQUE, None, (), ops.FACTORY),
+        (aten.nonzero.default, Kind.OPAQUE, None, (), ops.DATA_DEPENDENT),
+        (aten.masked_select.default, Kind.OPAQUE, None, (), ops.DATA_DEPENDENT),
+        (aten.repeat_interleave.Tensor, Kind.OPAQUE, None, (), ops.DATA_DEPENDENT),
+        (aten.scatter_add.default, Kind.OPAQUE, None, (), ops.DIFFERS),
+        (aten.scatter.src, Kind.OPAQUE, None, (), ops.DIFFERS),
+        (aten.index_put.default, Kind.OPAQUE, None, (), ops.DIFFERS),
+        (aten.topk.default, Kind.OPAQUE, None, (), ops.REORDERS),
+        (aten.sort.stable, Kind.OPAQUE, None, (), ops.REORDERS),
+        (aten._cudnn_rnn.default, Kind.OPAQUE, None, (), ops.UNKNOWN),
+        (aten.native_layer_norm_backward.default, Kind.OPAQUE, None, (), ops.UNKNOWN),
+        (aten.add_.Tensor, Kind.IN_PLACE, None, (0,), ""),
+        (aten.fill_.Scalar, Kind.IN_PLACE, None, (0,), ""),
+        (aten.zero_.default, Kind.IN_PLACE, None, (0,), ""),
+        (aten.hardtanh_.default, Kind.IN_PLACE, None, (0,), ""),
+        (aten.scatter_.value, Kind.IN_PLACE, None, (0,), ""),
+        (aten.addmm_.default, Kind.IN_PLACE, "gemm", (0,), ""),
+        (aten.scatter_.src, Kind.OPAQUE, None, (0,), ANY),
+        (aten.index_add_.default, Kind.OPAQUE, None, (0,), ANY),
+        (aten.bernoulli_.float, Kind.OPAQUE, None, (0,), ANY),
+        (aten.uniform_.default, Kind.OPAQUE, None, (0,), ANY),
+        (aten.rrelu_with_noise.default, Kind.OPAQUE, None, (1,), ANY),
+        (aten.t_.default, Kind.OPAQUE, None, (0,), ANY),
+        (aten.resize_.default, Kind.OPAQUE, None, (0,), ANY),
+        (aten.mm.out, Kind.OPAQUE, "gemm", ("out",), ANY),
+        (aten.max.dim_max, Kind.OPAQUE, None, ("max", "max_values"), ANY),
+        (aten.native_batch_norm.default, Kind.OPAQUE, None, (3, 4), ANY),
+        (aten.cudnn_batch_norm.default, Kind.OPAQUE, None, (3, 4), ANY),
+        (aten.native_batch_norm.out, Kind.OPAQUE, None, (3, 4, "out", "save_mean", "save_invstd"), ANY),
+        (aten._batch_norm_with_update.default, Kind.OPAQUE, None, (3, 4), ANY),
+        (aten._native_batch_norm_legit.default, Kind.OPAQUE, None, (3, 4), ANY),
+        (aten.batch_norm_update_stats.default, Kind.OPAQUE, None, (1, 2), ANY),
     ],
 )
-def test_what_is_not_provably_regenerable_is_opaque_with_a_reason(op, reason):
-    known = facts(op)
-    assert (known.kind, known.reason, known.writes) == (Kind.OPAQUE, reason, ())
-
-
-@pytest.mark.parametrize(
-    ("op", "kind", "writes"),
-    [
-        (aten.add_.Tensor, Kind.IN_PLACE, (0,)),
-        (aten.fill_.Scalar, Kind.IN_PLACE, (0,)),
-        (aten.zero_.default, Kind.IN_PLACE, (0,)),
-        (aten.hardtanh_.default, Kind.IN_PLACE, (0,)),
-        (aten.scatter_.value, Kind.IN_PLACE, (0,)),
-        (aten.addmm_.default, Kind.IN_PLACE, (0,)),
-        (aten.scatter_.src, Kind.OPAQUE, (0,)),
-        (aten.index_add_.default, Kind.OPAQUE, (0,)),
-        (aten.bernoulli_.float, Kind.OPAQUE, (0,)),
-        (aten.uniform_.default, Kind.OPAQUE, (0,)),
-        (aten.rrelu_with_noise.default, Kind.OPAQUE, (1,)),
-        (aten.t_.default, Kind.OPAQUE, (0,)),
-        (aten.resize_.default, Kind.OPAQUE, (0,)),
-        (aten.mm.out, Kind.OPAQUE, ("out",)),
-        (aten.max.dim_max, Kind.OPAQUE, ("max", "max_values")),
-        (aten.native_batch_norm.default, Kind.OPAQUE, (3, 4)),
-        (aten.cudnn_batch_norm.default, Kind.OPAQUE, (3, 4)),
-        (aten.native_batch_norm.out, Kind.OPAQUE, (3, 4, "out", "save_mean", "save_invstd")),
-        (aten._batch_norm_with_update.default, Kind.OPAQUE, (3, 4)),
-        (aten._native_batch_norm_legit.default, Kind.OPAQUE, (3, 4)),
-        (aten.batch_norm_update_stats.default, Kind.OPAQUE, (1, 2)),
-    ],
-)
-def test_what_is_written_to(op, kind, writes):
+def test_what_is_known_of_an_op(op, kind, family, writes, reason):
     known = facts(op)
     assert (known.kind, known.writes) == (kind, writes)
+    assert known.family == family
+    assert known.reason == reason if reason is not ANY else bool(known.reason)
 
 
 def test_facts_are_the_same_object_each_time():
@@ -335,3 +323,49 @@ class TestSeconds:
         assert seconds(aten.add.Tensor, (x, x), {"alpha": 1}, x) == 3 * 4000 / ops.BANDWIDTH
         assert seconds(aten.cat.default, ([x, x],), {}, torch.empty(2000)) == 4 * 4000 / ops.BANDWIDTH
         assert seconds(aten.mm.default, (), {}, None) == 0.0
+
+
+aten = torch.ops.aten
+
+
+def policy(**fields):
+    return op_policy(meaning_of(Rule(match="**", **fields)))
+
+
+RECOMPUTE = policy(action="recompute", via="hook")
+ALL_BUT_SILU = policy(action="checkpoint", keep="aten.silu")
+X = torch.ones(2, 2)
+STATISTICS = (X, None, None, torch.zeros(2), torch.ones(2), True, 0.1, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "eager", "compiled"),
+    [
+        (aten.sin.default, (X,), True, True),
+        (aten.native_dropout.default, (X, 0.5, True), True, True),
+        (aten.mm.default, (X, X), False, False),
+        (aten.nonzero.default, (X,), False, False),  # the shape of its output depends on data
+        (aten.index_put.default, (X, [torch.tensor([0])], X[0]), False, False),  # not known to be deterministic
+        (torch.ops._c10d_functional.all_reduce.default, (X, "sum", ""), False, False),
+        # In eager code a kernel may fill a factory's output unseen. In compiled code all that writes is an op.
+        (aten.zeros_like.default, (X,), False, True),
+        # A tape runs batch norm again without its statistics (see ``Tape._prepare``); a compiler has made them outputs.
+        (aten.native_batch_norm.default, STATISTICS, False, True),
+    ],
+    ids=lambda value: str(value) if isinstance(value, torch._ops.OpOverload) else "",
+)
+def test_which_ops_may_run_again(op, args, eager, compiled):
+    decision = RECOMPUTE.decide(op)
+    assert (decision.reason == "") == eager
+    assert RECOMPUTE.decisions[op] is decision
+    assert RECOMPUTE.may_rerun_compiled(op, args, {}) == compiled
+
+
+def test_rules_that_say_the_same_of_ops_share_one_policy():
+    assert policy(action="recompute", via="kernel", capture=False) is RECOMPUTE
+    assert policy(action="checkpoint", keep=["aten.silu"]) is ALL_BUT_SILU
+    assert policy(action="recompute", price=2.0) is not policy(action="recompute", price=3.0)
+    assert policy(action="recompute", hold=2) is not policy(action="recompute", hold=3)
+    assert policy(action="checkpoint") is not policy(
+        action="recompute", rerun=["gemm", "convolution", "attention"], price=0.0
+    )

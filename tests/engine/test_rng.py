@@ -5,7 +5,6 @@ import random
 from random import gauss
 
 import numpy as np
-import pytest
 import sympy
 import torch
 import torch.nn.functional as F
@@ -39,49 +38,6 @@ def test_random_state_is_held_only_by_regions_that_draw():
 
 def states_alive():
     return sum(type(value) is RngState for value in gc.get_objects())
-
-
-def states():
-    return [torch.get_rng_state().tolist(), random.getstate(), [str(part) for part in np.random.get_state()[1:]]]
-
-
-MOVES = {
-    "rand": lambda: torch.rand(1),
-    "one normal number": lambda: torch.randn(1),
-    "two of float64": lambda: torch.randn(2, dtype=torch.float64),
-    "integers": lambda: torch.randint(7, (1,)),
-    "seed": lambda: torch.manual_seed(3),
-    "state": lambda: torch.set_rng_state(torch.Generator().manual_seed(5).get_state()),
-    "Python's": random.random,
-    "Python's bits": lambda: random.getrandbits(8),
-    "Python's normal numbers": lambda: random.gauss(0, 1),
-    "Python's seed": lambda: random.seed(3),
-    "Python's state": lambda: random.setstate(random.Random(4).getstate()),
-    "NumPy's": np.random.rand,
-    "NumPy's normal numbers": np.random.randn,
-    "NumPy's seed": lambda: np.random.seed(3),
-    "NumPy's state": lambda: np.random.set_state(np.random.RandomState(4).get_state()),
-    "624 words": lambda: np.random.bytes(624 * 4),
-    "binomial": lambda: np.random.binomial(10, 0.5),
-}
-
-
-@pytest.mark.parametrize("kind", MOVES)
-def test_whatever_moves_a_default_generator_is_seen_and_undone(kind):
-    """Also what moves only what a generator holds back: every second normal number, which the first one draws."""
-    for seed in (1, 1, 2):
-        for source in (torch.manual_seed, random.seed, np.random.seed):
-            source(seed)
-        for _ in range(3):
-            state = RngState()
-            assert state.drawn() is None
-            before = states()
-            MOVES[kind]()
-            drawn = state.drawn()
-            assert (states() != before) == (drawn is not None)
-            if drawn is not None:
-                with drawn.replayed():
-                    assert states() == before
 
 
 def test_python_and_numpy_are_read_only_where_code_names_them(monkeypatch):

@@ -6,7 +6,7 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
-from engine_testing import assert_as_plain, bits, both_actions, holding, policy, tokens
+from engine_testing import bits, both_actions, holding, policy, tokens
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -112,17 +112,6 @@ def test_the_comparison_notices_an_op_that_a_mode_changes(monkeypatch):
     args = (torch.randn(5, 4), torch.randn(5, 6), torch.randn(3, 4, 6, requires_grad=True))
     call = (nn.functional.bilinear, args, {}, "autocast")
     assert outcome(*call, tape=True) != outcome(*call, tape=False)
-
-
-@both_actions
-@pytest.mark.parametrize("around", ["nothing", "autocast"])
-def test_a_bilinear_layer_under_autocast_trains_as_without_the_policy(around, action):
-    def forward(self, x):
-        y = self.bilinear(self.first(x).float().sin(), self.second(x).float().tanh())
-        return y.exp().sin() * y.sigmoid()
-
-    model = holding(forward, first=nn.Linear(8, 8), second=nn.Linear(8, 8), bilinear=nn.Bilinear(8, 8, 8))
-    assert_as_plain(model, policy(("inside", action)), tokens(), around=AROUND[around])
 
 
 @pytest.mark.parametrize("around", ["no_grad", "autocast and no_grad"])

@@ -1,8 +1,8 @@
 """A first run that leaves things elsewhere than it found them: where it runs again, they are where it found them."""
 
-import pytest
 import torch
-from engine_testing import HIDDEN, bits, holding, policed, tokens
+from corpus import Body, linear
+from engine_testing import HIDDEN, bits
 from torch import Tensor, nn
 
 
@@ -61,7 +61,7 @@ class Counts(torch.autograd.Function):
         return gradient, None
 
 
-FIRST_RUNS = {
+PLACES = {
     "moved from a parameter to an object": lambda self, x: move(self.weight, self.store),
     "moved from a parameter to the module": lambda self, x: move(self.weight, self),
     "moved from a buffer": lambda self, x: move(self.buffer, self.store),
@@ -78,83 +78,63 @@ FIRST_RUNS = {
     "made on a parameter": lambda self, x: count(self.bare),
     "changed in place on a parameter": lambda self, x: count_in_place(self.weight),
 }
+GIVEN = []
 
 
 def frozen():
     return nn.Parameter(torch.ones(()), requires_grad=False)
 
 
-def gradients(scale, govern):
-    """Those of some steps. In between, other parameters come in the places of the first."""
-    torch.manual_seed(0)
-
+def of_a_place(scale):
     def forward(self, x, given):
         self.given = given
-        return (self.up(x) * scale(self, x)).tanh()
+        return (self.linear(x) * scale(self, x)).tanh()
 
-    parts = {"tensor": quantized(torch.ones(())), "tensors": [quantized(torch.ones(()))], "store": Codes()}
-    model = holding(forward, up=nn.Linear(HIDDEN, HIDDEN), codes=None, **parts)
-    model.inside.register_buffer("buffer", quantized(torch.ones(())))
-    x, found = tokens(), []
-    govern(model)
-    for step in range(4):
-        if step in (0, 2):
-            model.inside.weight, model.inside.bare, given = quantized(frozen()), frozen(), quantized(frozen())
-        result = model(quantized(x * 1.0), given)
-        found += map(bits, torch.autograd.grad(result.sum(), [x, *model.inside.up.parameters()]))
-    return found
+    def parts():
+        owners = {"tensor": quantized(torch.ones(())), "tensors": [quantized(torch.ones(()))], "store": Codes()}
+        return {**linear(), "codes": None, **owners, "buffers": {"buffer": quantized(torch.ones(()))}}
 
+    def others_come(module):
+        """In the places of those that ran first."""
+        if module.step % 2 == 0:
+            module.weight, module.bare, GIVEN[:] = quantized(frozen()), frozen(), [quantized(frozen())]
 
-@pytest.mark.filterwarnings("ignore:.*nothing is dropped there.*modified in place")
-@pytest.mark.parametrize("place", list(FIRST_RUNS))
-def test_what_a_run_moves_makes_or_deletes_is_where_it_was_when_it_runs_again(place):
-    assert gradients(FIRST_RUNS[place], policed) == gradients(FIRST_RUNS[place], lambda model: None)
-
-
-def test_a_function_that_a_tape_was_told_of_before_finds_it_there_too():
-    scale = FIRST_RUNS["made by a custom Function"]
-    gradients(scale, lambda model: policed(model, "recompute"))
-    assert gradients(scale, policed) == gradients(scale, lambda model: None)
-
-
-def test_what_a_library_notes_on_a_parameter_whose_memory_it_swaps_stays_after_the_second_run():
-    def forward(self, x):
-        count(self.weight)
-        return x.sin().exp()
-
-    model = policed(holding(forward, weight=frozen()))
-    model.inside.weight.ds_id = 0  # as DeepSpeed marks it
-    model(tokens()).sum().backward()
-    assert model.inside.weight.runs == 2.0
+    return Body(forward, parts, lambda x: (quantized(x * 1.0), GIVEN[0]), others_come, drops=False)
 
 
 class IntoMainGrad(torch.autograd.Function):
-    """As Transformer Engine's Linears, which find where to add in forward."""
+    """As Megatron's and Transformer Engine's Linears, which find in forward where they add in backward."""
 
     @staticmethod
     def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        ctx.total = w.main_grad
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.total = w, w.main_grad  # under hooks, what is saved has no attributes
         return x * w
 
     @staticmethod
     def backward(ctx, gradient):
-        x, w = ctx.saved_tensors
-        ctx.total.add_((gradient * x).sum(0))
-        return gradient * w, None
+        (x,), w = ctx.saved_tensors, ctx.weight
+        dw = (gradient * x).sum(0)
+        ctx.total.add_(dw)
+        w.was_added = True
+        return gradient * w, dw
 
 
-def test_backward_adds_to_a_sum_of_gradients_before_another_frame_runs_again():
-    def forward(self, x):
-        return IntoMainGrad.apply(x.sin(), self.weight).exp()
+def into_main_grad(self, x):
+    return x + self.linear(IntoMainGrad.apply(self.linear(x.sin()).tanh(), self.weight).sigmoid())
 
-    model = holding(forward, weight=nn.Parameter(torch.rand(HIDDEN)))
-    weight, totals, batches = model.inside.weight, [], [tokens(), tokens()]
-    for under in (False, True):
-        if under:
-            policed(model, "checkpoint")
-        weight.main_grad = torch.zeros(HIDDEN)
-        for out in [model(x).sum() for x in batches]:  # as in a pipeline
-            out.backward()
-        totals.append(weight.main_grad)
-    assert bits(totals[0]) == bits(totals[1])
+
+def start_main_grad(module):
+    module.weight.main_grad, module.weight.was_added = torch.zeros(HIDDEN), False
+
+
+FIRST_RUNS = {
+    **{name: of_a_place(each) for name, each in PLACES.items()},
+    "a sum that backward adds to, call by call": Body(
+        into_main_grad,
+        lambda: {**linear(), "weight": nn.Parameter(torch.rand(HIDDEN))},
+        start=start_main_grad,
+        state=lambda module: (bits(module.weight.main_grad), module.weight.was_added),
+        captured=True,
+    ),
+}
