@@ -224,12 +224,7 @@ def test_a_class_name_is_used_once():
 
 MOST_LINES = {"recompute": 37_430, "kernels": 5_770, "tests": 43_950}
 """What the house may have, in hundreds of lines as it is now. A change that needs more says what for."""
-LONG_FUNCTIONS = {
-    "cross_entropy_rows._gradient_kernel",
-    "linear_cross_entropy.linear_cross_entropy",
-    "linear_divergence.linear_divergence",
-    "linear_log_probs.linear_log_probs",
-}
+LONG_FUNCTIONS = {"cross_entropy_rows._gradient_kernel"}
 MANY_PARAMETERS = {
     "ablate.ablate",
     "activation._backward_kernel",
@@ -282,7 +277,10 @@ def test_no_file_has_over_400_lines_and_no_other_function_over_60_or_12_paramete
 
 
 def lines_of(node):
-    return (node.end_lineno or 0) - node.lineno + 1
+    """Those beside the docstring, which has examples."""
+    first = node.body[0]
+    documented = (first.end_lineno or 0) - first.lineno + 1 if ast.get_docstring(node) else 0
+    return (node.end_lineno or 0) - node.lineno + 1 - documented
 
 
 def count_of_parameters(node):
