@@ -181,11 +181,7 @@ class GraphedStep(EagerStep):
     def __init__(self, model: Any, batch: dict[str, Any]):
         if not torch.cuda.is_available():
             raise RuntimeError(f"{GRAPH}: expected a CUDA device; there is none")
-        batch_size, length = batch["input_ids"].shape
-        # While a graph is captured, transformers makes this mask. The steps before get it, too: policies then settle on
-        # the arguments that the graph has.
-        mask = torch.ones(batch_size, 1, length, length, dtype=torch.bool, device=batch["input_ids"].device).tril()
-        super().__init__(model, batch | {"attention_mask": mask})
+        super().__init__(model, batch)
         beside = torch.cuda.Stream()
         beside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(beside):  # what is made once, such as the workspaces of cuBLAS, is made before
