@@ -124,7 +124,7 @@ def by_torch_func(x: Tensor, weight: Tensor) -> Tensor:
 
 
 @torch.compiler.disable
-def untraceable(x: Tensor, weight: Tensor) -> Tensor:
+def not_compiled(x: Tensor, weight: Tensor) -> Tensor:
     return x * weight
 
 
@@ -132,7 +132,7 @@ INSIDE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "ops alone": torch.mul,
     "a custom autograd.Function": Scaled.apply,
     "torch.func": by_torch_func,
-    "a graph break": untraceable,
+    "torch.compiler.disable": not_compiled,
 }
 
 
