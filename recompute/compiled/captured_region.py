@@ -84,6 +84,7 @@ MAX_MISSES = 32
 """A region is refused after so many calls in a row without a graph: each costs a look at the guards."""
 
 _RULES_INSIDE = "modules inside of it have their own rules, or it runs under other saved-tensor hooks or torch.func"
+_UNLIKE = "too few of its forwards have had the same shapes and ops"
 _DRAWS = "it draws random numbers from Python's random or from NumPy"
 
 
@@ -391,6 +392,8 @@ class CapturedRegion(RegionRecord):
         """Why it is not captured, though that was tried; "" if it is."""
         if isinstance(self.state, Refused):
             return self.state.reason
+        if isinstance(self.state, Taping) and self._frames >= MAX_MISSES:
+            return _UNLIKE
         if self.is_captured or (graphs := self.state.graphs) is None:
             return ""
         last = next((reason for graph in reversed(graphs.all) if (reason := graph.failure(self))), "")
