@@ -69,7 +69,7 @@ from recompute.engine.cut.plan_cache import PlanCache
 from recompute.engine.cut.save_plan import LARGEST_COPY, SavePlan
 from recompute.engine.reachable_objects import find_generators
 from recompute.engine.rng import RngState
-from recompute.engine.tape.recorder import TapeRegion
+from recompute.engine.tape.recorder import TapeRegion, kinds_of
 from recompute.engine.thread_state import is_fake, local
 
 MAX_HITS = 1
@@ -229,6 +229,9 @@ class Observing(Captured):
 
     def _miss(self, region: CapturedRegion, attempt: Attempt, call: Sequence[Any]) -> Transition:
         graphs, shared = self.graphs, self.graphs.shared
+        if graphs.misses < MAX_MISSES // 2 and kinds_of(*call) != self.frame.variant:
+            graphs.misses += not attempt.waits
+            return region.run_by_tape(*call), self
         is_of_use = attempt.recorded is not None and attempt.recorded.is_current
         if is_of_use and shared.failures < MAX_FAILURES and graphs.unused < MAX_UNUSED_GRAPHS:
             graphs.unused += 1
