@@ -17,7 +17,8 @@ from recompute.attach.explain import WIDTH, Attachment, Stats, explanation, stat
 from recompute.attach.module_entries import module_entries
 from recompute.attach.own_checkpointing import Checkpointing, find_checkpointing, said_of, warn_of_checkpointing
 from recompute.attach.runners import regions_in
-from recompute.compiled.captured_region import CaptureCache, CapturedRegion
+from recompute.compiled.capture_cache import CaptureCache
+from recompute.compiled.captured_region import CapturedRegion
 from recompute.compiled.under_torch_compile import uncompiled
 from recompute.engine.checkpoint.module_state import RUNNER
 from recompute.engine.checkpoint.region import StateHook

@@ -17,7 +17,7 @@ from recompute.attach.check_effect import check_effect, listed
 from recompute.attach.explain import Attachment
 from recompute.attach.module_entries import module_entries, paths_around
 from recompute.attach.runners import RootRunner, choose_runners, unwrap_forward, wrap_forward
-from recompute.compiled.captured_region import CaptureCache
+from recompute.compiled.capture_cache import CaptureCache
 from recompute.compiled.runner import Runner
 from recompute.engine.checkpoint.module_state import RUNNER
 from recompute.engine.region_statistics import RegionStatistics

@@ -19,7 +19,7 @@ from recompute.attach.check_effect import check_effect, has_effect
 from recompute.attach.explain import Attachment
 from recompute.attach.own_checkpointing import find_checkpointing, warn_of_checkpointing
 from recompute.attach.runners import RegionRunner
-from recompute.compiled.captured_region import CaptureCache
+from recompute.compiled.capture_cache import CaptureCache
 from recompute.compiled.runner import Forward, Runner
 from recompute.compiled.under_torch_compile import refuse_first_run
 from recompute.engine.checkpoint.module_state import RUNNER

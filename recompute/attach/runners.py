@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from recompute.compiled.captured_region import CaptureCache, CapturedRegion
+from recompute.compiled.capture_cache import CaptureCache
+from recompute.compiled.captured_region import CapturedRegion
 from recompute.compiled.generated.switch import Generates
 from recompute.compiled.runner import Forward, Runner
 from recompute.compiled.under_torch_compile import CompiledRegion, compiled_region

@@ -46,15 +46,14 @@ The program of ``torch.sin(x * 2)``, whose backward reads ``x * 2``:
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from recompute.compiled.autocast_settings import CallSettings, is_undisturbed
+from recompute.compiled.capture_cache import CaptureCache, RegionGraphs
 from recompute.compiled.captured_graph import (
     Attempt,
     CachedGraphs,
     Caller,
-    CapturedGraph,
     GuardedGraphs,
     RecordedFrame,
     runners_in,
@@ -66,13 +65,11 @@ from recompute.compiled.recording import NotCapturable
 from recompute.compiled.region_record import DIFFERENTIATED, MAX_FAILURES, WARMUP_FRAMES, RegionRecord
 from recompute.compiled.region_tapes import RecordingTape
 from recompute.compiled.unguarded_calls import modules_in
-from recompute.engine.checkpoint.region import StateHook
-from recompute.engine.cut.plan_cache import PlanCache
 from recompute.engine.cut.save_plan import LARGEST_COPY, SavePlan
 from recompute.engine.reachable_objects import find_generators
 from recompute.engine.rng import RngState
-from recompute.engine.tape.recorder import TapeRegion
-from recompute.engine.thread_state import is_fake, is_in_cuda_graph, local
+from recompute.engine.tape.recorder import TapeRegion, kinds_of
+from recompute.engine.thread_state import is_in_cuda_graph, local
 
 MAX_HITS = 1
 """After more captured calls than this a recorded frame is thrown away. Two kinds of calls that take turns need 1."""
@@ -86,44 +83,8 @@ MAX_MISSES = 32
 """A region is refused after so many calls in a row without a graph: each costs a look at the guards."""
 
 _RULES_INSIDE = "modules inside of it have their own rules, or it runs under other saved-tensor hooks or torch.func"
+_UNLIKE = "too few of its forwards have had the same shapes and ops"
 _DRAWS = "it draws random numbers from Python's random or from NumPy"
-
-
-class CaptureCache:
-    """The regions under one policy share this: plans of the cut, captured graphs, and hooks for state.
-
-    With hooks nothing is captured: no guard notices a change of the state that they note.
-    """
-
-    def __init__(self, state_hooks: Sequence[StateHook] = ()) -> None:
-        self.state_hooks = state_hooks
-        self.plan_cache = PlanCache()
-        self.warned_of_evaluation = False
-        self._graphs: dict[Hashable, CachedGraphs] = {}
-
-    def graphs_of(self, function: Hashable, rule: Hashable) -> CachedGraphs:
-        """The graphs of all regions that run ``function`` under ``rule``."""
-        key = function, rule, is_fake()
-        return self._graphs.get(key) or self._graphs.setdefault(key, CachedGraphs())
-
-
-@dataclass
-class RegionGraphs:
-    """The graphs that a region tries for a call."""
-
-    shared: CachedGraphs
-    own: GuardedGraphs | None = None
-    """Graphs of this region alone, if none of those that it shares fits."""
-    misses: int = 0
-    """Calls in a row without a graph."""
-    unused: int = 0
-    """Graphs taken since one was last run again."""
-    failure: str = ""
-    """Why no more frames are recorded; "" if there may be more."""
-
-    @property
-    def all(self) -> list[CapturedGraph]:
-        return [*(self.own.graphs if self.own else ()), *self.shared.graphs.graphs]
 
 
 Transition = tuple[Any, "State"]
@@ -232,6 +193,9 @@ class Observing(Captured):
 
     def _miss(self, region: CapturedRegion, attempt: Attempt, call: Sequence[Any]) -> Transition:
         graphs, shared = self.graphs, self.graphs.shared
+        if graphs.misses < MAX_MISSES // 2 and kinds_of(*call) != self.frame.variant:
+            graphs.misses += not attempt.waits
+            return region.run_by_tape(*call), self
         is_of_use = attempt.recorded is not None and attempt.recorded.is_current
         if is_of_use and shared.failures < MAX_FAILURES and graphs.unused < MAX_UNUSED_GRAPHS:
             graphs.unused += 1
@@ -393,6 +357,8 @@ class CapturedRegion(RegionRecord):
         """Why it is not captured, though that was tried; "" if it is."""
         if isinstance(self.state, Refused):
             return self.state.reason
+        if isinstance(self.state, Taping) and self._frames >= MAX_MISSES:
+            return _UNLIKE
         if self.is_captured or (graphs := self.state.graphs) is None:
             return ""
         last = next((reason for graph in reversed(graphs.all) if (reason := graph.failure(self))), "")

@@ -18,7 +18,7 @@ from recompute.profiling.cost_table import Profile
 from recompute.profiling.dry_run import dry_run
 from recompute.profiling.measure_link import measure_link
 from recompute.profiling.measure_regions import Progress, measure_regions
-from recompute.profiling.model_run import Loss, named
+from recompute.profiling.model_run import Loss
 from recompute.profiling.roofline import roofline
 
 
@@ -83,5 +83,5 @@ def profile(
         capacity = torch.cuda.get_device_properties(run.device).total_memory if run.device.type == "cuda" else None
         link, kernels = measure_link(run.device), capacity is not None if kernels is None else kernels
         table = measure_regions(run, match, kernels, steps, progress, link is not None, compress)
-        facts: dict[str, Any] = {"model": describe(model, named(batch)), "machine": describe_machine(run.device)}
+        facts: dict[str, Any] = {"model": describe(model, batch), "machine": describe_machine(run.device)}
         return Profile(source="measured", capacity_nbytes=capacity, link=link, **facts, **table)

@@ -38,7 +38,7 @@ from recompute.estimation.workspaces import cublas_nbytes
 from recompute.profiling.cost_table import Choice, HostLink, Profile, RegionCosts
 from recompute.profiling.dry_run import DryRun, nbytes_of
 from recompute.profiling.measure_regions import Progress, measure_regions
-from recompute.profiling.model_run import Loss, arguments_of, named
+from recompute.profiling.model_run import Loss, arguments_of
 from recompute.profiling.step_trace import StepTrace
 from recompute.substitution.formulas import looking_once
 
@@ -100,7 +100,7 @@ def roofline(
         machine |= {"sharding": sharding, "devices": devices}
         where = f"each of {devices} {gpu.name} under {sharding}"
     return Profile(
-        model=describe(model, named(batch), f"calculated for {where}"),
+        model=describe(model, batch, f"calculated for {where}"),
         machine=machine,
         source="roofline",
         capacity_nbytes=gpu.capacity_nbytes,

@@ -199,6 +199,7 @@ def test_a_profile_is_what_it_is_after_a_round_trip(tmp_path):
     profile = profiled(2)
     profile.save(tmp_path / "profile.json")
     assert Profile.load(tmp_path / "profile.json") == profile
+    assert profile.model.endswith(f"; {'x'.join(map(str, tiny.token_ids().shape))}")  # a batch without names
 
 
 @pytest.mark.slow

@@ -104,17 +104,17 @@ class TapeRegion:
             with _nested_region(around, self.op_policy):
                 return function(*args, **kwargs)
         expose_arrays((*args, *kwargs.values()))
-        tape = (start or Tape)(self, _kinds_of((function, *args, *kwargs.values())))
+        tape = (start or Tape)(self, kinds_of(function, args, kwargs))
         with tape, self.mode():
             result = function(*args, **kwargs)
         self.plan = tape.finish(result)
         return result
 
 
-def _kinds_of(arguments: Iterable[Any]) -> tuple[Hashable, ...]:
+def kinds_of(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> tuple[Hashable, ...]:
     """The facts on which the ops of a call mostly depend. Kinds of calls that take turns have a plan each by them."""
     kinds: list[Any] = []
-    for value in arguments:
+    for value in (function, *args, *kwargs.values()):
         if isinstance(value, Tensor) and is_plain(value):
             kinds.append((value.shape, value.stride(), value.dtype, value.requires_grad))
         elif value is None or type(value) is bool:
