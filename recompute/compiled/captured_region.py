@@ -318,8 +318,7 @@ class CapturedRegion(RegionRecord):
 
     def shared_graphs(self, function: Callable[..., Any]) -> CachedGraphs:
         assert self._cache is not None
-        function = getattr(function, "__func__", function)
-        return self._cache.graphs_of(function, (self.tape.op_policy, self.generates))
+        return self._cache.graphs_of(getattr(function, "__func__", function), (self.tape.op_policy, self.generates))
 
     def refuse(self, reason: str) -> None:
         if not isinstance(self.state, Refused):
@@ -357,9 +356,7 @@ class CapturedRegion(RegionRecord):
         """Why it is not captured, though that was tried; "" if it is."""
         if isinstance(self.state, Refused):
             return self.state.reason
-        if isinstance(self.state, Taping) and self._frames >= MAX_MISSES:
-            return _UNLIKE
         if self.is_captured or (graphs := self.state.graphs) is None:
-            return ""
+            return _UNLIKE if isinstance(self.state, Taping) and self._frames >= MAX_MISSES else ""
         last = next((reason for graph in reversed(graphs.all) if (reason := graph.failure(self))), "")
         return graphs.failure or last or graphs.shared.failure or "its backward has not run yet"

@@ -37,7 +37,6 @@ def _load_frontend() -> None:
     thread.join()
 
 
-_FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 MISSED = object()
 """The result of a call without a known graph."""
 
@@ -162,7 +161,7 @@ def _tracing(methods: CalledMethods, recording: Recording) -> Iterator[None]:
     try:
         with (
             _our_functions_as_calls(),
-            swapped(_FAKE_LOG, "disabled", True),  # it would print the errors of ops, which are errors of the trace
+            swapped(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True),  # it prints ops' errors
             # It would measure how long guards take, and empties the caches for that: in 20 ms a graph.
             swapped(torch._dynamo.guards, "profile_guard_manager", lambda *given: 0.0),
             torch._dynamo.config.patch(

@@ -189,11 +189,10 @@ def diagnose(
     from recompute.profiling.roofline import op_seconds  # which imports torch
 
     card = gpu or _gpu_here()
-    name = card.name if card.name in GPUS else None
 
     def estimator(options: EstimateOptions, seq_len: int = seq_len) -> Any:
         timed = partial(op_seconds, figures=card)
-        return estimator_of(model, options, batch_size, seq_len, None, name, timed)
+        return estimator_of(model, options, batch_size, seq_len, None, card.name if card.name in GPUS else None, timed)
 
     if longest:
         from recompute.engine.host.host_memory import free_host_nbytes  # which imports torch

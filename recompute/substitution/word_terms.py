@@ -165,10 +165,6 @@ def _difference(a: Terms, b: Terms) -> Terms:
     return _sum(a, _negation(b))
 
 
-def _quotient(a: Terms, b: Terms) -> Terms | None:
-    return _product(a, number(1 / b[0, 0])) if [*b] == [(0, 0)] else None
-
-
 def _exponential(a: Terms) -> Terms | None:
     factor = math.exp(a.get((0, 0), 0.0))
     logs = [(key, times) for key, times in a.items() if key != (0, 0)]
@@ -204,7 +200,7 @@ _RULES: dict[Any, Callable[..., Terms | None]] = torchs.by_function(
         torchs.ADDITIONS: _sum,
         torchs.DIFFERENCES: _difference,
         Tensor.__rsub__: lambda a, b: _difference(b, a),
-        torchs.DIVISIONS: _quotient,
+        torchs.DIVISIONS: lambda a, b: _product(a, number(1 / b[0, 0])) if [*b] == [(0, 0)] else None,
         torch.logaddexp: lambda a, b: log_of_sum(a, b),
     }
 )

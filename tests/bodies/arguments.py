@@ -128,12 +128,8 @@ class Connected:
 
 
 CONNECTED = Connected()
-
-
-class AttributeDict(dict):
-    """Its keys are attributes, and there are no others: to ask for one is a KeyError."""
-
-    __getattr__ = dict.__getitem__
+AttributeDict = type("AttributeDict", (dict,), {"__getattr__": dict.__getitem__})
+"""Its keys are attributes, and there are no others: to ask for one is a KeyError."""
 
 
 class Node:

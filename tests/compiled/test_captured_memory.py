@@ -33,7 +33,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import recompute
 from recompute.attach.runners import region_in
 from recompute.compiled import captured_function, frontend
-from recompute.compiled.captured_region import MAX_MISSES
 from recompute.compiled.codegen import Code
 from recompute.counters import step_memory
 from recompute.engine import region_statistics
@@ -310,18 +309,12 @@ def test_a_rule_inside_of_a_region_is_followed_in_each_step(inside):
     assert "stay on the tape: modules inside of it have their own rules" in twins.handle.explain(wide=True)
 
 
-def test_lengths_that_take_turns_at_random_are_captured():
+@pytest.mark.parametrize(("most", "told"), [(7, "2 of 2 run as captured code"), (999, "too few of its forwards")])
+def test_lengths_that_take_turns_at_random_are_captured_if_they_come_again(most, told):
     twins, turns = Twins(Layers(), rule("layers.*")), random.Random(3)
     for _ in range(60):
-        twins.step(train(torch.randn(turns.randint(2, 7), SIZE)))
-    assert "2 of 2 run as captured code" in twins.handle.explain(wide=True)
-
-
-def test_lengths_that_never_come_again_are_a_reason_to_stay_on_the_tape():
-    twins = Twins(Layers(), rule("layers.*"))
-    for length in range(2, 2 + MAX_MISSES):
-        twins.step(train(torch.randn(length, SIZE)))
-    assert "stay on the tape: too few of its forwards have had the same shapes" in twins.handle.explain(wide=True)
+        twins.step(train(torch.randn(turns.randint(2, most), SIZE)))
+    assert told in twins.handle.explain(wide=True)
 
 
 def test_a_rule_inside_of_a_region_that_says_the_same_is_no_reason_to_stay_on_the_tape():

@@ -152,10 +152,7 @@ class CheckpointFrame(Scope, Recipe):
         return handle
 
     def watching(self) -> AbstractContextManager[Any]:
-        """A context for the run. In the first frame it learns the facts that later frames of the region rely on.
-
-        It is a mode then, and under one some of torch's functions, as ``quantile``, call other ops. So replays have it.
-        """
+        """A context for the run and for replays. The first frame learns facts by a mode: under one ops may differ."""
         self._watching = self._region.learned.watching(self._rng, self.statistics.name)
         return self._watching
 

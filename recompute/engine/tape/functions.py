@@ -85,17 +85,13 @@ class _WholeForward:
 
     def __get__(self, instance: Any, function: Any = None) -> Any:
         forward = self.__wrapped__.__get__(instance, function)
-        if local.function_stand_in is not None:  # another op that a graph calls runs on tensors without values
-            return _OnTape(forward, _run_stand_in, function_op(function))
+        if (stand_in := local.function_stand_in) is not None:  # another op of a graph runs on tensors without values
+            return _OnTape(forward, lambda op, _, *call: stand_in(op, *call), function_op(function))
         if not local.active_frames or local.regenerating:
             return forward
         runs = (getattr(frame, "run_function", None) for frame in reversed(local.active_frames))
         run = next(filter(None, runs), None)
         return forward if run is None else _OnTape(forward, run, function_op(function))
-
-
-def _run_stand_in(op: FunctionOp, _: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    return local.function_stand_in(op, args, kwargs)
 
 
 class _OnTape:
