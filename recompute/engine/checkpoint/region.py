@@ -152,7 +152,10 @@ class CheckpointFrame(Scope, Recipe):
         return handle
 
     def watching(self) -> AbstractContextManager[Any]:
-        """A context for the run and for replays. The first frame learns facts by a mode: under one ops may differ."""
+        """A context for the run. In the first frame it is a mode, which learns what later frames of the region rely on.
+
+        Under a mode some of torch's functions, as ``quantile``, call other ops. So replays have it, too.
+        """
         self._watching = self._region.learned.watching(self._rng, self.statistics.name)
         return self._watching
 
