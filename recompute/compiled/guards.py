@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import logging
 import threading
 import warnings
 import weakref
@@ -133,8 +132,7 @@ class GuardedCalls:
         """
         self._recording = recording
         self._methods.note_reads(reads)
-        with torch._C._PreserveDispatchKeyGuard():  # a trace that fails inside of a torch.func transform stays in it
-            return self._under(self._trace, function, args, kwargs)
+        return self._under(self._trace, function, args, kwargs)
 
     def run(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """``function(*args, **kwargs)`` by a graph that was taken before. If it returns ``MISSED``, nothing has run."""
@@ -161,7 +159,6 @@ def _tracing(methods: CalledMethods, recording: Recording) -> Iterator[None]:
     try:
         with (
             _our_functions_as_calls(),
-            swapped(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True),  # it prints ops' errors
             # It would measure how long guards take, and empties the caches for that: in 20 ms a graph.
             swapped(torch._dynamo.guards, "profile_guard_manager", lambda *given: 0.0),
             torch._dynamo.config.patch(

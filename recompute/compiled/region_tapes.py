@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from recompute.compiled.function_calls import CHANGES, changed, found_by, shared_names, takes_gradient
 from recompute.compiled.observation import Observation
@@ -66,6 +67,8 @@ class RecordingTape(_ShowingTape):
             self.recording.current.clear()
 
     def step(self, op: Any, args: tuple, kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
+        if self.recording is not None and forward_ad._current_level >= 0:  # traces that fail in there end badly
+            self._give_up(NotCapturable("it uses forward-mode differentiation"))
         if self.recording is None:
             return run()
         policy, own, hooks = self.op_policy, self._own_policy, top_hooks()
