@@ -82,7 +82,11 @@ BLOCKS = [block for page in PAGES for block in _blocks(page)]
 
 
 def of_kind(*infos):
-    return [pytest.param(block, id=str(block)) for block in BLOCKS if block.info in infos]
+    return [
+        pytest.param(block, id=str(block), marks=pytest.mark.slow if "recompute.profile(" in block.text else ())
+        for block in BLOCKS
+        if block.info in infos
+    ]
 
 
 def prose(page):

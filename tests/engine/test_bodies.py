@@ -23,12 +23,12 @@ CLAIMED_HERE_ALONE = [name for name in BODIES if name.startswith("capture: ")]
 FUNCTIONS = [name for name in claimed_of(SETTINGS["checkpoint"]) if not BODIES[name].ways]
 
 
-@pytest.mark.parametrize("name", by_default(CHECKPOINTED, *CHECKPOINTED[::4], *CLAIMED_HERE_ALONE))
+@pytest.mark.parametrize("name", by_default(CHECKPOINTED, *CHECKPOINTED[::8], *CLAIMED_HERE_ALONE))
 def test_a_checkpoint_does_what_plain_pytorch_does(name):
     assert_as_plain(BODIES[name], {**SETTINGS["checkpoint"], "capture": False}, FEW_STEPS)
 
 
-@pytest.mark.parametrize("name", by_default(BY_TAPE, *ON_THE_TAPE_ALONE[1::4], *CLAIMED_HERE_ALONE))
+@pytest.mark.parametrize("name", by_default(BY_TAPE, *ON_THE_TAPE_ALONE[1::8], *CLAIMED_HERE_ALONE))
 def test_a_tape_does_what_plain_pytorch_does(name):
     assert_as_plain(BODIES[name], {**SETTINGS["recompute"], "capture": False}, FEW_STEPS)
 
@@ -43,7 +43,7 @@ def test_so_does_a_tape_under_other_rules(name):
 @pytest.mark.parametrize(
     ("name", "setting"),
     [
-        pytest.param(name, setting, marks=[] if index % 18 in (0, 1) else pytest.mark.slow)
+        pytest.param(name, setting, marks=[] if index % 36 in (0, 1) else pytest.mark.slow)
         for index, (name, setting) in enumerate(zip(FUNCTIONS, itertools.cycle(SETTINGS)))
     ],
 )

@@ -37,7 +37,8 @@ def llama():
 
 
 def with_lora(model):
-    return peft.get_peft_model(model.requires_grad_(False), peft.LoraConfig(r=4, target_modules="all-linear"))
+    adapted = ["q_proj", "down_proj"]
+    return peft.get_peft_model(model.requires_grad_(False), peft.LoraConfig(r=4, target_modules=adapted))
 
 
 class Block(nn.Module):
