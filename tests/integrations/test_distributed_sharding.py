@@ -70,7 +70,6 @@ ACCUMULATING = [
     *itertools.product(BY_DATA, SETTINGS, ["policy"], [True]),
 ]
 SOME_ACCUMULATING = [
-    ("ddp", "recompute", "policy", False),
     ("fsdp", "recompute", "wrapper", False),
     ("ddp", "recompute", "policy", True),
 ]
