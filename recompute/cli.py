@@ -227,6 +227,8 @@ def doctor(
     base: parts.BaseOption = "",
     gpu: str | None = typer.Option(None, help="The GPU to fit (H200, 'RTX 4090', …). Default: this machine's."),
     gpu_memory: str | None = typer.Option(None, help="The GPU's memory, such as 24GiB. Default: by its name."),
+    gpu_tflops: parts.TflopsOption = None,
+    gpu_bandwidth: parts.BandwidthOption = None,
     longest: bool = typer.Option(False, "--longest", help="Print the longest sequence that fits, for each policy."),
     host: str | None = typer.Option(None, help="Host memory for --longest, such as 128GiB. Default: what is free."),
     as_json: parts.JsonOption = False,
@@ -236,10 +238,12 @@ def doctor(
     Needs no GPU. Exits with 0 if the run fits without changes, with 1 if it does not, and with 2 for a mistake.
     """
     from recompute.estimation.estimate_options import EstimateOptions
+    from recompute.estimation.gpus import read_gpu
     from recompute.planning.doctor_command import diagnose
 
     options = EstimateOptions(dtype, optimizer, "none", 1, "full", 1, 1, lora, lora_targets, base)
-    where: dict[str, Any] = {"gpu": gpu, "gpu_memory": gpu_memory, "batch_size": batch_size, "seq_len": seq_len}
+    device = read_gpu(gpu, memory=gpu_memory, tflops=gpu_tflops, bandwidth=gpu_bandwidth)
+    where: dict[str, Any] = {"gpu": device, "batch_size": batch_size, "seq_len": seq_len}
     with parts.progress_told() as tell:
         found = diagnose(model, options, longest=longest, host=host, progress=tell, **where)
     typer.echo(found.to_json() if as_json else str(found))
@@ -290,8 +294,8 @@ def plan(
         None, help="Measure nothing. Calculate for this GPU (H200, 'RTX 4090', …), which need not be here."
     ),
     gpu_memory: str | None = typer.Option(None, help="The GPU's memory by its data sheet, such as 24GiB."),
-    gpu_tflops: float | None = typer.Option(None, help="Its dense TFLOP/s in the model's dtype, such as 165."),
-    gpu_bandwidth: str | None = typer.Option(None, help="Its memory bandwidth, such as 1008GB/s."),
+    gpu_tflops: parts.TflopsOption = None,
+    gpu_bandwidth: parts.BandwidthOption = None,
     sharding: parts.ShardingOption = "none",
     devices: parts.DevicesOption = 1,
     microbatches: parts.MicrobatchesOption = 1,

@@ -60,6 +60,8 @@ LoraTargetsOption = Annotated[str, typer.Option(help="Modules with adapters: all
 BaseOption = Annotated[
     str, typer.Option(help="Dtype of the frozen base: bf16, int8, nf4, nf4-double (double quantization) or float8.")
 ]
+TflopsOption = Annotated[float | None, typer.Option(help="Its dense TFLOP/s in the model's dtype, such as 165.")]
+BandwidthOption = Annotated[str | None, typer.Option(help="Its memory bandwidth, such as 1008GB/s.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 

@@ -1,12 +1,16 @@
 """CUDA graphs under a policy: of compiled code, of a module, of a whole step, and what is refused in them."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
+from corpus import counting
 from tiny import rule, rules
 from torch import nn
 from torch.nn import functional as F
 
 import recompute
+from recompute.compiled.generated.generated_kernel import wait_for_kernels
 from recompute.engine import rng
 from recompute.errors import RngError
 
@@ -47,40 +51,54 @@ DRAWS_NOTHING = {
 }
 
 
+class GeneratorInAGraph:
+    device = "cuda:0"
+
+    def initial_seed(self):
+        raise RuntimeError("Cannot call CUDAGeneratorImpl::current_seed during CUDA graph capture")
+
+
+@contextmanager
+def in_a_graph(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_initialized", lambda: True)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        patch.setattr(rng.CpuSource, "state", lambda _: rng.CudaSource(GeneratorInAGraph()).state())
+        yield
+
+
+@pytest.mark.parametrize("steps_before", [1, 8])
 @pytest.mark.parametrize("action", ["checkpoint", "recompute"])
-def test_what_a_captured_graph_refuses_names_the_module_and_what_to_do(action, monkeypatch):
-    class Generator:
-        device = "cuda:0"
-
-        def initial_seed(self):
-            raise RuntimeError("Cannot call CUDAGeneratorImpl::current_seed during CUDA graph capture")
-
+def test_what_a_captured_graph_refuses_names_the_module_and_what_to_do(action, steps_before, monkeypatch):
     model = blocks("cpu", noise=0.5)
-    recompute.apply(model, rules(rule("Block", action)))
-    model(torch.randn(4, WIDTH, requires_grad=True)).sum().backward()
-    monkeypatch.setattr(rng.CpuSource, "state", lambda _: rng.CudaSource(Generator()).state())
-    with pytest.raises(RngError, match=r'^0 \(Block\): .* CUDA graph .*\(mode="reduce-overhead"\).* no dropout'):
+    handle = recompute.apply(model, rules(rule("Block", action)))
+    for _ in range(steps_before):
+        model(torch.randn(4, WIDTH, requires_grad=True)).sum().backward()
+    assert ("2 of 2 run as captured code" in handle.explain(wide=True)) == (steps_before > 1)
+    with (
+        in_a_graph(monkeypatch),
+        pytest.raises(RngError, match=r'^0 \(Block\): .* CUDA graph .*\(mode="reduce-overhead"\).* no dropout'),
+    ):
         model(torch.randn(4, WIDTH, requires_grad=True))
 
 
-def test_a_region_in_a_graph_runs_by_the_tape(monkeypatch):
-    """To take its code, states of generators would be read. The next step outside of a graph does that."""
+def test_code_that_draws_nothing_runs_in_a_graph(monkeypatch):
+    """To take the code, states of generators would be read. That happens outside of graphs alone."""
     model, x = blocks("cpu"), torch.randn(4, WIDTH, requires_grad=True)
 
-    def captured():
-        model(x).sum().backward()
-        return "2 of 2 run as captured code" in handle.explain(wide=True)
+    def frames_as_code(steps=1):
+        with counting() as frames:
+            for _ in range(steps):
+                model(x).sum().backward()
+        return frames()
 
-    with recompute.apply(model, DRAWS_NOTHING["hooks"]) as handle:
-        for _ in range(3):
-            assert not captured()
-        with monkeypatch.context() as patch:
-            patch.setattr(torch.cuda, "is_initialized", lambda: True)
-            patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-            patch.setattr(rng.CpuSource, "state", None)
-            for _ in range(4):
-                assert not captured()
-        assert any(captured() for _ in range(4))
+    with recompute.apply(model, DRAWS_NOTHING["hooks"]):
+        assert frames_as_code(3) == 0
+        with in_a_graph(monkeypatch):
+            assert frames_as_code(4) == 0
+        assert frames_as_code(4) > 0
+        with in_a_graph(monkeypatch):
+            assert frames_as_code() == 2
 
 
 def test_what_runs_again_in_a_graph_is_not_timed(monkeypatch):
@@ -129,20 +147,23 @@ def test_a_graphed_module_regenerates_in_its_graph(policy):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("steps_before", [3, 8], ids=["by the tape", "as code"])
 @pytest.mark.parametrize("policy", DRAWS_NOTHING.values(), ids=DRAWS_NOTHING)
-def test_a_captured_step_regenerates_in_its_graph(policy):
+def test_a_captured_step_regenerates_in_its_graph(policy, steps_before):
     plain, model, x = blocks(), blocks(), inputs(9)
     recompute.apply(model, policy)
     parameters = list(model.parameters())
     beside = torch.cuda.Stream()
     beside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(beside):
-        for _ in range(3):
+        for _ in range(steps_before):
             step(model, x, parameters)
+            wait_for_kernels()
     torch.cuda.current_stream().wait_stream(beside)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with counting() as frames, torch.cuda.graph(graph):
         found = step(model, x, parameters)
+    assert frames() == (2 if steps_before > 3 else 0)
     for seed in range(3):
         with torch.no_grad():
             x.copy_(inputs(seed))

@@ -45,6 +45,7 @@ from transformers.models.llama import modeling_llama
 from recompute import counters
 from recompute.ablation.peers import BASELINE, COMPILED, is_peer, under
 from recompute.ablation.trials import seeded
+from recompute.compiled.generated.generated_kernel import wait_for_kernels
 from recompute.counters import resolve_device
 from recompute.diagnostics.comparing_runs import deterministic, relative_error, same_bits
 from recompute.errors import PolicyError
@@ -59,7 +60,7 @@ PEERS = ("torch-selective", "liger", "torch-compile-selective")
 GRAPH = "+graph"
 """Follows the name of a policy or a peer whose forward and backward are captured in a CUDA graph."""
 GRAPHED = (BASELINE, "elementwise", "auto")
-GRAPH_WARMUP = 8  # steps before the capture, in which policies settle
+GRAPH_WARMUP = 10  # steps before the capture, in which policies settle
 SEED, LEARNING_RATE = 0, 1e-5
 MEASURES = {
     "ms a step": ".1f",
@@ -181,17 +182,30 @@ class GraphedStep(EagerStep):
     def __init__(self, model: Any, batch: dict[str, Any]):
         if not torch.cuda.is_available():
             raise RuntimeError(f"{GRAPH}: expected a CUDA device; there is none")
-        super().__init__(model, batch)
+        super().__init__(model, self._with_mask(batch))
         beside = torch.cuda.Stream()
         beside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(beside):  # what is made once, such as the workspaces of cuBLAS, is made before
             for _ in range(GRAPH_WARMUP):
                 super().run()
+                wait_for_kernels()
         torch.cuda.current_stream().wait_stream(beside)
         self.model.zero_grad(set_to_none=True)  # so that the graph makes the gradients
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
             self._loss, _ = super().run()
+
+    @staticmethod
+    def _with_mask(batch: dict[str, Any]) -> dict[str, Any]:
+        """The batch with attention's mask. Some versions of transformers make it in graphs alone.
+
+        Regions run as captured code where they are called in the graph as they were before it.
+        """
+        if "input_ids" not in batch:
+            return batch
+        ids = batch["input_ids"]
+        mask = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=ids.device).tril()
+        return batch | {"attention_mask": mask[None, None]}
 
     def run(self) -> tuple[Tensor, float | None]:
         self._graph.replay()

@@ -80,6 +80,9 @@ class Row:
     all_seconds: list[float] | None = None
     """Of each step of this length."""
 
+    all_peak_bytes: list[int] | None = None
+    """Likewise. Those of the first steps are higher, while layers are captured."""
+
     offloaded_bytes: int = 0
     """Of one step."""
     loss: float | None = None
@@ -188,9 +191,9 @@ def _trained(
 ) -> Row:
     device, on_cuda = tokens.device, tokens.is_cuda
     optimizer = AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-5, fused=True)
-    seconds, loss = [], 0.0
+    seconds, peaks, loss = [], [], 0.0
     for step in range(1 + options.warmup + options.steps):
-        if on_cuda and step == 1:
+        if on_cuda:
             torch.cuda.reset_peak_memory_stats()
         batch = tokens if step else tokens[:, :WARMUP_LENGTH]
         before = None if handle is None else handle.stats()
@@ -204,13 +207,15 @@ def _trained(
         if dist.is_initialized():  # each rank has its share
             dist.all_reduce(mean.div_(dist.get_world_size()))
         loss = mean.item()
+        if on_cuda:
+            peaks.append((torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()))
     return Row(
         way,
         tokens.shape[1],
-        torch.cuda.max_memory_allocated() if on_cuda else None,
-        torch.cuda.max_memory_reserved() if on_cuda else None,
+        *(map(max, zip(*peaks[1:], strict=True)) if peaks else (None, None)),
         statistics.median(seconds[-options.steps :]),
         seconds[1:],
+        [allocated for allocated, _ in peaks[1:]],
         0 if handle is None or before is None else (handle.stats() - before).offloaded_nbytes,
         loss,
     )

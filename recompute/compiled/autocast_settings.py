@@ -22,7 +22,7 @@ from recompute.engine.modes import count_dispatch_modes, count_function_modes, h
 from recompute.engine.numerics import Autocast, Numerics, autocast_in_force
 from recompute.engine.rng import RngState
 from recompute.engine.saved_tensors import has_only_our_hooks, top_hooks
-from recompute.engine.thread_state import is_fake, is_in_cuda_graph, local
+from recompute.engine.thread_state import is_fake, local
 
 
 class CallSettings(NamedTuple):
@@ -90,7 +90,6 @@ def is_undisturbed() -> bool:
         and has_only_our_hooks(top_hooks())
         and not torch.is_anomaly_enabled()
         and ((autocast := autocast_in_force()) is None or autocast.is_known)
-        and not is_in_cuda_graph()  # there the state of a generator cannot be read
     )
 
 

@@ -34,7 +34,7 @@ from recompute.engine.checkpoint.module_state import RUNNER
 from recompute.engine.rng import RngState
 from recompute.engine.tape.exposed_memory import expose_arrays, is_shared
 from recompute.engine.tape.op_arguments import PLAIN, is_frozen
-from recompute.engine.thread_state import is_fake
+from recompute.engine.thread_state import is_fake, is_in_cuda_graph
 from recompute.engine.wrapper_tensors import inner_tensors
 
 
@@ -248,6 +248,8 @@ class CapturedGraph:
         caller = self._caller(region)
         programs = [each for each in caller.programs if each.around == around and each.fits(given)]
         program = programs[0] if programs else None
+        if is_in_cuda_graph() and (program is None or program.draws_from is not None):
+            raise Refusal
         if program is None:
             if (observed := caller.observed()) is not None:
                 observed.is_called_again = attempt.waits = True

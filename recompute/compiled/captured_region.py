@@ -17,6 +17,8 @@ A region is in one of five states. Each handles a call and says the next state:
 - ``Refused``, with the reason: the region cannot be captured, or misses too often, or is used in a way that its code
   could not follow exactly. Any state may lead here, also while backward runs.
 
+In a CUDA graph the states of generators cannot be read. So the tape runs what no program runs there.
+
 The program of ``torch.sin(x * 2)``, whose backward reads ``x * 2``:
 
     def run(name, objects, is_sure, t0):
@@ -70,7 +72,7 @@ from recompute.engine.cut.save_plan import LARGEST_COPY, SavePlan
 from recompute.engine.reachable_objects import find_generators
 from recompute.engine.rng import RngState
 from recompute.engine.tape.recorder import TapeRegion
-from recompute.engine.thread_state import is_fake, local
+from recompute.engine.thread_state import is_fake, is_in_cuda_graph, local
 
 MAX_HITS = 1
 """After more captured calls than this a recorded frame is thrown away. Two kinds of calls that take turns need 1."""
@@ -154,6 +156,8 @@ class RecordingNext(State):
         self._departed = departed
 
     def call(self, region: CapturedRegion, *call: Any) -> Transition:
+        if is_in_cuda_graph():
+            return region.run_by_tape(*call), self
         if region.recordings >= MAX_GRAPHS:
             return region.run_by_tape(*call), Refused(f"it ran different ops in each of {MAX_GRAPHS} recorded calls")
         region.recordings += 1
@@ -163,9 +167,9 @@ class RecordingNext(State):
             return region.run_by_tape(*call), self._give_up(region, str(error))
         if isinstance(frame, str):
             return result, self._give_up(region, frame)
+        if self._departed is not None:
+            self._departed.recorded = frame
         if frame is None or self._departed is not None:
-            if self._departed is not None:
-                self._departed.recorded = frame
             if self.graphs is None:
                 return result, RecordingNext() if region.is_settled else Taping()
             return result, Captured(self.graphs)
@@ -193,7 +197,7 @@ class Captured(State):
         attempt = Attempt(region, self.frame)
         result = (graphs.own or graphs.shared.graphs).run(attempt, *call)
         if result is MISSED:
-            return self._miss(region, attempt, call)
+            return (region.run_by_tape(*call), self) if is_in_cuda_graph() else self._miss(region, attempt, call)
         graphs.misses = graphs.unused = 0
         return result, self._after_hit(attempt)
 
@@ -345,10 +349,8 @@ class CapturedRegion(RegionRecord):
         made, given = ([known for known in kept if (known.step is None) is is_given] for is_given in (False, True))
         if sum(known.nbytes for known in made) <= max(LARGEST_COPY, sum(known.nbytes for known in given) // 8):
             return ""
-        reasons = [plan.steps[known.step].reason for known in made if known.step is not None]
-        return (
-            f"captured it would hold more than as a checkpoint: {next(filter(None, reasons), 'some ops cannot rerun')}"
-        )
+        reasons = filter(None, [plan.steps[known.step].reason for known in made if known.step is not None])
+        return f"captured it would hold more than as a checkpoint: {next(reasons, 'some ops cannot rerun')}"
 
     def shared_graphs(self, function: Callable[..., Any]) -> CachedGraphs:
         assert self._cache is not None

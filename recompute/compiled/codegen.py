@@ -136,7 +136,7 @@ class Code:
         assert out is not None
         assert mask is not None
         if state is None:
-            state = self._state(f"{self.named(op.taken)}(None)")
+            state = self._state(f"{self.named(op.taken)}()")
         made = self.tensors[mask] = f"t{mask}"
         drawn = Call(op, (), {}, (mask,), (), is_sequence=False)
         self._write(Statement(f"{made} = {self.named(op)}({state})", [state], [made], again, drawn))
@@ -285,7 +285,7 @@ class Code:
         An op of another library may draw from any.
         """
         if (mask := mask_of(call, self.recording)) is not None:
-            return self._state(f"{self.named(mask.taken)}(name)")
+            return self._state(f"{self.named(mask.taken)}()")
         if facts(call.op).is_foreign:
             return self._state(f"RngState({self.named(generators_of(call.op))}, name=name, only_torch=True)")
         reads: list[str] = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 import threading
 import warnings
 import weakref
@@ -36,6 +37,7 @@ def _load_frontend() -> None:
     thread.join()
 
 
+_FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 MISSED = object()
 """The result of a call without a known graph."""
 
@@ -132,7 +134,8 @@ class GuardedCalls:
         """
         self._recording = recording
         self._methods.note_reads(reads)
-        return self._under(self._trace, function, args, kwargs)
+        with torch._C._PreserveDispatchKeyGuard():  # a trace that fails inside of a torch.func transform stays in it
+            return self._under(self._trace, function, args, kwargs)
 
     def run(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """``function(*args, **kwargs)`` by a graph that was taken before. If it returns ``MISSED``, nothing has run."""
@@ -159,6 +162,7 @@ def _tracing(methods: CalledMethods, recording: Recording) -> Iterator[None]:
     try:
         with (
             _our_functions_as_calls(),
+            swapped(_FAKE_LOG, "disabled", True),  # it would print the errors of ops, which are errors of the trace
             # It would measure how long guards take, and empties the caches for that: in 20 ms a graph.
             swapped(torch._dynamo.guards, "profile_guard_manager", lambda *given: 0.0),
             torch._dynamo.config.patch(

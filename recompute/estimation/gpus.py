@@ -123,7 +123,7 @@ def read_gpu(
         return None
     if name is None and missing:
         raise ModelError(f"gpu: expected --gpu, or all of {', '.join(figures)}; {', '.join(missing)} are missing")
-    gpu = Gpu(0.0, 0.0, 0.0, 0, name="a GPU of these figures")
+    gpu = Gpu(0.0, 0.0, 0.0, 0, name="GPU of these figures")
     if name is not None:
         gpu = find_gpu(name, "--gpu", "--gpu-memory 24GiB --gpu-tflops 165 --gpu-bandwidth 1008GB/s")
     if tflops is not None:

@@ -203,6 +203,7 @@ def _most_measured(ranks: list[MeasuredStep]) -> MeasuredStep:
         tuple(StepPart(*map(max, zip(*map(astuple, alike), strict=True))) for alike in zip(*places, strict=True))
         if len({len(each) for each in places}) == 1
         else (),
+        max(one.first_steps_peak_nbytes for one in ranks),
     )
 
 

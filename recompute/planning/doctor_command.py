@@ -14,7 +14,7 @@ from recompute.estimation.check_paths import check_source
 from recompute.estimation.estimate import estimator_of
 from recompute.estimation.estimate_options import EstimateOptions
 from recompute.estimation.estimate_result import Estimate, table
-from recompute.estimation.gpus import Gpu, find_gpu, read_gpu, read_size
+from recompute.estimation.gpus import GPUS, Gpu, find_gpu, read_size
 from recompute.planning.longest_sequences import SequencesThatFit, longest_sequences
 from recompute.policy.loading import load_policy
 from recompute.policy.rules import Policy
@@ -152,7 +152,7 @@ class Diagnosis:
             )
         return [
             *lines,
-            f"Times are calculated from the {self.gpu.name}'s data sheet, without communication between GPUs.",
+            f"Times are calculated for the {self.gpu.name} by its data sheet, without communication between GPUs.",
             "To choose a policy for each layer: recompute plan --budget 100% with the same options.",
         ]
 
@@ -167,8 +167,7 @@ def diagnose(
     *,
     batch_size: int,
     seq_len: int,
-    gpu: str | None,
-    gpu_memory: str | None,
+    gpu: Gpu | None,
     longest: bool = False,
     host: str | None = None,
     progress: Progress,
@@ -176,24 +175,25 @@ def diagnose(
     """Diagnose a run on a GPU, or, if ``longest``, find the longest sequences that fit it.
 
     model: names it, as ``recompute.estimate`` takes a name.
-    gpu, gpu_memory: as a command line names them; None: those of this machine's.
+    gpu: None: this machine's.
     host: the host's memory; None: what this machine has free.
 
     Raises ``EstimateError`` or ``ModelError`` before it imports torch where it can.
     """
     host_nbytes = None if host is None else read_size("--host", host, "128GiB")
-    device, options = read_gpu(gpu, memory=gpu_memory), options.read()
+    options = options.read()
     check_source(model)
     if host is not None and not longest:
         raise EstimateError("--host has an effect only with --longest. Pass both, or neither")
     progress("loading torch and transformers", 0, 0)
     from recompute.profiling.roofline import op_seconds  # which imports torch
 
-    card = device or _gpu_here()
+    card = gpu or _gpu_here()
+    name = card.name if card.name in GPUS else None
 
     def estimator(options: EstimateOptions, seq_len: int = seq_len) -> Any:
         timed = partial(op_seconds, figures=card)
-        return estimator_of(model, options, batch_size, seq_len, None, card.name, timed)
+        return estimator_of(model, options, batch_size, seq_len, None, name, timed)
 
     if longest:
         from recompute.engine.host.host_memory import free_host_nbytes  # which imports torch

@@ -29,13 +29,17 @@ class VerificationRound(NamedTuple):
     measured_peak_nbytes: int
     predicted_step_seconds: float
     measured_step_seconds: float
+    first_steps_peak_nbytes: int = 0
+    """Of the steps in which layers are captured; 0 where nobody counts, as on the CPU."""
 
     def __str__(self) -> str:
+        is_more = self.first_steps_peak_nbytes > self.measured_peak_nbytes
+        more = f"; the first steps, which capture layers, took {humanize(self.first_steps_peak_nbytes)}" * is_more
         return (
             f"peak {humanize(self.measured_peak_nbytes)} (predicted {humanize(self.predicted_peak_nbytes)}, "
             f"{self.measured_peak_nbytes / max(self.predicted_peak_nbytes, 1) - 1:+.1%}), "
             f"{self.measured_step_seconds * 1e3:.1f} ms a step (predicted {self.predicted_step_seconds * 1e3:.1f}, "
-            f"{self.measured_step_seconds / (self.predicted_step_seconds or 1) - 1:+.1%})"
+            f"{self.measured_step_seconds / (self.predicted_step_seconds or 1) - 1:+.1%}){more}"
         )
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from recompute.attach.apply import apply
+from recompute.counters import allocated_nbytes, start_peak
 from recompute.estimation.optimizer_step import OptimizerFactory
 from recompute.planning import solver
 from recompute.planning.allowed_ways import ways_of
@@ -40,6 +41,8 @@ class MeasuredStep(NamedTuple):
     step_seconds: float
     places: tuple[StepPart, ...] = ()
     """One for each place of the profile, or () where they could not be told apart."""
+    first_steps_peak_nbytes: int = 0
+    """The peak of the steps before, in which layers are captured; 0 where nobody counts, as on the CPU."""
 
 
 def verify_plan(
@@ -117,7 +120,9 @@ def _fastest_of_each_way(plan: Plan) -> Iterable[Uniform]:
 
 def _round(plan: Plan, measured: MeasuredStep) -> VerificationRound:
     predicted = plan.predicted_peak_bytes, plan.predicted_step_seconds
-    return VerificationRound(predicted[0], measured.peak_nbytes, predicted[1], measured.step_seconds)
+    return VerificationRound(
+        predicted[0], measured.peak_nbytes, predicted[1], measured.step_seconds, measured.first_steps_peak_nbytes
+    )
 
 
 def _is_better(plan: Plan, measured: MeasuredStep) -> bool:
@@ -198,8 +203,10 @@ def _measure(run: DryRun, profile: Profile, policy: Policy, steps: int) -> Measu
     """Run steps until the policy has settled, one that counts bytes, and some that are timed."""
     regions = _regions(run.model, profile)
     with apply(run.model, policy) as handle:
+        start_peak(run.device)
         run.settle(handle)
         static_nbytes = run.static_nbytes
+        first_steps = 0 if (alive := allocated_nbytes(run.device)) is None else static_nbytes + alive[1] - alive[0]
         trace = run.step(regions, counted=True)
         # Steps are timed without marks at regions, which would slow them down where the host sets the pace.
         timed = [run.step(None, timed=True) for _ in range(steps)]
@@ -208,6 +215,7 @@ def _measure(run: DryRun, profile: Profile, policy: Policy, steps: int) -> Measu
         static_nbytes + trace.peak_nbytes,
         statistics.median(seconds),
         trace.parts if len(trace.parts) == len(profile.places) else (),
+        first_steps,
     )
 
 

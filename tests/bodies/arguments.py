@@ -130,6 +130,12 @@ class Connected:
 CONNECTED = Connected()
 
 
+class AttributeDict(dict):
+    """Its keys are attributes, and there are no others: to ask for one is a KeyError."""
+
+    __getattr__ = dict.__getitem__
+
+
 class Node:
     """A tree whose nodes know their parent."""
 
@@ -171,6 +177,7 @@ KINDS = {
     "dataclass that guards its fields": (lambda x: Guarded(x * 2), lambda v: v()),
     "registered container": (lambda x: Registered(x * 2, x * 3), lambda v: v.items[0] * v.items[1]),
     "object that cannot be copied": (lambda x: CONNECTED, lambda v: v.scale if v is CONNECTED else 1.0),
+    "dict with its keys as attributes": (lambda x: AttributeDict(a=x * 2), lambda v: v.a.sin()),
     "user dict": (lambda x: UserDict(a=x * 2), lambda v: v["a"].sin()),
     "namespace": (lambda x: SimpleNamespace(a=x * 2), lambda v: v.a.sin()),
     "mapping proxy": (lambda x: MappingProxyType({"a": x * 2}), lambda v: v["a"].sin()),

@@ -156,6 +156,9 @@ GRADIENTS = {
     ),
     "a functional product": of(lambda self, x: torch.func.vjp(torch.sin, x)[1](x.exp())[0] * self.norm(x).exp()),
     "jvp": of(lambda self, x: torch.func.jvp(lambda y: self.norm(y).sin(), (x.exp(),), (x.cos(),))[1].exp()),
+    "jvp, which torch's frontend cannot trace": of(
+        lambda self, x: torch.func.jvp(lambda y: F.layer_norm(y, (HIDDEN,), self.weight), (x,), (x.cos(),))[1].exp()
+    ),
     "hooks on saved tensors": of(under_hooks),
     "torch's checkpoint": of(under_a_checkpoint),
     "torch's checkpoint alone": of(

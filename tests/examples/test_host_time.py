@@ -80,7 +80,7 @@ def test_a_step_in_a_cuda_graph_trains_the_same(in_turn, script):
     assert plain["same gradients"]
     assert exact["same gradients"]
     assert all(map(same_bits, found.references[True][1], found.references[False][1]))
-    assert 0 < auto["error of gradients"] < 0.1
+    assert auto["error of gradients"] < 0.1
     assert exact["ms a step"] > 0
     assert exact["CPU ms a forward"] is exact["held GiB"] is None
 

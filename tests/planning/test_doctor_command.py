@@ -19,7 +19,7 @@ from recompute.estimation.build_model import build_fake
 from recompute.estimation.estimate import estimator_of
 from recompute.estimation.estimate_options import EstimateOptions
 from recompute.estimation.estimate_result import Estimate, EstimateSettings
-from recompute.estimation.gpus import find_gpu
+from recompute.estimation.gpus import find_gpu, read_gpu
 from recompute.estimation.static_memory import StaticBytes
 from recompute.planning import doctor_command, longest_sequences
 from recompute.planning.doctor_command import Diagnosis, Remedy
@@ -46,7 +46,7 @@ def saved(folder, shape):
 
 def diagnose(config, memory="23GiB", **options):
     asked = EstimateOptions("bfloat16", options.pop("optimizer", "adamw"), "none", 1, "full", **options)
-    given = {"gpu": "rtx4090", "gpu_memory": memory, "batch_size": 1, "seq_len": LENGTH}
+    given = {"gpu": read_gpu("rtx4090", memory=memory), "batch_size": 1, "seq_len": LENGTH}
     return doctor_command.diagnose(str(config), asked, progress=lambda what, done, total: None, **given)
 
 
@@ -123,7 +123,8 @@ def test_the_longest_sequence_takes_what_estimates_of_it_say(host, tmp_path, mon
     """On a host of 64 MiB what travels is what binds."""
     monkeypatch.setattr(longest_sequences, "LENGTHS", (4096, 8192))
     config, room = saved(tmp_path, SHAPE), 1 << 30
-    asked = {"gpu": "rtx4090", "gpu_memory": f"{room}B", "batch_size": 1, "seq_len": 512, "longest": True, "host": host}
+    gpu = read_gpu("rtx4090", memory=f"{room}B")
+    asked = {"gpu": gpu, "batch_size": 1, "seq_len": 512, "longest": True, "host": host}
     options = EstimateOptions("bfloat16", "adamw", "none", 1, "full")
     found = doctor_command.diagnose(str(config), options, progress=lambda *told: None, **asked)
     assert [row.seq_len for row in found.rows] == sorted((row.seq_len for row in found.rows), reverse=True)
@@ -189,7 +190,7 @@ policy auto                      20.00 GiB          900               0.90x
 policy full                      15.00 GiB        1,300               1.30x
 
 To use a policy: recompute.apply(model, "auto"), or recompute_policy="auto" for a Trainer.
-Times are calculated from the RTX 4090's data sheet, without communication between GPUs.
+Times are calculated for the RTX 4090 by its data sheet, without communication between GPUs.
 To choose a policy for each layer: recompute plan --budget 100% with the same options."""
     )
 
@@ -215,10 +216,15 @@ def test_each_finding_is_a_sentence(changes, told):
     assert told in str(example(**changes))
 
 
-@pytest.mark.parametrize(("memory", "code"), [("23GiB", 0), *slow(("40MiB", 1))])
-def test_the_exit_code_says_whether_it_fits(memory, code, config, monkeypatch):
+BY_DATA_SHEET = ("--gpu-tflops", 165, "--gpu-bandwidth", "1008GB/s")
+
+
+@pytest.mark.parametrize(
+    ("card", "memory", "code"), [(BY_DATA_SHEET, "23GiB", 0), *slow((("--gpu", "rtx4090"), "40MiB", 1))]
+)
+def test_the_exit_code_says_whether_it_fits(card, memory, code, config, monkeypatch):
     monkeypatch.setattr(doctor_command, "PRESETS", ["full"] if code == 0 else doctor_command.PRESETS)
-    asked = ("doctor", "--model", config, "--seq-len", LENGTH, "--gpu", "rtx4090", "--gpu-memory", memory, "--json")
+    asked = ("doctor", "--model", config, "--seq-len", LENGTH, *card, "--gpu-memory", memory, "--json")
     result = CliRunner().invoke(app, [str(each) for each in asked])
     found = json.loads(result.stdout)
     assert result.exit_code == code

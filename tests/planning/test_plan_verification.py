@@ -34,6 +34,8 @@ def scaled(profile, peaks, static=0):
 class Machine:
     """Measures policies by a table of its own."""
 
+    first_steps_peak_nbytes = 0
+
     def __init__(self, truth, *, tells_places_apart=True):
         self.truth = truth
         self.tells_places_apart = tells_places_apart
@@ -49,11 +51,13 @@ class Machine:
             tables.part(choice.held_nbytes, choice.forward_peak_nbytes, choice.backward_peak_nbytes)
             for choice in choices_of(self.truth, assignment)
         )
-        return MeasuredStep(prediction.peak_nbytes, prediction.step_seconds, places if self.tells_places_apart else ())
+        places = places if self.tells_places_apart else ()
+        return MeasuredStep(prediction.peak_nbytes, prediction.step_seconds, places, self.first_steps_peak_nbytes)
 
 
-def test_a_plan_that_holds_stays():
+def test_a_plan_that_holds_stays_and_tells_what_its_first_steps_take_more():
     machine = Machine(PROFILE)
+    machine.first_steps_peak_nbytes = 2048
     before = plan(PROFILE, budget=1500)
     after = run_and_replan(before, machine)
     assert (after.policy, after.profile, len(machine.ran)) == (before.policy, before.profile, 1)
@@ -61,6 +65,14 @@ def test_a_plan_that_holds_stays():
     assert found.measured_peak_nbytes == found.predicted_peak_nbytes == before.predicted_peak_bytes
     assert ", +0.0%)" in str(found)
     assert "measured: peak 1.5 KiB (predicted 1.5 KiB, " in str(after)
+    assert ", +0.0%); the first steps, which capture layers, took 2.0 KiB" in str(after)
+
+
+@pytest.mark.gpu
+def test_the_first_steps_of_a_plan_are_measured():
+    model, ids = decoder(layers=3).cuda(), token_ids().cuda()
+    (found, *_) = plan(model, ids, budget="1GiB", loss=lambda logits: logits.square().mean()).rounds
+    assert found.first_steps_peak_nbytes == pytest.approx(found.measured_peak_nbytes, rel=0.2)
 
 
 @pytest.mark.slow

@@ -18,8 +18,7 @@ from recompute.compiled.generated.pointwise_ops import FLOATS, arguments_of
 from recompute.compiled.recording import Call, Recording, Use
 from recompute.engine.cut.layout import Layout, is_dense
 from recompute.engine.rng import CudaSource
-from recompute.engine.thread_state import is_fake, is_in_cuda_graph, local
-from recompute.errors import RngError
+from recompute.engine.thread_state import is_fake, local
 from recompute.kernels.launch import multiprocessors
 
 _ATEN = torch.ops.aten
@@ -72,32 +71,20 @@ class DropoutMask:
     def __str__(self) -> str:
         return "recompute.dropout_mask.default"
 
-    def taken(self, name: str | None) -> DropoutState | None:
-        """The state for one dropout. The generator moves past its random numbers.
-
-        name: of the region, if the mask is made again in backward. Otherwise a captured CUDA graph may have the
-        dropout: then it is ATen's own, and there is no state.
-
-        Raises:
-            RngError: the generator's state cannot be read, and the mask is made again.
-        """
-        if name is None and is_in_cuda_graph():
-            return None
+    def taken(self) -> DropoutState:
+        """The state for one dropout. The generator moves past its random numbers."""
         if is_fake():
             return 0, 0
         source = self._source()
-        try:
-            seed, offset = source.state()
-        except RngError as error:
-            raise RngError(f"{name}: {error}") from error
+        seed, offset = source.state()
         per_thread = -(-self.layout.shape.numel() // (self.threads * 4)) * 4
         source.generator.set_offset(offset + per_thread)
         return seed, offset
 
-    def __call__(self, state: DropoutState | None) -> Tensor:
+    def __call__(self, state: DropoutState) -> Tensor:
         """The mask, by ATen's kernel."""
         like = self.layout.empty(self.device)
-        if state is None or is_fake():
+        if is_fake():
             return _ATEN.native_dropout.default(like, self.p, True)[1]
         source = self._source()
         present = source.state()

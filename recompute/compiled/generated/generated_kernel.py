@@ -102,8 +102,6 @@ class GeneratedKernel:
         self._run: Callable[..., Any] = self._wait
 
     def __call__(self, *arguments: Any) -> Any:
-        if self._dropouts and arguments[-1] is None:  # a CUDA graph is captured
-            return self._aten(*arguments)
         return self._run(*arguments)
 
     def __str__(self) -> str:

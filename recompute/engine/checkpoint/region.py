@@ -152,8 +152,12 @@ class CheckpointFrame(Scope, Recipe):
         return handle
 
     def watching(self) -> AbstractContextManager[Any]:
-        """A context for the run. In the first frame it learns the facts that later frames of the region rely on."""
-        return self._region.learned.watching(self._rng, self.statistics.name)
+        """A context for the run. In the first frame it learns the facts that later frames of the region rely on.
+
+        It is a mode then, and under one some of torch's functions, as ``quantile``, call other ops. So replays have it.
+        """
+        self._watching = self._region.learned.watching(self._rng, self.statistics.name)
+        return self._watching
 
     def pin(self, tensor: Tensor, name: str | None) -> Tensor:
         """Have every replay use ``tensor`` here, whatever it calculates, unless it is pinned by name."""
@@ -307,7 +311,7 @@ class CheckpointFrame(Scope, Recipe):
             for restored, state in self._hooked:
                 stack.enter_context(restored(state))
             args, kwargs = self._inputs.restored()
-            with self._modes.replayed(), names, replay:
+            with self._modes.replayed(), self._watching, names, replay:
                 try:
                     self._function(*args, **kwargs)
                 except (ReplayComplete, RuntimeError):  # TorchScript makes a RuntimeError of it

@@ -197,8 +197,10 @@ class TapeFrame:
         values, step, known, op_policy = self.values, self._count, call.known, self._plans.op_policy
         overwrites = [values.current.of(tensor) for _, tensor, _ in made]
         writes = bool(known.writes) or call.unobserved
-        # At price 0 the cut hardly ever keeps the output of a step that may run again, so the frame does not hold it.
-        holds = op_policy.price > 0 or op_policy.hold is not None or recorded is None or bool(reason)
+        # The cut may keep what is costly to make again, or impossible. At price 0 it hardly ever keeps what is costly.
+        # If it keeps any other value, that is held from the next frame on, unless autograd has saved it in this one.
+        is_priced = op_policy.price > 0 or op_policy.hold is not None
+        holds = recorded is None or bool(reason) or (is_priced and known.is_costly)
         numbers = [
             values.add(tensor, layout, step=step, slot=slot, held=tensor if holds else None, written=writes)
             for slot, tensor, layout in made

@@ -68,7 +68,7 @@ def _is_parameter(tensor: Tensor) -> bool:
 
 def is_constant(value: Any) -> bool:
     """Whether a value is a constant, or a named tuple or a frozen dataclass of some. A graph has its equals."""
-    if hasattr(value, "_fields") or type(value) is torch.Size:
+    if hasattr(type(value), "_fields") or type(value) is torch.Size:
         return all(map(is_constant, value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         is_frozen = value.__dataclass_params__.frozen  # type: ignore[attr-defined]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import MethodType
 from typing import Any
 
 import torch
@@ -118,8 +119,8 @@ def _kinds_of(arguments: Iterable[Any]) -> tuple[Hashable, ...]:
             kinds.append((value.shape, value.stride(), value.dtype, value.requires_grad))
         elif value is None or type(value) is bool:
             kinds.append(value)
-        elif isinstance(module := getattr(value, "__self__", None), nn.Module):  # its adapters may take turns
-            kinds.append(tuple([parameter.requires_grad for parameter in module.parameters()]))
+        elif type(value) is MethodType and isinstance(value.__self__, nn.Module):  # its adapters may take turns
+            kinds.append(tuple([parameter.requires_grad for parameter in value.__self__.parameters()]))
         else:
             kinds.append(type(value))
     return tuple(kinds)
