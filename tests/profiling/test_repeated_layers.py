@@ -119,13 +119,8 @@ def test_of_layers_with_adapters_a_few_run_too(monkeypatch):
         base = models.make("llama", torch.bfloat16, num_hidden_layers=9)
         model = get_peft_model(base, LoraConfig(r=2, target_modules="all-linear"))
     found = []
-
-    def looked_at(run, match):
-        found.extend(representative(run, match))
-        raise InterruptedError
-
-    monkeypatch.setattr(measure_regions, "representative", looked_at)
-    with pytest.raises(InterruptedError):
+    monkeypatch.setattr(measure_regions, "representative", lambda *given: found.extend(representative(*given)) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
         recompute.profile(model, models.batch("llama"), device="H200", kernels=False)
     assert [stack.few for stack in found] == [4]
 
