@@ -23,12 +23,12 @@ CLAIMED_HERE_ALONE = [name for name in BODIES if name.startswith("capture: ")]
 RULE_OF_FUNCTION = dict(zip((name for name in BODIES if not BODIES[name].ways), itertools.cycle(SETTINGS.values())))
 
 
-@pytest.mark.parametrize("name", by_default(CHECKPOINTED, *CHECKPOINTED[::8], *CLAIMED_HERE_ALONE))
+@pytest.mark.parametrize("name", by_default(CHECKPOINTED, *CHECKPOINTED[::12], *CLAIMED_HERE_ALONE))
 def test_a_checkpoint_does_what_plain_pytorch_does(name):
     assert_as_plain(BODIES[name], {**SETTINGS["checkpoint"], "capture": False}, FEW_STEPS)
 
 
-@pytest.mark.parametrize("name", by_default(BY_TAPE, *ON_THE_TAPE_ALONE[1::8], *CLAIMED_HERE_ALONE))
+@pytest.mark.parametrize("name", by_default(BY_TAPE, *ON_THE_TAPE_ALONE[1::12], *CLAIMED_HERE_ALONE))
 def test_a_tape_does_what_plain_pytorch_does(name):
     assert_as_plain(BODIES[name], {**SETTINGS["recompute"], "capture": False}, FEW_STEPS)
 
