@@ -11,12 +11,20 @@ def slow(*cases):
 
 
 def by_default(cases, *names):
-    """The values of ``cases``, with their keys for ids: those called ``names`` by default, the others slow."""
+    """The values of ``cases``, with their keys for ids: those called ``names`` by default, the others slow.
+
+    A tuple in a list is a case of several names, as for ``slow``, and is called what it is.
+    """
     named = cases if isinstance(cases, Mapping) else dict(zip(cases, cases, strict=True))
     assert names, "nothing would run by default"
     assert named.keys() >= set(names), "a case of the default tier is gone"
     return [
-        pytest.param(value, id=name, marks=[] if name in names else [pytest.mark.slow]) for name, value in named.items()
+        pytest.param(
+            *(value if value is name and type(name) is tuple else (value,)),
+            id=None if type(name) is tuple else name,
+            marks=[] if name in names else [pytest.mark.slow],
+        )
+        for name, value in named.items()
     ]
 
 
