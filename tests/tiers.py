@@ -18,13 +18,10 @@ def by_default(cases, *names):
     named = cases if isinstance(cases, Mapping) else dict(zip(cases, cases, strict=True))
     assert names, "nothing would run by default"
     assert named.keys() >= set(names), "a case of the default tier is gone"
+    mark = {name: [] if name in names else [pytest.mark.slow] for name in named}
     return [
-        pytest.param(
-            *(value if value is name and type(name) is tuple else (value,)),
-            id=None if type(name) is tuple else name,
-            marks=[] if name in names else [pytest.mark.slow],
-        )
-        for name, value in named.items()
+        pytest.param(*each, marks=mark[each]) if type(each) is tuple else pytest.param(value, id=each, marks=mark[each])
+        for each, value in named.items()
     ]
 
 
