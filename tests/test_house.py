@@ -555,7 +555,7 @@ def test_the_command_line_loads_torch_only_where_it_is_used():
     )
 
 
-def test_importing_does_nothing_else_nor_does_applying_a_policy_load_transformers():
+def test_importing_does_nothing_else_nor_does_a_policy_load_transformers_and_no_op_needs_triton():
     """``kernels``, which is Hugging Face's name, is no module of ours. One process says it all: each takes seconds."""
     heavy = "matplotlib networkx transformers typer rich triton.language"
     heavy += " recompute.kernels.launch recompute.ablation.run_ablation recompute.ablation.ablate"
@@ -575,9 +575,14 @@ def test_importing_does_nothing_else_nor_does_applying_a_policy_load_transformer
         "assert torch.equal(state, torch.get_rng_state());"
         "assert torch.is_grad_enabled() and torch.get_default_dtype() is torch.float32;"
         "assert hooks is None and torch._C._autograd._top_saved_tensors_default_hooks(True) is None;"
+        "sys.modules['triton'] = None;"
         "recompute.apply(torch.nn.Sequential(torch.nn.LayerNorm(4)), 'elementwise');"
         "assert 'transformers' not in sys.modules;"
         "import recompute.kernels.rms_norm as ours;"
-        "assert ours.__name__ == 'recompute.kernels.rms_norm'",
+        "assert ours.__name__ == 'recompute.kernels.rms_norm';"
+        "from recompute.kernels.gated_mlp import gated_mlp;"
+        "x, w = (torch.ones(rows, 4, requires_grad=True) for rows in (2, 4));"
+        "gated_mlp(ours.rms_norm(x, w[0]), w, w, w).sum().backward();"
+        "assert x.grad.shape == x.shape",
         *heavy.split(),
     )

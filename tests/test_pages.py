@@ -82,7 +82,8 @@ BLOCKS = [block for page in PAGES for block in _blocks(page)]
 
 
 def of_kind(*infos):
-    return [pytest.param(block, id=str(block)) for block in BLOCKS if block.info in infos]
+    found, slow = (block for block in BLOCKS if block.info in infos), pytest.mark.slow
+    return [pytest.param(each, id=str(each), marks=slow if "recompute.profile(" in each.text else ()) for each in found]
 
 
 def prose(page):

@@ -11,12 +11,17 @@ def slow(*cases):
 
 
 def by_default(cases, *names):
-    """The values of ``cases``, with their keys for ids: those called ``names`` by default, the others slow."""
+    """The values of ``cases``, with their keys for ids: those called ``names`` by default, the others slow.
+
+    A tuple in a list is a case of several names, as for ``slow``, and is called what it is.
+    """
     named = cases if isinstance(cases, Mapping) else dict(zip(cases, cases, strict=True))
     assert names, "nothing would run by default"
     assert named.keys() >= set(names), "a case of the default tier is gone"
+    mark = {name: [] if name in names else [pytest.mark.slow] for name in named}
     return [
-        pytest.param(value, id=name, marks=[] if name in names else [pytest.mark.slow]) for name, value in named.items()
+        pytest.param(*each, marks=mark[each]) if type(each) is tuple else pytest.param(value, id=each, marks=mark[each])
+        for each, value in named.items()
     ]
 
 

@@ -82,7 +82,7 @@ def test_a_model_is_a_folder_or_a_config_json_too(own):
 
 
 def test_adapters_alone_train_and_peers_govern_the_layers_that_they_are_in(own):
-    lora = "lora: {r: 4, lora_dropout: 0.1, target_modules: all-linear}"
+    lora = "lora: {r: 4, lora_dropout: 0.1, target_modules: [q_proj, c_attn]}"
     one_model = MATRIX.replace("  own: its_own_model:make\n", "")
     changes = {"sequence_lengths": (8,), "batch_sizes": (1,), "dtypes": ("bfloat16",)}
     rows = run(own / "out", configured(one_model + lora, peers=("torch-checkpoint",), **changes))

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from bodies.autograd import FUNCTIONS, IS_TOLD_LATE, Scale, composite
 from capture_testing import ROWS, SIZE, Around, Twins, body, captured_twins, fresh, linear, rule, train
 from engine_testing import function_of, loss_of, no_garbage_collection, weak
+from tiers import by_default
 from tiny import of_one_more
 from torch import nn
 from torch.autograd import Function, grad
@@ -189,7 +190,7 @@ TOLD = {
 """What code around a Function reads of it, which is another number at any step."""
 
 
-@pytest.mark.parametrize("forward", TOLD.values(), ids=TOLD)
+@pytest.mark.parametrize("forward", by_default(TOLD, "gives a number", "sets a tensor"))
 def test_code_reads_what_a_function_gives_or_has_set(x, forward):
     for steps in range(7, 1, -1):
         store = SimpleNamespace(scale=1.0, scales={"last": 1.0})

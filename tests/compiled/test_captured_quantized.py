@@ -143,7 +143,7 @@ def twins(recipe, action):
     )
 
 
-@pytest.mark.parametrize("action", ["recompute", "checkpoint"])
+@pytest.mark.parametrize("action", ["recompute", *slow("checkpoint")])
 @pytest.mark.parametrize("recipe", ["tensorwise", *slow("rowwise", "rowwise_with_gw_hp")])
 def test_its_casts_are_calls_of_the_program(recipe, action):
     found = twins(recipe, action)
@@ -197,7 +197,7 @@ def descend(module):
             parameter.sub_(parameter.grad, alpha=0.1)
 
 
-@pytest.mark.parametrize("action", ["recompute", "checkpoint"])
+@pytest.mark.parametrize("action", ["recompute", *slow("checkpoint")])
 @pytest.mark.parametrize("kind", ["MXFP8", "NVFP4", *slow("MXFP8, wgrad_with_hp")])
 def test_casts_to_blocks_with_scales_are_captured(kind, action):
     """A GPU without Blackwell's Tensor Cores, or a CPU, multiplies what the codes stand for."""

@@ -616,7 +616,7 @@ def plain_ops():
 
 @pytest.mark.parametrize(
     ("fields", "eager", "compiled"),
-    [*TABLE[:2], *slow(*TABLE[2:4]), TABLE[4], *slow(TABLE[5]), TABLE[6], *slow(*TABLE[7:])],
+    [*slow(TABLE[0]), TABLE[1], *slow(*TABLE[2:6]), TABLE[6], *slow(*TABLE[7:])],
     ids=[str(fields) for fields, *_ in TABLE],
 )
 def test_what_runs_again(fields, eager, compiled):

@@ -9,6 +9,7 @@ import torch
 from capture_testing import Around, Twins
 from engine_testing import module_of, twins_of
 from generated_testing import as_one_kernel, generated, kernels_made, wait_for, written
+from tiers import one_in, slow
 from torch import nn
 from torch.nn import functional as F
 
@@ -214,7 +215,7 @@ BY_ROWS = {
 
 class TestRows:
     @each_dtype_on_cuda
-    @pytest.mark.parametrize("name", BY_ROWS)
+    @pytest.mark.parametrize("name", one_in(2, list(BY_ROWS)))
     def test_one_kernel_goes_over_rows_and_is_as_close_to_aten_as_a_sum_can_be(self, name, device, dtype):
         if device == "cpu":
             kernels, others = kernels_of(BY_ROWS[name][0], *BY_ROWS[name][1], generates=Generates.ROUNDED)
@@ -288,7 +289,7 @@ TURNED = {
 
 
 @interpreted
-@pytest.mark.parametrize("shape", [(128, 128), (200, 333), (384, 129)], ids=str)
+@pytest.mark.parametrize("shape", [*slow(((128, 128),)), (200, 333), *slow(((384, 129),))], ids=str)
 @pytest.mark.parametrize("name", TURNED)
 def test_a_kernel_turns_a_matrix_of_float8_as_it_makes_it(name, shape):
     """A GEMM reads one operand by columns, and ATen would turn it number by number."""
@@ -342,8 +343,8 @@ class TestRowSums:
             assert ("PlannedCall" in [type(each).__name__ for each in code.names.values()]) is by_kernel
 
     @each_device
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-    @pytest.mark.parametrize("times", [0, 1, 3, 4])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, *slow(torch.float16)], ids=str)
+    @pytest.mark.parametrize("times", [0, *slow(1), 3, *slow(4)])
     def test_an_exact_policy_adds_rows_in_turn(self, times, dtype, device):
         rows, width, places = 60, 40, 60 // times if times else 7
         values, order = draw(rows, width).to(device, dtype), torch.randperm(rows, device=device)

@@ -1,9 +1,9 @@
 """When memory runs out: the error stays what it was, and says who holds what and which rule would free how much."""
 
-import logging
 import re
 import sys
 from functools import partial
+from unittest import TestCase
 
 import pytest
 import torch
@@ -41,15 +41,17 @@ class RunsOutInBackward(torch.autograd.Function):
         run_out()
 
 
-def report_of(model, step, caplog):
-    caplog.clear()
+logged = partial(TestCase().assertLogs, "recompute.diagnostics.out_of_memory", "ERROR")
+
+
+def report_of(model, step):
     with (
-        caplog.at_level(logging.ERROR, "recompute.diagnostics.out_of_memory"),
+        logged() as logs,
         pytest.raises(torch.OutOfMemoryError, match=re.escape(MESSAGE)) as raised,
         explain_out_of_memory(model),
     ):
         step()
-    (record,) = caplog.records
+    (record,) = logs.records
     report = record.getMessage()
     if sys.version_info >= (3, 11):
         assert report in raised.value.__notes__[0]
@@ -72,12 +74,12 @@ def peak_of(model, policy):
 
 
 @pytest.mark.parametrize(("policy", "helps"), slow((None, {"layers.*", "layers.*.mlp"}), (MLPS, {"layers.*"})))
-def test_it_says_who_holds_what_and_what_each_rule_frees(policy, helps, caplog):
+def test_it_says_who_holds_what_and_what_each_rule_frees(policy, helps):
     model = decoder()
     if policy is not None:
         recompute.apply(model, policy)
     hook = model.layers[1].mlp.up_proj.register_forward_hook(run_out_of_real_memory)
-    report = report_of(model, forward_of(model), caplog)
+    report = report_of(model, forward_of(model))
     hook.remove()
     assert "out of memory in the forward of layers.1.mlp.up_proj (Linear)" in report
     gate = 2 * TOKENS * INTERMEDIATE * 4
@@ -98,24 +100,24 @@ def test_it_says_who_holds_what_and_what_each_rule_frees(policy, helps, caplog):
 
 
 @pytest.mark.slow
-def test_it_names_offloading_where_nothing_else_frees_as_much(caplog):
+def test_it_names_offloading_where_nothing_else_frees_as_much():
     """Of these layers there is nothing to run again: each holds its output alone, which the next one is given."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(16)))
     x = torch.ones(2048, 256)
     hook = model[5].register_forward_hook(run_out_of_real_memory)
-    report = report_of(model, lambda: model(x), caplog)
+    report = report_of(model, lambda: model(x))
     hook.remove()
     ((rule, freed),) = re.findall(r"^- \{match: \"\*\", (.*)\} +([\d.]+) MiB$", report, re.MULTILINE)
     assert rule == "action: recompute, offload: true"
     assert float(freed) > 10 * x.nbytes / (1 << 20)
 
 
-def test_it_names_compression_where_that_frees_more_than_exact_regeneration(caplog):
+def test_it_names_compression_where_that_frees_more_than_exact_regeneration():
     layers = (nn.Sequential(nn.Linear(104, 416), nn.SiLU(), nn.Linear(416, 104)) for _ in range(4))  # no thin GEMM
     model = nn.Sequential(*layers)
     x = torch.ones(1024, 104)
     hook = model[2].register_forward_hook(run_out_of_real_memory)
-    report = report_of(model, lambda: model(x), caplog)
+    report = report_of(model, lambda: model(x))
     hook.remove()
     lines = re.findall(r'^- \{match: "\*", action: recompute(.*)\}(?:  # (.*))? +([\d.]+) MiB$', report, re.MULTILINE)
     (compressed, note, saved), (exact, _, less) = lines
@@ -137,14 +139,14 @@ def test_it_names_compression_where_that_frees_more_than_exact_regeneration(capl
 
 
 @pytest.mark.slow
-def test_it_says_when_it_was_in_backward_or_in_the_optimizers_step(caplog):
+def test_it_says_when_it_was_in_backward_or_in_the_optimizers_step():
     model = decoder()
 
     def backward():
         loss = RunsOutInBackward.apply(forward_of(model)())
         loss.backward()
 
-    assert "out of memory in the backward" in report_of(model, backward, caplog)
+    assert "out of memory in the backward" in report_of(model, backward)
     optimizer = torch.optim.SGD(model.parameters())
     optimizer.register_step_pre_hook(run_out)
 
@@ -152,12 +154,12 @@ def test_it_says_when_it_was_in_backward_or_in_the_optimizers_step(caplog):
         forward_of(model)().backward()
         optimizer.step()
 
-    report = report_of(model, step, caplog)
+    report = report_of(model, step)
     assert "out of memory in the step of SGD" in report
     assert "gradients" in report
 
 
-def test_the_batch_is_the_last_one_in_training(caplog):
+def test_the_batch_is_the_last_one_in_training():
     model = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Tanh())
 
     def run():
@@ -168,24 +170,24 @@ def test_the_batch_is_the_last_one_in_training(caplog):
         model.eval()(torch.ones(999, HIDDEN))
         run_out()
 
-    report = report_of(model, run, caplog)
+    report = report_of(model, run)
     assert "out of memory in the code outside of the model" in report
     assert re.search(rf"\* +1 +{128 * HIDDEN * 4 / 1024:.1f} KiB", report)
 
 
 @pytest.mark.slow
-def test_what_is_around_the_model_is_seen_through(caplog):
+def test_what_is_around_the_model_is_seen_through():
     model = decoder()
     hook = model.layers[0].register_forward_hook(run_out_of_real_memory)
     wrapped = nn.DataParallel(torch.compile(model, backend="eager", disable=True))
-    report = report_of(wrapped, lambda: next_token_loss(wrapped, token_ids()), caplog)
+    report = report_of(wrapped, lambda: next_token_loss(wrapped, token_ids()))
     hook.remove()
     assert "out of memory in the forward of layers.0 (TinyDecoderLayer)" in report
     assert '- {match: "layers.*", action: checkpoint}' in report
 
 
 @pytest.mark.parametrize("rules", ["none", [{"type": "Scaled", "action": "checkpoint"}]])
-def test_keywords_and_positions_are_both_understood(rules, caplog):
+def test_keywords_and_positions_are_both_understood(rules):
     class Scaled(nn.Module):
         def __init__(self):
             super().__init__()
@@ -203,12 +205,12 @@ def test_keywords_and_positions_are_both_understood(rules, caplog):
         model(torch.ones(8, HIDDEN), by=2.0, cache=None, other=1)
         run_out()
 
-    assert "A step on this batch takes" in report_of(model, run, caplog)
+    assert "A step on this batch takes" in report_of(model, run)
 
 
-def test_what_cannot_be_estimated_is_said(caplog):
+def test_what_cannot_be_estimated_is_said():
     model = nn.Linear(2, 2)
-    assert "the model has not run in training mode yet" in report_of(model, run_out, caplog)
+    assert "the model has not run in training mode yet" in report_of(model, run_out)
 
     class Asks(nn.Linear):
         def forward(self, x):
@@ -220,11 +222,11 @@ def test_what_cannot_be_estimated_is_said(caplog):
         asking(torch.ones(3, 2))
         run_out()
 
-    assert "The step cannot be estimated: ModelError: " in report_of(asking, run, caplog)
+    assert "The step cannot be estimated: ModelError: " in report_of(asking, run)
 
 
 @pytest.mark.gpu
-def test_the_rule_that_frees_most_lets_a_device_that_ran_out_go_on(caplog):
+def test_the_rule_that_frees_most_lets_a_device_that_ran_out_go_on():
     shape = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 16}
     with torch.device("cuda"):
         model = LlamaForCausalLM(LlamaConfig(vocab_size=256, use_cache=False, **shape)).bfloat16()
@@ -242,13 +244,9 @@ def test_the_rule_that_frees_most_lets_a_device_that_ran_out_go_on(caplog):
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction((0.6 * peak + 0.4 * before) / total)
     try:
-        with (
-            caplog.at_level(logging.ERROR, "recompute.diagnostics.out_of_memory"),
-            pytest.raises(torch.OutOfMemoryError),
-            explain_out_of_memory(model),
-        ):
+        with logged() as logs, pytest.raises(torch.OutOfMemoryError), explain_out_of_memory(model):
             step()
-        (report,) = caplog.messages
+        (report,) = (record.getMessage() for record in logs.records)
         assert re.search(r"out of memory in the (forward of model\.|backward)", report)
         estimated = re.search(r"takes up to ([\d.]+) GiB more", report)
         assert estimated is not None
@@ -263,11 +261,11 @@ def test_the_rule_that_frees_most_lets_a_device_that_ran_out_go_on(caplog):
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def test_other_errors_pass_and_the_hook_goes(caplog):
+def test_other_errors_pass_and_the_hook_goes():
     model = decoder()
-    with pytest.raises(ValueError, match="not memory"), explain_out_of_memory(model):
-        raise ValueError("not memory")
-    with explain_out_of_memory(model):
-        train(model, steps=1)
+    with TestCase().assertNoLogs():
+        with pytest.raises(ValueError, match="not memory"), explain_out_of_memory(model):
+            raise ValueError("not memory")
+        with explain_out_of_memory(model):
+            train(model, steps=1)
     assert not model._forward_pre_hooks
-    assert not caplog.records

@@ -33,7 +33,7 @@ import recompute
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
 @every_policy_of_a_stack
-@pytest.mark.parametrize("run", one_in(2, RUNS))
+@pytest.mark.parametrize("run", one_in(4, RUNS))
 def test_a_run_of_a_stack_gives_what_it_gives_without_a_policy(run, rules):
     x = tokens()
 

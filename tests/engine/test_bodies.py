@@ -20,15 +20,15 @@ ON_THE_TAPE_ALONE = [name for name in BY_TAPE if BODIES[name].captured is None]
 """Of others the default tier claims it where they come to be captured, which they are by a tape."""
 CHECKPOINTED = claimed_of(SETTINGS["checkpoint"])
 CLAIMED_HERE_ALONE = [name for name in BODIES if name.startswith("capture: ")]
-FUNCTIONS = [name for name in claimed_of(SETTINGS["checkpoint"]) if not BODIES[name].ways]
+RULE_OF_FUNCTION = dict(zip((name for name in BODIES if not BODIES[name].ways), itertools.cycle(SETTINGS.values())))
 
 
-@pytest.mark.parametrize("name", by_default(CHECKPOINTED, *CHECKPOINTED[::4], *CLAIMED_HERE_ALONE))
+@pytest.mark.parametrize("name", by_default(CHECKPOINTED, *CHECKPOINTED[::12], *CLAIMED_HERE_ALONE))
 def test_a_checkpoint_does_what_plain_pytorch_does(name):
     assert_as_plain(BODIES[name], {**SETTINGS["checkpoint"], "capture": False}, FEW_STEPS)
 
 
-@pytest.mark.parametrize("name", by_default(BY_TAPE, *ON_THE_TAPE_ALONE[1::4], *CLAIMED_HERE_ALONE))
+@pytest.mark.parametrize("name", by_default(BY_TAPE, *ON_THE_TAPE_ALONE[1::12], *CLAIMED_HERE_ALONE))
 def test_a_tape_does_what_plain_pytorch_does(name):
     assert_as_plain(BODIES[name], {**SETTINGS["recompute"], "capture": False}, FEW_STEPS)
 
@@ -40,16 +40,10 @@ def test_so_does_a_tape_under_other_rules(name):
         assert_as_plain(BODIES[name]._replace(drops=False), {**SETTINGS[setting], "capture": False}, FEW_STEPS)
 
 
-@pytest.mark.parametrize(
-    ("name", "setting"),
-    [
-        pytest.param(name, setting, marks=[] if index % 18 in (0, 1) else pytest.mark.slow)
-        for index, (name, setting) in enumerate(zip(FUNCTIONS, itertools.cycle(SETTINGS)))
-    ],
-)
-def test_so_does_a_decorated_function(name, setting):
+@pytest.mark.parametrize("name", by_default(list(RULE_OF_FUNCTION), *list(RULE_OF_FUNCTION)[::17]))
+def test_so_does_a_decorated_function(name):
     """Each body under one rule: a function's runner is that of a module, under which each body runs by every rule."""
-    assert_function_as_plain(BODIES[name], {**SETTINGS[setting], "capture": False})
+    assert_function_as_plain(BODIES[name], {**RULE_OF_FUNCTION[name], "capture": False})
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Tensors without values: ops give what they gave before, and what would launch a kernel is refused by name."""
 
 import ctypes
+import functools
 import random
 
 import numpy
@@ -92,10 +93,10 @@ def model_of(reader):
     return nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Tanh(), last))
 
 
-BATCH = (torch.ones(4, 8),)
+BATCH, estimate = (torch.ones(4, 8),), functools.partial(recompute.estimate, advise=False)
 RUNS = {
-    "an estimate": lambda model: recompute.estimate(model, batch=BATCH),
-    "an estimate of a policy": lambda model: recompute.estimate(model, batch=BATCH, policy=rules(rule("Reader"))),
+    "an estimate": lambda model: estimate(model, batch=BATCH),
+    "an estimate of a policy": lambda model: estimate(model, batch=BATCH, policy=rules(rule("Reader"))),
     "a plan without a device": lambda model: roofline(model, BATCH, "H100", match="1.*"),
 }
 
@@ -117,7 +118,7 @@ def test_what_would_launch_is_refused_and_named(reader, run):
 def test_an_operator_with_a_fake_implementation_is_estimated(monkeypatch):
     READERS["an operator"] = _double, ""
     try:
-        assert recompute.estimate(model_of("an operator"), batch=BATCH).peak_bytes > 0
+        assert estimate(model_of("an operator"), batch=BATCH).peak_bytes > 0
     finally:
         del READERS["an operator"]
 
@@ -129,7 +130,7 @@ def test_our_own_kernels_are_not_launched(monkeypatch):
     for kind in (type(_double_kernel), triton.runtime.JITFunction):
         monkeypatch.setattr(kind, "run", run)
     model = decoder(layers=1)
-    assert recompute.estimate(model, batch=(token_ids(),), policy="kernel").peak_bytes > 0
+    assert estimate(model, batch=(token_ids(),), policy="kernel").peak_bytes > 0
 
 
 class Steps(torch.optim.SGD):

@@ -100,7 +100,7 @@ SOME = ["draw: rrelu, last", "view: conjugate", "view: bytes", "argument: double
 BODIES_TO_OFFLOAD = [name for name, body in BODIES.items() if not body.ways and body.may_refuse is never][::10]
 
 
-@every_way
+@pytest.mark.parametrize("way", by_default(WAYS, "offload", "recompute", "checkpoint"))
 @pytest.mark.parametrize("name", [*SOME, *slow(*BODIES_TO_OFFLOAD)])
 def test_a_body_does_what_it_does_in_plain_pytorch(name, way):
     """Also noise that an op draws into what autograd has saved, which torch's own ``save_on_cpu`` copies too soon."""

@@ -225,7 +225,7 @@ any_module = given(
 
 
 @pytest.mark.parametrize("theme", ["views", "in place", "blocks", "everything"])
-@settings(reproducibly, max_examples=15)
+@settings(reproducibly, max_examples=10)
 @any_module
 def test_any_module_is_bit_for_bit_what_it_is_without(theme, code, rule, **options):
     steps = parse(code, THEMES[theme], sorted(NESTED_RULES))

@@ -34,9 +34,7 @@ OFFLOADING = {"offload": {"action": "offload"}, "recompute": {"action": "recompu
 def each_way(*ways, names=SETTINGS):
     """Of ``ways`` and the policies in ``names``: those in ``ONCE`` by default, the others are slow."""
     cases = list(itertools.product(ways or WAYS, names))
-    default = [case for case in cases if case in ONCE]
-    assert default
-    return pytest.mark.parametrize(("how", "name"), [*default, *slow(*(case for case in cases if case not in ONCE))])
+    return pytest.mark.parametrize(("how", "name"), by_default(cases, *(case for case in cases if case in ONCE)))
 
 
 def trained(processes, how, name, first="policy"):
@@ -69,11 +67,7 @@ ACCUMULATING = [
     *itertools.product(BY_DATA, SETTINGS, ["policy", "wrapper"], [False]),
     *itertools.product(BY_DATA, SETTINGS, ["policy"], [True]),
 ]
-SOME_ACCUMULATING = [
-    ("ddp", "recompute", "policy", False),
-    ("fsdp", "recompute", "wrapper", False),
-    ("ddp", "recompute", "policy", True),
-]
+SOME_ACCUMULATING = [("fsdp", "recompute", "wrapper", False), ("ddp", "recompute", "policy", True)]
 
 
 @functools.cache
@@ -82,10 +76,7 @@ def accumulated(processes, how, name, first, adapts):
     return processes.run(train, how, rules, first, bits, 2, adapts)
 
 
-@pytest.mark.parametrize(
-    ("how", "name", "first", "adapts"),
-    [*SOME_ACCUMULATING, *slow(*(case for case in ACCUMULATING if case not in SOME_ACCUMULATING))],
-)
+@pytest.mark.parametrize(("how", "name", "first", "adapts"), by_default(ACCUMULATING, *SOME_ACCUMULATING))
 def test_micro_batches_and_adapters_train_as_without(two_processes, how, name, first, adapts):
     plain = accumulated(two_processes, how, None, "policy", adapts)
     for found, expected in zip(accumulated(two_processes, how, name, first, adapts), plain, strict=True):

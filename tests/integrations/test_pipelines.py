@@ -17,7 +17,7 @@ from engine_testing import (
     clean_thread,  # noqa: F401  # around every test here
     governing,
 )
-from tiers import slow
+from tiers import by_default, slow
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -237,7 +237,7 @@ def trained(processes, schedule, name):
     return processes.run(train, schedule, None if name is None else RULES[name])
 
 
-@pytest.mark.parametrize(("schedule", "name"), [*ONCE, *slow(*(case for case in CASES if case not in ONCE))])
+@pytest.mark.parametrize(("schedule", "name"), by_default(CASES, *ONCE))
 def test_losses_gradients_weights_and_random_numbers_are_as_without(two_processes, schedule, name):
     """With several graphs alive at once, and with backward for inputs and for weights apart."""
     plain = trained(two_processes, schedule, None)

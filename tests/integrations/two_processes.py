@@ -16,7 +16,8 @@ class TwoProcesses:
     """Runs a function in both processes at once, or in ``count`` of them."""
 
     def __init__(self, folder, count=2):
-        context = get_context("spawn")
+        context = get_context("forkserver")  # whose server imports for all
+        context.set_forkserver_preload(["recompute", "torch.distributed.fsdp", "torch.distributed.tensor.experimental"])
         ranks = context.Queue()
         for rank in range(count):
             ranks.put(rank)

@@ -122,7 +122,7 @@ def test_a_step_takes_the_seconds_that_a_plan_of_it_takes(config):
 def test_the_longest_sequence_takes_what_estimates_of_it_say(host, tmp_path, monkeypatch):
     """On a host of 64 MiB what travels is what binds."""
     monkeypatch.setattr(longest_sequences, "LENGTHS", (4096, 8192))
-    config, room = saved(tmp_path, {**SHAPE, "num_hidden_layers": 8}), 1 << 30
+    config, room = saved(tmp_path, {**SHAPE, "num_hidden_layers": 1}), 1 << 30
     gpu = read_gpu("rtx4090", memory=f"{room}B")
     asked = {"gpu": gpu, "batch_size": 1, "seq_len": 512, "longest": True, "host": host}
     options = EstimateOptions("bfloat16", "adamw", "none", 1, "full")

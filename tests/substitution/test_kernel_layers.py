@@ -192,11 +192,7 @@ SOME_CHANGES = {
 @pytest.mark.parametrize("way", by_default(WAYS, "alone", "captured"))
 @pytest.mark.parametrize(
     ("name", "change"),
-    [
-        pytest.param(name, change, marks=() if (name, change) in {("llama", "an adapter on q")} else pytest.mark.slow)
-        for name, changes in SOME_CHANGES.items()
-        for change in changes
-    ],
+    by_default([(name, each) for name, some in SOME_CHANGES.items() for each in some], ("llama", "an adapter on q")),
 )
 def test_what_comes_after_the_policy_is_not_passed_over(name, change, way):
     model, plain = run_in(way, functools.partial(make, name))[0], make(name)

@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from tiers import by_default
 from tiny import TinyDecoder, assert_same, rule, rules, train
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -143,7 +144,7 @@ POLICIES = {
 
 @pytest.mark.parametrize("steps", [2, pytest.param(5, marks=pytest.mark.slow)])  # the last run as captured code
 @pytest.mark.parametrize("kind", LINEARS)
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", by_default(list(POLICIES), "elementwise", "auto", "all by kernels"))
 def test_steps_have_the_gradients_that_they_have_without_a_policy(policy, kind, steps):
     for where in ("", "self_attn", "mlp") if steps > 2 else ("",):
         model, plain = decoder(kind, where), decoder(kind, where)

@@ -55,7 +55,7 @@ def adapted(dropout=0.0):
     return get_peft_model(make("llama"), config)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("dropout", [*slow(0.0), 0.1])
 def test_mlps_with_adapters_compute_the_same_in_tiles(dropout):
     """Adapters that drop run on all tokens at once: tiles would draw other numbers."""
     model = adapted(dropout)
@@ -75,7 +75,7 @@ def test_a_model_with_adapters_dies_after_it_ran_in_tiles():
     assert [each for each in weights if each() is not None] == []
 
 
-@pytest.mark.parametrize("make", [lambda: make("llama"), adapted], ids=["plain", "adapted"])
+@pytest.mark.parametrize("make", by_default({"plain": lambda: make("llama"), "adapted": adapted}, "plain"))
 def test_tiles_hold_less_and_their_peak_is_lower(make):
     model, batch = make(), batch_of("llama", length=256, size=2)
 
