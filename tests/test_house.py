@@ -222,7 +222,7 @@ def test_a_class_name_is_used_once():
     assert {name for name in classes if classes.count(name) > 1} == one_a_framework
 
 
-MOST_LINES = {"recompute": 37_450, "kernels": 5_770, "tests": 43_975}
+MOST_LINES = {"recompute": 37_455, "kernels": 5_770, "tests": 43_975}
 """What the house may have, in hundreds of lines as it is now. A change that needs more says what for."""
 LONG_FUNCTIONS = {"cross_entropy_rows._gradient_kernel"}
 MANY_PARAMETERS = {

@@ -21,7 +21,7 @@ from recompute.engine.cut.ops import Kind, facts, facts_of_call
 from recompute.engine.cut.save_plan import LARGEST_COPY, SavePlan
 from recompute.engine.numerics import Autocast
 from recompute.engine.tape.functions import FunctionOp
-from recompute.engine.tape.op_arguments import generators_of
+from recompute.engine.tape.op_arguments import copied, generators_of
 
 RETURNS_INPUT = "it returns one of its inputs, or a view of one"
 SMALL = 8
@@ -130,7 +130,7 @@ class ProgramWriter:
             plain=tuple([position for position in positions if position not in frame.parameters]),
             others=others,
             offsets=tuple([(each.given, int(each.layout.offset)) for each in placed if each.given is not None]),
-            shown=tuple([index for index, number in enumerate(self._kept) if self._is_output(number)]),
+            shown=tuple([i for i, n in enumerate(self._kept) if self._is_output(n) and n not in self._copies]),
             compressible=tuple([index for index, number in enumerate(self._kept) if number in compressible]),
             reaches=tuple(frame.reaches),
             fixed=tuple(sorted(frame.fixed)),
@@ -299,6 +299,12 @@ class ProgramWriter:
         made = {self._made_by(value) for value in (*plan.kept, *(plan.demanded & plan.overwritten))}
         return frozenset(number for number in made if number is not None)
 
+    @cached_property
+    def _copies(self) -> set[int]:
+        """The kept buffers that are copied: others have them without gradients, and may write to them."""
+        fixed = {self.frame.results[position].buffer for position in self.frame.fixed}
+        return fixed.intersection(map(self._made_by, self.plan.copyable))
+
     def _write_forward(
         self, ways: Sequence[tuple[int, str, str]], others: Sequence[tuple[int, str]]
     ) -> tuple[GeneratedCode, list[str]]:
@@ -325,6 +331,8 @@ class ProgramWriter:
                 code.drawn(states[index])
         outputs = [self._output(position, use, code) for position, use in enumerate(frame.results)]
         kept = [f"{code.tensors[n]}.detach()" if self._is_output(n) else code.tensors[n] for n in self._kept]
+        pairs = zip(self._kept, kept, strict=True)
+        kept = [f"{code.named(copied)}({each})" if number in self._copies else each for number, each in pairs]
         last = {code.tensors[n] for n in (*[use.buffer for use in frame.results], *self._kept)}
         last |= {*states.values(), *[output.split(".")[0] for output in outputs], *inputs}
         result = f"{_tuple(outputs)}, [{', '.join(kept)}], {_tuple(states.values())}, {held_of(ways, others)}"
