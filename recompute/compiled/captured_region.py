@@ -193,6 +193,7 @@ class Observing(Captured):
 
     def _miss(self, region: CapturedRegion, attempt: Attempt, call: Sequence[Any]) -> Transition:
         graphs, shared = self.graphs, self.graphs.shared
+        # Its graph would have other shapes than the frame. Wait for a call like the frame, but not for ever.
         if graphs.misses < MAX_MISSES // 2 and kinds_of(*call) != self.frame.variant:
             graphs.misses += not attempt.waits
             return region.run_by_tape(*call), self
