@@ -104,8 +104,8 @@ class DryRun:
 
     @property
     def warmup(self) -> int:
-        """Steps of captured code before others are measured. Its kernels are compiled in one and checked in another."""
-        return 2 if self.device.type == "cuda" else 1
+        """Steps of captured code before others are measured. Kernels are compiled in one and compared in two more."""
+        return 3 if self.device.type == "cuda" else 1
 
     def settle(self, handle: AppliedPolicy) -> None:
         """Run steps under a policy until its regions are captured, if they can be, and until their kernels run."""

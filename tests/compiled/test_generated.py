@@ -673,3 +673,18 @@ class TestAtRunTime:
             assert torch.equal(kernel(x)[0], x * 2)
             kernel._compiled.result()
         assert kernel.reason == "its first call did not give ATen's result"
+
+    @interpreted
+    @pytest.mark.parametrize(
+        ("counted", "calls"),
+        [([(5000, 9000), (3000, 9000), (808, 9000)], 3), ([(5000, 9000), (5000, 9000)], 2), ([(808, 9000)], 1)],
+        ids=["less is alive with each call", "no less is alive", "there is room"],
+    )
+    def test_a_kernel_is_compared_where_that_makes_no_new_peak(self, monkeypatch, counted, calls):
+        kernel, x = self.kernel(self.SOURCE.format(factor=2.0), lambda x: (x * 2,)), draw(1024)
+        kernel(x)
+        kernel._compiled.result()
+        monkeypatch.setattr(generated_kernel, "allocated_nbytes", lambda device: counted.pop(0))
+        for call in range(1, calls + 1):
+            kernel(x)
+            assert kernel.is_exact == (call == calls)
