@@ -20,7 +20,7 @@ from recompute.compiled.generated.spaces import Elements, Rows
 from recompute.counters import allocated_nbytes
 from recompute.engine.bit_comparison import count_different, in_pieces
 from recompute.engine.cut.layout import Layout, are_alike
-from recompute.engine.thread_state import is_fake, is_in_cuda_graph
+from recompute.engine.thread_state import is_fake, is_in_cuda_graph, local
 from recompute.kernels.launch import jit, run, tl
 from recompute.kernels.launch_plan import PlannedCall
 from recompute.units import humanize
@@ -165,7 +165,7 @@ class GeneratedKernel:
         """
         alive, peak = allocated_nbytes(device) or (0, math.inf)
         outputs = sum(math.prod(output.shape) * output.dtype.itemsize for output in self._outputs)
-        is_falling, self._alive_before = alive < self._least_alive, alive
+        is_falling, self._alive_before = alive < self._alive_before, alive
         return is_falling and alive + 2 * outputs > peak
 
     def _agrees(self, expected: Tensor, found: Tensor, tolerance: float) -> bool:
