@@ -42,8 +42,8 @@ def count_different(value: Tensor, original: Tensor) -> int:
     return sum(_count_different(one, other, value.element_size()) for one, other in in_pieces(*flat))
 
 
-def _count_different(found: Tensor, expected: Tensor, element_nbytes: int) -> int:
-    found, expected = (each.view(torch.uint8) for each in (found, expected))
+def _count_different(value: Tensor, original: Tensor, element_nbytes: int) -> int:
+    found, expected = value.view(torch.uint8), original.view(torch.uint8)
     if torch.equal(found, expected):
         return 0
     return int((found != expected).view(-1, element_nbytes).any(1).sum())

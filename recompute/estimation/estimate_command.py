@@ -55,7 +55,7 @@ def estimate_as_asked(
     estimated: Any = partial(estimate, model, policy=rules, gpu=gpu, **options._asdict())
 
     def peak_nbytes(size: int, length: int) -> int:
-        return int(estimated(batch_size=size, seq_len=length, advise=False).peak_bytes)
+        return int(estimated(batch_size=size, seq_len=length, advise=False).most_bytes)
 
     found = estimated(batch_size=batch_size, seq_len=seq_len)
     if device is None:

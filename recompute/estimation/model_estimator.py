@@ -79,17 +79,18 @@ class ModelEstimator:
 
     def estimate(self, options: EstimateOptions, policy: Policy | None, *, offloads: bool = False) -> Estimate:
         static = self._static(options)
-        step = self.step(self._governing(options, policy), DTYPE_RECIPES[options.dtype].autocast)
+        governing, autocast = self._governing(options, policy), DTYPE_RECIPES[options.dtype].autocast
+        step, first = self.step(governing, autocast), self.step(governing, autocast, first=governing is not None)
         if options.microbatches > 1:
-            step = step.beside_others(options.microbatches_in_flight)
+            step, first = (each.beside_others(options.microbatches_in_flight) for each in (step, first))
         optimizer_peak = self._update(options).peak_nbytes
         if offloads:
             static, optimizer_peak = replace(static, optimizer=0), 0
         share = share_of(options.sharding, options.devices)
-        moments = {}
-        for moment in step.moments:
-            phase = "backward" if moment.name.startswith("backward") else "forward"
-            moments[moment.name] = static.in_phase(phase) + moment.peak_nbytes(share)
+        moments, in_first = (
+            {moment.name: static.in_phase(_phase(moment.name)) + moment.peak_nbytes(share) for moment in each.moments}
+            for each in (step, first)
+        )
         moments[OPTIMIZER_STEP] = static.in_phase("optimizer") + static.gradients + optimizer_peak
         found = Estimate(
             settings=self._settings(options, policy, step),
@@ -102,18 +103,19 @@ class ModelEstimator:
             parts={},
             advice=(),
             host_bytes=sum(step.host.values()),
+            first_steps_peak_bytes=max(*in_first.values(), moments[OPTIMIZER_STEP]),
         )
         return replace(found, parts=_parts(found, step, share, optimizer_peak))
 
     def fitting_peak(self, options: EstimateOptions, policy: Policy | None, capacity: int) -> int | None:
-        """The peak, if it is within ``capacity``; None if it is not, or if the policy governs nothing."""
+        """The peak, if every step is within ``capacity``; None if not, or if the policy governs nothing."""
         if self.static_nbytes(options) > capacity:
             return None
         try:
-            peak = self.estimate(options, policy).peak_bytes
+            found = self.estimate(options, policy)
         except NoEffectError:
             return None
-        return peak if peak <= capacity else None
+        return found.peak_bytes if found.most_bytes <= capacity else None
 
     def seconds(self, options: EstimateOptions, policy: Policy | None) -> float:
         """The seconds of a step, as ``timed`` tells them of each op. Communication between devices takes none."""
@@ -202,10 +204,14 @@ class ModelEstimator:
         }
         return replace(found, buffers={name: buffer for name, buffer in buffers.items() if buffer.nbytes})
 
-    def step(self, policy: Policy | None, autocast: bool) -> SimulatedStep:
-        """A step under ``policy``. autocast: whether forward and loss run under bfloat16's autocast."""
-        if (policy, autocast) not in self._steps:
-            governed = partial(self._governed, policy, autocast)
+    def step(self, policy: Policy | None, autocast: bool, *, first: bool = False) -> SimulatedStep:
+        """A step under ``policy``.
+
+        autocast: whether forward and loss run under bfloat16's autocast. first: on tapes, before layers are captured.
+        """
+        key = policy, autocast, first
+        if key not in self._steps:
+            governed = partial(self._governed, *key)
             model = self._subject.model
             stacks = find_stacks(model, policy)
             step = extrapolated_step(stacks, governed, self._growth)
@@ -216,12 +222,12 @@ class ModelEstimator:
             if step is None:
                 with governed() as simulate_all:
                     step = simulate_all()
-            self._steps[policy, autocast] = step
-        return self._steps[policy, autocast]
+            self._steps[key] = step
+        return self._steps[key]
 
     @contextmanager
-    def _governed(self, policy: Policy | None, autocast: bool) -> Iterator[Callable[[], SimulatedStep]]:
-        """Inside, the model is under the policy, which has learned from steps before.
+    def _governed(self, policy: Policy | None, autocast: bool, first: bool) -> Iterator[Callable[[], SimulatedStep]]:
+        """Inside, the model is under the policy, which has learned from steps before, or, if ``first``, from one.
 
         Yields a function that runs a step of the model with the layers that it then has.
         """
@@ -234,7 +240,8 @@ class ModelEstimator:
         surroundings = Surroundings(self._platform, torch.bfloat16 if autocast else None)
         try:
             regions = [] if handle is None else handle._regions
-            settle_regions = partial(settle, regions, partial(run_step, subject.model, subject.run, surroundings))
+            run_once = partial(run_step, subject.model, subject.run, surroundings)
+            settle_regions = partial(run_once, False) if first else partial(settle, regions, run_once)
             if handle is not None:
                 settle_regions()
             logits: dict[str, Any] = {"tokens": self._tokens(), "classes": self._classes()}
@@ -329,6 +336,10 @@ def by_module(held: Mapping[str, int]) -> tuple[ModuleActivations, ...]:
     return tuple(found.values())
 
 
+def _phase(moment: str) -> str:
+    return "backward" if moment.startswith("backward") else "forward"
+
+
 def _per_layer(held: Mapping[str, int]) -> int:
     layers: dict[str, int] = {}
     for path, nbytes in held.items():
@@ -345,7 +356,7 @@ def _parts(found: Estimate, step: SimulatedStep, share: Callable[[int], int], op
     if name == OPTIMIZER_STEP:
         parts |= {"gradients": static.gradients, "optimizer step": optimizer_peak}
     else:
-        phase = "backward" if name.startswith("backward") else "forward"
+        phase = _phase(name)
         moment = next(each for each in step.moments if each.name == name)
         gradients, alive = max(moment.alive.items(), key=lambda each: each[1] + share(each[0]))
         logits = min(alive, step.logits_peak_nbytes) if name.endswith(LOSS) else 0
