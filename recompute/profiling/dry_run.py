@@ -112,13 +112,12 @@ class DryRun:
         """Run steps under a policy until its regions are captured, if they can be, and until their kernels run.
 
         Returns counted ones of them, where ``regions`` are given, as ``step`` takes them, and something is captured:
-        one on tapes, and one in which captured code runs ATen's kernels.
+        two on tapes, of which the second follows plans, and one in which captured code runs ATen's kernels.
         """
         found: list[StepTrace] = []
         counts = regions is not None and handle._regions and (self.is_calculated or self.device.type == "cuda")
         if counts:
-            self._run(False)
-            found.append(self.step(regions, counted=True))
+            found += [self.step(regions, counted=True) for _ in range(2)]
         settle(handle._regions, self._run)
         if counts:
             with swapped(local, "runs_atens_kernels", True):

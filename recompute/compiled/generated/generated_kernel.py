@@ -20,7 +20,7 @@ from recompute.compiled.generated.spaces import Elements, Rows
 from recompute.counters import allocated_nbytes
 from recompute.engine.bit_comparison import count_different, in_pieces
 from recompute.engine.cut.layout import Layout, are_alike
-from recompute.engine.thread_state import is_fake, is_in_cuda_graph, local
+from recompute.engine.thread_state import in_backward, is_fake, is_in_cuda_graph, local
 from recompute.kernels.launch import jit, run, tl
 from recompute.kernels.launch_plan import PlannedCall
 from recompute.units import humanize
@@ -99,7 +99,8 @@ class GeneratedKernel:
         self._reused = dict(reused or {})
         self._compiled: Future[Any] | None = None
         self._dropouts = dropouts
-        self._alive_before = math.inf
+        self._waits_in: int | None = None
+        """The backward in which it waits for memory."""
         # A plan repeats all but addresses.
         self._kernel: Callable[..., Any] = self._launch_on if dropouts else PlannedCall(self._launch)
         self._run: Callable[..., Any] = self._wait
@@ -159,14 +160,16 @@ class GeneratedKernel:
         return expected
 
     def _waits_for_memory(self, device: torch.device) -> bool:
-        """Whether ATen's outputs beside the kernel's would make a new peak, while less is alive with each call.
+        """Whether ATen's outputs beside the kernel's would make a new peak here, but may not later in this backward.
 
         Backward calls it in the last of equal layers first, where the most is alive.
         """
         alive, peak = allocated_nbytes(device) or (0, math.inf)
         outputs = sum(math.prod(output.shape) * output.dtype.itemsize for output in self._outputs)
-        is_falling, self._alive_before = alive < self._alive_before, alive
-        return is_falling and alive + 2 * outputs > peak
+        backward = torch._C._current_graph_task_id()
+        if self._waits_in is None:
+            self._waits_in = backward
+        return in_backward() and self._waits_in == backward and alive + 2 * outputs > peak
 
     def _agrees(self, expected: Tensor, found: Tensor, tolerance: float) -> bool:
         if not self._space.rounds or not expected.is_floating_point():
