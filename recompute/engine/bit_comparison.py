@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-_PIECE_NBYTES = 2**26
+_PIECE_NBYTES = 2**22
 _verifying = os.environ.get("RECOMPUTE_VERIFY", "0") not in ("", "0")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -70,7 +70,7 @@ class ModelEstimator:
         self._strict, self._timed = strict, timed
         self._subject = subject
         self._platform = platform
-        self._steps: dict[Any, SimulatedStep] = {}
+        self._steps: dict[Any, Sequence[SimulatedStep]] = {}
         self._growth: dict[Any, Growth] = {}
         self._updates: dict[Any, OptimizerStep] = {}
         self._parameters = parameter_shapes(subject.model)
@@ -80,16 +80,17 @@ class ModelEstimator:
     def estimate(self, options: EstimateOptions, policy: Policy | None, *, offloads: bool = False) -> Estimate:
         static = self._static(options)
         governing, autocast = self._governing(options, policy), DTYPE_RECIPES[options.dtype].autocast
-        step, first = self.step(governing, autocast), self.step(governing, autocast, first=governing is not None)
+        steps = self.steps(governing, autocast)
         if options.microbatches > 1:
-            step, first = (each.beside_others(options.microbatches_in_flight) for each in (step, first))
+            steps = [each.beside_others(options.microbatches_in_flight) for each in steps]
+        step = steps[0]
         optimizer_peak = self._update(options).peak_nbytes
         if offloads:
             static, optimizer_peak = replace(static, optimizer=0), 0
         share = share_of(options.sharding, options.devices)
-        moments, in_first = (
+        moments, *in_first = (
             {moment.name: static.in_phase(_phase(moment.name)) + moment.peak_nbytes(share) for moment in each.moments}
-            for each in (step, first)
+            for each in steps
         )
         moments[OPTIMIZER_STEP] = static.in_phase("optimizer") + static.gradients + optimizer_peak
         found = Estimate(
@@ -103,7 +104,7 @@ class ModelEstimator:
             parts={},
             advice=(),
             host_bytes=sum(step.host.values()),
-            first_steps_peak_bytes=max(*in_first.values(), moments[OPTIMIZER_STEP]),
+            first_steps_peak_bytes=max(max(each.values()) for each in in_first or [moments]),
         )
         return replace(found, parts=_parts(found, step, share, optimizer_peak))
 
@@ -204,32 +205,32 @@ class ModelEstimator:
         }
         return replace(found, buffers={name: buffer for name, buffer in buffers.items() if buffer.nbytes})
 
-    def step(self, policy: Policy | None, autocast: bool, *, first: bool = False) -> SimulatedStep:
-        """A step under ``policy``.
+    def step(self, policy: Policy | None, autocast: bool) -> SimulatedStep:
+        """A step under ``policy``. autocast: whether forward and loss run under bfloat16's autocast."""
+        return self.steps(policy, autocast)[0]
 
-        autocast: whether forward and loss run under bfloat16's autocast. first: on tapes, before layers are captured.
-        """
-        key = policy, autocast, first
-        if key not in self._steps:
-            governed = partial(self._governed, *key)
+    def steps(self, policy: Policy | None, autocast: bool) -> Sequence[SimulatedStep]:
+        """A step as ``step`` has it, and, where layers are captured, first ones: on tapes, and with ATen's kernels."""
+        if (policy, autocast) not in self._steps:
+            governed = partial(self._governed, policy, autocast)
             model = self._subject.model
             stacks = find_stacks(model, policy)
-            step = extrapolated_step(stacks, governed, self._growth)
-            if step is None and (finer := find_stacks(model, policy, tells_first=True)) != [
+            steps = extrapolated_step(stacks, governed, self._growth)
+            if steps is None and (finer := find_stacks(model, policy, tells_first=True)) != [
                 stack._replace(tells_first=True) for stack in stacks
             ]:
-                step = extrapolated_step(finer, governed, self._growth)
-            if step is None:
+                steps = extrapolated_step(finer, governed, self._growth)
+            if steps is None:
                 with governed() as simulate_all:
-                    step = simulate_all()
-            self._steps[key] = step
-        return self._steps[key]
+                    steps = simulate_all()
+            self._steps[policy, autocast] = steps
+        return self._steps[policy, autocast]
 
     @contextmanager
-    def _governed(self, policy: Policy | None, autocast: bool, first: bool) -> Iterator[Callable[[], SimulatedStep]]:
-        """Inside, the model is under the policy, which has learned from steps before, or, if ``first``, from one.
+    def _governed(self, policy: Policy | None, autocast: bool) -> Iterator[Callable[[], list[SimulatedStep]]]:
+        """Inside, the model is under the policy, which has learned from steps before.
 
-        Yields a function that runs a step of the model with the layers that it then has.
+        Yields a function that runs the steps of ``steps`` with the layers that the model then has.
         """
         subject, handle = self._subject, None
         if policy is not None:
@@ -240,24 +241,25 @@ class ModelEstimator:
         surroundings = Surroundings(self._platform, torch.bfloat16 if autocast else None)
         try:
             regions = [] if handle is None else handle._regions
-            run_once = partial(run_step, subject.model, subject.run, surroundings)
-            settle_regions = partial(run_once, False) if first else partial(settle, regions, run_once)
+            settle_regions = partial(settle, regions, partial(run_step, subject.model, subject.run, surroundings))
             if handle is not None:
                 settle_regions()
             logits: dict[str, Any] = {"tokens": self._tokens(), "classes": self._classes()}
 
-            def run() -> SimulatedStep:
+            def run(until_captured: str | None = None) -> SimulatedStep:
                 before = _carried(handle)
                 try:
-                    step = simulate(subject.model, subject.run, surroundings, **logits, timed=self._timed)
+                    with swapped(local, "until_captured", until_captured):
+                        step = simulate(subject.model, subject.run, surroundings, **logits, timed=self._timed)
                 except RecomputeError:
                     if not refuse_all(regions):
                         raise
                     settle_regions()
-                    return run()
+                    return run(until_captured)
                 return replace(step, host=dict(_carried(handle) - before))
 
-            yield run
+            first = ("tapes", "ATen") if any(region.is_captured for region in regions) else ()
+            yield lambda: [run(), *map(run, first)]
         finally:
             if handle is not None:
                 handle.remove()

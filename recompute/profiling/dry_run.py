@@ -120,7 +120,7 @@ class DryRun:
             found += [self.step(regions, counted=True) for _ in range(2)]
         settle(handle._regions, self._run)
         if counts:
-            with swapped(local, "runs_atens_kernels", True):
+            with swapped(local, "until_captured", "ATen"):
                 found.append(self.step(regions, counted=True))
         for _ in range(self.warmup):
             self.step(None)

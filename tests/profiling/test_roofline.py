@@ -98,7 +98,7 @@ def test_the_first_steps_take_more_than_captured_code():
     options = {"dtype": "float32", "optimizer": "adamw-fused", "gpu": "H200", "advise": False}
     estimated = recompute.estimate(model, batch=x, policy=policy, **options)
     wide = 4 * 8192 * 128
-    assert estimated.first_steps_peak_bytes - estimated.peak_bytes == pytest.approx(wide, rel=0.01)
+    assert estimated.first_steps_peak_bytes - estimated.peak_bytes == pytest.approx(2 * wide, rel=0.01)
     assert first - steady == pytest.approx(2 * wide, rel=0.01)
 
 

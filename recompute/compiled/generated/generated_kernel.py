@@ -137,7 +137,7 @@ class GeneratedKernel:
     def _wait(self, *arguments: Any) -> Any:
         """A call before it is known whether the kernel gives ATen's bits."""
         if is_fake():
-            return (self._aten if local.runs_atens_kernels else self._kernel)(*arguments)
+            return (self._aten if local.until_captured == "ATen" else self._kernel)(*arguments)
         if self._compiled is None:
             dtypes = [each.dtype for each in arguments if isinstance(each, Tensor)]
             self._compiled = _compilers().submit(self._compile, arguments[0].device, dtypes)
