@@ -57,6 +57,8 @@ def _find(
 ) -> KernelRunner | None:
     """written_out: whether it may be what a module writes out in several ops, such as an MLP, and not only a norm that
     is one op of torch's. An MLP that runs over some tokens at a time always may."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return None  # nothing runs in place of its code
     fallback = PlainRunner(statistics) if meaning.kernels is Kernels.ON_CUDA else None
     found: KernelRunner | None = None
     if (written_out or meaning.tile is not None) and (mlp := find_kernel_mlp(module)) is not None:
