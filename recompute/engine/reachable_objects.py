@@ -9,6 +9,7 @@ import sys
 from argparse import Namespace
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -24,6 +25,14 @@ from recompute.engine.rng import GLOBALS, is_random_source
 def base_of(module: nn.Module) -> type[nn.Module]:
     """The class that ``module`` has without a policy, which puts another one in its place."""
     return getattr(type(module), "_recompute_base", type(module))
+
+
+def space_of(value: Any) -> Any:
+    """The ``__dict__`` of any object; {} if it has none. No ``__getattr__`` is asked, which may raise anything."""
+    try:
+        return object.__getattribute__(value, "__dict__")
+    except Exception:  # a proxy has a property in its place, which may raise anything
+        return {}
 
 
 def taken_apart(value: Any) -> tuple[list[FunctionType], list[Any]]:
@@ -54,7 +63,7 @@ def taken_apart(value: Any) -> tuple[list[FunctionType], list[Any]]:
         else:
             is_function = isinstance(value, FunctionType)
             (functions if is_function else others).append(value)
-            if "__wrapped__" in (own := getattr(value, "__dict__", {})):  # as by functools.cache
+            if "__wrapped__" in (own := space_of(value)):  # as by functools.cache
                 pending.append(own["__wrapped__"])
     return functions, others
 
@@ -180,7 +189,7 @@ def _named(value: Any, names: Iterable[str]) -> Iterator[Any]:
         yield from (*_defined(value, "forward"), *_defined(value, "setup_context"))
     elif not isinstance(value, (type, ModuleType)) and callable(value):
         yield from _defined(type(value), "__call__")
-    own = getattr(value, "__dict__", {})
+    own = space_of(value)
     children = own.get("_modules", {})
     for name in names:
         if name in own:
@@ -189,7 +198,11 @@ def _named(value: Any, names: Iterable[str]) -> Iterator[Any]:
             yield children[name]
         elif not isinstance(value, (ModuleType, Tensor)):
             for attribute in _defined(value if isinstance(value, type) else type(value), name):
-                yield getattr(value, name, None) if isinstance(attribute, MemberDescriptorType) else attribute
+                if not isinstance(attribute, MemberDescriptorType):
+                    yield attribute
+                elif not isinstance(value, type):
+                    with suppress(AttributeError):  # it is empty
+                        yield attribute.__get__(value)
 
 
 def _defined(kind: type, name: str) -> list[Any]:
