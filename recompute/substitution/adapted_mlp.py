@@ -57,17 +57,19 @@ class _InTiles(torch.autograd.Function):
 
 @dataclass
 class AdaptedMLPRunner(KernelRunner):
+    drops: bool
+    """Whether its adapters draw random numbers now. In tiles these would be others than of all tokens at once."""
     has_mlp = True
 
     def _what(self) -> str:
-        tokens = "all" if self.tile is None else f"{self.tile:,}"
-        return f"an MLP with adapters, {tokens} tokens at a time unless these drop"
+        told = "all tokens at once, as its adapters drop" if self.drops else f"{self.tile:,} tokens at a time"
+        return f"an MLP with adapters, {told}"
 
     def run_kernel(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         tile, parameters = self.tile, [each for each in module.parameters() if each.requires_grad]
-        drops = any(isinstance(each, nn.Dropout) and each.training and each.p for each in module.modules())
-        if tile is None or drops or torch.compiler.is_compiling():
-            return forward(*args, **kwargs)  # tiles would draw other random numbers than all tokens at once
+        self.drops = drops(module)
+        if tile is None or self.drops or torch.compiler.is_compiling():
+            return forward(*args, **kwargs)
 
         def in_tiles(x: Tensor) -> Tensor:
             return _InTiles.apply(x, forward, tile, *parameters)
@@ -76,6 +78,15 @@ class AdaptedMLPRunner(KernelRunner):
         shapes = tuple([(each.shape, each.dtype, each.requires_grad) for each in module.parameters()])
         kind = base_of(module), tile, tuple(map(type, module.modules())), shapes
         return self.compute(kind, only_argument(args, kwargs), parameters, in_tiles, forward)
+
+
+def drops(module: nn.Module) -> bool:
+    return any(isinstance(each, nn.Dropout) and each.training and each.p for each in module.modules())
+
+
+def runs_in_tiles(module: nn.Module) -> bool:
+    """Whether ``module`` is an MLP whose adapters do not drop, so that its own code may run in tiles."""
+    return is_adapted_mlp(module) and not drops(module)
 
 
 def is_adapted_mlp(module: nn.Module) -> bool:
