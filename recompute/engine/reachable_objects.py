@@ -7,7 +7,7 @@ import functools
 import itertools
 import sys
 from argparse import Namespace
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
@@ -152,12 +152,16 @@ class Walk:
                 values += [each for each in others if each is not value]
             elif not is_foreign(value):
                 for attribute in _named(value, names):
+                    if type(attribute) in _HOLDERS or isinstance(attribute, _PRIMITIVE):
+                        values += (attribute,) if attribute else ()  # a module has eight empty dicts of hooks
+                        continue
                     called, others = taken_apart(attribute)
                     self._functions += [(function, value) for function in called]
                     values += others
 
 
 _PRIMITIVE = (int, float, complex, str, bytes, type(None))
+_HOLDERS = (dict, OrderedDict, list, tuple, set)
 _MANY = 1000  # the rest of a longer container, such as a vocabulary, is left alone
 _FOREIGN = frozenset((*sys.stdlib_module_names, "torch", "numpy", "sympy", "triton", __name__.partition(".")[0]))
 
