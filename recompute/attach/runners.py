@@ -28,7 +28,7 @@ from recompute.engine.tape.recorder import TapeRegion
 from recompute.errors import warn
 from recompute.kernels.blockwise_8bit import Blockwise8Bit
 from recompute.policy.meaning import Kernels, Meaning, Mechanism
-from recompute.substitution.adapted_mlp import runs_in_tiles
+from recompute.substitution.adapted_mlp import drops, is_adapted_mlp
 from recompute.substitution.head import KernelHeadRunner
 from recompute.substitution.recognition import find_kernel, kernels_inside
 from recompute.substitution.whole_heads import WholeHeads
@@ -168,7 +168,8 @@ def _regions(
             region.generates = Generates.NOTHING
         elif rounds:
             region.generates = Generates.ROUNDED
-        if meaning.tile is not None and module is not None and any(map(runs_in_tiles, module.modules())):
+        inside = module.modules() if meaning.tile is not None and module is not None else ()
+        if any(is_adapted_mlp(each) and not drops(each, is_training=True) for each in inside):
             region.refuse("no graph has the call that runs an MLP with adapters in tiles")
         regions.append(region)
     if meaning.offloading is not None:

@@ -106,8 +106,7 @@ class Taping(State):
     """It runs by a tape, or as a checkpoint, until its frames are alike."""
 
     def call(self, region: CapturedRegion, *call: Any) -> Transition:
-        result = region.run_by_tape(*call)
-        return result, RecordingNext() if region.is_settled(*call) else self
+        return region.run_by_tape(*call), RecordingNext() if region.is_settled(*call) else self
 
 
 class RecordingNext(State):

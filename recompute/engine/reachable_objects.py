@@ -202,11 +202,8 @@ def _named(value: Any, names: Iterable[str]) -> Iterator[Any]:
             yield children[name]
         elif not isinstance(value, (ModuleType, Tensor)):
             for attribute in _defined(value if isinstance(value, type) else type(value), name):
-                if not isinstance(attribute, MemberDescriptorType):
-                    yield attribute
-                elif not isinstance(value, type):
-                    with suppress(AttributeError):  # it is empty
-                        yield attribute.__get__(value)
+                with suppress(AttributeError, TypeError):  # a slot is empty, or it is one of a class's instances
+                    yield attribute.__get__(value) if isinstance(attribute, MemberDescriptorType) else attribute
 
 
 def _defined(kind: type, name: str) -> list[Any]:

@@ -58,7 +58,7 @@ class _InTiles(torch.autograd.Function):
 @dataclass
 class AdaptedMLPRunner(KernelRunner):
     drops: bool
-    """Whether its adapters draw random numbers now. In tiles these would be others than of all tokens at once."""
+    """Whether its adapters draw random numbers where they train."""
     has_mlp = True
 
     def _what(self) -> str:
@@ -67,9 +67,8 @@ class AdaptedMLPRunner(KernelRunner):
 
     def run_kernel(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         tile, parameters = self.tile, [each for each in module.parameters() if each.requires_grad]
-        self.drops = drops(module)
-        if tile is None or self.drops or torch.compiler.is_compiling():
-            return forward(*args, **kwargs)
+        if tile is None or drops(module) or torch.compiler.is_compiling():
+            return forward(*args, **kwargs)  # tiles would draw other random numbers than all tokens at once
 
         def in_tiles(x: Tensor) -> Tensor:
             return _InTiles.apply(x, forward, tile, *parameters)
@@ -80,13 +79,10 @@ class AdaptedMLPRunner(KernelRunner):
         return self.compute(kind, only_argument(args, kwargs), parameters, in_tiles, forward)
 
 
-def drops(module: nn.Module) -> bool:
-    return any(isinstance(each, nn.Dropout) and each.training and each.p for each in module.modules())
-
-
-def runs_in_tiles(module: nn.Module) -> bool:
-    """Whether ``module`` is an MLP whose adapters do not drop, so that its own code may run in tiles."""
-    return is_adapted_mlp(module) and not drops(module)
+def drops(module: nn.Module, *, is_training: bool = False) -> bool:
+    """Whether a Dropout in ``module`` draws random numbers now, or, if ``is_training``, where it trains."""
+    dropouts = (each for each in module.modules() if isinstance(each, nn.Dropout))
+    return any(each.p > 0 and (each.training or is_training) for each in dropouts)
 
 
 def is_adapted_mlp(module: nn.Module) -> bool:

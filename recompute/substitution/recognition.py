@@ -64,7 +64,7 @@ def _find(
     if (written_out or meaning.tile is not None) and (mlp := find_kernel_mlp(module)) is not None:
         found = KernelMLPRunner(statistics, fallback, mlp)
     elif meaning.tile is not None and is_adapted_mlp(module):
-        found = AdaptedMLPRunner(statistics, fallback, drops(module))
+        found = AdaptedMLPRunner(statistics, fallback, drops(module, is_training=True))
     elif not any(module.children()) and (norm := find_norm(module, written_out=written_out)) is not None:
         found = KernelNormRunner(statistics, fallback, norm)
     if found is not None:
