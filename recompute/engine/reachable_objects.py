@@ -27,7 +27,7 @@ def base_of(module: nn.Module) -> type[nn.Module]:
     return getattr(type(module), "_recompute_base", type(module))
 
 
-def space_of(value: Any) -> Any:
+def dict_of(value: Any) -> Any:
     """The ``__dict__`` of any object; {} if it has none. No ``__getattr__`` is asked, which may raise anything."""
     try:
         return object.__getattribute__(value, "__dict__")
@@ -63,7 +63,7 @@ def taken_apart(value: Any) -> tuple[list[FunctionType], list[Any]]:
         else:
             is_function = isinstance(value, FunctionType)
             (functions if is_function else others).append(value)
-            if "__wrapped__" in (own := space_of(value)):  # as by functools.cache
+            if "__wrapped__" in (own := dict_of(value)):  # as by functools.cache
                 pending.append(own["__wrapped__"])
     return functions, others
 
@@ -193,7 +193,7 @@ def _named(value: Any, names: Iterable[str]) -> Iterator[Any]:
         yield from (*_defined(value, "forward"), *_defined(value, "setup_context"))
     elif not isinstance(value, (type, ModuleType)) and callable(value):
         yield from _defined(type(value), "__call__")
-    own = space_of(value)
+    own = dict_of(value)
     children = own.get("_modules", {})
     for name in names:
         if name in own:
