@@ -247,7 +247,8 @@ class CapturedRegion(RegionRecord):
     def run(self, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """``function(*args, **kwargs)``."""
         state = self.state
-        if isinstance(state, (RecordingNext, Captured)) and not is_undisturbed():
+        disturbed = isinstance(state, (RecordingNext, Captured)) and not is_undisturbed()
+        if disturbed or local.until_captured == "tapes":
             return self.run_by_tape(function, args, kwargs)
         result, following = state.call(self, function, args, kwargs)
         if self.state is state:  # else it was refused meanwhile

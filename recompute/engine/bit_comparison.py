@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+_PIECE_NBYTES = 2**22
 _verifying = os.environ.get("RECOMPUTE_VERIFY", "0") not in ("", "0")
 
 
@@ -38,7 +39,17 @@ def count_different(value: Tensor, original: Tensor) -> int:
         return 0
     # A single element may have any stride, and with some it cannot be viewed as bytes.
     flat = (each.detach().contiguous().as_strided((each.numel(),), (1,)) for each in (value, original))
-    found, expected = (each.view(torch.uint8) for each in flat)
+    return sum(_count_different(one, other, value.element_size()) for one, other in in_pieces(*flat))
+
+
+def _count_different(value: Tensor, original: Tensor, element_nbytes: int) -> int:
+    found, expected = value.view(torch.uint8), original.view(torch.uint8)
     if torch.equal(found, expected):
         return 0
-    return int((found != expected).view(-1, value.element_size()).any(1).sum())
+    return int((found != expected).view(-1, element_nbytes).any(1).sum())
+
+
+def in_pieces(one: Tensor, other: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+    """Two flat tensors of one dtype, a part of both at a time: comparing makes tensors as large as what it compares."""
+    elements = _PIECE_NBYTES // one.element_size()
+    return zip(one.split(elements), other.split(elements), strict=True)

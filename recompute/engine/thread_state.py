@@ -45,6 +45,8 @@ class _ThreadState(threading.local):
         """Whether steps run that are all alike, so that one is enough to know what a region does."""
         self.on_simulated_launch: Callable[..., Any] | None = None
         """Called with the arguments of each launch on tensors without values, which launches nothing."""
+        self.until_captured: Literal["tapes", "ATen"] | None = None
+        """How regions run on tensors without values, to see a first step: on tapes, or as code with ATen's kernels."""
         self.simulates_cuda = False
         """Whether fake CPU tensors stand for CUDA's, because backward of fake CUDA tensors needs a GPU."""
 

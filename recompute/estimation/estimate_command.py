@@ -60,8 +60,8 @@ def estimate_as_asked(
 
     def peak_nbytes(size: int, length: int) -> int:
         if names_factory(model) or (size, length) == (batch_size, seq_len):  # a factory's batch is its own
-            return found.peak_bytes
+            return found.most_bytes
         progress(f"estimating batch {size:,} at sequence {length:,}", 0, 0)
-        return int(estimated(batch_size=size, seq_len=length, advise=False).peak_bytes)
+        return int(estimated(batch_size=size, seq_len=length, advise=False).most_bytes)
 
     return EstimateAnswer(found, fit(peak_nbytes, device, batch_size, seq_len))

@@ -71,6 +71,8 @@ class Estimate:
     """Changes that would lower the peak, the most helpful first."""
     host_bytes: int = 0
     """The bytes that the policy carries to the host's memory in a step."""
+    first_steps_peak_bytes: int = 0
+    """The most alive at once in the first steps, which run on tapes until layers are captured."""
 
     @property
     def peak_moment(self) -> str:
@@ -79,6 +81,11 @@ class Estimate:
     @property
     def peak_bytes(self) -> int:
         return self.moments[self.peak_moment]
+
+    @property
+    def most_bytes(self) -> int:
+        """The most alive at once in any step, also in the first ones."""
+        return max(self.peak_bytes, self.first_steps_peak_bytes)
 
     @property
     def dominates(self) -> str:
@@ -101,6 +108,7 @@ class Estimate:
             "logits_peak_bytes": self.logits_peak_bytes,
             "peak_bytes": self.peak_bytes,
             "peak_moment": self.peak_moment,
+            "first_steps_peak_bytes": self.first_steps_peak_bytes,
             "moments": dict(self.moments),
             "parts": dict(self.parts),
             "host_bytes": self.host_bytes,
@@ -149,6 +157,8 @@ def _described(estimate: Estimate) -> str:
         table("highest moments", [(name, humanize(nbytes)) for name, nbytes in highest]),
         f"Peak: {peak}, during: {estimate.peak_moment}. The largest part: {estimate.dominates}.\nAll parts: {parts}.",
     ]
+    if estimate.most_bytes > estimate.peak_bytes:
+        blocks.append(f"In the first steps, until layers are captured, it is {humanize(estimate.most_bytes)}.")
     if estimate.host_bytes:
         blocks.append(f"The policy offloads {humanize(estimate.host_bytes)} to host memory.")
     if estimate.advice:

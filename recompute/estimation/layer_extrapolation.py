@@ -38,12 +38,12 @@ Alive = tuple[tuple[int, int], ...]
 
 def extrapolated_step(
     stacks: Sequence[LayerStack],
-    governed: Callable[..., AbstractContextManager[Callable[[], SimulatedStep]]],
+    governed: Callable[..., AbstractContextManager[Callable[[], Sequence[SimulatedStep]]]],
     known: dict[Any, Growth],
-) -> SimulatedStep | None:
-    """A step of all layers, from two steps with few of them; None where these do not agree.
+) -> list[SimulatedStep] | None:
+    """Steps of all layers, each from two steps with few of them; None where these do not agree.
 
-    governed: puts the policy on the model's layers, and runs first steps. It yields a function that runs a step with
+    governed: puts the policy on the model's layers, and runs first steps. It yields a function that runs steps with
         the layers that there are then.
     known: the growth of moments outside of the layers under other policies. With it, the longer step is enough.
     """
@@ -52,16 +52,20 @@ def extrapolated_step(
     key = tuple([(stack.path, *stack[2:]) for stack in stacks])
     try:
         with shortened(stacks, "few"), governed() as simulate:
-            few = _Few(stacks, simulate())
+            steps = [_Few(stacks, step) for step in simulate()]
             if key in known:
                 with suppress(_NotAlike):  # other moments than under that policy
-                    return few.continued("whole", known[key], is_own=False)
+                    return [few.continued("whole", known[key], is_own=False) for few in steps]
             with shortened(stacks, "fewer"):
-                less = simulate()
-        growth = few.growth_from(less)
-        if not few.continued("fewer", growth).is_like(less, few.tolerance):
-            return None
-        found = few.continued("whole", growth)
+                shorter = simulate()
+        found: list[SimulatedStep] = []
+        growth: dict[tuple[str, int], Any] = {}
+        for few, less in zip(steps, shorter, strict=True):
+            grown = few.growth_from(less)
+            if not few.continued("fewer", grown).is_like(less, few.tolerance):
+                return None
+            found.append(few.continued("whole", grown))
+            growth |= grown
     except (ModelError, _NotAlike):  # a ModelError: the model has the number of its layers elsewhere, too
         return None
     known[key] = known.get(key, {}) | growth

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -71,7 +71,7 @@ class ModelEstimator:
         self._strict, self._timed = strict, timed
         self._subject = subject
         self._platform = platform
-        self._steps: dict[Any, SimulatedStep] = {}
+        self._steps: dict[Any, Sequence[SimulatedStep]] = {}
         self._growth: dict[Any, Growth] = {}
         self._updates: dict[Any, OptimizerStep] = {}
         self._parameters = parameter_shapes(subject.model)
@@ -80,17 +80,19 @@ class ModelEstimator:
 
     def estimate(self, options: EstimateOptions, policy: Policy | None, *, offloads: bool = False) -> Estimate:
         static = self._static(options)
-        step = self.step(self._governing(options, policy), DTYPE_RECIPES[options.dtype].autocast)
+        governing, autocast = self._governing(options, policy), DTYPE_RECIPES[options.dtype].autocast
+        steps = self.steps(governing, autocast)
         if options.microbatches > 1:
-            step = step.beside_others(options.microbatches_in_flight)
+            steps = [each.beside_others(options.microbatches_in_flight) for each in steps]
+        step = steps[0]
         optimizer_peak = self._update(options).peak_nbytes
         if offloads:
             static, optimizer_peak = replace(static, optimizer=0), 0
         share = share_of(options.sharding, options.devices)
-        moments = {}
-        for moment in step.moments:
-            phase = "backward" if moment.name.startswith("backward") else "forward"
-            moments[moment.name] = static.in_phase(phase) + moment.peak_nbytes(share)
+        moments, *in_first = (
+            {moment.name: static.in_phase(_phase(moment.name)) + moment.peak_nbytes(share) for moment in each.moments}
+            for each in steps
+        )
         moments[OPTIMIZER_STEP] = static.in_phase("optimizer") + static.gradients + optimizer_peak
         found = Estimate(
             settings=self._settings(options, policy, step),
@@ -103,18 +105,19 @@ class ModelEstimator:
             parts={},
             advice=(),
             host_bytes=sum(step.host.values()),
+            first_steps_peak_bytes=max(max(each.values()) for each in in_first or [moments]),
         )
         return replace(found, parts=_parts(found, step, share, optimizer_peak))
 
     def fitting_peak(self, options: EstimateOptions, policy: Policy | None, capacity: int) -> int | None:
-        """The peak, if it is within ``capacity``; None if it is not, or if the policy governs nothing."""
+        """The peak, if every step is within ``capacity``; None if not, or if the policy governs nothing."""
         if self.static_nbytes(options) > capacity:
             return None
         try:
-            peak = self.estimate(options, policy).peak_bytes
+            found = self.estimate(options, policy)
         except NoEffectError:
             return None
-        return peak if peak <= capacity else None
+        return found.peak_bytes if found.most_bytes <= capacity else None
 
     def seconds(self, options: EstimateOptions, policy: Policy | None) -> float:
         """The seconds of a step, as ``timed`` tells them of each op. Communication between devices takes none."""
@@ -205,26 +208,30 @@ class ModelEstimator:
 
     def step(self, policy: Policy | None, autocast: bool) -> SimulatedStep:
         """A step under ``policy``. autocast: whether forward and loss run under bfloat16's autocast."""
+        return self.steps(policy, autocast)[0]
+
+    def steps(self, policy: Policy | None, autocast: bool) -> Sequence[SimulatedStep]:
+        """A step as ``step`` has it, and, where layers are captured, first ones: on tapes, and with ATen's kernels."""
         if (policy, autocast) not in self._steps:
             governed = partial(self._governed, policy, autocast)
             model = self._subject.model
             stacks = find_stacks(model, policy)
-            step = extrapolated_step(stacks, governed, self._growth)
-            if step is None and (finer := find_stacks(model, policy, tells_first=True)) != [
+            steps = extrapolated_step(stacks, governed, self._growth)
+            if steps is None and (finer := find_stacks(model, policy, tells_first=True)) != [
                 stack._replace(tells_first=True) for stack in stacks
             ]:
-                step = extrapolated_step(finer, governed, self._growth)
-            if step is None:
+                steps = extrapolated_step(finer, governed, self._growth)
+            if steps is None:
                 with governed() as simulate_all:
-                    step = simulate_all()
-            self._steps[policy, autocast] = step
+                    steps = simulate_all()
+            self._steps[policy, autocast] = steps
         return self._steps[policy, autocast]
 
     @contextmanager
-    def _governed(self, policy: Policy | None, autocast: bool) -> Iterator[Callable[[], SimulatedStep]]:
+    def _governed(self, policy: Policy | None, autocast: bool) -> Iterator[Callable[[], list[SimulatedStep]]]:
         """Inside, the model is under the policy, which has learned from steps before.
 
-        Yields a function that runs a step of the model with the layers that it then has.
+        Yields a function that runs the steps of ``steps`` with the layers that the model then has.
         """
         subject, handle = self._subject, None
         if policy is not None:
@@ -240,18 +247,20 @@ class ModelEstimator:
                 settle_regions()
             logits: dict[str, Any] = {"tokens": self._tokens(), "classes": self._classes()}
 
-            def run() -> SimulatedStep:
+            def run(until_captured: str | None = None) -> SimulatedStep:
                 before = _carried(handle)
                 try:
-                    step = simulate(subject.model, subject.run, surroundings, **logits, timed=self._timed)
+                    with swapped(local, "until_captured", until_captured):
+                        step = simulate(subject.model, subject.run, surroundings, **logits, timed=self._timed)
                 except RecomputeError:
                     if not refuse_all(regions):
                         raise
                     settle_regions()
-                    return run()
+                    return run(until_captured)
                 return replace(step, host=dict(_carried(handle) - before))
 
-            yield run
+            first = ("tapes", "ATen") if any(region.is_captured for region in regions) else ()
+            yield lambda: [run(), *map(run, first)]
         finally:
             if handle is not None:
                 handle.remove()
@@ -330,6 +339,10 @@ def by_module(held: Mapping[str, int]) -> tuple[ModuleActivations, ...]:
     return tuple(found.values())
 
 
+def _phase(moment: str) -> str:
+    return "backward" if moment.startswith("backward") else "forward"
+
+
 def _per_layer(held: Mapping[str, int]) -> int:
     layers: dict[str, int] = {}
     for path, nbytes in held.items():
@@ -346,7 +359,7 @@ def _parts(found: Estimate, step: SimulatedStep, share: Callable[[int], int], op
     if name == OPTIMIZER_STEP:
         parts |= {"gradients": static.gradients, "optimizer step": optimizer_peak}
     else:
-        phase = "backward" if name.startswith("backward") else "forward"
+        phase = _phase(name)
         moment = next(each for each in step.moments if each.name == name)
         gradients, alive = max(moment.alive.items(), key=lambda each: each[1] + share(each[0]))
         logits = min(alive, step.logits_peak_nbytes) if name.endswith(LOSS) else 0

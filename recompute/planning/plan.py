@@ -12,14 +12,18 @@ from typing import Any, NamedTuple
 
 from tabulate import tabulate
 
+from recompute.errors import BudgetError
 from recompute.files import write_file
 from recompute.planning import solver
 from recompute.planning.policy_of_plan import layer_spans, policy_of
-from recompute.planning.prediction import Assignment, Prediction, choices_of
+from recompute.planning.prediction import Assignment, Prediction, choices_of, predict
 from recompute.planning.solver import Solution
 from recompute.policy.rules import Policy
 from recompute.profiling.cost_table import Profile
 from recompute.units import humanize
+
+_FOR_TENSORS = 0.98
+"""Of a device's memory. The rest goes to CUDA itself, and to gaps between tensors."""
 
 
 class VerificationRound(NamedTuple):
@@ -69,6 +73,11 @@ class Plan:
         return self.solution.prediction.peak_nbytes
 
     @property
+    def first_steps_peak_bytes(self) -> int:
+        """The most alive at once in any step. Until layers are captured it may be over the budget, not the device's."""
+        return predict(self.profile.from_the_start(), self.assignment).peak_nbytes
+
+    @property
     def predicted_step_seconds(self) -> float:
         """Of all its microbatches and the optimizer; without the time that a pipeline's stage waits for others."""
         return self.solution.prediction.step_seconds
@@ -107,6 +116,7 @@ class Plan:
         document: dict[str, Any] = {
             "budget_bytes": self.budget_nbytes,
             "predicted_peak_bytes": self.predicted_peak_bytes,
+            "first_steps_peak_bytes": self.first_steps_peak_bytes,
             "predicted_step_seconds": self.predicted_step_seconds,
             "peak_moment": self.peak_moment,
             "microbatches": self.profile.microbatches,
@@ -152,6 +162,7 @@ class Plan:
             f"budget {humanize(self.budget_nbytes)}; predicted: peak {humanize(self.predicted_peak_bytes)} in the "
             f"{self.peak_moment}, {self.predicted_step_seconds * 1e3:.1f} ms a step{_of_microbatches(self.profile)}"
             f"{_offloaded(self.offloaded_bytes)}",
+            *self._of_first_steps(),
             "",
             _table(self.profile, self.assignment),
             "",
@@ -166,6 +177,12 @@ class Plan:
             )
         lines += [f"measured: {found}" for found in self.rounds]
         return "\n".join([*lines, *filter(None, self.note.split("; "))])
+
+    def _of_first_steps(self) -> list[str]:
+        peak = self.first_steps_peak_bytes
+        if peak <= self.predicted_peak_bytes:
+            return []
+        return [f"the first steps, in which layers are captured, take up to {humanize(peak)}"]
 
 
 def with_frontier(plan: Plan, progress: Callable[[str, int, int], None] | None = None) -> Plan:
@@ -189,8 +206,24 @@ def frontier_table(plan: Plan) -> str:
 
 
 def solve_plan(profile: Profile, budget_nbytes: int) -> Plan:
-    """The plan for a profile and a budget. Raises ``BudgetError``."""
-    return plan_from_solution(profile, budget_nbytes, solver.solve(profile, budget_nbytes))
+    """The plan for a profile and a budget, whose first steps, too, fit the device. Raises ``BudgetError``."""
+    plan = plan_from_solution(profile, budget_nbytes, solver.solve(profile, budget_nbytes))
+    room = None if profile.capacity_nbytes is None else int(_FOR_TENSORS * profile.capacity_nbytes)
+    if room is None or plan.first_steps_peak_bytes <= room:
+        return plan
+    try:
+        for within in (room, min(room, budget_nbytes)):
+            assignment = solver.solve(profile.from_the_start(), within).assignment
+            found = Solution(assignment, predict(profile, assignment))
+            if found.prediction.peak_nbytes <= budget_nbytes:
+                break
+    except BudgetError:
+        raise BudgetError(
+            f"a budget of {humanize(budget_nbytes)} can be met, but not from the start: the first steps, in which "
+            f"layers are captured, take {humanize(plan.first_steps_peak_bytes)}, and the device has {humanize(room)} "
+            "for tensors. What would help: a smaller batch or shorter sequences"
+        ) from None
+    return plan_from_solution(profile, budget_nbytes, found)
 
 
 def plan_from_solution(profile: Profile, budget_nbytes: int, solution: Solution) -> Plan:

@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
-from recompute.engine.cut.frontier import finer_frontier, frontier
+from recompute.engine.cut.frontier import Point, finer_frontier, frontier
 from recompute.engine.cut.ops import facts
 from recompute.engine.cut.save_plan import FrameSteps, SavePlan, solve
 from recompute.policy.rules import FAMILIES, PRICE, REPEATABLE, size_as_written
@@ -74,8 +74,8 @@ def candidates_of(
     in_tiles: the ``via`` of a kernel that computes the MLP over some tokens at a time; None: there is none.
     compress: whether some ways hold 8-bit codes.
     """
-    as_it_is, cheap = _Point(None, _saved_nbytes(by_hooks), 0.0), _cheap(by_hooks, HOOK)
-    plain = _Point(recomputing_rule(via_kernels or HOOK), _saved_nbytes(by_kernels), 0.0)
+    as_it_is, cheap = Point({}, _saved_nbytes(by_hooks), 0.0), _cheap(by_hooks, HOOK)
+    plain = Point(recomputing_rule(via_kernels or HOOK), _saved_nbytes(by_kernels), 0.0)
     if via_kernels is not None and on_a_tape:
         plain = _cheap(by_kernels, via_kernels)
     further = {HOOK: _Frontier(by_hooks, HOOK, (as_it_is, cheap))}
@@ -88,7 +88,7 @@ def candidates_of(
         point = cheap if how == HOOK else plain
         found.append(Candidate(how, point.rule, point.held_nbytes))
         if compress:
-            rule = {**(point.rule or {}), "compress": True}
+            rule = {**point.rule, "compress": True}
             found.append(Candidate(f"{how}, in 8 bits", rule, point.held_nbytes // 2))  # about half of the bytes
         found += frontier_of.candidates(how)
     if in_tiles is not None:
@@ -124,44 +124,36 @@ def _saved_nbytes(plan: SavePlan | None) -> int:
     return sum(each.nbytes for each in known if not each.alive)
 
 
-def _in_tiles(via: str, plain: _Point) -> Iterator[Candidate]:
+def _in_tiles(via: str, plain: Point) -> Iterator[Candidate]:
     """Ways that never make a tensor of the MLP's width for all tokens, which is the peak of long sequences.
 
     The last one counts as holding least of all. A checkpoint's backward makes such tensors.
     """
     rerun = rerunning_rule(via)
     others = [family for family in rerun["rerun"] if family != "attention"]
-    yield Candidate(f"{KERNEL}, in tiles", {**(plain.rule or {}), "via": via, "tile": TILE}, plain.held_nbytes)
+    yield Candidate(f"{KERNEL}, in tiles", {**plain.rule, "via": via, "tile": TILE}, plain.held_nbytes)
     yield Candidate(f"{KERNEL}, in tiles, attention kept", {**rerun, "rerun": others, "tile": TILE}, 1)
     yield Candidate(f"{KERNEL}, in tiles, all run again", {**rerun, "tile": TILE}, -1)
 
 
-class _Point(NamedTuple):
-    """A way to run a region, by a rule or none, with its costs on a nominal accelerator."""
-
-    rule: Mapping[str, Any] | None
-    held_nbytes: int
-    rerun_seconds: float
-
-
-def _cheap(plan: SavePlan | None, via: str) -> _Point:
+def _cheap(plan: SavePlan | None, via: str) -> Point:
     """The rule that runs no costly op again."""
     rule = recomputing_rule(via)
     if plan is None:
-        return _Point(rule, 0, 0.0)
+        return Point(rule, 0, 0.0)
     steps = [step._replace(reason="costly") if step.is_costly else step for step in plan.steps]
     least = solve(FrameSteps(steps, plan.facts, plan.saves, plan.overwritten), (), PRICE)
-    return _Point(rule, least.kept_nbytes, sum(steps[index].seconds for index in least.rerun))
+    return Point(rule, least.kept_nbytes, sum(steps[index].seconds for index in least.rerun))
 
 
 class _Frontier:
     """The further points of a plan that are worth measuring, each from the one that holds most."""
 
-    def __init__(self, plan: SavePlan | None, via: str, others: Sequence[_Point]) -> None:
+    def __init__(self, plan: SavePlan | None, via: str, others: Sequence[Point]) -> None:
         """others: points that are measured in any case."""
         fields = rerunning_rule(via)
-        by_price = () if plan is None else frontier(plan)
-        points = [_Point({**fields, "price": one.price}, one.held_nbytes, one.rerun_seconds) for one in by_price]
+        by_price = [] if plan is None else frontier(plan)
+        points = [point._replace(rule={**fields, **point.rule}) for point in by_price]
         self._plan, self._fields, self._others = plan, fields, others
         self._nbytes = max(point.held_nbytes for point in (*points, *others))
         self._seconds = 0.0 if plan is None else sum(step.seconds for step in plan.steps)
@@ -170,23 +162,20 @@ class _Frontier:
         while len(self.points) > _MOST_POINTS:
             losses = [_area(*self.points[index - 1 : index + 2]) for index in range(1, len(self.points) - 1)]
             del self.points[1 + losses.index(min(losses))]
-        self._finer: list[_Point] = []
+        self._finer: list[Point] = []
 
     def refine(self, most: int) -> None:
         """Add the most useful points of limits of bytes, up to ``most``."""
         fields = {key: value for key, value in self._fields.items() if key != "price"}
-        by_limit = () if self._plan is None else finer_frontier(self._plan)
-        finer = [
-            _Point({**fields, "hold": size_as_written(one.hold)}, one.held_nbytes, one.rerun_seconds)
-            for one in by_limit
-        ]
+        by_limit = [] if self._plan is None else finer_frontier(self._plan)
+        finer = [point._replace(rule={**fields, "hold": size_as_written(point.rule["hold"])}) for point in by_limit]
         self._finer = self._apart(finer, (*self._others, *self.points))
         while len(self._finer) > most:
             self._finer.remove(min(self._finer, key=self._loss_without))
 
-    def _apart(self, points: Sequence[_Point], others: Sequence[_Point]) -> list[_Point]:
+    def _apart(self, points: Sequence[Point], others: Sequence[Point]) -> list[Point]:
         """The points that are close neither to others nor to each other. Of two close ones, the leaner one stays."""
-        kept: list[_Point] = []
+        kept: list[Point] = []
         for point in reversed(points):
             if not any(
                 abs(point.held_nbytes - other.held_nbytes) <= _CLOSE * self._nbytes
@@ -196,7 +185,7 @@ class _Frontier:
                 kept.append(point)
         return kept[::-1]
 
-    def _loss_without(self, point: _Point) -> float:
+    def _loss_without(self, point: Point) -> float:
         """The loss without a point, in bytes times seconds.
 
         A budget between it and the next larger point would take the next smaller one.
@@ -215,16 +204,16 @@ class _Frontier:
             yield Candidate(f"{how}, holding {exact}", point.rule, point.held_nbytes)
 
 
-def _without_twins(points: Sequence[_Point]) -> list[_Point]:
+def _without_twins(points: Sequence[Point]) -> list[Point]:
     """Of points that hold about the same, the one that takes the least time: a norm's statistics make no difference."""
-    kept: list[_Point] = []
+    kept: list[Point] = []
     for point in points:  # from the one that holds most
         if not kept or kept[-1].held_nbytes > (1 + _ALIKE) * point.held_nbytes:
             kept.append(point)
     return kept
 
 
-def _area(left: _Point, middle: _Point, right: _Point) -> float:
+def _area(left: Point, middle: Point, right: Point) -> float:
     """Twice the area of the triangle of three points of a frontier: the loss without the middle one."""
     (a, b), (c, d) = [
         (one.held_nbytes - two.held_nbytes, two.rerun_seconds - one.rerun_seconds)

@@ -32,6 +32,14 @@ class HostLink(_Table):
     """The most bytes that may be off the device at once."""
 
 
+class FirstSteps(_Table):
+    """The bytes of a way in the steps in which its region is not captured yet, as ``Choice`` has them for later."""
+
+    held_nbytes: NBytes
+    forward_peak_nbytes: NBytes
+    backward_peak_nbytes: NBytes
+
+
 class Choice(_Table):
     """One way to run a region, and its costs.
 
@@ -59,6 +67,8 @@ class Choice(_Table):
     """
     storages: Annotated[tuple[NBytes, ...], Strict(False)] = ()
     """The bytes of each held tensor that may leave the device; () where that is not known."""
+    first_steps: FirstSteps | None = None
+    """None where the first steps are as later ones, or where nobody has looked."""
 
     @model_validator(mode="after")
     def _moves_what_it_holds(self) -> Choice:
@@ -143,6 +153,15 @@ class Profile(_Table):
                 f"{self.microbatches_in_flight}"
             )
         return self
+
+    def from_the_start(self) -> Profile:
+        """The same with the most bytes of any step, first ones included."""
+
+        def of(choice: Choice) -> Choice:
+            first = choice.first_steps.model_dump() if choice.first_steps else {}
+            return choice.model_copy(update={name: max(n, getattr(choice, name)) for name, n in first.items()})
+
+        return self.with_choices(lambda region: map(of, region.choices))
 
     def with_choices(self, of: Callable[[RegionCosts], Iterable[Choice]], **changes: Any) -> Profile:
         """The same with the choices that ``of`` gives each region, and with other fields changed."""

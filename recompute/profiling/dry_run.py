@@ -18,6 +18,7 @@ from recompute.attach.apply import AppliedPolicy
 from recompute.compiled.generated.generated_kernel import wait_for_kernels
 from recompute.compiled.settle import settle
 from recompute.counters import Clock, MemoryTrace, memory_trace
+from recompute.engine.thread_state import local, swapped
 from recompute.errors import ModelError
 from recompute.estimation.optimizer_step import OptimizerFactory
 from recompute.profiling.model_run import Loss, arguments_of, fixed_signs, left_as_it_was, roots, sources_of
@@ -104,15 +105,27 @@ class DryRun:
 
     @property
     def warmup(self) -> int:
-        """Steps of captured code before others are measured. Its kernels are compiled in one and checked in another."""
-        return 2 if self.device.type == "cuda" else 1
+        """Steps of captured code before others are measured. Kernels are compiled in one and compared in two more."""
+        return 3 if self.device.type == "cuda" else 1
 
-    def settle(self, handle: AppliedPolicy) -> None:
-        """Run steps under a policy until its regions are captured, if they can be, and until their kernels run."""
+    def settle(self, handle: AppliedPolicy, regions: Mapping[str, nn.Module] | None = None) -> list[StepTrace]:
+        """Run steps under a policy until its regions are captured, if they can be, and until their kernels run.
+
+        Returns counted ones of them, where ``regions`` are given, as ``step`` takes them, and something is captured:
+        two on tapes, of which the second follows plans, and one in which captured code runs ATen's kernels.
+        """
+        found: list[StepTrace] = []
+        counts = regions is not None and handle._regions and (self.is_calculated or self.device.type == "cuda")
+        if counts:
+            found += [self.step(regions, counted=True) for _ in range(2)]
         settle(handle._regions, self._run)
+        if counts:
+            with swapped(local, "until_captured", "ATen"):
+                found.append(self.step(regions, counted=True))
         for _ in range(self.warmup):
             self.step(None)
             wait_for_kernels()
+        return found
 
     def _run(self, backward: bool) -> None:
         """Run a forward, or with backward a step without its optimizer."""

@@ -198,7 +198,7 @@ class _RegionMeasurer:
     def _measure(self, job: Sequence[_Placement]) -> None:
         chosen, regions = self._chosen(job), self.layout.regions
         with apply(self.run.model, policy_from_rules(self.layout.rules(chosen))) as handle:
-            self.run.settle(handle)
+            first = self.run.settle(handle, regions)
             counted = self.run.step(regions, counted=True, timed=True)
             self.is_slow = counted.seconds > SLOW_SECONDS
             at_once = self.run.is_calculated or (self.is_slow and self.run.device.type == "cuda")
@@ -208,7 +208,7 @@ class _RegionMeasurer:
                 timed.append(self.run.step(regions, timed=True))
                 if not self.is_slow:
                     whole.append(self.run.step(None, timed=True))
-        self.found.add(chosen, counted, timed, whole)
+        self.found.add(chosen, counted, timed, whole, first)
         if self.may_offload:
             self._look_at_storages(chosen)
 

@@ -35,7 +35,7 @@ from recompute.estimation.static_memory import (
 )
 from recompute.estimation.storage_tracker import BLOCK_NBYTES, StorageTrace, gradients_apart
 from recompute.estimation.workspaces import cublas_nbytes
-from recompute.profiling.cost_table import Choice, HostLink, Profile, RegionCosts
+from recompute.profiling.cost_table import Choice, FirstSteps, HostLink, Profile, RegionCosts
 from recompute.profiling.dry_run import DryRun, nbytes_of
 from recompute.profiling.measure_regions import Progress, measure_regions
 from recompute.profiling.model_run import Loss, arguments_of
@@ -126,9 +126,13 @@ def _static(model: nn.Module, sharding: str, devices: int) -> tuple[StaticBytes,
 def _with_buffers(regions: Sequence[RegionCosts], static: StaticBytes) -> tuple[RegionCosts, ...]:
     """The regions. Their peaks include the buffers to gather parameters and to reduce gradients in."""
 
+    def raised(costs: Choice | FirstSteps) -> dict[str, Any]:
+        names = {phase: f"{phase}_peak_nbytes" for phase in ("forward", "backward")}
+        return {name: getattr(costs, name) + static.buffer_nbytes(phase) for phase, name in names.items()}
+
     def of(choice: Choice) -> Choice:
-        peaks = {f"{phase}_peak_nbytes": static.buffer_nbytes(phase) for phase in ("forward", "backward")}
-        return choice.model_copy(update={name: getattr(choice, name) + more for name, more in peaks.items()})
+        first = choice.first_steps and choice.first_steps.model_copy(update=raised(choice.first_steps))
+        return choice.model_copy(update={**raised(choice), "first_steps": first})
 
     return tuple([each.model_copy(update={"choices": tuple(map(of, each.choices))}) for each in regions])
 

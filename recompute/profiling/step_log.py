@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from recompute.profiling.candidates import Candidate
-from recompute.profiling.cost_table import Choice, Place, RegionCosts
+from recompute.profiling.cost_table import Choice, FirstSteps, Place, RegionCosts
 from recompute.profiling.regions import RegionKind, StepLayout
 from recompute.profiling.step_trace import StepPart, StepTrace
 
@@ -17,13 +17,18 @@ _ALIKE = 1.1
 """Peaks that differ by no more than this factor are one: at the border of two parts, bytes may count for either."""
 
 
+_Counted = list[tuple[Sequence[Candidate], StepTrace]]
+
+
 @dataclass
 class StepLog:
     """Steps whose regions ran in different ways, and the costs of each way."""
 
     layout: StepLayout
-    counted: list[tuple[Sequence[Candidate], StepTrace]] = field(default_factory=list)
+    counted: _Counted = field(default_factory=list)
     """For each step whose bytes were counted, the candidate of each place and the trace."""
+    first: _Counted = field(default_factory=list)
+    """The same for the first steps, in which nothing is captured yet."""
     seconds_of: dict[tuple[RegionKind, str], list[StepPart]] = field(default_factory=dict)
     """Timed parts, by a kind and the name of a candidate."""
     storages_of: dict[tuple[RegionKind, str], tuple[int, ...]] = field(default_factory=dict)
@@ -31,10 +36,16 @@ class StepLog:
     optimizer_seconds: list[float] = field(default_factory=list)
 
     def add(
-        self, chosen: Sequence[Candidate], counted: StepTrace, timed: Sequence[StepTrace], whole: Sequence[StepTrace]
+        self,
+        chosen: Sequence[Candidate],
+        counted: StepTrace,
+        timed: Sequence[StepTrace],
+        whole: Sequence[StepTrace],
+        first: Sequence[StepTrace] = (),
     ) -> None:
         """Note the steps of one assignment. Parts are scaled by the time of whole steps: marks slow the host down."""
         self.counted.append((chosen, counted))
+        self.first += [(chosen, trace) for trace in first]
         seconds_of_whole, seconds_of_timed = ([one.seconds for one in traces] for traces in (whole, timed))
         factor = statistics.median(seconds_of_whole) / statistics.median(seconds_of_timed) if whole else 1.0
         self.optimizer_seconds += [factor * one.optimizer_seconds for one in timed]
@@ -76,27 +87,32 @@ class StepLog:
         return RegionCosts(name=kind.name, choices=tuple(choices), gradient_nbytes=self._gradients[kind])
 
     def _choice(self, kind: RegionKind, candidate: Candidate) -> Choice:
-        seen = list(self._bytes(kind, candidate))
-        samples = [part for part, is_settled in seen if is_settled] or [part for part, _ in seen]
         timed = self.seconds_of[kind, candidate.name]
+        first = None if candidate.rule is None else self._most(kind, candidate, self.first)
         return Choice(
             name=candidate.name,
             rule=None if candidate.rule is None else dict(candidate.rule),
             forward_seconds=statistics.median(part.forward_seconds for part in timed),
             backward_seconds=statistics.median(part.backward_seconds for part in timed),
-            held_nbytes=max(part.held_nbytes for part in samples),
-            forward_peak_nbytes=max(part.forward_peak_nbytes for part in samples),
-            backward_peak_nbytes=max(part.backward_peak_nbytes for part in samples),
+            **self._most(kind, candidate, self.counted),
             storages=self.storages_of.get((kind, candidate.name), ()),
+            first_steps=FirstSteps(**first) if first else None,
         )
 
-    def _bytes(self, kind: RegionKind, candidate: Candidate) -> Iterator[tuple[StepPart, bool]]:
-        """The parts of all steps where the kind ran in that way, and whether the region before ran in the same way.
+    def _most(self, kind: RegionKind, candidate: Candidate, steps: _Counted) -> dict[str, int]:
+        """The held bytes and the peaks of a kind that runs in that way; {} where it never did."""
+        seen = list(self._bytes(kind, candidate, steps))
+        samples = [part for part, is_settled in seen if is_settled] or [part for part, _ in seen]
+        names = "held_nbytes", "forward_peak_nbytes", "backward_peak_nbytes"
+        return {name: max(getattr(part, name) for part in samples) for name in names} if samples else {}
+
+    def _bytes(self, kind: RegionKind, candidate: Candidate, steps: _Counted) -> Iterator[tuple[StepPart, bool]]:
+        """The parts of ``steps`` where the kind ran in that way, and whether the region before ran in the same way.
 
         If it did not, bytes at their border may count for either way.
         """
         kinds = self.layout.kinds
-        for chosen, trace in self.counted:
+        for chosen, trace in steps:
             for place, part in enumerate(trace.parts):
                 if kinds[place] is kind and chosen[place] is candidate:
                     more = _gradients_above(trace, place) - self._gradients_after(place)
@@ -141,7 +157,7 @@ class StepLog:
         """The peak of the first part in backward, by the name of the last part's way."""
         (candidate,) = self.layout.kinds[0].candidates
         found: dict[str, int] = {}
-        samples = self._bytes(self.layout.kinds[0], candidate)
+        samples = self._bytes(self.layout.kinds[0], candidate, self.counted)
         for (chosen, _), (part, _) in zip(self.counted, samples, strict=True):
             name = chosen[-1].name
             found[name] = max(found.get(name, 0), part.backward_peak_nbytes)

@@ -375,14 +375,11 @@ def points(via, of_plan=frontier):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("of_plan", "says", "every", "least"), [(frontier, "price", 2, 4), (finer_frontier, "hold", 4, 3)]
-)
-def test_each_price_and_each_limit_holds_what_it_holds_in_eager_code(of_plan, says, every, least):
+@pytest.mark.parametrize(("of_plan", "every", "least"), [(frontier, 2, 4), (finer_frontier, 4, 3)])
+def test_each_price_and_each_limit_holds_what_it_holds_in_eager_code(of_plan, every, least):
     found = []
     for point in points("hook", of_plan)[::every]:
-        fields = {"via": "hook", "rerun": ["gemm", "attention"], says: getattr(point, says)}
-        policy = rules(rule(LAYER, "recompute", **fields))
+        policy = rules(rule(LAYER, "recompute", via="hook", rerun=["gemm", "attention"], **point.rule))
         eager = held_under(policy, compiled=False)
         found.append(held_under(policy, compiled=True))
         assert 0.98 * eager <= found[-1] <= eager  # of rows' statistics, it holds less
@@ -394,14 +391,16 @@ def test_each_price_and_each_limit_holds_what_it_holds_in_eager_code(of_plan, sa
 def test_kernels_at_a_price_hold_about_what_they_hold_in_eager_code():
     _, *some, least = points("kernel")
     for point in (*some[::2], least):
-        eager = held_under(priced(point.price, "kernel"), compiled=False)
-        assert held_under(priced(point.price, "kernel"), compiled=True) <= 1.25 * eager
+        eager = held_under(priced(point.rule["price"], "kernel"), compiled=False)
+        assert held_under(priced(point.rule["price"], "kernel"), compiled=True) <= 1.25 * eager
 
 
 @pytest.mark.slow
 def test_layers_have_prices_of_their_own_as_a_plan_gives_them():
     most, *_, middle, least = points("hook")[:-1]
-    fields = [{**priced(point.price)["rules"][0], "layers": at} for at, point in enumerate((most, middle, least))]
+    fields = [
+        {**priced(point.rule["price"])["rules"][0], "layers": at} for at, point in enumerate((most, middle, least))
+    ]
     policy = rules(*fields, {"match": "layers.*", "action": "checkpoint"})
     eager = held_under(policy, compiled=False, layers=4)
     assert 0.98 * eager <= held_under(policy, compiled=True, layers=4) <= eager
@@ -429,7 +428,7 @@ def test_a_plan_serves_compiled_layers():
 @pytest.mark.slow
 def test_sizes_that_a_graph_is_not_bound_to_have_a_price_too():
     model, counter = decoder(layers=1), CompileCounterWithBackend(BACKEND)
-    recompute.apply(model, priced(points("hook")[3].price))
+    recompute.apply(model, priced(points("hook")[3].rule["price"]))
     compile_layers(model, counter, dynamic=True)
     next_token_loss(model, token_ids()).backward()
     count = counter.frame_count

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 import pytest
 import torch
 from capture_testing import Around, Twins
-from engine_testing import module_of, twins_of
+from engine_testing import function_of, module_of, twins_of
 from generated_testing import as_one_kernel, generated, kernels_made, wait_for, written
 from tiers import one_in, slow
 from torch import nn
@@ -673,3 +673,34 @@ class TestAtRunTime:
             assert torch.equal(kernel(x)[0], x * 2)
             kernel._compiled.result()
         assert kernel.reason == "its first call did not give ATen's result"
+
+    @interpreted
+    @pytest.mark.parametrize("alive", [[808], [5000, 3000, 808]], ids=["at once", "in the third call"])
+    def test_a_kernel_waits_in_a_backward_until_comparing_makes_no_new_peak(self, monkeypatch, alive):
+        kernel, calls, exact = self.kernel(self.SOURCE.format(factor=2.0), lambda x: (x * 2,)), len(alive), []
+        doubled = function_of(lambda x: x * 2, lambda g: kernel(g)[0], saves=lambda *_: ())
+        monkeypatch.setattr(generated_kernel, "allocated_nbytes", lambda device: (alive.pop(0), 9000))
+
+        def backward(times):
+            y = draw(1024).requires_grad_()
+            for _ in range(times):
+                y = doubled.apply(y)
+                y.register_hook(lambda _: exact.append(kernel.is_exact))
+            y.square().sum().backward()
+
+        backward(1)
+        kernel._compiled.result()
+        backward(calls + 1)
+        assert exact[1:] == [False] * calls + [True]
+
+    @interpreted
+    def test_a_kernel_waits_in_no_second_backward(self, monkeypatch):
+        kernel = self.kernel(self.SOURCE.format(factor=2.0), lambda x: (x * 2,))
+        doubled = function_of(lambda x: x * 2, lambda g: kernel(g)[0], saves=lambda *_: ())
+        monkeypatch.setattr(generated_kernel, "allocated_nbytes", lambda device: (5000, 9000))
+        exact = []
+        for _ in range(3):
+            doubled.apply(draw(1024).requires_grad_()).square().sum().backward()
+            exact.append(kernel.is_exact)
+            kernel._compiled.result()
+        assert exact == [False, False, True]

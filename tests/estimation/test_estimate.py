@@ -168,7 +168,8 @@ def test_many_layers_from_few_are_all_of_them(name, policy, monkeypatch):
     assert dict(found.moments) == dict(whole.moments)
     assert found.activation_bytes == whole.activation_bytes
     assert found.host_bytes == whole.host_bytes
-    assert steps == 2
+    assert found.first_steps_peak_bytes == whole.first_steps_peak_bytes
+    assert steps == (2 if policy is None else 6), "two of captured layers, two on tapes, two by ATen's kernels"
 
 
 def by_all_layers_and_by_few(monkeypatch, config, **options):
@@ -192,13 +193,13 @@ def simulated_steps(monkeypatch):
 def test_one_step_is_enough_under_a_further_policy(name, monkeypatch):
     whole, found, steps = by_all_layers_and_by_few(monkeypatch, DEEP[name], advise=True)
     assert found.advice == whole.advice
-    assert steps < 2 * 5, "with no policy, elementwise, auto, full, and without logits"
+    assert steps < 2 * (1 + 4 * 3), "with no policy; elementwise, auto, full and without logits, in three ways each"
 
 
 def test_layers_of_which_few_do_not_show_all_are_all_run(monkeypatch):
     steps = simulated_steps(monkeypatch)
     estimate(tiny(num_hidden_layers=8), seq_len=16, policy="alternate")
-    assert len(steps) == 1
+    assert len(steps) == 3, "of captured layers, on tapes, by ATen's kernels"
 
 
 class Growing(nn.Module):

@@ -21,7 +21,7 @@ from recompute.planning.prediction import choices_of
 from recompute.policy.document import parse_document
 from recompute.policy.matching import assign
 from recompute.policy.rules import Policy, Rule
-from recompute.profiling.cost_table import Place, Profile
+from recompute.profiling.cost_table import FirstSteps, Place, Profile
 
 
 class Block(nn.Module):
@@ -151,6 +151,37 @@ def test_more_than_is_needed_is_said():
     assert str(found).endswith(found.note)
     roofline = tables.transformer(4).model_copy(update={"source": "roofline"})
     assert plan(roofline, budget=1500).note.startswith("the profile was calculated, not measured")
+
+
+class TestFirstSteps:
+    @staticmethod
+    def table(capacity):
+        """Until they are captured, layers with kernels need 400 bytes more in backward."""
+        first = FirstSteps(held_nbytes=60, forward_peak_nbytes=80, backward_peak_nbytes=490)
+
+        def begun(choice):
+            return choice.model_copy(update={"first_steps": first if choice.name == "kernel" else None})
+
+        profile = tables.transformer(4, capacity=capacity)
+        return profile.with_choices(lambda region: map(begun, region.choices))
+
+    def test_they_may_be_over_the_budget_where_the_device_has_room(self):
+        found = plan(self.table(capacity=10_000), budget=1400)
+        assert (found.predicted_peak_bytes, found.first_steps_peak_bytes) == (1370, 1670)
+        assert found.policy.rules == plan(tables.transformer(4), budget=1400).policy.rules
+        assert "the first steps, in which layers are captured, take up to 1.6 KiB" in str(found)
+        assert json.loads(found.to_json())["first_steps_peak_bytes"] == 1670
+
+    @pytest.mark.parametrize("capacity", [1300, 1500, 1700])
+    def test_they_fit_the_device(self, capacity):
+        for budget in (1250, 1300, 1400, 1500, 1700):
+            found = plan(self.table(capacity), budget=budget)
+            assert found.predicted_peak_bytes <= budget
+            assert found.first_steps_peak_bytes <= 0.98 * capacity
+
+    def test_no_plan_is_made_whose_first_steps_do_not_fit(self):
+        with pytest.raises(BudgetError, match=r"can be met, but not from the start: the first steps, .* take 1.6 KiB"):
+            plan(self.table(capacity=1200), budget=1300)
 
 
 def test_no_uniform_policy_may_fit():

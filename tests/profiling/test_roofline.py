@@ -6,12 +6,13 @@ import models
 import pytest
 import torch
 from torch import nn
+from torch.optim import AdamW
 
 import recompute
 from recompute.errors import EstimateError, ModelError, PlanError
 from recompute.estimation.build_model import build_fake
 from recompute.estimation.gpus import GPUS
-from recompute.planning.prediction import Moment, moments
+from recompute.planning.prediction import Moment, moments, predict
 from recompute.profiling import roofline
 
 H200 = GPUS["H200"]
@@ -84,6 +85,21 @@ def test_it_says_what_it_is_and_offers_what_the_device_has():
     assert 0 < layer["kernel"].forward_seconds <= layer["hook"].forward_seconds < layer["keep"].forward_seconds
     assert profile.optimizer_seconds > 0
     assert profile.optimizer_peak_nbytes > 0
+
+
+def test_the_first_steps_take_more_than_captured_code():
+    """A tape holds one wide tensor more. So do ATen's kernels, in turn, and what they are given."""
+    layers = [nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(4)]
+    model, x = nn.Sequential(*layers), torch.empty(8192, 32)
+    profile = recompute.profile(model, x, device="H200", match="*", kernels=False, optimizer=partial(AdamW, fused=True))
+    by_hooks = (0, *[list(ways(profile, 1)).index("hook")] * 4, 0)
+    steady, first = (predict(each, by_hooks).peak_nbytes for each in (profile, profile.from_the_start()))
+    policy = {"version": 1, "rules": [{"match": "*", "action": "recompute"}]}
+    options = {"dtype": "float32", "optimizer": "adamw-fused", "gpu": "H200", "advise": False}
+    estimated = recompute.estimate(model, batch=x, policy=policy, **options)
+    wide = 4 * 8192 * 128
+    assert estimated.first_steps_peak_bytes - estimated.peak_bytes == pytest.approx(2 * wide, rel=0.01)
+    assert first - steady == pytest.approx(2 * wide, rel=0.01)
 
 
 @pytest.mark.slow

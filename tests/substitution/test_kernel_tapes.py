@@ -68,7 +68,7 @@ def test_the_frontier_of_a_layer_is_what_rules_with_its_prices_give():
     assert first[-1].held_nbytes == ROW + ANGLES
     for point in first:
         model = models.make("llama")
-        handle = recompute.apply(model, policy(rerun=EVERYTHING, price=point.price))
+        handle = recompute.apply(model, policy(rerun=EVERYTHING, **point.rule))
         for _ in range(2):
             found = gradients(model, models.batch("llama"))
         assert_same(found, expected)
@@ -89,8 +89,8 @@ def test_the_finer_frontier_of_a_layer_is_what_rules_with_its_limits_give(via):
     assert len(points) > 3
     for point in points[:: len(points) - 1]:
         model = models.make("llama", num_hidden_layers=LAYERS)
-        handle = recompute.apply(model, policy(via, rerun=EVERYTHING, hold=point.hold))
-        assert point.held_nbytes <= point.hold
+        handle = recompute.apply(model, policy(via, rerun=EVERYTHING, **point.rule))
+        assert point.held_nbytes <= point.rule["hold"]
         gradients(model, models.batch("llama"))  # in which kernels learn
         assert_same(gradients(model, models.batch("llama")), expected)
         for plan in handle.plans().values():
