@@ -81,6 +81,11 @@ def attach(attachments: list[Attachment]) -> None:
     living = [(each, module) for each in attachments if (module := each.module) is not None]
     for attachment, module in living:
         runner = attachment.runner
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UnsupportedError(
+                f"{_name(attachment.path, module)} is a ScriptModule, whose forward a policy cannot reach. Apply the "
+                "policy to the module that it was scripted from, or write rules that leave it out."
+            )
         # A forward that another library has put on the model itself may stay if the model is under no rule.
         is_bare_root = not attachment.path and isinstance(runner, RootRunner) and runner.inner is None
         if "forward" in vars(module) and not is_bare_root:
@@ -144,11 +149,6 @@ def _name(path: str, module: nn.Module) -> str:
 
 def refuse_governed(model: nn.Module) -> None:
     for path, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise UnsupportedError(
-                f"{_name(path, module)} is a ScriptModule, whose forward a policy cannot reach. Apply the policy to "
-                "the module that it was scripted from."
-            )
         if any(map(is_lazy, module.parameters(recurse=False))):
             raise UnsupportedError(
                 f"{_name(path, module)} has uninitialized parameters. Run the model once, then apply the policy."

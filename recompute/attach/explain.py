@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import textwrap
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -17,6 +16,7 @@ from recompute.compiled.captured_region import CapturedRegion
 from recompute.compiled.runner import Runner
 from recompute.engine.cut.saved_rows import SavedTensorRow, input_shape, saved_rows
 from recompute.engine.region_statistics import DroppedOutput, RegionStatistics, Stopwatch, Totals
+from recompute.policy.matching import pattern_of
 from recompute.policy.rules import Policy
 from recompute.units import humanize
 
@@ -229,7 +229,7 @@ def _counts(totals: Mapping[str, int], columns: Collection[str]) -> list[str]:
 
 
 def _pattern(attachment: Attachment) -> str:
-    return re.sub(r"\d+", "*", attachment.path) or "(the model)"
+    return pattern_of(attachment.path) or "(the model)"
 
 
 def _captures(attachments: Iterable[Attachment]) -> list[str]:

@@ -206,4 +206,5 @@ def _children(parent: nn.Module, path: str) -> Iterator[tuple[str, nn.Module, Pl
 
 def _has_forward(module: nn.Module) -> bool:
     """Whether it has a forward to run. A ModuleList has none."""
-    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+    own = getattr(type(module), "forward", None)  # the class of a ScriptModule has none
+    return own is not nn.Module.forward or "forward" in vars(module)

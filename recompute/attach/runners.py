@@ -28,7 +28,7 @@ from recompute.engine.tape.recorder import TapeRegion
 from recompute.errors import warn
 from recompute.kernels.blockwise_8bit import Blockwise8Bit
 from recompute.policy.meaning import Kernels, Meaning, Mechanism
-from recompute.substitution.adapted_mlp import is_adapted_mlp
+from recompute.substitution.adapted_mlp import drops, is_adapted_mlp
 from recompute.substitution.head import KernelHeadRunner
 from recompute.substitution.recognition import find_kernel, kernels_inside
 from recompute.substitution.whole_heads import WholeHeads
@@ -168,6 +168,9 @@ def _regions(
             region.generates = Generates.NOTHING
         elif rounds:
             region.generates = Generates.ROUNDED
+        inside = module.modules() if meaning.tile is not None and module is not None else ()
+        if any(is_adapted_mlp(each) and not drops(each, is_training=True) for each in inside):
+            region.refuse("no graph has the call that runs an MLP with adapters in tiles")
         regions.append(region)
     if meaning.offloading is not None:
         regions.append(OffloadRegion(statistics, meaning.offloading, counts=inner is None and not regions))
@@ -216,13 +219,15 @@ def choose_runners(
     cache: the one that the modules under one policy share.
     """
     statistics = RegionStatistics(f"{path} ({type(module).__name__})" if path else type(module).__name__)
-    if meaning.tile is not None and any(map(is_adapted_mlp, module.modules())):
-        meaning = replace(meaning, capture=False)  # no graph has the call that runs such an MLP's own code in tiles
     kernel = find_kernel(statistics, module, meaning)
-    inside = kernels_inside(path, module, meaning, governed) if kernel is None else ()
+    inside = list(kernels_inside(path, module, meaning, governed)) if kernel is None else []
     is_head = isinstance(kernel, KernelHeadRunner)
     if kernel is None or kernel.wants_tape or (meaning.tapes_kernels and not is_head):
-        yield path, module, RegionRunner(statistics, meaning, cache, module, kernel)
+        runner = RegionRunner(statistics, meaning, cache, module, kernel)
+        has_parts = kernel is None and any(module.children())
+        if meaning.tile is not None and has_parts and not any(each.has_mlp for _, _, each in inside):
+            runner.note += "; this rule finds no MLP to run in tiles"
+        yield path, module, runner
     else:
         taped = RegionRunner(statistics, replace(meaning, offloading=None), cache, module)
         kernel.compiled_region = taped.compiled_region

@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 
 from recompute.engine.checkpoint.reached_state import class_attributes_read, environment, reads_environment
-from recompute.engine.reachable_objects import Walk
+from recompute.engine.reachable_objects import Walk, dict_of
 from recompute.engine.tape.op_arguments import is_constant
 
 _code_of = attrgetter("__code__")
@@ -72,7 +72,7 @@ class CalledMethods:
         places = [(*place, deepcopy(value)) for *place, value in places if _is_plain(value)]
         for owner in walk.values:
             if isinstance(owner, _UNGUARDED) and not isinstance(owner, Enum):
-                own = getattr(owner, "__dict__", {})
+                own = dict_of(owner)
                 # A value that is no constant may change and stay the same object: then no code is ever current.
                 places += [
                     (owner, name, v if is_constant(v := own[name]) else object()) for name in walk.names & own.keys()

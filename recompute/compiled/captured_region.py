@@ -71,12 +71,13 @@ from recompute.engine.rng import RngState
 from recompute.engine.tape.recorder import TapeRegion, kinds_of
 from recompute.engine.thread_state import is_in_cuda_graph, local
 
-MAX_HITS = 1
-"""After more captured calls than this a recorded frame is thrown away. Two kinds of calls that take turns need 1."""
-MAX_GRAPHS = 8
-"""Frames that a region records, and graphs that it tries for a call."""
-MAX_SHARED_GRAPHS = 4
-"""Graphs that equal regions share. A region gets graphs of its own if none of these fits."""
+MAX_HITS = 32
+"""After more captured calls than this a recorded frame is thrown away. As many kinds of calls may take turns."""
+MAX_GRAPHS = 24
+"""Frames that a region records, and graphs that it tries for a call: one for each of 15 lengths, and some in vain.
+
+Equal regions share as many. A region gets graphs of its own if none of these fits.
+"""
 MAX_UNUSED_GRAPHS = 2
 """Graphs that a region may take in a row without running any of them again. Their guards may hold only once."""
 MAX_MISSES = 32
@@ -105,11 +106,11 @@ class Taping(State):
     """It runs by a tape, or as a checkpoint, until its frames are alike."""
 
     def call(self, region: CapturedRegion, *call: Any) -> Transition:
-        return region.run_by_tape(*call), RecordingNext() if region.is_settled else self
+        return region.run_by_tape(*call), RecordingNext() if region.is_settled(*call) else self
 
 
 class RecordingNext(State):
-    """The next call runs by a tape that also records its ops."""
+    """The next call of a kind that has settled runs by a tape that also records its ops."""
 
     def __init__(self, graphs: RegionGraphs | None = None, departed: Caller | None = None):
         """departed: the caller whose graph has just refused the call, because it took other steps than expected."""
@@ -117,7 +118,7 @@ class RecordingNext(State):
         self._departed = departed
 
     def call(self, region: CapturedRegion, *call: Any) -> Transition:
-        if is_in_cuda_graph():
+        if is_in_cuda_graph() or (self._departed is None and not region.is_settled(*call)):
             return region.run_by_tape(*call), self
         if region.recordings >= MAX_GRAPHS:
             return region.run_by_tape(*call), Refused(f"it ran different ops in each of {MAX_GRAPHS} recorded calls")
@@ -132,7 +133,7 @@ class RecordingNext(State):
             self._departed.recorded = frame
         if frame is None or self._departed is not None:
             if self.graphs is None:
-                return result, RecordingNext() if region.is_settled else Taping()
+                return result, RecordingNext() if region.is_settled(*call) else Taping()
             return result, Captured(self.graphs)
         return result, Observing(self.graphs or RegionGraphs(region.shared_graphs(call[0])), frame)
 
@@ -173,7 +174,7 @@ class Captured(State):
             reason = region.failure and f" ({region.failure})"
             refused = Refused(f"its last {MAX_MISSES} calls matched none of its captured graphs{reason}")
             return region.run_by_tape(*call), refused
-        if region.recordings < MAX_GRAPHS and region.is_settled:
+        if region.recordings < MAX_GRAPHS and (attempt.departed or region.is_settled(*call)):
             return RecordingNext(graphs, attempt.departed).call(region, *call)
         return region.run_by_tape(*call), self if attempt.recorded is not None else Captured(graphs)
 
@@ -200,7 +201,7 @@ class Observing(Captured):
         is_of_use = attempt.recorded is not None and attempt.recorded.is_current
         if is_of_use and shared.failures < MAX_FAILURES and graphs.unused < MAX_UNUSED_GRAPHS:
             graphs.unused += 1
-            if graphs.own is None and len(shared.graphs.graphs) >= MAX_SHARED_GRAPHS:
+            if graphs.own is None and len(shared.graphs.graphs) >= MAX_GRAPHS:
                 graphs.own = GuardedGraphs(shared)
             guarded = graphs.own or shared.graphs
             if len(guarded.graphs) < MAX_GRAPHS:
@@ -263,11 +264,10 @@ class CapturedRegion(RegionRecord):
             self.note_plan(plan)
         return result
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether its frames were alike so far."""
+    def is_settled(self, function: Callable[..., Any], args: tuple, kwargs: dict) -> bool:
+        """Whether its frames that ran calls of this kind were alike so far."""
         if not self.is_checkpoint:
-            return self.has_settled(self.tape.plan)
+            return self.has_settled(kinds_of(function, args, kwargs))
         return self._frames >= WARMUP_FRAMES or (self._frames > 1 and local.is_settling)
 
     def record(self, function: Callable[..., Any], args: tuple, kwargs: dict) -> tuple[Any, RecordedFrame | str | None]:
@@ -294,7 +294,7 @@ class CapturedRegion(RegionRecord):
         result = self.tape.run(function, args, kwargs, start)
         plan, (tape,) = self.tape.plan, tapes
         self.note_kernels(before)
-        had_settled = self.is_checkpoint or self.has_settled(plan)
+        had_settled = self.is_checkpoint or self.has_settled(self.tape.kind, plan)
         if self.is_checkpoint:
             self.count(plan)
         if plan is not None:
@@ -359,6 +359,6 @@ class CapturedRegion(RegionRecord):
         if isinstance(self.state, Refused):
             return self.state.reason
         if self.is_captured or (graphs := self.state.graphs) is None:
-            return _UNLIKE if isinstance(self.state, Taping) and self._frames >= MAX_MISSES else ""
+            return _UNLIKE if isinstance(self.state, (Taping, RecordingNext)) and self._frames >= MAX_MISSES else ""
         last = next((reason for graph in reversed(graphs.all) if (reason := graph.failure(self))), "")
         return graphs.failure or last or graphs.shared.failure or "its backward has not run yet"

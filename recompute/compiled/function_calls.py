@@ -23,7 +23,7 @@ from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
 from recompute.compiled.recording import Departure
 from recompute.engine.cut.layout import Layout
-from recompute.engine.reachable_objects import Walk
+from recompute.engine.reachable_objects import Walk, dict_of
 from recompute.engine.saved_tensors import PackedTensor, pack_through, seen_as, top_hooks, unpack_saved, version_of
 from recompute.engine.tape.functions import FunctionOp, is_seen, make_whole
 from recompute.engine.tape.op_arguments import LISTS, is_plain
@@ -311,7 +311,7 @@ def found_by(op: FunctionOp, args: Iterable[Any], names: frozenset[str] | None =
         if name in names:
             _add(found, name, value)
     for value in objects:
-        spaces = [getattr(value, "__dict__", None) or {}]
+        spaces = [dict_of(value)]
         spaces += [value._buffers, value._parameters] if isinstance(value, nn.Module) else []
         for each in spaces:
             for name in names & each.keys():

@@ -166,6 +166,7 @@ def _tracing(methods: CalledMethods, recording: Recording) -> Iterator[None]:
                 automatic_dynamic_shapes=False,
                 skip_no_tensor_aliasing_guards_on_parameters=False,  # code may ask whether two are one
                 optimize_ddp=False,  # it would cut the graph into DDP's buckets
+                recompile_limit=1000,  # the callers of ``trace`` count their graphs
                 record_runtime_overhead=False,  # else each call tells profilers where its graph begins
                 skip_nnmodule_hook_guards=False,  # modules may get hooks later, or lose some
                 skip_tensor_guards_with_matching_dict_tags=False,  # a parameter may change and stay the same object

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import NamedTuple
 
 from recompute.compiled.generated.switch import Generates
@@ -16,7 +16,8 @@ from recompute.errors import warn
 
 WARMUP_FRAMES = 3
 """A region is captured after so many frames with the same plan; on tensors without values, after two."""
-MAX_PLANS = 8
+MAX_PLANS = 48
+"""The plans that a region knows: two for each graph that it may have."""
 MAX_REPLAYS = 8
 """A region is refused after so many backwards that were not as recorded: each costs another forward."""
 MAX_FAILURES = 3
@@ -67,8 +68,9 @@ class RegionRecord:
             tape.statistics = RegionStatistics(self.statistics.name, regenerated=self.statistics.regenerated)
         self.generates = Generates.EXACT
         """The generated kernels that its code may run in."""
-        self._plans: dict[int, tuple[SavePlan, int]] = {}
-        """The plans that its frames by the tape have had, by their ``id``, and how many frames had each."""
+        self._plans: dict[tuple[int, Hashable], tuple[SavePlan, int]] = {}
+        """The plans that its last frames by the tape have had, and how many frames had each, by the plan's ``id`` and
+        the kind of the call."""
         self._kernel_counts: list[tuple[RegionStatistics, Counts]] = []
         """For each kernel, its own counts in the last frame that was recorded, beside the tape's."""
         self._frame_counts: dict[int, list[tuple[RegionStatistics, Counts]]] = {}
@@ -90,18 +92,19 @@ class RegionRecord:
 
     def note_plan(self, plan: SavePlan) -> None:
         """A frame of the region's own has had this plan."""
-        self._plans[id(plan)] = plan, self._plans.get(id(plan), (plan, 0))[1] + 1
+        key = id(plan), self.tape.kind
+        self._plans[key] = plan, self._plans.pop(key, (plan, 0))[1] + 1
         if len(self._plans) > MAX_PLANS:
             del self._plans[next(iter(self._plans))]
 
     def knows(self, plan: SavePlan) -> bool:
         """Whether the region's own frames have had this plan."""
-        return id(plan) in self._plans
+        return any(known is plan for known, _ in self._plans.values())
 
-    def has_settled(self, plan: SavePlan | None) -> bool:
-        """Whether enough frames have had this plan, or any one plan if ``plan`` is None."""
-        counts = [count for known, count in self._plans.values() if plan is None or known is plan]
-        most = max(counts, default=0)
+    def has_settled(self, kind: Hashable, plan: SavePlan | None = None) -> bool:
+        """Whether enough frames that ran calls of this kind have had this plan, or any one plan if ``plan`` is None."""
+        of_kind = [each for (_, known), each in self._plans.items() if known == kind]
+        most = max((count for known, count in of_kind if plan is None or known is plan), default=0)
         return most >= WARMUP_FRAMES - 1 or (most > 0 and local.is_settling)
 
     def count(self, plan: SavePlan | None) -> None:

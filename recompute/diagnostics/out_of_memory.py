@@ -23,8 +23,9 @@ from recompute.estimation.attention_choice import Platform
 from recompute.estimation.estimate_result import Advice, ModuleActivations, table
 from recompute.estimation.model_and_batch import ModelAndBatch, on_fake_tensors
 from recompute.estimation.model_estimator import ModelEstimator, by_module
-from recompute.estimation.module_tracker import layer_of, pattern_of
+from recompute.estimation.module_tracker import layer_of
 from recompute.estimation.simulation import SimulatedStep
+from recompute.policy.matching import pattern_of
 from recompute.policy.rules import Policy, Rule
 from recompute.profiling.dry_run import nbytes_of
 from recompute.units import humanize

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from recompute.counters import host_seconds
 from recompute.engine.thread_state import in_backward, local
-from recompute.estimation.module_tracker import ModuleTracker, pattern_of, unit_of
+from recompute.estimation.module_tracker import ModuleTracker, unit_of
 from recompute.estimation.storage_tracker import BLOCK_NBYTES, StorageTrace
 from recompute.files import write_file
+from recompute.policy.matching import pattern_of
 from recompute.units import humanize
 
 Phase = Literal["forward", "backward", "regeneration", "compression", "offloading"]

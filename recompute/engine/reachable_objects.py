@@ -7,8 +7,9 @@ import functools
 import itertools
 import sys
 from argparse import Namespace
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -24,6 +25,14 @@ from recompute.engine.rng import GLOBALS, is_random_source
 def base_of(module: nn.Module) -> type[nn.Module]:
     """The class that ``module`` has without a policy, which puts another one in its place."""
     return getattr(type(module), "_recompute_base", type(module))
+
+
+def dict_of(value: Any) -> Any:
+    """The ``__dict__`` of any object; {} if it has none. No ``__getattr__`` is asked, which may raise anything."""
+    try:
+        return object.__getattribute__(value, "__dict__")
+    except Exception:  # a proxy has a property in its place, which may raise anything
+        return {}
 
 
 def taken_apart(value: Any) -> tuple[list[FunctionType], list[Any]]:
@@ -54,7 +63,7 @@ def taken_apart(value: Any) -> tuple[list[FunctionType], list[Any]]:
         else:
             is_function = isinstance(value, FunctionType)
             (functions if is_function else others).append(value)
-            if "__wrapped__" in (own := getattr(value, "__dict__", {})):  # as by functools.cache
+            if "__wrapped__" in (own := dict_of(value)):  # as by functools.cache
                 pending.append(own["__wrapped__"])
     return functions, others
 
@@ -143,12 +152,16 @@ class Walk:
                 values += [each for each in others if each is not value]
             elif not is_foreign(value):
                 for attribute in _named(value, names):
+                    if type(attribute) in _HOLDERS or isinstance(attribute, _PRIMITIVE):
+                        values += (attribute,) if attribute else ()  # a module has eight empty dicts of hooks
+                        continue
                     called, others = taken_apart(attribute)
                     self._functions += [(function, value) for function in called]
                     values += others
 
 
 _PRIMITIVE = (int, float, complex, str, bytes, type(None))
+_HOLDERS = (dict, OrderedDict, list, tuple, set)
 _MANY = 1000  # the rest of a longer container, such as a vocabulary, is left alone
 _FOREIGN = frozenset((*sys.stdlib_module_names, "torch", "numpy", "sympy", "triton", __name__.partition(".")[0]))
 
@@ -180,7 +193,7 @@ def _named(value: Any, names: Iterable[str]) -> Iterator[Any]:
         yield from (*_defined(value, "forward"), *_defined(value, "setup_context"))
     elif not isinstance(value, (type, ModuleType)) and callable(value):
         yield from _defined(type(value), "__call__")
-    own = getattr(value, "__dict__", {})
+    own = dict_of(value)
     children = own.get("_modules", {})
     for name in names:
         if name in own:
@@ -189,7 +202,8 @@ def _named(value: Any, names: Iterable[str]) -> Iterator[Any]:
             yield children[name]
         elif not isinstance(value, (ModuleType, Tensor)):
             for attribute in _defined(value if isinstance(value, type) else type(value), name):
-                yield getattr(value, name, None) if isinstance(attribute, MemberDescriptorType) else attribute
+                with suppress(AttributeError, TypeError):  # a slot is empty, or it is one of a class's instances
+                    yield attribute.__get__(value) if isinstance(attribute, MemberDescriptorType) else attribute
 
 
 def _defined(kind: type, name: str) -> list[Any]:

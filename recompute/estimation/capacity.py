@@ -70,7 +70,6 @@ def fit(
     device: tuple[str, int],
     batch_size: int,
     seq_len: int,
-    progress: Callable[[str, int, int], None],
 ) -> Fit:
     """Search for the largest batch and the longest sequence that fit.
 
@@ -83,7 +82,6 @@ def fit(
 
     def peak(batch: int, length: int) -> int:
         if (batch, length) not in known:
-            progress(f"estimating batch {batch:,} at sequence {length:,}", 0, 0)
             known[batch, length] = peak_nbytes(batch, length)
         return known[batch, length]
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from recompute.estimation.capacity import Fit, fit
-from recompute.estimation.check_paths import check_source
+from recompute.estimation.check_paths import check_source, names_factory
 from recompute.estimation.estimate import estimate
 from recompute.estimation.estimate_options import EstimateOptions
 from recompute.estimation.estimate_result import Estimate
@@ -54,10 +54,14 @@ def estimate_as_asked(
     gpu = device[0] if device is not None and device[0] in GPUS else None
     estimated: Any = partial(estimate, model, policy=rules, gpu=gpu, **options._asdict())
 
-    def peak_nbytes(size: int, length: int) -> int:
-        return int(estimated(batch_size=size, seq_len=length, advise=False).most_bytes)
-
     found = estimated(batch_size=batch_size, seq_len=seq_len)
     if device is None:
         return EstimateAnswer(found)
-    return EstimateAnswer(found, fit(peak_nbytes, device, batch_size, seq_len, progress))
+
+    def peak_nbytes(size: int, length: int) -> int:
+        if names_factory(model) or (size, length) == (batch_size, seq_len):  # a factory's batch is its own
+            return found.most_bytes
+        progress(f"estimating batch {size:,} at sequence {length:,}", 0, 0)
+        return int(estimated(batch_size=size, seq_len=length, advise=False).most_bytes)
+
+    return EstimateAnswer(found, fit(peak_nbytes, device, batch_size, seq_len))

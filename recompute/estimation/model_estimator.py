@@ -28,7 +28,7 @@ from recompute.estimation.fake_tensors import shapes_chosen_in_turn
 from recompute.estimation.layer_extrapolation import Growth, extrapolated_step
 from recompute.estimation.layer_stacks import find_stacks
 from recompute.estimation.model_and_batch import ModelAndBatch
-from recompute.estimation.module_tracker import LOSS, layer_of, parameter_shapes, pattern_of, unit_of
+from recompute.estimation.module_tracker import LOSS, layer_of, parameter_shapes, unit_of
 from recompute.estimation.optimizer_step import OptimizerStep, simulate_by_shape
 from recompute.estimation.simulation import SimulatedStep, Surroundings, run_step, simulate
 from recompute.estimation.static_memory import (
@@ -43,6 +43,7 @@ from recompute.estimation.static_memory import (
 from recompute.estimation.storage_tracker import OpClock
 from recompute.estimation.workspaces import cublas_nbytes
 from recompute.policy.loading import load_policy
+from recompute.policy.matching import pattern_of
 from recompute.policy.rules import Policy, Rule
 
 OPTIMIZER_STEP = "optimizer step"

@@ -103,11 +103,6 @@ def layer_of(path: str) -> str:
     return unit if unit.split(".")[-1].isdigit() else ""
 
 
-def pattern_of(path: str) -> str:
-    """The path with "*" for numbers, which modules of equal layers share: "model.layers.*.mlp"."""
-    return ".".join("*" if part.isdigit() else part for part in path.split("."))
-
-
 def parameter_shapes(model: nn.Module) -> list[ParameterShape]:
     """The shape of each parameter, with its layer. A shared parameter is listed once."""
     seen: dict[Tensor, ParameterShape] = {}

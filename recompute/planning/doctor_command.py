@@ -10,12 +10,12 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from recompute.errors import EstimateError, ModelError
-from recompute.estimation.check_paths import check_source
+from recompute.estimation.check_paths import check_source, names_factory
 from recompute.estimation.estimate import estimator_of
 from recompute.estimation.estimate_options import EstimateOptions
 from recompute.estimation.estimate_result import Estimate, table
 from recompute.estimation.gpus import GPUS, Gpu, find_gpu, read_size
-from recompute.planning.longest_sequences import SequencesThatFit, longest_sequences
+from recompute.planning.longest_sequences import NO_LENGTH, SequencesThatFit, longest_sequences
 from recompute.policy.loading import load_policy
 from recompute.policy.rules import Policy
 from recompute.units import humanize
@@ -185,6 +185,8 @@ def diagnose(
     check_source(model)
     if host is not None and not longest:
         raise EstimateError("--host has an effect only with --longest. Pass both, or neither")
+    if longest and names_factory(model):
+        raise ModelError(NO_LENGTH)
     progress("loading torch and transformers", 0, 0)
     from recompute.profiling.roofline import op_seconds  # which imports torch
 

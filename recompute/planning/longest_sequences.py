@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 LENGTHS = (65536, 131072)
 """The lengths of the two estimates: whole tiles of ``long``, and so many that no tile is a step's peak."""
 _STEP = 256
+NO_LENGTH = "--longest: the peak of this model does not depend on --seq-len; expected a model of tokens"
 _AGAIN = "long, attention again"
 
 
@@ -134,7 +135,7 @@ def _longest(
     limits = [(*ends, rooms[0]) for ends in moments.values()] + [(few.host_bytes, many.host_bytes, rooms[1])]
     longest = [start + (room - low) * (stop - start) / (high - low) for low, high, room in limits if high > low]
     if not longest:
-        raise ModelError("--longest: the peak of this model does not depend on --seq-len; expected a model of tokens")
+        raise ModelError(NO_LENGTH)
     length = max(0, int(min(longest))) // _STEP * _STEP
     square = (many_seconds / stop - few_seconds / start) / (stop - start)
     seconds = length * (few_seconds / start + square * (length - start))

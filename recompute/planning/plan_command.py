@@ -18,6 +18,7 @@ from recompute.files import check_new, check_writable
 from recompute.planning.make_plan import check_request, plan
 from recompute.planning.plan import Plan, frontier_table
 from recompute.profiling.cost_table import Profile
+from recompute.units import parse_budget
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +120,10 @@ class PlanRequest:
                 shared: dict[str, Any] = {"device": self.gpu, "sharding": self.sharding, "devices": self.devices}
                 table = profile(network, batch, **shared, **training)
         else:
-            network, batch = build(self.model, **build_options(device=self.device, **sizes))
+            options = build_options(device=self.device, **sizes)
+            if table is None and options["device"].type == "cpu":
+                parse_budget(self.budget)  # a share of no device is told before anything is measured
+            network, batch = build(self.model, **options)
             table = table or profile(network, batch, **training)
         if self.save_profile is not None:
             table.save(self.save_profile)

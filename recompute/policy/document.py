@@ -144,11 +144,16 @@ def raises_policy_error(model_class: type[Model]) -> type[Model]:
     construct = model_class.__init__
 
     @functools.wraps(construct)
-    def __init__(self: BaseModel, **values: Any) -> None:
+    def __init__(self: BaseModel, *unnamed: Any, **values: Any) -> None:
+        name = model_class.__name__
+        if unnamed:
+            keys = ", ".join(f"{key}=" for key in [*model_class.model_fields][:4])
+            found = f"found {show(unnamed[0])} without one. Write its keyword before it"
+            raise PolicyError(f"{name}: expected values with keywords, such as {keys}; {found}")
         try:
             construct(self, **values)
         except ValidationError as error:
-            raise PolicyError(_report(error, model_class, values, model_class.__name__, None)) from None
+            raise PolicyError(_report(error, model_class, values, name, None)) from None
 
     model_class.__init__ = __init__  # type: ignore[method-assign, assignment]
     return model_class

@@ -99,6 +99,15 @@ class _Selector:
         return any(span.selects(module.layer, module.layer_count) for span in self._rule.layers)
 
 
+def pattern_of(path: str) -> str:
+    """The path with "*" for numbers, which modules of equal layers share: "model.layers.*.mlp". A class may follow it.
+
+    >>> pattern_of("wav2vec2.layers.0.mlp (Wav2Vec2MLP)")
+    'wav2vec2.layers.*.mlp (Wav2Vec2MLP)'
+    """
+    return re.sub(r"(?<![^.])[0-9]+(?![^. ])", "*", path)
+
+
 def _matches(pattern: re.Pattern[str] | None, name: str) -> bool:
     return pattern is not None and pattern.fullmatch(f"{name}." if name else "") is not None
 
@@ -125,7 +134,7 @@ def _why_unmatched(rule: Rule, modules: Sequence[ModuleEntry], assignment: Mappi
     if not by_path:
         first: dict[str, str] = {}  # the first of paths that differ in numbers only, as layers' do
         for module in modules:
-            first.setdefault(re.sub(r"\d+", "0", module.path), module.path)
+            first.setdefault(pattern_of(module.path), module.path)
         return f"match {_quoted(rule.match)} is the path of no module{_nearest(rule.match, first.values())}"
     if not any(map(selector.has_type, modules)):
         if rule.type == (BLOCK,):

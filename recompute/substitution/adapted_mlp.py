@@ -57,16 +57,17 @@ class _InTiles(torch.autograd.Function):
 
 @dataclass
 class AdaptedMLPRunner(KernelRunner):
+    drops: bool
+    """Whether its adapters draw random numbers where they train."""
     has_mlp = True
 
     def _what(self) -> str:
-        tokens = "all" if self.tile is None else f"{self.tile:,}"
-        return f"an MLP with adapters, {tokens} tokens at a time unless these drop"
+        told = "all tokens at once, as its adapters drop" if self.drops else f"{self.tile:,} tokens at a time"
+        return f"an MLP with adapters, {told}"
 
     def run_kernel(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         tile, parameters = self.tile, [each for each in module.parameters() if each.requires_grad]
-        drops = any(isinstance(each, nn.Dropout) and each.training and each.p for each in module.modules())
-        if tile is None or drops or torch.compiler.is_compiling():
+        if tile is None or drops(module) or torch.compiler.is_compiling():
             return forward(*args, **kwargs)  # tiles would draw other random numbers than all tokens at once
 
         def in_tiles(x: Tensor) -> Tensor:
@@ -76,6 +77,12 @@ class AdaptedMLPRunner(KernelRunner):
         shapes = tuple([(each.shape, each.dtype, each.requires_grad) for each in module.parameters()])
         kind = base_of(module), tile, tuple(map(type, module.modules())), shapes
         return self.compute(kind, only_argument(args, kwargs), parameters, in_tiles, forward)
+
+
+def drops(module: nn.Module, *, is_training: bool = False) -> bool:
+    """Whether a Dropout in ``module`` draws random numbers now, or, if ``is_training``, where it trains."""
+    dropouts = (each for each in module.modules() if isinstance(each, nn.Dropout))
+    return any(each.p > 0 and (each.training or is_training) for each in dropouts)
 
 
 def is_adapted_mlp(module: nn.Module) -> bool:

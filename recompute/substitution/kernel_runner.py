@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from recompute.engine.reachable_objects import base_of
 from recompute.engine.region_statistics import RegionStatistics
 from recompute.engine.thread_state import local
 from recompute.errors import warn
+from recompute.policy.matching import pattern_of
 from recompute.substitution.held_memory import Compute, HeldMemoryCounter
 from recompute.substitution.lazy_tensors import values_of
 
@@ -96,7 +96,7 @@ class KernelRunner(Runner, ABC):
         """Run without kernels, since none of them knows how a DTensor is laid out over the ranks."""
         if self.fallback is not None:
             return self.fallback.run(module, forward, args, kwargs)
-        name = re.sub("[0-9]+", "*", self.statistics.name)  # one warning for all layers
+        name = pattern_of(self.statistics.name)  # one warning for all layers
         warn(f"{name} gets DTensors, which no kernel takes, so the module itself runs.")
         return forward(*args, **kwargs)
 

@@ -10,7 +10,7 @@ from torch import nn
 from recompute.compiled.generated.switch import is_generating
 from recompute.engine.region_statistics import RegionStatistics
 from recompute.policy.meaning import Kernels, Meaning
-from recompute.substitution.adapted_mlp import AdaptedMLPRunner, is_adapted_mlp
+from recompute.substitution.adapted_mlp import AdaptedMLPRunner, drops, is_adapted_mlp
 from recompute.substitution.feed_forward import KernelMLPRunner, find_kernel_mlp
 from recompute.substitution.formulas import is_decorated
 from recompute.substitution.head import KernelHeadRunner, is_head
@@ -57,12 +57,14 @@ def _find(
 ) -> KernelRunner | None:
     """written_out: whether it may be what a module writes out in several ops, such as an MLP, and not only a norm that
     is one op of torch's. An MLP that runs over some tokens at a time always may."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return None  # nothing runs in place of its code
     fallback = PlainRunner(statistics) if meaning.kernels is Kernels.ON_CUDA else None
     found: KernelRunner | None = None
     if (written_out or meaning.tile is not None) and (mlp := find_kernel_mlp(module)) is not None:
         found = KernelMLPRunner(statistics, fallback, mlp)
     elif meaning.tile is not None and is_adapted_mlp(module):
-        found = AdaptedMLPRunner(statistics, fallback)
+        found = AdaptedMLPRunner(statistics, fallback, drops(module, is_training=True))
     elif not any(module.children()) and (norm := find_norm(module, written_out=written_out)) is not None:
         found = KernelNormRunner(statistics, fallback, norm)
     if found is not None:

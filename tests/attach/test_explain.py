@@ -235,6 +235,14 @@ def test_modules_treated_alike_share_a_table_and_others_have_their_own():
     assert titles == [f"{layers}, each of 2", layers, "norm (TinyRMSNorm)"]
 
 
+def test_a_number_in_a_name_is_part_of_the_name():
+    """Only a whole part of a path is an index, so ``wav2vec2`` and ``conv1`` are told as they are called."""
+    model = nn.ModuleDict({"wav2vec2": decoder(), "conv1": nn.Tanh(), "conv2": nn.Tanh()})
+    text = recompute.apply(model, rules(rule("TinyDecoderLayer"), rule("Tanh"))).explain()
+    told = [line.split()[0] for line in text.splitlines()]
+    assert {"wav2vec2.layers.*", "conv1", "conv2"} <= set(told)
+
+
 def test_a_checkpoint_without_exceptions_has_no_table():
     _, handle = trained(rules(rule("TinyMLP"), rule("TinyRMSNorm", "recompute", via="hook")))
     assert all("TinyRMSNorm" in title for title in tables(handle.explain(wide=True)))

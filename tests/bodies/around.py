@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bodies.memory import SAVED, saving
+from bodies.modules import Strict
 from recompute.engine import numerics
 from recompute.engine.numerics import default_dtype
 
@@ -294,6 +295,7 @@ def _variable_of_a_closure():
 VARIABLE = contextvars.ContextVar("scale", default=1.0)
 LOCAL, OBJECT = threading.local(), Settings()
 SEALED = type("Sealed", (Settings,), {"in_a_slot": property(Settings.in_a_slot.__get__)})()
+STRICT = Strict(1.0)
 NUMBER, ENTRIES, ITEMS, NESTED = 1.0, {"scale": 1.0}, [1.0], {"inside": [1.0]}
 CELL, PUT_IN_CELL = _variable_of_a_closure()
 ARRAY = np.ones(())
@@ -312,6 +314,7 @@ PLACES = {
     "attribute by a constant name": lambda: getattr(OBJECT, "scale"),  # noqa: B009
     "attribute in a slot": lambda: OBJECT.in_a_slot,
     "slot behind a property": lambda: SEALED.in_a_slot,
+    "slot of what raises for other names": lambda: STRICT.rows,
     "attribute of a class": lambda: Settings.of_the_class,
     "attribute of a class by an instance": lambda: OBJECT.of_the_class,
 }
@@ -320,7 +323,7 @@ PLACES = {
 def put(value):
     global NUMBER
     NUMBER = ENTRIES["scale"] = ITEMS[0] = NESTED["inside"][0] = ARRAY[()] = value
-    LOCAL.scale = OBJECT.scale = OBJECT.in_a_slot = Settings.of_the_class = value
+    STRICT.rows = LOCAL.scale = OBJECT.scale = OBJECT.in_a_slot = Settings.of_the_class = value
     Settings.in_a_slot.__set__(SEALED, value)
     os.environ["RECOMPUTE_TESTS_SCALE"] = str(value)
     VARIABLE.set(value)

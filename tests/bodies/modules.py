@@ -56,6 +56,19 @@ class Slots:
 Rows, Table, Named = type("Rows", (list,), {}), type("Table", (dict,), {}), namedtuple("Named", "rows")
 
 
+class Strict:
+    __slots__ = ("rows", "unset")
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __getattr__(self, name):
+        raise RuntimeError(f"there is no {name}")
+
+    def __str__(self):
+        return str(self.rows)
+
+
 CONTAINERS = {
     "list": (list, lambda value: value.append(0)),
     "dict": (dict, lambda value: value.update({len(value): 0})),
@@ -74,6 +87,7 @@ CONTAINERS = {
     "named tuple of a list": (lambda: Named([]), lambda value: value.rows.append(0)),
     "tuple of lists": (lambda: ([],), lambda value: value[0].append(0)),
     "dataclass in slots": (lambda: Slots([]), lambda value: value.rows.append(0)),
+    "slots that raise for other names": (lambda: Strict([]), lambda value: value.rows.append(0)),
     "namespace": (lambda: SimpleNamespace(rows=0), lambda value: setattr(value, "rows", 10 * value.rows + 1)),
     "array": (lambda: np.ones(2, int), lambda value: np.multiply(value, 10, out=value)),
     "array of Python's": (lambda: array("q", [1]), lambda value: value.append(0)),

@@ -305,11 +305,17 @@ def test_a_rule_inside_of_a_region_is_followed_in_each_step(inside):
     assert "stay on the tape: modules inside of it have their own rules" in twins.handle.explain(wide=True)
 
 
-@pytest.mark.parametrize(("most", "told"), [(7, "2 of 2 run as captured code"), (999, "too few of its forwards")])
-def test_lengths_that_take_turns_at_random_are_captured_if_they_come_again(most, told):
-    twins, turns = Twins(Layers(), rule("layers.*")), random.Random(3)
-    for _ in range(60):
+@pytest.mark.parametrize(
+    ("most", "steps", "by_tape", "told"),
+    [(9, 120, 0, "2 of 2 run as captured code"), (999, 60, 40, "too few of its forwards")],
+)
+def test_lengths_that_take_turns_at_random_are_captured_if_they_come_again(most, steps, by_tape, told):
+    """by_tape: of the last 40 calls, two a step."""
+    twins, turns, frames = Twins(Layers(), rule("layers.*")), random.Random(3), []
+    for _ in range(steps):
         twins.step(train(torch.randn(turns.randint(2, most), SIZE)))
+        frames.append(sum(region._frames for region in twins.regions))
+    assert frames[-1] - frames[-21] == by_tape
     assert told in twins.handle.explain(wide=True)
 
 

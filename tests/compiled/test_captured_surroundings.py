@@ -26,7 +26,7 @@ from torch.autograd import grad
 from torch.nn import functional as F
 
 from recompute.compiled.captured_function import CapturedFrame
-from recompute.compiled.captured_region import MAX_SHARED_GRAPHS
+from recompute.compiled.captured_region import MAX_GRAPHS
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +154,7 @@ def test_a_layer_whose_gradient_has_other_strides_than_those_of_its_like_gets_co
         CapturedFrame, "_replay", lambda self, *given: runs.append(self.statistics.name) or replay(self, *given)
     )
     layers = [affine()]
-    layers += [copy.deepcopy(layers[0]) for _ in range(MAX_SHARED_GRAPHS)]
+    layers += [copy.deepcopy(layers[0]) for _ in range(MAX_GRAPHS)]
     twins = Twins(Around(nn.Sequential(*layers)), rule("inside.*"))
     steps_of(twins, transposed, 16)
     assert twins.is_captured

@@ -13,7 +13,7 @@ PEAKS = {
 
 
 def fitted(peak, capacity, batch_size=1):
-    return fit(peak, ("a device", capacity), batch_size, 512, lambda what, done, total: None)
+    return fit(peak, ("a device", capacity), batch_size, 512)
 
 
 @pytest.mark.parametrize("shape", PEAKS)

@@ -1,5 +1,6 @@
 """`recompute estimate`: of a configuration, without its weights."""
 
+import importlib
 import json
 import re
 
@@ -68,6 +69,17 @@ def test_the_exit_code_says_whether_it_fits(config):
     assert fit["fits"] is False
     assert fit["largest_batch"] == fit["longest_sequence"] == 0
     assert fit["peak_nbytes"] > fit["capacity_nbytes"] == 64 << 20
+
+
+def test_a_factory_is_called_once_as_its_batch_is_its_own(tmp_path, monkeypatch):
+    made = "import torch\nmade = []\ndef make():\n    made.append(torch.nn.Linear(8, 8))\n"
+    made += "    return made[0], torch.ones(4, 8)\n"
+    (tmp_path / "own_batch.py").write_text(made, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    code, output = printed("--model", "own_batch:make", "--gpu", "h100")
+    assert code == 0, output
+    assert "The model brings its own batch" in output
+    assert len(importlib.import_module("own_batch").made) == 1
 
 
 @pytest.mark.parametrize(

@@ -237,6 +237,7 @@ def test_the_exit_code_says_whether_it_fits(card, memory, code, config, monkeypa
         (("--gpu", "h200", "--optimizer", "adamwfused"), "recompute: optimizer: expected one of adamw, "),
         (("--gpu", "h200", "--host", "1GiB"), "--host has an effect only with --longest"),
         (("--gpu", "h200", "--longest", "--host", "1GiBs"), "--host: expected something like 128GiB; found '1GiBs'"),
+        (("--gpu", "h200", "--longest", "--model", "own:make"), "the peak of this model does not depend on --seq-len"),
         (("--gpu", "h200", "--base", "nf4"), "base 'nf4' has an effect only with adapters"),
         (("--gpu", "h200", "--model", "gone.json"), "gone.json: there is no such file"),
         *([] if torch.cuda.is_available() else [((), "this machine has no CUDA device. Name one")]),

@@ -167,6 +167,13 @@ def test_the_whole_in_python(tiny):
     assert recompute.verify(model, batch, policy=found.policy).bitwise
 
 
+def test_a_share_of_no_device_is_told_before_anything_is_measured(tiny):
+    code, printed, told = run("--model", tiny, *SMALL, "--budget", "90%")
+    assert (code, printed) == (2, "")
+    assert "the capacity of the device is not known" in told
+    assert "ways to run the regions" not in told
+
+
 @pytest.mark.slow
 def test_a_plan_for_a_gpu_that_is_not_here(tiny):
     code, printed, told = run("--model", tiny, "--seq-len", 64, "--budget", "50%", "--gpu", "H200", "--json")

@@ -17,9 +17,9 @@ from recompute.policy.loading import load_policy
 from recompute.policy.rules import FAMILIES, PRICE, REPEATABLE, LayerSpan, Policy, Rule, is_op_name, is_tensor_name
 
 
-def refusal_of(make, /, **values):
+def refusal_of(make, /, *unnamed, **values):
     with pytest.raises(PolicyError) as caught:
-        make(**values)
+        make(*unnamed, **values)
     return str(caught.value)
 
 
@@ -344,6 +344,10 @@ def test_what_a_rule_needs_is_asked_for():
     assert refusal_of(Rule, match="a") == "Rule: action: this key is required, and missing"
     assert refusal_of(Rule, action="keep") == (
         "Rule: expected at least one of match, type and layers; found {'action': 'keep'}"
+    )
+    assert refusal_of(Rule, "block", action="keep") == (
+        "Rule: expected values with keywords, such as match=, type=, layers=, action=; found 'block' without one. "
+        "Write its keyword before it"
     )
 
 

@@ -50,19 +50,20 @@ def test_explain_says_what_kernels_are_told(family, settings, note):
         assert f"kernel: {note}" in handle.explain(wide=True)
 
 
-def adapted(dropout=0.0):
-    config = LoraConfig(r=4, lora_dropout=dropout, target_modules="all-linear")
+def adapted(dropout=0.0, **more):
+    config = LoraConfig(r=4, lora_dropout=dropout, target_modules="all-linear", **more)
     return get_peft_model(make("llama"), config)
 
 
 @pytest.mark.parametrize("dropout", [*slow(0.0), 0.1])
 def test_mlps_with_adapters_compute_the_same_in_tiles(dropout):
-    """Adapters that drop run on all tokens at once: tiles would draw other numbers."""
+    """Adapters that drop run on all tokens at once, and are captured: tiles would draw other numbers."""
     model = adapted(dropout)
     found = recompute.verify(model, batch_of("llama", length=64, size=2), policy=rules(**LONG))
     assert found.relative_error < 1e-5
+    told = "all tokens at once, as its adapters drop" if dropout else "32 tokens at a time"
     with recompute.apply(model, rules(**LONG)) as handle:
-        assert "an MLP with adapters, 32 tokens at a time" in handle.explain(wide=True)
+        assert f"an MLP with adapters, {told}" in handle.explain(wide=True)
 
 
 def test_a_model_with_adapters_dies_after_it_ran_in_tiles():
@@ -90,15 +91,27 @@ def test_tiles_hold_less_and_their_peak_is_lower(make):
     assert tiled.peak_bytes < whole.peak_bytes
 
 
+CAPTURED, FINDS_NONE = f"{LAYERS} of {LAYERS} run as captured code", "this rule finds no MLP to run in tiles"
+
+
 @pytest.mark.parametrize(
-    ("make", "captured"), [(lambda: make("llama"), True), (adapted, False)], ids=["plain", "adapted"]
+    ("make", "told", "not_told"),
+    [
+        (lambda: make("llama"), CAPTURED, FINDS_NONE),
+        (adapted, "stay on the tape: no graph has the call that runs an MLP with adapters in tiles", FINDS_NONE),
+        *slow((lambda: adapted(0.1), CAPTURED, FINDS_NONE)),
+        (lambda: adapted(use_dora=True), FINDS_NONE, "tokens at a time"),
+    ],
+    ids=["plain", "adapted", "adapted and dropping", "adapted by columns"],
 )
-def test_layers_in_tiles_go_on_as_captured_code_but_for_those_with_adapters(make, captured):
+def test_layers_in_tiles_go_on_as_captured_code_or_explain_says_why_not(make, told, not_told):
     model, batch = make(), batch_of("llama", length=64, size=2)
     with recompute.apply(model, rules(**LONG)) as handle:
         for _ in range(12):
             model(**batch).loss.backward()
-        assert (f"{LAYERS} of {LAYERS} run as captured code" in handle.explain()) is captured
+        text = handle.explain(wide=True)
+    assert told in text
+    assert not_told not in text
 
 
 @pytest.mark.parametrize(("settings", "held"), [*slow((TILES, 0)), (CODES, 1 + 4 / 128)], ids=["tiles", "codes"])

@@ -85,7 +85,7 @@ class _HeldObject(Copier):
         """others: the random generators in ``value`` are added to it."""
         super().__init__(OBJECT)
         # Weakly, because forward puts tensors into a cache whose graph this is a part of (invariant 8).
-        self.value = weakref.ref(value) if hasattr(value, "__weakref__") else lambda: None
+        self.value = weakref.ref(value) if type(value).__weakrefoffset__ else lambda: None
         self._others, self._versions = others, list[tuple[Tensor, int]]()
         self.before = self.copy(value)
         del self._made

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import SUPPORTED_NODES
 
 from recompute.engine.cut.save_plan import LARGEST_COPY
+from recompute.engine.reachable_objects import dict_of
 from recompute.engine.rng import GENERATORS
 from recompute.engine.saved_tensors import version_of
 
@@ -77,7 +78,7 @@ class Contents(NamedTuple):
         for slot in self.slots:
             with suppress(AttributeError):  # it is empty
                 yield _put_in_slot, slot, slot.__get__(value)
-        own = getattr(value, "__dict__", ())
+        own = dict_of(value)
         if own is value:  # a dict whose items are its attributes
             yield object.__setattr__, "__dict__", value
         else:

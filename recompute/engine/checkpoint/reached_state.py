@@ -27,7 +27,7 @@ from recompute.engine.checkpoint.module_state import TORCHS_OWN, LearnedBuffers,
 from recompute.engine.cut.ops import EFFECT, facts
 from recompute.engine.cut.reviewed_ops import is_effect_registered
 from recompute.engine.modes import SeesAllOps
-from recompute.engine.reachable_objects import Walk, is_foreign
+from recompute.engine.reachable_objects import Walk, dict_of, is_foreign
 from recompute.engine.rng import RngState, is_random_source
 from recompute.engine.tape.autocast import run_as_called
 from recompute.engine.tape.op_arguments import generators_of
@@ -119,7 +119,7 @@ class Places:
             if isinstance(value, threading.local):
                 places.append((None, value))
             elif id(value) not in known and not is_foreign(value):
-                space = getattr(value, "__dict__", None)
+                space = dict_of(value)
                 if type(space) is dict:
                     found_or_made = (space.keys() | walk.assigned) - TORCHS_OWN - _SUMS
                     entries |= {(id(space), n): (space, n) for n in walk.names & found_or_made}

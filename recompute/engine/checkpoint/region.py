@@ -11,7 +11,6 @@ outputs and runs all other ops again.
 from __future__ import annotations
 
 import contextvars
-import re
 import weakref
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -55,6 +54,7 @@ from recompute.engine.tape.recorder import TapeRegion
 from recompute.engine.thread_state import alive, is_fake
 from recompute.engine.wrapper_tensors import inner_tensors, nbytes_held
 from recompute.errors import RegenerationError, warn
+from recompute.policy.matching import pattern_of
 
 StateHook = tuple[Callable[[], Any], Callable[[Any], AbstractContextManager[Any]]]
 """For state that nothing here sees: forward calls the first to note it; inside of the second it is in force again."""
@@ -248,7 +248,7 @@ class CheckpointFrame(Scope, Recipe):
         self.statistics.eager_nbytes += nbytes
         self._state.unlearn()
         if changed is not None:
-            name = re.sub("[0-9]+", "*", self.statistics.name)  # one warning for all layers
+            name = pattern_of(self.statistics.name)  # one warning for all layers
             warn(f"{name} cannot run again as it did, so nothing is dropped there: {changed}.")
         del self._inputs, self._state, self._places, self._then, self._context, self._function, self._expected
 

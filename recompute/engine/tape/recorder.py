@@ -84,6 +84,8 @@ class TapeRegion:
         self.mode = mode
         self.plan: SavePlan | None = None
         """The last frame's. The next frame follows it as far as it can."""
+        self.kind: Hashable = None
+        """The kind of the last frame's call."""
 
     def run(
         self,
@@ -104,10 +106,10 @@ class TapeRegion:
             with _nested_region(around, self.op_policy):
                 return function(*args, **kwargs)
         expose_arrays((*args, *kwargs.values()))
-        tape = (start or Tape)(self, kinds_of(function, args, kwargs))
+        tape = (start or Tape)(self, kind := kinds_of(function, args, kwargs))
         with tape, self.mode():
             result = function(*args, **kwargs)
-        self.plan = tape.finish(result)
+        self.plan, self.kind = tape.finish(result), kind
         return result
 
 
