@@ -10,8 +10,8 @@ from norm_tables import HIDDEN, LAYER_NORMS, MISSES, NORMS, made, norm_of
 from tiers import by_default, one_in, slow
 from tiny import TinyDecoder, TinyRMSNorm, assert_same, counted_ops, gradients, rule, rules, token_ids
 from torch import nn
-from torch.nested import nested_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nested import nested_tensor
 
 import recompute
 from recompute.estimation.cuda_semantics import as_on_cuda
