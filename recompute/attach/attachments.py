@@ -7,6 +7,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
@@ -88,10 +89,13 @@ def attach(attachments: list[Attachment]) -> None:
             )
         # A forward that another library has put on the model itself may stay if the model is under no rule.
         is_bare_root = not attachment.path and isinstance(runner, RootRunner) and runner.inner is None
+        if vars(module).get("forward") == MethodType(type(module).forward, module):
+            del module.__dict__["forward"]  # its class's own, which removers of hooks leave there
         if "forward" in vars(module) and not is_bare_root:
             raise UnsupportedError(
                 f"{_name(attachment.path, module)} has a forward that was set on the instance, where a policy cannot "
-                "reach it. Apply the policy first, and replace forward afterwards."
+                "reach it. Apply the policy first, and replace forward afterwards. A device_map's hooks: "
+                "remove_hook_from_submodules(model), apply, dispatch_model(model, model.hf_device_map)."
             )
     with ExitStack() as undo:
         for attachment, module in living:

@@ -170,6 +170,7 @@ def _tracing(methods: CalledMethods, recording: Recording) -> Iterator[None]:
                 record_runtime_overhead=False,  # else each call tells profilers where its graph begins
                 skip_nnmodule_hook_guards=False,  # modules may get hooks later, or lose some
                 skip_tensor_guards_with_matching_dict_tags=False,  # a parameter may change and stay the same object
+                invalidate_compile_context_weakrefs=True,  # ``model.to`` swaps no parameter that has weak references
             ),
             warnings.catch_warnings(),
         ):

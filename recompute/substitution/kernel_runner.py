@@ -73,8 +73,8 @@ class KernelRunner(Runner, ABC):
 
     def run_training(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
         for value in (*args, *kwargs.values()):
-            if isinstance(value, Tensor) and has_layout(value):
-                return self._run_on_dtensors(module, forward, args, kwargs)
+            if isinstance(value, Tensor) and (has_layout(value) or value.is_nested):
+                return self._run_without(module, forward, args, kwargs)
         self.statistics.dropped_outputs = []
         return self.run_kernel(module, forward, args, kwargs)
 
@@ -92,12 +92,12 @@ class KernelRunner(Runner, ABC):
             return self.run_training(module, forward, args, kwargs)  # training and inference compute the same
         return self.run_kernel(module, forward, args, kwargs)
 
-    def _run_on_dtensors(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        """Run without kernels, since none of them knows how a DTensor is laid out over the ranks."""
+    def _run_without(self, module: nn.Module, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        """Run without kernels: none knows how a DTensor is laid out over ranks, or a nested tensor over rows."""
         if self.fallback is not None:
             return self.fallback.run(module, forward, args, kwargs)
         name = pattern_of(self.statistics.name)  # one warning for all layers
-        warn(f"{name} gets DTensors, which no kernel takes, so the module itself runs.")
+        warn(f"{name} gets DTensors or nested tensors, which no kernel takes, so the module itself runs.")
         return forward(*args, **kwargs)
 
     def is_where_kernels_are(self, args: tuple, kwargs: dict) -> bool:

@@ -104,3 +104,13 @@ def test_one_that_a_rule_names_is_refused(which):
     as_a_function(model.get_submodule(which))
     with pytest.raises(UnsupportedError, match="has a forward that was set on the instance"):
         recompute.apply(model, rules(rule(["TinyDecoder", "Linear"])))
+
+
+def test_the_classs_own_forward_on_the_instance_is_no_replacement():
+    """As it is where accelerate's hooks were removed."""
+    model, plain = decoder(), decoder()
+    for module in model.modules():
+        module.forward = module.forward
+    with recompute.apply(model, "elementwise"):
+        assert held(model) < held(plain)
+        assert_same(train(model), train(plain))

@@ -111,6 +111,15 @@ def test_other_codes_are_seen():
     assert not torch.equal(before, pair.step())
 
 
+def test_a_captured_model_goes_to_another_dtype():
+    """torch swaps such weights then, and none that has weak references."""
+    pair = Pair("Int8WeightOnlyConfig")
+    for module in (pair.plain, pair.under):
+        module.bfloat16()
+    pair.x = pair.x.bfloat16()
+    assert pair.step().dtype is torch.bfloat16
+
+
 def test_scales_that_change_before_backward_are_refused():
     pair = Pair("Int8WeightOnlyConfig")
     loss = pair.under(pair.x).square().sum()

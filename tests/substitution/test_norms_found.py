@@ -11,6 +11,7 @@ from tiers import by_default, one_in, slow
 from tiny import TinyDecoder, TinyRMSNorm, assert_same, counted_ops, gradients, rule, rules, token_ids
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nested import nested_tensor
 
 import recompute
 from recompute.estimation.cuda_semantics import as_on_cuda
@@ -200,6 +201,13 @@ def test_parameters_of_another_dtype_are_the_modules_own_business():
     assert_same(found, gradients(module, x))
     with pytest.raises(RuntimeError, match="mixed dtype"):
         stood_in(module.bfloat16())(x.float())
+
+
+def test_a_nested_tensor_is_the_modules_own_business():
+    module, rows = nn.LayerNorm(HIDDEN), [torch.randn(count, HIDDEN) for count in (3, 5)]
+    with pytest.warns(UserWarning, match="gets DTensors or nested tensors, which no kernel takes"):
+        found = stood_in(module)(nested_tensor(rows, layout=torch.jagged))
+    assert_same(list(found.unbind()), [module(each) for each in rows])
 
 
 def test_a_weight_for_each_head_is_broadcast_by_the_module():
