@@ -11,7 +11,7 @@ import transformers
 from corpus import counting
 from layer_testing import CHANGES, TAPES, WAYS, gradients, outcome, policy, run_in
 from models import BATCH, HIDDEN, INTERMEDIATE, LENGTH, SHAPE, held
-from tiers import by_default, slow
+from tiers import by_default
 from tiny import assert_same, counted_ops
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -287,19 +287,6 @@ def test_autocast_casts_as_it_does_without_a_policy():
         return torch.stack([(one.double() - other).norm() / other.norm() for one, other in pairs]).mean().item()
 
     assert 1e-3 < error(found) <= 1.1 * error(without)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["alone", "on a tape"])
-@pytest.mark.parametrize("name", ["llama", *slow("Olmo")])
-def test_a_layer_compiles_with_kernels_in_its_place(name, way):
-    model, plain = make(name), make(name)
-    recompute.apply(model, policy(**WAYS[way]))
-    hidden = torch.randn(BATCH, LENGTH, HIDDEN)
-    positions = model.model.rotary_emb(hidden, torch.arange(LENGTH)[None])
-    layer = torch.compile(model.model.layers[0], backend="aot_eager", fullgraph=True)
-    expected = plain.model.layers[0](hidden, position_embeddings=positions)
-    torch.testing.assert_close(layer(hidden, position_embeddings=positions), expected)
 
 
 @pytest.mark.parametrize("name", by_default(["llama", "gpt2", "gemma2", "bert"], "llama"))

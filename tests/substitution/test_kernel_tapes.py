@@ -4,9 +4,9 @@ import models
 import pytest
 import torch
 from engine_testing import module_of
-from layer_testing import EVERYTHING, TAPES, gradients, policy
+from layer_testing import EVERYTHING, gradients, policy
 from models import BATCH, HIDDEN, LENGTH, SHAPE
-from tiers import by_default, slow
+from tiers import slow
 from tiny import assert_same, counted_ops, decoder, rule, rules, token_ids
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
@@ -132,24 +132,6 @@ def test_what_is_kept_by_name_is_not_made_again():
         reruns[bool(keep)] = sum(plan.steps[index].name == "aten.mm" for index in plan.rerun)
         assert ("attended kept" in handle.explain(wide=True)) is bool(keep)
     assert reruns[False] == reruns[True] + 1  # attention's output projection
-
-
-@pytest.mark.parametrize("options", by_default(TAPES, "everything"))
-def test_further_backwards_and_second_derivatives(options):
-    outcomes = []
-    for given in (policy(), policy(**options)):
-        model = models.make("llama", num_hidden_layers=LAYERS, attn_implementation="eager")
-        recompute.apply(model, given)
-        weights = [p for p in model.model.layers.parameters() if p.dim() == 2]
-        outcome = []
-        for _ in range(2):
-            loss = model(**models.batch("llama"), use_cache=False).loss
-            first = torch.autograd.grad(loss, weights, retain_graph=True)
-            again = torch.autograd.grad(loss, weights, create_graph=True)
-            second = torch.autograd.grad(sum(gradient.square().sum() for gradient in again), weights)
-            outcome.append([*first, *again, *second])
-        outcomes.append(outcome)
-    assert_same(*outcomes)
 
 
 @pytest.mark.parametrize("name", ["llama", *slow("gemma2", "mixtral")])
