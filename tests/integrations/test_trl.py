@@ -8,12 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from tiny import WideTensors
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from trainer_testing import assert_same_weights, logged
 
 from recompute.errors import UnsupportedError
@@ -36,26 +34,9 @@ ROWS = {
 SAMPLES = {"num_generations": 2, "max_completion_length": 6, "beta": 0.0}
 
 
-class WideTensors(TorchDispatchMode):
-    """Notes the rows of each tensor that is as wide as the vocabulary, where these are tokens."""
-
-    __module__ = "recompute.testing"  # the engine trusts it then, as it does torch's own modes
-
-    def __init__(self):
-        super().__init__()
-        self.rows = []
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        results = op(*args, **(kwargs or {}))
-        for each in tree_leaves(results):
-            if isinstance(each, Tensor) and each.dim() > 1 and each.shape[-1] == VOCABULARY and not is_weight(each):
-                self.rows.append(each.shape[:-1].numel())
-        return results
-
-
-def is_weight(tensor):
+def is_weight(shape):
     """Whether it is a head's or an adapter's, turned around."""
-    return tensor.dim() == 2 and tensor.shape[0] in (SHAPE["hidden_size"], 4)
+    return len(shape) == 2 and shape[0] in (SHAPE["hidden_size"], 4)
 
 
 def make_model():
@@ -101,7 +82,7 @@ def trained(name, directory, callbacks, adapts=False, checkpoints=False):
     trainer = kind(
         model, args=arguments, train_dataset=dataset, processing_class=tokenizer, callbacks=callbacks, **given
     )
-    step, seen = trainer.training_step, WideTensors()
+    step, seen = trainer.training_step, WideTensors(VOCABULARY)
 
     def watched(*args, **kwargs):
         with seen:
@@ -109,7 +90,7 @@ def trained(name, directory, callbacks, adapts=False, checkpoints=False):
 
     trainer.training_step = watched
     trainer.train()
-    return trainer, seen.rows
+    return trainer, [shape[:-1].numel() for _, shape in seen.found if not is_weight(shape)]
 
 
 @pytest.mark.slow

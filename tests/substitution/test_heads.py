@@ -5,10 +5,9 @@ import torch
 import transformers
 from engine_testing import function_of
 from tiers import slow
+from tiny import WideTensors
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import recompute
 from recompute.substitution.lazy_logits import LazyLogits
@@ -60,21 +59,6 @@ FAMILIES = {
 }
 
 
-class Wide(TorchDispatchMode):
-    """Notes ops that give tensors as wide as the vocabulary, with a row for every token."""
-
-    def __init__(self):
-        super().__init__()
-        self.ops = []
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        results = op(*args, **(kwargs or {}))
-        tensors = [each for each in tree_leaves(results) if isinstance(each, Tensor) and each.dim() > 1]
-        if any(each.shape[-1] == WORDS and each.shape[:-1].numel() in (TOKENS, TOKENS - 2) for each in tensors):
-            self.ops.append(str(op))
-        return results
-
-
 def of_the_model(model):
     return model(input_ids=IDS, labels=IDS).loss
 
@@ -86,13 +70,14 @@ def of_ones_own(model):
 
 
 def step(model, loss_of=of_the_model):
-    """The loss and gradients of a step, and the ops that gave logits."""
+    """The loss and gradients of a step, and the ops that gave logits, with a row for every token."""
     torch.manual_seed(1)
     model.zero_grad()
-    with Wide() as wide:
+    with WideTensors(WORDS) as wide:
         loss = loss_of(model)
         loss.backward()
-    return {"loss": loss.detach()} | {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, wide.ops
+    ops = [op for op, shape in wide.found if shape[:-1].numel() in (TOKENS, TOKENS - 2)]
+    return {"loss": loss.detach()} | {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, ops
 
 
 def assert_goes_without_logits(model, loss_of=of_the_model):

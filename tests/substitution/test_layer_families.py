@@ -107,14 +107,14 @@ def batch_of(name, **shape):
     return {**models.batch(kind, **shape), **({} if kind in ("vit", "bert") else {"use_cache": False})}
 
 
-def under(name, given, steps=8, **shape):
+def under(name, given, steps=8):
     """The model after some steps under a policy, in which its layers have settled."""
     model = make(name)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PolicyWarning)  # of norms that have no kernel
         handle = recompute.apply(model, given)
     for _ in range(steps):
-        outcome(model, batch_of(name, **shape))
+        outcome(model, batch_of(name))
     return model, handle
 
 
@@ -124,12 +124,12 @@ def settled(name, via):
     return under(name, layers(via), 10)
 
 
-def held_by(model, name, **shape):
-    return step_memory(lambda: model(**batch_of(name, **shape)).loss, torch.device("cpu")).activation_bytes_held
+def held_by(model, name):
+    return step_memory(lambda: model(**batch_of(name)).loss, torch.device("cpu")).activation_bytes_held
 
 
-def tokens(name, size=BATCH, length=LENGTH):
-    return size * (37 if FAMILIES[name].kind == "vit" else length)
+def tokens(name):
+    return BATCH * (37 if FAMILIES[name].kind == "vit" else LENGTH)
 
 
 each_family = pytest.mark.parametrize("name", by_default(list(FAMILIES), "gpt_neox"))
@@ -140,18 +140,6 @@ def test_kernels_hold_what_the_tape_holds(name):
     (by_hooks, _), (by_kernels, handle) = (settled(name, via) for via in ("hook", "kernel"))
     assert f"{LAYERS} of {LAYERS} run as captured code" in handle.explain(wide=True)
     assert held_by(by_kernels, name) == held_by(by_hooks, name) + FAMILIES[name].last_norm * tokens(name)
-
-
-LARGE = {"size": 40, "length": 64}
-"""Of smaller tensors without gradients, such as a kernel gives in the place of several Linears, a tape holds copies."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", by_default(list(FAMILIES), "gpt_neox, one after the other"))
-def test_so_they_do_where_layers_are_not_captured(name):
-    by_hooks, by_kernels = (under(name, layers(via, capture=False), 3, **LARGE)[0] for via in ("hook", "kernel"))
-    last_norm = FAMILIES[name].last_norm * tokens(name, **LARGE)
-    assert held_by(by_kernels, name, **LARGE) <= held_by(by_hooks, name, **LARGE) + last_norm
 
 
 @each_family
