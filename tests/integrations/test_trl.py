@@ -3,8 +3,10 @@
 import importlib
 import os
 import sys
+from functools import partial
 from types import SimpleNamespace
 
+import models
 import pytest
 import torch
 import transformers
@@ -19,7 +21,6 @@ from recompute.integrations.transformers import RecomputeCallback, _keep_lazy_in
 from recompute.substitution.lazy_logits import LazyLogits
 
 VOCABULARY = 1031
-SHAPE = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 WORDS = ["<pad>", "<s>", "</s>", "<unk>", *(f"w{index}" for index in range(VOCABULARY - 4))]
 PAIRS = [{"prompt": f"w{n} w5", "chosen": f" w{n + 9} w7 w8", "rejected": f" w{n + 20} w9"} for n in range(8)]
 ROWS = {
@@ -36,14 +37,10 @@ SAMPLES = {"num_generations": 2, "max_completion_length": 6, "beta": 0.0}
 
 def is_weight(shape):
     """Whether it is a head's or an adapter's, turned around."""
-    return len(shape) == 2 and shape[0] in (SHAPE["hidden_size"], 4)
+    return len(shape) == 2 and shape[0] in (models.HIDDEN, 4)
 
 
-def make_model():
-    torch.manual_seed(0)
-    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    config = transformers.LlamaConfig(**SHAPE, **ids, num_attention_heads=4, max_position_embeddings=64)
-    return transformers.LlamaForCausalLM(config)
+make_model = partial(models.make, "llama", vocab_size=VOCABULARY)
 
 
 def make_tokenizer():

@@ -8,9 +8,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import transformers
 from engine_testing import bits, module_of
-from models import LAYERS_BY_KERNELS
+from models import LAYERS_BY_KERNELS, VOCABULARY, make
 from tiny import Adapter
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -33,18 +32,13 @@ from recompute.integrations.distributed import agree, verify_plan
 from recompute.planning import plan_verification
 from recompute.profiling.cost_table import Choice, Place, Profile, RegionCosts
 
-VOCABULARY, STEPS = 40, 3
+STEPS = 3
 COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 ROWS = ("self_attn.o_proj", "mlp.down_proj")
 
 
 def decoder(dropout=0.25, layers=2):
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4,
-        num_key_value_heads=2, attention_dropout=dropout, use_cache=False,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config).train()
+    return make("llama", num_hidden_layers=layers, attention_dropout=dropout, use_cache=False)
 
 
 def tensor_parallel(model, mesh):

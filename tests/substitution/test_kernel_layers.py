@@ -7,9 +7,8 @@ import itertools
 import models
 import pytest
 import torch
-import transformers
 from corpus import counting
-from layer_testing import CHANGES, TAPES, WAYS, gradients, outcome, policy, run_in
+from layer_testing import CHANGES, TAPES, WAYS, causal, gradients, outcome, policy, run_in
 from models import BATCH, HIDDEN, INTERMEDIATE, LENGTH, SHAPE, held
 from tiers import by_default
 from tiny import assert_same, counted_ops
@@ -30,8 +29,7 @@ def make(name="llama", dtype=torch.float32, **options):
     if name in models.FAMILIES:
         return models.make(name, dtype, **{"num_hidden_layers": LAYERS, **options})
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**{**SHAPE, "num_hidden_layers": LAYERS, **options})
-    return transformers.AutoModelForCausalLM.from_config(config).train()
+    return causal(name, **{**SHAPE, "num_hidden_layers": LAYERS, **options})()
 
 
 @functools.cache

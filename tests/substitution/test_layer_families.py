@@ -9,7 +9,7 @@ import models
 import pytest
 import torch
 import transformers
-from layer_testing import outcome
+from layer_testing import PLAIN, causal, outcome
 from models import BATCH, INTERMEDIATE, LAYERS, LENGTH, SHAPE
 from tiers import by_default, slow
 from tiny import assert_same, counted_ops, rule, rules
@@ -20,14 +20,6 @@ from recompute.counters import step_memory
 from recompute.errors import PolicyWarning
 
 TOKENS = BATCH * LENGTH
-PLAIN = {key: value for key, value in SHAPE.items() if key not in ("num_key_value_heads", "head_dim")}
-
-
-def causal(name, **options):
-    config = getattr(transformers, f"{name}Config")
-    return lambda: transformers.AutoModelForCausalLM.from_config(config(**options))
-
-
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 DROPOUT = dict.fromkeys(NO_DROPOUT, 0.1)
 FALCON = {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": INTERMEDIATE}
