@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from recompute.errors import BudgetError
-from recompute.planning import solver
 from recompute.planning.prediction import Moment, choices_of, moments, predict
 from recompute.planning.solver import floor, frontier, solve, uniforms
 from recompute.profiling.cost_table import Place
@@ -135,16 +134,6 @@ def assert_none_is_better(profile, budget):
 @given(profiles(), st.integers(0, 120))
 def test_no_assignment_is_better_than_the_solution(profile, budget):
     assert_none_is_better(profile, budget)
-
-
-@given(profiles(), st.data())
-def test_to_put_equal_choices_together_never_raises_the_peak(profile, data):
-    assignment = data.draw(st.sampled_from(every(profile)))
-    before, (after, prediction) = predict(profile, assignment), solver._tidied(profile, assignment)
-    assert prediction == predict(profile, after)
-    assert prediction.peak_nbytes <= before.peak_nbytes
-    of_region = [sorted(zip([place.region for place in profile.places], a, strict=True)) for a in (assignment, after)]
-    assert of_region[0] == of_region[1]
 
 
 @given(profiles())
