@@ -10,6 +10,7 @@ from test_cli import recompute
 from typer.testing import CliRunner
 
 from recompute.cli import app
+from recompute.estimation import model_estimator
 
 
 @pytest.fixture
@@ -24,7 +25,8 @@ def printed(*arguments):
     return result.exit_code, result.stdout
 
 
-def test_prints_tables(config):
+def test_prints_tables(config, monkeypatch):
+    monkeypatch.setattr(model_estimator, "ADVISED", ())
     code, output = printed("--config", config, "--seq-len", 32, "--policy", "full", "--dtype", "float32")
     assert code == 0, output
     assert "input_ids 1x32, labels 1x32\nfloat32, adamw, one device, policy full, full loss" in output

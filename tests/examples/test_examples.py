@@ -125,8 +125,8 @@ def test_loss_curves(tmp_path, output_of):
     """On the CPU two exact runs are the same, and one that compresses is not."""
     config = tmp_path / "small.yaml"
     config.write_text(
-        "model: {hidden_size: 128, intermediate_size: 320, layers: 2, heads: 4, kv_heads: 2}\n"
-        "sequence_lengths: [64]\nbatch_size: 2\ndevice: cpu\n"
+        "model: {hidden_size: 128, intermediate_size: 320, layers: 1, heads: 4, kv_heads: 2}\n"
+        "sequence_lengths: [32]\nbatch_size: 2\ndevice: cpu\n"
     )
     arguments = ("none", "elementwise", "compress", "--config", config, "--steps", "4", "--out", tmp_path)
     output_of("ablation/loss_curves.py", *arguments)
