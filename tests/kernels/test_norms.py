@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm: the models that compute them, extreme values, heads, and what a pass does on request."""
+"""RMSNorm and LayerNorm: dtypes of inputs and weights, extreme values, heads, and what a pass does on request."""
 
 import itertools
 
