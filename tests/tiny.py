@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch._ops import HigherOrderOperator
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 HIDDEN, INTERMEDIATE, VOCABULARY = 16, 24, 32
 BATCH, LENGTH = 2, 6
@@ -186,6 +187,22 @@ def counted_ops():
 
     with Count():
         yield counts
+
+
+class WideTensors(TorchDispatchMode):
+    """Notes each op that gives a tensor as wide as a vocabulary, and the shape of that tensor."""
+
+    __module__ = "recompute.testing"  # the engine trusts it then, as it does torch's own modes
+
+    def __init__(self, words):
+        super().__init__()
+        self.words, self.found = words, []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        results = op(*args, **(kwargs or {}))
+        tensors = [each for each in tree_leaves(results) if isinstance(each, Tensor) and each.dim() > 1]
+        self.found += [(str(op), each.shape) for each in tensors if each.shape[-1] == self.words]
+        return results
 
 
 def of_one_more(run, handle):

@@ -8,13 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from ablation_testing import matching
+from test_cli import recompute as command
 from torch import nn
 from torch.nn import functional as F
-from typer.testing import CliRunner
 
 import recompute
 from recompute.ablation.trials import Experiment
-from recompute.cli import app
 from recompute.errors import AblationError, ModelError, PolicyError
 
 WIDTH, ROWS = 8, 512
@@ -194,11 +193,6 @@ def test_what_cannot_be_is_refused_before_anything_is_trained(factory, options, 
     monkeypatch.setattr(Experiment, "row", lambda *_: pytest.fail("trained"))
     with pytest.raises(kind, match=message):
         ablate(factory, **options)
-
-
-def command(*arguments):
-    done = CliRunner().invoke(app, list(arguments))
-    return done.exit_code, done.output
 
 
 @pytest.mark.parametrize(

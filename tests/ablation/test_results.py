@@ -2,14 +2,14 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 from ablation_testing import LEAST, results, row, saved, started, timed
-from typer.testing import CliRunner
+from test_cli import recompute as command
 
 from recompute.ablation.results import compare
-from recompute.cli import app
 from recompute.errors import AblationError
 
 RESULTS = Path(__file__).parents[2] / "examples" / "ablation" / "results"
@@ -78,10 +78,7 @@ def test_results_of_before_comparisons_had_names_are_compared(compared):
 
 
 def test_the_command_compares_the_results_of_this_repository(tmp_path):
-    def told(one, other):
-        found = CliRunner().invoke(app, ["ablate", "--compare", str(one), str(other)])
-        return found.exit_code, found.output
-
+    told = partial(command, "ablate", "--compare")
     code, output = told(RESULTS / "llama-8b-h200", RESULTS / "llama-1b-peers-h200")
     assert code == 0, output
     assert "model.hidden_size: 4096 before, 2048 after" in output

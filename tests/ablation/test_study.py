@@ -44,10 +44,6 @@ def at_the_root(monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
-def test_the_default_has_every_key():
-    assert load_document(AblationConfig, EXAMPLES / "default.yaml").model_fields_set == {*AblationConfig.model_fields}
-
-
 @pytest.mark.parametrize("name", FILES)
 def test_each_configuration_says_what_it_is_for_and_can_be_run(name):
     comment = [line for line in FILES[name].read_text(encoding="utf-8").splitlines() if line.startswith("# ")]

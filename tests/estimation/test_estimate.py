@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from engine_testing import module_of
-from tiers import slow
+from tiers import by_default, slow
 from torch import nn
 from torch.nn import functional as F
 
@@ -155,12 +155,11 @@ DEEP = {
 }
 
 
+EACH = list(product(DEEP, (None, "full", "elementwise", "auto", "kernel", "hook")))
+
+
 @pytest.mark.parametrize(
-    ("name", "policy"),
-    [
-        ("two kinds of masks, inputs that come back", "elementwise"),
-        *slow(*product(DEEP, (None, "full", "elementwise", "auto", "kernel", "hook"))),
-    ],
+    ("name", "policy"), by_default(EACH, ("two kinds of masks, inputs that come back", None), ("llama", "hook"))
 )
 def test_many_layers_from_few_are_all_of_them(name, policy, monkeypatch):
     config = DEEP[name]

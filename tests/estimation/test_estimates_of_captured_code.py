@@ -32,8 +32,7 @@ UNSEEN = 256
 
 
 def llama():
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**models.SHAPE, use_cache=False))
+    return models.make("llama", use_cache=False)
 
 
 def with_lora(model):

@@ -10,6 +10,7 @@ from torch import nn
 
 import recompute
 from recompute.engine.fake_mode import FakeMode
+from recompute.estimation.build_model import build, build_fake
 from recompute.estimation.fake_tensors import fake_batch
 
 TOKENS, WIDTH, EXPERTS = 64, 16, 4
@@ -157,3 +158,16 @@ def test_adapters_move_where_a_factory_makes_them(tmp_path, monkeypatch):
     sys.modules.pop("adapted")
     assert found.static_bytes.parameters == 4 * (64 + 8) * 2
     assert nn.Module._apply is whole
+
+
+@pytest.mark.parametrize(
+    "config",
+    [transformers.LlamaConfig(**models.SHAPE), transformers.Qwen3Config(**models.SHAPE, tie_word_embeddings=True)],
+    ids=lambda config: config.model_type,
+)
+def test_weights_are_shared_on_fake_tensors_where_they_are_on_real_ones(config):
+    options = {"sequence_length": 8, "batch_size": 1, "dtype": torch.float32}
+    real, _ = build(config, device=torch.device("cpu"), **options)
+    with build_fake(config, device=torch.device("cpu"), **options) as (fake, _):
+        shapes = {name: parameter.shape for name, parameter in fake.named_parameters()}
+    assert shapes == {name: parameter.shape for name, parameter in real.named_parameters()}

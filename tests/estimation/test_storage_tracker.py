@@ -8,6 +8,7 @@ from functools import partial
 import models
 import pytest
 import torch
+from engine_testing import function_of
 from tiers import slow
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -222,14 +223,11 @@ def test_cuda_backward_of_attention_sums_in_float32():
 def test_autograd_sums_gradients_in_place():
     """A weight that is read twice has two gradients at once, and never a third one for their sum."""
 
-    class Sum(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, weight):
-            return weight.sum()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            return gradient.expand(1000, 1000) * 2 + torch.ones(1000, 1000)
+    summed = function_of(
+        lambda weight: weight.sum(),
+        lambda gradient: gradient.expand(1000, 1000) * 2 + torch.ones(1000, 1000),
+        saves=lambda *_: (),
+    )
 
     def peak(run):
         step = simulate(nn.Module(), lambda: (loss := run(weight), loss), Surroundings(Platform.of(None)))
@@ -240,7 +238,7 @@ def test_autograd_sums_gradients_in_place():
         weight, x = nn.Parameter(torch.empty(1000, 1000)), torch.empty(10, 1000)
         once = peak(lambda weight: (x @ weight).sum())
         twice = peak(lambda weight: (x @ weight).sum() + (x @ weight.sin()).sum())
-        user = peak(Sum.apply)
+        user = peak(summed.apply)
     assert once < 1.1 * weight_nbytes
     assert 2 * weight_nbytes <= twice - weight_nbytes < 2.2 * weight_nbytes  # and the sine
     assert 3 * weight_nbytes <= user  # what a user adds makes a third one

@@ -17,6 +17,7 @@ from transformers import LlamaForCausalLM
 from recompute import load_policy
 from recompute.diagnostics.comparing_runs import relative_error
 from recompute.policy.loading import preset_path
+from recompute.units import humanize
 
 LOSSES = ("dpo", "kto", "orpo", "simpo", "grpo", "distillation")
 
@@ -125,8 +126,8 @@ def test_loss_curves(tmp_path, output_of):
     """On the CPU two exact runs are the same, and one that compresses is not."""
     config = tmp_path / "small.yaml"
     config.write_text(
-        "model: {hidden_size: 128, intermediate_size: 320, layers: 2, heads: 4, kv_heads: 2}\n"
-        "sequence_lengths: [64]\nbatch_size: 2\ndevice: cpu\n"
+        "model: {hidden_size: 128, intermediate_size: 320, layers: 1, heads: 4, kv_heads: 2}\n"
+        "sequence_lengths: [32]\nbatch_size: 2\ndevice: cpu\n"
     )
     arguments = ("none", "elementwise", "compress", "--config", config, "--steps", "4", "--out", tmp_path)
     output_of("ablation/loss_curves.py", *arguments)
@@ -326,6 +327,36 @@ def test_compare_policies(tmp_path, output_of):
         assert re.search(f"^{policy} .*✓ bitwise +✓ bitwise$", output, re.MULTILINE)
     files = {"results.json", "results.md", "results.png", "memory.png", "times.png", "report.html"}
     assert {path.name for path in tmp_path.iterdir()} == files
+
+
+PLANNED = """
+model: {hidden_size: 64, intermediate_size: 172, layers: 3, heads: 2, kv_heads: 1}
+sequence_lengths: [128]
+batch_size: 4
+device: cpu
+"""
+
+
+@pytest.mark.slow
+def test_plans_hold_and_are_set_beside_uniform_policies(tmp_path, capsys):
+    script = runpy.run_path(str(EXAMPLES / "ablation" / "plans.py"))
+    script["main"].__globals__["STEPS"] = 1
+    (tmp_path / "tiny.yaml").write_text(PLANNED, encoding="utf-8")
+    script["main"](tmp_path / "tiny.yaml", tmp_path, 3, False, None)
+    results = read(tmp_path / "results.json")
+    peaks = {point["way"]: point["peak_bytes"] for point in results["points"] if point["kind"] == "uniform"}
+    assert max(peaks["full"], peaks["elementwise"]) < peaks["none"]
+    plans = [point for point in results["points"] if point["kind"] == "plan"]
+    assert [point["budget_bytes"] for point in plans[:3]] == results["steps"]
+    for point in plans:
+        assert point["peak_bytes"] == pytest.approx(point["predicted_peak_bytes"], rel=0.01)
+        assert point["peak_bytes"] <= 1.01 * point["budget_bytes"]
+    # Which plan is the fastest depends on the clock; that the smallest budget asks for less than the largest does not.
+    assert plans[2]["peak_bytes"] < peaks["none"]
+    table = (tmp_path / "results.md").read_text(encoding="utf-8")
+    assert "| elementwise" in table
+    assert (tmp_path / "results.png").stat().st_size > 0
+    assert f"plan: {humanize(plans[0]['peak_bytes'])}" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -107,21 +107,6 @@ def test_what_reports_sees_the_logs_of_a_policy_in_the_arguments(tmp_path, monke
     assert len(logged(trainer, "recompute_dropped_nbytes")) == STEPS
 
 
-@pytest.mark.slow
-@each_precision
-def test_the_model_is_afterwards_what_it_was(precision, tmp_path):
-    llama = model()
-    before = classes(llama)
-    callback = RecomputeCallback("auto", logits=False)
-    trainer = trained(tmp_path, callback, of=llama, **precision)
-    assert callback.handle is None
-    assert classes(llama) == before
-    losses = [trainer.evaluate()["eval_loss"]]
-    trainer.train()
-    losses.append(trainer.evaluate()["eval_loss"])
-    assert losses[1] < losses[0]
-
-
 def test_an_exception_leaves_nothing_behind_that_the_next_training_minds(tmp_path):
     class Stop(TrainerCallback):
         def on_step_end(self, args, state, control, **_):

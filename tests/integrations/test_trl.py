@@ -3,17 +3,17 @@
 import importlib
 import os
 import sys
+from functools import partial
 from types import SimpleNamespace
 
+import models
 import pytest
 import torch
 import transformers
+from tiny import WideTensors
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from trainer_testing import assert_same_weights, logged
 
 from recompute.errors import UnsupportedError
@@ -21,7 +21,6 @@ from recompute.integrations.transformers import RecomputeCallback, _keep_lazy_in
 from recompute.substitution.lazy_logits import LazyLogits
 
 VOCABULARY = 1031
-SHAPE = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 WORDS = ["<pad>", "<s>", "</s>", "<unk>", *(f"w{index}" for index in range(VOCABULARY - 4))]
 PAIRS = [{"prompt": f"w{n} w5", "chosen": f" w{n + 9} w7 w8", "rejected": f" w{n + 20} w9"} for n in range(8)]
 ROWS = {
@@ -36,33 +35,12 @@ ROWS = {
 SAMPLES = {"num_generations": 2, "max_completion_length": 6, "beta": 0.0}
 
 
-class WideTensors(TorchDispatchMode):
-    """Notes the rows of each tensor that is as wide as the vocabulary, where these are tokens."""
-
-    __module__ = "recompute.testing"  # the engine trusts it then, as it does torch's own modes
-
-    def __init__(self):
-        super().__init__()
-        self.rows = []
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        results = op(*args, **(kwargs or {}))
-        for each in tree_leaves(results):
-            if isinstance(each, Tensor) and each.dim() > 1 and each.shape[-1] == VOCABULARY and not is_weight(each):
-                self.rows.append(each.shape[:-1].numel())
-        return results
-
-
-def is_weight(tensor):
+def is_weight(shape):
     """Whether it is a head's or an adapter's, turned around."""
-    return tensor.dim() == 2 and tensor.shape[0] in (SHAPE["hidden_size"], 4)
+    return len(shape) == 2 and shape[0] in (models.HIDDEN, 4)
 
 
-def make_model():
-    torch.manual_seed(0)
-    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    config = transformers.LlamaConfig(**SHAPE, **ids, num_attention_heads=4, max_position_embeddings=64)
-    return transformers.LlamaForCausalLM(config)
+make_model = partial(models.make, "llama", vocab_size=VOCABULARY)
 
 
 def make_tokenizer():
@@ -101,7 +79,7 @@ def trained(name, directory, callbacks, adapts=False, checkpoints=False):
     trainer = kind(
         model, args=arguments, train_dataset=dataset, processing_class=tokenizer, callbacks=callbacks, **given
     )
-    step, seen = trainer.training_step, WideTensors()
+    step, seen = trainer.training_step, WideTensors(VOCABULARY)
 
     def watched(*args, **kwargs):
         with seen:
@@ -109,7 +87,7 @@ def trained(name, directory, callbacks, adapts=False, checkpoints=False):
 
     trainer.training_step = watched
     trainer.train()
-    return trainer, seen.rows
+    return trainer, [shape[:-1].numel() for _, shape in seen.found if not is_weight(shape)]
 
 
 @pytest.mark.slow

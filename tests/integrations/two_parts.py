@@ -8,9 +8,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import transformers
-from engine_testing import bits
-from models import LAYERS_BY_KERNELS
+from engine_testing import bits, module_of
+from models import LAYERS_BY_KERNELS, VOCABULARY, make
 from tiny import Adapter
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -34,18 +33,13 @@ from recompute.integrations.distributed import agree, verify_plan
 from recompute.planning import plan_verification
 from recompute.profiling.cost_table import Choice, Place, Profile, RegionCosts
 
-VOCABULARY, STEPS = 40, 3
+STEPS = 3
 COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 ROWS = ("self_attn.o_proj", "mlp.down_proj")
 
 
 def decoder(dropout=0.25, layers=2):
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4,
-        num_key_value_heads=2, attention_dropout=dropout, use_cache=False,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config).train()
+    return make("llama", num_hidden_layers=layers, attention_dropout=dropout, use_cache=False)
 
 
 def tensor_parallel(model, mesh):
@@ -266,11 +260,9 @@ def losses_under_deepspeed(stage, rules):
     return found, handle.stats().dropped_nbytes if handle else 0
 
 
-class Waves(nn.Module):
+def waves(self, x):
     """Saves two tensors, and not the one that both come back from."""
-
-    def forward(self, x):
-        return (x * 2).sin() + (x * 3).sin()
+    return (x * 2).sin() + (x * 3).sin()
 
 
 def refusals(action):
@@ -281,7 +273,7 @@ def refusals(action):
     mesh = init_device_mesh("cpu", (2,))
     found = []
     for what in ("weight", "saved", "source"):
-        module = nn.Linear(16, 16) if what == "weight" else nn.GELU() if what == "saved" else Waves()
+        module = nn.Linear(16, 16) if what == "weight" else nn.GELU() if what == "saved" else module_of(waves)
         if what == "weight":
             parallelize_module(module, mesh, ColwiseParallel())
         recompute.apply(module, {"rules": [{**ALL, **action}]})
@@ -301,16 +293,10 @@ def refusals(action):
 ALL = {"match": "**"}
 
 
-class Pinned(nn.Module):
-    """A chain whose middle is not to be calculated again."""
-
-    def __init__(self, is_pinned):
-        super().__init__()
-        self.is_pinned = is_pinned
-
-    def forward(self, x):
-        y = x.exp().sin()
-        return (recompute.keep(y) if self.is_pinned else y).cos().exp()
+def chain(self, x):
+    """Its middle is not to be calculated again, if it is pinned."""
+    y = x.exp().sin()
+    return (recompute.keep(y) if self.is_pinned else y).cos().exp()
 
 
 def kept_nbytes(action, is_pinned):
@@ -320,10 +306,10 @@ def kept_nbytes(action, is_pinned):
     whole = torch.randn(8, 8)
     gradients, kept = [], 0
     for rules in (None, {"rules": [{**ALL, **action}]}):
-        chain = Pinned(is_pinned)
-        handle = recompute.apply(chain, rules) if rules else None
+        module = module_of(chain, is_pinned=is_pinned)
+        handle = recompute.apply(module, rules) if rules else None
         part = whole.chunk(2)[dist.get_rank()].clone().requires_grad_()
-        chain(DTensor.from_local(part, mesh, [Shard(0)])).to_local().sum().backward()
+        module(DTensor.from_local(part, mesh, [Shard(0)])).to_local().sum().backward()
         gradients.append(bits(part.grad))
         kept = handle.stats().kept_nbytes if handle else 0
     return kept, gradients[0] == gradients[1]

@@ -20,7 +20,7 @@ from kernel_testing import (
 from tiers import by_default
 from torch.nn import functional as F
 
-from recompute.kernels.cross_entropy import cross_entropy
+from recompute.kernels.cross_entropy import CrossEntropy, cross_entropy
 from recompute.kernels.gated_mlp import gated_mlp
 from recompute.kernels.layer_norm import add_layer_norm, layer_norm
 from recompute.kernels.linear_cross_entropy import linear_cross_entropy
@@ -249,8 +249,12 @@ def target_of(logits, classes):
     return target.view(logits.shape[:-1])
 
 
+EXTRAS = ("return_token_accuracy", "return_argmax", "return_max_logit")
+
+
 def loss_case(name, **options):
-    eager = {key: value for key, value in options.items() if key not in ("logits_bytes", "hold_logits")}
+    own = ("logits_bytes", "hold_logits")
+    eager = {key: value for key, value in options.items() if key not in own and not key.startswith("return")}
     if name.startswith("cross"):
         return Case(
             name,
@@ -261,9 +265,14 @@ def loss_case(name, **options):
             saved_float32=2,
             kind="loss",
         )
+
+    def op(x, weight, bias):
+        found = linear_cross_entropy(x, weight, target_of(x, len(weight)), bias, **options)
+        return found.loss if isinstance(found, CrossEntropy) else found
+
     return Case(
         name,
-        lambda x, weight, bias: linear_cross_entropy(x, weight, target_of(x, len(weight)), bias, **options),
+        op,
         lambda x, weight, bias: eager_cross_entropy(F.linear(x, weight, bias), target_of(x, len(weight)), **eager),
         lambda M, H: ((M, H), (V, H), (V,)),
         lambda M, H: M * H + V * H + V,
@@ -320,6 +329,7 @@ LOSSES = [
     loss_case("linear_cross_entropy", logits_bytes=0, hold_logits=False),
     loss_case("linear_cross_entropy-held", logits_bytes=3 * 256 * M * 4),
     loss_case("linear_cross_entropy-options", logits_bytes=0, **CAPPED),
+    loss_case("linear_cross_entropy-extras", logits_bytes=0, hold_logits=False, **dict.fromkeys(EXTRAS, True)),
     log_probs_case("linear_log_probs", logits_bytes=0),
     log_probs_case("linear_log_probs-entropy", logits_bytes=0, entropy=True, temperature=0.7, softcap=5.0),
     log_probs_case("linear_log_probs-words", words=3, scale=1.5),
@@ -330,6 +340,8 @@ LOSSES = [
     divergence_case("linear_divergence-jsd-whole", "jsd", logits_bytes=None),
     divergence_case("linear_divergence-total_variation", "total_variation"),
 ]
+WITH_LOGITS = loss_case("linear_cross_entropy-logits", return_logits=True)
+"""Its head is a plain one."""
 
 CASES = [*NORMS, *PRODUCTS, *MLPS, *TILES, *ROPES, *LOSSES]
 _EACH_OP = (
@@ -341,7 +353,8 @@ _EACH_OP = (
 """Each op and form once; the others differ in a convention or an argument."""
 KINDS = (
     *("rms_norm-llama", "add_layer_norm", "swiglu-packed", "gated_mlp", "mlp", "rope", "cross_entropy"),
-    *("linear_log_probs-entropy", "linear_divergence-jsd"),
+    *("linear_cross_entropy-extras", "linear_cross_entropy-logits", "linear_log_probs-entropy"),
+    "linear_divergence-jsd",
 )
 
 
@@ -351,7 +364,7 @@ def each_case(*cases, default=_EACH_OP):
     return pytest.mark.parametrize("case", by_default(named, *(name for name in default if name in named)))
 
 
-each_kind = each_case(default=KINDS)
+each_kind = each_case(*CASES, WITH_LOGITS, default=KINDS)
 each_norm = pytest.mark.parametrize("case", NORMS, ids=str)
 HEADS = [case for case in LOSSES if case.has_linears and case.outputs == 1]
 each_linear = each_case(*MLPS, *TILES, *HEADS)

@@ -1,7 +1,6 @@
-"""RMSNorm and LayerNorm: the models that compute them, extreme values, heads, and what a pass does on request."""
+"""RMSNorm and LayerNorm: dtypes of inputs and weights, extreme values, heads, and what a pass does on request."""
 
 import itertools
-from functools import partial
 
 import pytest
 import torch
@@ -20,9 +19,7 @@ from kernel_testing import (
     run,
     same_bits,
 )
-from torch import Tensor, nn
-from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from torch import Tensor
 
 from recompute.kernels import launch, norm_tiles
 from recompute.kernels import norm_kernels as kernels
@@ -34,6 +31,7 @@ EPS = 1e-6
 BY_NAME = {case.name: case for case in NORMS}
 RMS, LAYER, ADD_RMS, ADD_LAYER = (BY_NAME[name] for name in ("rms_norm-llama", "layer_norm", "add_rms_norm",
                                                              "add_layer_norm"))  # fmt: skip
+GEMMA, TORCHS = BY_NAME["rms_norm-gemma"], BY_NAME["rms_norm-none"]
 each_of_two = pytest.mark.parametrize("case", [RMS, LAYER], ids=str)
 each_sum = pytest.mark.parametrize("case", [ADD_RMS, ADD_LAYER], ids=str)
 each_of_four = pytest.mark.parametrize("case", [RMS, LAYER, ADD_RMS, ADD_LAYER], ids=str)
@@ -126,31 +124,21 @@ def test_tiles_fit_into_shared_memory(kibibytes, is_forward, is_layer_norm, nbyt
     assert ahead * tiles.rows * tiles.columns * nbytes * max(tiles.resident, 1) <= kibibytes * 1024
 
 
-MODELS = {
-    "Llama": (lambda: LlamaRMSNorm(100, EPS), rms_norm),
-    "Gemma 3": (lambda: Gemma3RMSNorm(100, EPS), partial(rms_norm, casting="gemma")),
-    "torch's": (lambda: nn.RMSNorm(100, EPS), partial(rms_norm, casting="none")),
-}
-
-
 @pytest.mark.parametrize("weight_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("case", [RMS, GEMMA, TORCHS], ids=str)
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
-def test_dtypes_and_values_are_those_of_the_models(name, dtype, weight_dtype, device):
-    make_model, op = MODELS[name]
-    model = make_model().to(device, weight_dtype)
-    with torch.no_grad():
-        model.weight.copy_(make(100, seed=1))
-    inputs = [make(6, 100, device=device, dtype=dtype).requires_grad_(), model.weight]
-    found, wanted = run(op, inputs), run(lambda x, _: model(x), inputs)
-    exact = run(op, doubled(inputs), wanted[0].dtype)
+def test_dtypes_and_values_are_eagers_whatever_the_dtypes_of_input_and_weight(case, dtype, weight_dtype, device):
+    x, weight = (each.detach() for each in inputs_of(case, device, rows=6, columns=100))
+    inputs = [x.to(dtype).requires_grad_(), weight.to(weight_dtype).requires_grad_()]
+    found, wanted = run(case.op, inputs), run(case.eager, inputs)
+    exact = run(case.op, doubled(inputs), wanted[0].dtype)
     for value, peer, truth in zip(found, wanted, exact, strict=True):
         assert value.dtype is peer.dtype
         assert relative_error(value, truth) <= 1.05 * relative_error(peer, truth) + 2 * FLOAT32_ROUNDING
     if dtype is not torch.float32:  # rounded in the same places: only near-ties may fall to the other side
         assert (found[0] == wanted[0]).float().mean() >= 0.99
-    if name != "torch's" and dtype is weight_dtype and not launch.uses_triton(inputs[0]):
+    if case is not TORCHS and dtype is weight_dtype and not launch.uses_triton(inputs[0]):
         assert torch.equal(found[0], wanted[0])
 
 

@@ -266,13 +266,9 @@ def test_codes_and_gradients_of_any_dense_strides(change, packed, device):
 
 
 @packed_or_not
-@pytest.mark.parametrize("format", [None, *FORMATS])
-def test_ops_pass_opcheck(format, packed, device):
-    """None: of values, and not of codes."""
-    dproduct, codes = codes_of(packed, device=device, format=format or "fp8")
-    if format is None:
-        codes = [make(5, 192 if packed else 96, device=device), None, None if packed else make(5, 96), None]
-        codes = [None if each is None else each.to(dproduct) for each in codes]
+@pytest.mark.parametrize("format", FORMATS)
+def test_ops_pass_opcheck_with_codes(format, packed, device):
+    dproduct, codes = codes_of(packed, device=device, format=format)
     given = [None if each is None else torch.zeros_like(each, dtype=dproduct.dtype) for each in codes[::2]]
     with Work() as seen:
         GLU.backward(dproduct, *codes, BLOCK, "silu", True, True, True)

@@ -5,7 +5,7 @@ import tables
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from test_solver import assert_none_is_better, every, profiles
+from test_solver import assert_none_is_better, every, peak_by_running, profiles
 
 from recompute.errors import BudgetError, PlanError
 from recompute.planning import solver
@@ -26,42 +26,6 @@ def of_one_microbatch(draw):
     return found.with_choices(
         lambda region: [choice.model_copy(update={"moved_nbytes": 0}) for choice in region.choices], **own
     )
-
-
-def peak_by_running(profile, assignment, in_flight, microbatches):
-    """The peak of a stage's step that is acted out: so many forwards, then a backward and a forward in turn.
-
-    profile: of one microbatch. Of gradients that are there before, a region's own count once more while it runs.
-    """
-    places = [profile.regions[place.region] for place in profile.places]
-    ways = [region.choices[i] for region, i in zip(places, assignment, strict=True)]
-    several = microbatches > 1
-    alive = peak = profile.static_nbytes + microbatches * profile.microbatch_nbytes * several
-    alive += in_flight * profile.output_nbytes * several
-    gradients = sum(region.gradient_nbytes for region in places)
-    alive += gradients * several  # as if an earlier step had left them
-
-    def forward():
-        nonlocal alive, peak
-        for way in ways:
-            peak = max(peak, alive + way.forward_peak_nbytes)
-            alive += way.held_nbytes
-
-    def backward():
-        nonlocal alive, peak
-        for region, way in reversed(list(zip(places, ways, strict=True))):
-            alive -= way.held_nbytes
-            peak = max(peak, alive + way.backward_peak_nbytes)
-            alive += 0 if several else region.gradient_nbytes
-
-    for _ in range(in_flight):
-        forward()
-    for _ in range(microbatches - in_flight):
-        backward()
-        forward()
-    for _ in range(in_flight):
-        backward()
-    return max(peak, alive + profile.optimizer_peak_nbytes)
 
 
 @given(of_one_microbatch(), SEVERAL, st.data())

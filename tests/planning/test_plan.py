@@ -15,7 +15,7 @@ from recompute.errors import BudgetError, PlanError, PolicyError
 from recompute.planning import solver
 from recompute.planning.allowed_ways import only_allowed
 from recompute.planning.make_plan import plan
-from recompute.planning.plan import frontier_table, solve_plan
+from recompute.planning.plan import frontier_table
 from recompute.planning.policy_of_plan import policy_of
 from recompute.planning.prediction import choices_of
 from recompute.policy.document import parse_document
@@ -117,15 +117,6 @@ def test_a_plan_is_a_policy_with_predictions(tmp_path):
     assert [row["path"] for row in document["choices"]] == [place.path for place in profile.places]
     assert document["uniform"]["choice"] == found.uniform.choice
     assert "frontier" not in document
-
-
-def test_a_plan_is_never_slower_than_the_best_uniform_policy():
-    profile = tables.transformer(6)
-    for point in solver.frontier(profile, 50):
-        found = solve_plan(profile, point.prediction.peak_nbytes)
-        if found.uniform is not None:
-            assert found.uniform.predicted_step_seconds >= found.predicted_step_seconds
-            assert found.uniform.predicted_peak_bytes <= found.budget_nbytes
 
 
 def test_a_plan_shows_itself():

@@ -156,31 +156,11 @@ def test_from_a_model_to_a_plan_that_holds(tiny, tmp_path):
         model(**batch).loss.backward()
 
 
-@pytest.mark.slow
-def test_the_whole_in_python(tiny):
-    options = {"dtype": torch.float32, "device": torch.device("cpu")}
-    model, batch = build(str(tiny), sequence_length=64, batch_size=1, **options)
-    fastest = recompute.plan(model, batch, budget="1GiB")
-    least = solver.floor(fastest.profile).prediction.peak_nbytes
-    found = recompute.plan(fastest.profile, budget=least)
-    assert found.predicted_peak_bytes < fastest.predicted_peak_bytes
-    assert recompute.verify(model, batch, policy=found.policy).bitwise
-
-
 def test_a_share_of_no_device_is_told_before_anything_is_measured(tiny):
     code, printed, told = run("--model", tiny, *SMALL, "--budget", "90%")
     assert (code, printed) == (2, "")
     assert "the capacity of the device is not known" in told
     assert "ways to run the regions" not in told
-
-
-@pytest.mark.slow
-def test_a_plan_for_a_gpu_that_is_not_here(tiny):
-    code, printed, told = run("--model", tiny, "--seq-len", 64, "--budget", "50%", "--gpu", "H200", "--json")
-    assert code == 0, told
-    document = json.loads(printed)
-    assert document["budget_bytes"] > 50 << 30
-    assert "the profile was calculated, not measured" in document["note"]
 
 
 @pytest.mark.slow
@@ -193,6 +173,7 @@ def test_a_plan_says_what_it_was_calculated_for(tiny, tmp_path):
     assert calculated in printed.splitlines()[0]
     assert calculated in load_policy(out).description
     assert "without communication between devices" in printed
+    assert "the profile was calculated, not measured" in printed
 
 
 @pytest.mark.slow

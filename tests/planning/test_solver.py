@@ -10,10 +10,8 @@ import tables
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
-from tiers import slow
 
 from recompute.errors import BudgetError
-from recompute.planning import solver
 from recompute.planning.prediction import Moment, choices_of, moments, predict
 from recompute.planning.solver import floor, frontier, solve, uniforms
 from recompute.profiling.cost_table import Place
@@ -55,30 +53,50 @@ def every_within_the_host(profile):
     return [a for a in every(profile) if sum(way.moved_nbytes for way in choices_of(profile, a)) <= room]
 
 
-def peak_by_running(profile, assignment):
-    """The peak of a step that is acted out: forward, backward, optimizer, with one count of what is alive.
+def peak_by_running(profile, assignment, in_flight=1, microbatches=1):
+    """The peak of a step that is acted out, with one count of what is alive.
 
-    Of what offloads, each place knows the one before it, as ``engine.host.offload`` does.
+    So many forwards, then a backward and a forward in turn, and the optimizer. Of what offloads, each place knows the
+    one before it, as ``engine.host.offload`` does. Of several microbatches each has a batch of its own, and gradients
+    are there as if an earlier step had left them: a region's own count once more while it runs.
     """
-    ways = [profile.regions[place.region].choices[i] for place, i in zip(profile.places, assignment, strict=True)]
+    regions = [profile.regions[place.region] for place in profile.places]
+    ways = [region.choices[i] for region, i in zip(regions, assignment, strict=True)]
     offloading = [i for i, way in enumerate(ways) if way.moved_nbytes]
     before = dict(zip(offloading[1:], offloading, strict=False))
     away = set()
     alive = peak = profile.static_nbytes
-    for i, way in enumerate(ways):
-        peak = max(peak, alive + way.forward_peak_nbytes)
-        alive += way.held_nbytes
-        if i in before:
-            away.add(before[i])
-            alive -= ways[before[i]].moved_nbytes
-    for i, (place, way) in reversed(list(enumerate(zip(profile.places, ways, strict=True)))):
-        for wanted in (i, before.get(i)):
-            if wanted in away:
+    several = microbatches > 1
+    if several:
+        alive += microbatches * profile.microbatch_nbytes + in_flight * profile.output_nbytes
+        alive += sum(region.gradient_nbytes for region in regions)
+
+    def forward():
+        nonlocal alive, peak
+        for i, way in enumerate(ways):
+            peak = max(peak, alive + way.forward_peak_nbytes)
+            alive += way.held_nbytes
+            if i in before:
+                away.add(before[i])
+                alive -= ways[before[i]].moved_nbytes
+
+    def backward():
+        nonlocal alive, peak
+        for i, way in reversed(list(enumerate(ways))):
+            for wanted in away & {i, before.get(i)}:
                 away.remove(wanted)
                 alive += ways[wanted].moved_nbytes
-        alive -= way.held_nbytes
-        peak = max(peak, alive + way.backward_peak_nbytes)
-        alive += profile.regions[place.region].gradient_nbytes
+            alive -= way.held_nbytes
+            peak = max(peak, alive + way.backward_peak_nbytes)
+            alive += 0 if several else regions[i].gradient_nbytes
+
+    for _ in range(in_flight):
+        forward()
+    for _ in range(microbatches - in_flight):
+        backward()
+        forward()
+    for _ in range(in_flight):
+        backward()
     assert not away
     return max(peak, alive + profile.optimizer_peak_nbytes)
 
@@ -116,16 +134,6 @@ def assert_none_is_better(profile, budget):
 @given(profiles(), st.integers(0, 120))
 def test_no_assignment_is_better_than_the_solution(profile, budget):
     assert_none_is_better(profile, budget)
-
-
-@given(profiles(), st.data())
-def test_to_put_equal_choices_together_never_raises_the_peak(profile, data):
-    assignment = data.draw(st.sampled_from(every(profile)))
-    before, (after, prediction) = predict(profile, assignment), solver._tidied(profile, assignment)
-    assert prediction == predict(profile, after)
-    assert prediction.peak_nbytes <= before.peak_nbytes
-    of_region = [sorted(zip([place.region for place in profile.places], a, strict=True)) for a in (assignment, after)]
-    assert of_region[0] == of_region[1]
 
 
 @given(profiles())
@@ -218,59 +226,19 @@ def random_profile(rng, pattern, choices, *, kinds):
 @pytest.mark.parametrize("share", [0.1, 0.4, 0.7])
 def test_the_solution_is_that_of_a_mixed_integer_program(seed, share):
     rng = np.random.default_rng(seed)
-    pattern = rng.integers(0, 3, 10).tolist()
-    profile = random_profile(rng, pattern, 5, kinds=3)
+    assert_as_by_milp(random_profile(rng, rng.integers(0, 3, 10).tolist(), 5, kinds=3), share)
+
+
+@pytest.mark.parametrize("share", [0.6, 0.9])  # of less room the program takes seconds
+def test_the_solution_for_equal_layers_is_that_of_a_mixed_integer_program(share):
+    assert_as_by_milp(random_profile(np.random.default_rng(0), [0] * 20, 6, kinds=1), share)
+
+
+def assert_as_by_milp(profile, share):
+    """share: of what lies between the least budget and the one that everything fits."""
     least, most = floor(profile).prediction.peak_nbytes, frontier(profile, 2)[0].prediction.peak_nbytes
     budget = int(least + share * (most - least))
     assert solve(profile, budget).prediction.step_seconds == pytest.approx(by_milp(profile, budget), abs=1e-8)
-
-
-def by_milp_of_counts(profile, budget):
-    """The fewest seconds of equal layers: how many run in each way, in the order of ways that is best for backward.
-
-    Where a way holds at least the layer's gradient, the most is alive at the top of its block; else at the bottom.
-    A bit for each way tells whether there is such a block.
-    """
-    count, region, mib = len(profile.places), profile.regions[0], 2**20
-    gradient = region.gradient_nbytes
-
-    def order(way):
-        grows = way.held_nbytes >= gradient
-        return grows, way.held_nbytes - way.backward_peak_nbytes if grows else way.backward_peak_nbytes
-
-    ways = sorted(region.choices, key=order)
-    slack = 10 * budget / mib
-    rows = [LinearConstraint([1.0] * len(ways) + [0.0] * len(ways), count, count)]
-    for i, way in enumerate(ways):
-        used, room = np.zeros(2 * len(ways)), np.zeros(2 * len(ways))
-        used[i], used[len(ways) + i] = 1, -count
-        rows.append(LinearConstraint(used, -np.inf, 0))
-        top = way.held_nbytes >= gradient
-        fixed = profile.static_nbytes + way.backward_peak_nbytes + gradient * (count - 1)
-        room[: i + top] = [(below.held_nbytes - gradient) / mib for below in ways[: i + top]]
-        fixed -= top * (way.held_nbytes - gradient)
-        room[len(ways) + i] = slack
-        rows.append(LinearConstraint(room, -np.inf, (budget - fixed) / mib + slack))
-    seconds = [(way.forward_seconds + way.backward_seconds) * 1e6 for way in ways]
-    found = milp(
-        seconds + [0.0] * len(ways),
-        constraints=rows,
-        integrality=np.ones(2 * len(ways)),
-        bounds=Bounds(0, [count] * len(ways) + [1] * len(ways)),
-        options={"mip_rel_gap": 0.0},
-    )
-    assert found.success, found.message
-    return found.fun / 1e6 + profile.optimizer_seconds
-
-
-@pytest.mark.parametrize("seed", [0, *slow(1, 2)])
-@pytest.mark.parametrize("share", [0.05, 0.3, 0.6, 0.9])
-def test_the_solution_for_80_equal_layers_is_that_of_a_program_of_counts(seed, share):
-    profile = random_profile(np.random.default_rng(seed), [0] * 80, 10, kinds=1)
-    least, most = floor(profile).prediction.peak_nbytes, predict(profile, (0,) * 80).peak_nbytes
-    budget = int(least + share * (most - least))
-    found = by_milp_of_counts(profile, budget)
-    assert solve(profile, budget).prediction.step_seconds == pytest.approx(found, abs=1e-8)
 
 
 PATTERNS = {
@@ -322,11 +290,6 @@ def test_equal_choices_are_neighbours():
         layers = solution.assignment[1:-1]
         changes = sum(a != b for a, b in pairwise(layers))
         assert changes == len(set(layers)) - 1, layers
-
-
-def test_all_that_is_fastest_is_chosen_where_everything_fits():
-    solution = solve(tables.transformer(3), 10**12)
-    assert solution.assignment == (0, 0, 0, 0, 0)
 
 
 @pytest.mark.parametrize(

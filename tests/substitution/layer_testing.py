@@ -6,7 +6,8 @@ from typing import Any
 
 import models
 import torch
-from models import HIDDEN
+import transformers
+from models import HIDDEN, SHAPE
 from tiny import rule, rules
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -17,6 +18,8 @@ from recompute.attach.runners import region_in
 
 STEPS_TO_SETTLE = 8
 EVERYTHING = ["gemm", "convolution", "attention"]
+PLAIN = {key: value for key, value in SHAPE.items() if key not in ("num_key_value_heads", "head_dim")}
+"""Of a model whose heads are all alike."""
 TAPES = {
     "gemm": {"rerun": "gemm"},
     "gemm, to the last byte": {"rerun": "gemm", "price": 0},
@@ -34,6 +37,12 @@ def theirs(*paths):
     """Classes of transformers, by their model and name."""
     pairs = [path.split(".") for path in paths]
     return [getattr(import_module(f"transformers.models.{model}.modeling_{model}"), name) for model, name in pairs]
+
+
+def causal(name, **options):
+    """A function that builds the causal model of a configuration of transformers."""
+    config = getattr(transformers, f"{name}Config")
+    return lambda: transformers.AutoModelForCausalLM.from_config(config(**options)).train()
 
 
 def policy(via="kernel", **options):

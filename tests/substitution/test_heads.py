@@ -4,11 +4,11 @@ import pytest
 import torch
 import transformers
 from engine_testing import function_of
+from layer_testing import causal
 from tiers import slow
+from tiny import WideTensors
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import recompute
 from recompute.substitution.lazy_logits import LazyLogits
@@ -26,10 +26,8 @@ PARTS = {
 }  # fmt: skip
 
 
-def causal(name, **options):
-    return lambda: transformers.AutoModelForCausalLM.from_config(
-        getattr(transformers, f"{name}Config")(**{**SHAPE, **options})
-    )
+def one_layer(name, **options):
+    return causal(name, **{**SHAPE, **options})
 
 
 def t5(tied):
@@ -42,37 +40,22 @@ def t5(tied):
 
 GPT = {"n_layer": 1, "n_head": 4}
 FAMILIES = {
-    "llama": causal("Llama"),
-    "tied": causal("Llama", tie_word_embeddings=True),
-    "cohere": causal("Cohere"),
-    "granite": causal("Granite", logits_scaling=8.0),
-    "gemma 2": causal("Gemma2", head_dim=16),
-    "gemma 3": causal("Gemma3Text", head_dim=16),
-    "gemma 3 with a cap": causal("Gemma3Text", head_dim=16, final_logit_softcapping=2.0),
-    "falcon": causal("Falcon", hidden_dropout=0.0),
-    "bloom": causal("Bloom", **GPT),
-    "mpt": causal("Mpt", d_model=WIDTH, n_heads=4, n_layers=1, max_seq_len=64),
-    "phi, with a bias": causal("Phi"),
+    "llama": one_layer("Llama"),
+    "tied": one_layer("Llama", tie_word_embeddings=True),
+    "cohere": one_layer("Cohere"),
+    "granite": one_layer("Granite", logits_scaling=8.0),
+    "gemma 2": one_layer("Gemma2", head_dim=16),
+    "gemma 3": one_layer("Gemma3Text", head_dim=16),
+    "gemma 3 with a cap": one_layer("Gemma3Text", head_dim=16, final_logit_softcapping=2.0),
+    "falcon": one_layer("Falcon", hidden_dropout=0.0),
+    "bloom": one_layer("Bloom", **GPT),
+    "mpt": one_layer("Mpt", d_model=WIDTH, n_heads=4, n_layers=1, max_seq_len=64),
+    "phi, with a bias": one_layer("Phi"),
     "t5": lambda: t5(tied=True),
     "t5, untied": lambda: t5(tied=False),
-    "roberta, whose head has several parts": causal("Roberta", is_decoder=True, hidden_dropout_prob=0.0),
+    "roberta, whose head has several parts": one_layer("Roberta", is_decoder=True, hidden_dropout_prob=0.0),
     "bart, whose bias is a buffer": lambda: transformers.BartForConditionalGeneration(transformers.BartConfig(**PARTS)),
 }
-
-
-class Wide(TorchDispatchMode):
-    """Notes ops that give tensors as wide as the vocabulary, with a row for every token."""
-
-    def __init__(self):
-        super().__init__()
-        self.ops = []
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        results = op(*args, **(kwargs or {}))
-        tensors = [each for each in tree_leaves(results) if isinstance(each, Tensor) and each.dim() > 1]
-        if any(each.shape[-1] == WORDS and each.shape[:-1].numel() in (TOKENS, TOKENS - 2) for each in tensors):
-            self.ops.append(str(op))
-        return results
 
 
 def of_the_model(model):
@@ -86,13 +69,14 @@ def of_ones_own(model):
 
 
 def step(model, loss_of=of_the_model):
-    """The loss and gradients of a step, and the ops that gave logits."""
+    """The loss and gradients of a step, and the ops that gave logits, with a row for every token."""
     torch.manual_seed(1)
     model.zero_grad()
-    with Wide() as wide:
+    with WideTensors(WORDS) as wide:
         loss = loss_of(model)
         loss.backward()
-    return {"loss": loss.detach()} | {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, wide.ops
+    ops = [op for op, shape in wide.found if shape[:-1].numel() in (TOKENS, TOKENS - 2)]
+    return {"loss": loss.detach()} | {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, ops
 
 
 def assert_goes_without_logits(model, loss_of=of_the_model):

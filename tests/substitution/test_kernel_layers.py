@@ -7,21 +7,17 @@ import itertools
 import models
 import pytest
 import torch
-import transformers
 from corpus import counting
-from layer_testing import CHANGES, TAPES, WAYS, gradients, outcome, policy, run_in
+from layer_testing import CHANGES, TAPES, WAYS, causal, gradients, outcome, policy, run_in
 from models import BATCH, HIDDEN, INTERMEDIATE, LENGTH, SHAPE, held
-from tiers import by_default, slow
+from tiers import by_default
 from tiny import assert_same, counted_ops
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import recompute
-from recompute.attach.runners import region_in
 from recompute.compiled.region_record import WARMUP_FRAMES
 from recompute.errors import PolicyWarning
-from recompute.kernels import launch
-from recompute.kernels.launch_plan import PlannedCall
 
 TOKENS = BATCH * LENGTH
 LAYERS = 1
@@ -33,8 +29,7 @@ def make(name="llama", dtype=torch.float32, **options):
     if name in models.FAMILIES:
         return models.make(name, dtype, **{"num_hidden_layers": LAYERS, **options})
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**{**SHAPE, "num_hidden_layers": LAYERS, **options})
-    return transformers.AutoModelForCausalLM.from_config(config).train()
+    return causal(name, **{**SHAPE, "num_hidden_layers": LAYERS, **options})()
 
 
 @functools.cache
@@ -136,38 +131,6 @@ def test_layers_with_stacked_experts_are_captured_where_no_kernel_runs():
         found = gradients(code, batch)
     assert count() == LAYERS + 1  # and the last norm
     assert_same(found, gradients(plain, batch))
-
-
-@pytest.mark.slow
-def test_layers_are_captured_anew_under_each_setting_of_torch():
-    before = torch.get_float32_matmul_precision()
-    try:
-        for deterministic, precision in itertools.product((False, True), ("highest", "high")):
-            torch.use_deterministic_algorithms(deterministic)
-            torch.set_float32_matmul_precision(precision)
-            with counting() as count:
-                run_in({}, make)
-            assert count() > 0
-    finally:
-        torch.use_deterministic_algorithms(False)
-        torch.set_float32_matmul_precision(before)
-
-
-@pytest.mark.slow
-def test_captured_code_launches_what_the_kernels_launch(device):
-    code, kernels = (make().to(device) for _ in range(2))
-    batch = {key: value.to(device) for key, value in BATCH_OF_IDS.items()}
-    recompute.apply(kernels, policy(capture=False))
-    handle = recompute.apply(code, policy())
-    for _ in range(8):
-        gradients(code, batch)
-    assert_same(gradients(code, batch), [gradients(kernels, batch) for _ in range(2)][-1])
-    region = region_in(handle._attachments[0].runner)
-    program = region.programs[0]
-    names = [*vars(program)["forward"].__globals__.values(), *vars(program)["backward"].__globals__.values()]
-    calls = [value for value in names if isinstance(value, PlannedCall)]
-    assert len(calls) == 4 + 4
-    assert all(call.planned is not None for call in calls) == (device != "cpu" or launch.uses_triton(torch.empty(1)))
 
 
 def test_a_call_without_gradients_before_each_step_keeps_no_layer_from_being_captured():
@@ -322,19 +285,6 @@ def test_autocast_casts_as_it_does_without_a_policy():
         return torch.stack([(one.double() - other).norm() / other.norm() for one, other in pairs]).mean().item()
 
     assert 1e-3 < error(found) <= 1.1 * error(without)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["alone", "on a tape"])
-@pytest.mark.parametrize("name", ["llama", *slow("Olmo")])
-def test_a_layer_compiles_with_kernels_in_its_place(name, way):
-    model, plain = make(name), make(name)
-    recompute.apply(model, policy(**WAYS[way]))
-    hidden = torch.randn(BATCH, LENGTH, HIDDEN)
-    positions = model.model.rotary_emb(hidden, torch.arange(LENGTH)[None])
-    layer = torch.compile(model.model.layers[0], backend="aot_eager", fullgraph=True)
-    expected = plain.model.layers[0](hidden, position_embeddings=positions)
-    torch.testing.assert_close(layer(hidden, position_embeddings=positions), expected)
 
 
 @pytest.mark.parametrize("name", by_default(["llama", "gpt2", "gemma2", "bert"], "llama"))

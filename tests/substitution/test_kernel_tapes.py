@@ -4,15 +4,15 @@ import models
 import pytest
 import torch
 from engine_testing import module_of
-from layer_testing import EVERYTHING, TAPES, gradients, policy
+from layer_testing import EVERYTHING, gradients, policy
 from models import BATCH, HIDDEN, LENGTH, SHAPE
-from tiers import by_default, slow
+from tiers import slow
 from tiny import assert_same, counted_ops, decoder, rule, rules, token_ids
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 
 import recompute
-from recompute.engine.cut.frontier import finer_frontier, frontier
+from recompute.engine.cut.frontier import frontier
 from recompute.estimation.build_model import build, build_fake
 
 TOKENS = BATCH * LENGTH
@@ -53,57 +53,6 @@ def test_backward_runs_six_of_seven_gemms_again():
     (alone, norms), (again, norms_again) = counts
     assert again - alone == 6 * LAYERS  # all but down, whose output nobody needs
     assert norms == norms_again == 2 * LAYERS  # q, k and v are one node with the norm
-
-
-@pytest.mark.slow
-def test_the_frontier_of_a_layer_is_what_rules_with_its_prices_give():
-    model = models.make("llama")
-    handle = recompute.apply(model, policy(rerun=EVERYTHING))
-    expected = [gradients(model, models.batch("llama")) for _ in range(3)][-1]
-    first, second = (frontier(plan) for plan in handle.plans().values())
-    assert first == second
-    assert len(first) > 3
-    assert [point.held_nbytes for point in first] == sorted({point.held_nbytes for point in first}, reverse=True)
-    assert [point.rerun_seconds for point in first] == sorted({point.rerun_seconds for point in first})
-    assert first[-1].held_nbytes == ROW + ANGLES
-    for point in first:
-        model = models.make("llama")
-        handle = recompute.apply(model, policy(rerun=EVERYTHING, **point.rule))
-        for _ in range(2):
-            found = gradients(model, models.batch("llama"))
-        assert_same(found, expected)
-        for plan in handle.plans().values():
-            assert (plan.kept_nbytes, rerun_seconds(plan)) == (point.held_nbytes, pytest.approx(point.rerun_seconds))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("via", [*slow("hook"), "kernel"])
-def test_the_finer_frontier_of_a_layer_is_what_rules_with_its_limits_give(via):
-    """On the tape, and when the layer goes on as straight code."""
-    model = models.make("llama", num_hidden_layers=LAYERS)
-    handle = recompute.apply(model, policy(via, rerun=EVERYTHING))
-    expected = [gradients(model, models.batch("llama")) for _ in range(3)][-1]
-    (plan,) = handle.plans().values()
-    by_price = {point.held_nbytes for point in frontier(plan)}
-    points = [point for point in finer_frontier(plan) if point.held_nbytes not in by_price]
-    assert len(points) > 3
-    for point in points[:: len(points) - 1]:
-        model = models.make("llama", num_hidden_layers=LAYERS)
-        handle = recompute.apply(model, policy(via, rerun=EVERYTHING, **point.rule))
-        assert point.held_nbytes <= point.rule["hold"]
-        gradients(model, models.batch("llama"))  # in which kernels learn
-        assert_same(gradients(model, models.batch("llama")), expected)
-        for plan in handle.plans().values():
-            assert (plan.kept_nbytes, rerun_seconds(plan)) == (point.held_nbytes, pytest.approx(point.rerun_seconds))
-        for _ in range(4):
-            before = handle.stats()
-            assert_same(gradients(model, models.batch("llama")), expected)
-            assert (handle.stats() - before).kept_nbytes == LAYERS * point.held_nbytes
-        assert f"{LAYERS} of {LAYERS} run as captured code" in handle.explain(wide=True)
-
-
-def rerun_seconds(plan):
-    return sum(plan.steps[index].seconds for index in plan.rerun)
 
 
 def test_the_frontier_is_the_same_on_fake_tensors(tmp_path):
@@ -183,24 +132,6 @@ def test_what_is_kept_by_name_is_not_made_again():
         reruns[bool(keep)] = sum(plan.steps[index].name == "aten.mm" for index in plan.rerun)
         assert ("attended kept" in handle.explain(wide=True)) is bool(keep)
     assert reruns[False] == reruns[True] + 1  # attention's output projection
-
-
-@pytest.mark.parametrize("options", by_default(TAPES, "everything"))
-def test_further_backwards_and_second_derivatives(options):
-    outcomes = []
-    for given in (policy(), policy(**options)):
-        model = models.make("llama", num_hidden_layers=LAYERS, attn_implementation="eager")
-        recompute.apply(model, given)
-        weights = [p for p in model.model.layers.parameters() if p.dim() == 2]
-        outcome = []
-        for _ in range(2):
-            loss = model(**models.batch("llama"), use_cache=False).loss
-            first = torch.autograd.grad(loss, weights, retain_graph=True)
-            again = torch.autograd.grad(loss, weights, create_graph=True)
-            second = torch.autograd.grad(sum(gradient.square().sum() for gradient in again), weights)
-            outcome.append([*first, *again, *second])
-        outcomes.append(outcome)
-    assert_same(*outcomes)
 
 
 @pytest.mark.parametrize("name", ["llama", *slow("gemma2", "mixtral")])

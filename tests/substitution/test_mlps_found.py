@@ -9,7 +9,7 @@ import pytest
 import tiny
 import torch
 import transformers
-from layer_testing import theirs
+from layer_testing import PLAIN, theirs
 from models import BATCH, GPT2_SHAPE, HIDDEN, INTERMEDIATE, LENGTH, SHAPE
 from tiers import by_default, one_in, slow
 from tiny import TinyMLP, TinyRMSNorm, assert_same, counted_ops, gradients, of_one_more, rule, rules
@@ -24,7 +24,6 @@ from recompute.substitution.feed_forward import find_kernel_mlp
 from recompute.substitution.norm import find_norm
 
 TOKENS = BATCH * LENGTH
-PLAIN = {key: value for key, value in SHAPE.items() if key not in ("num_key_value_heads", "head_dim")}
 ArceeMLP, CLIPMLP, FalconMLP, FalconLinear, GPT2MLP, GPTNeoXMLP, NemotronMLP = theirs(
     *("arcee.ArceeMLP", "clip.CLIPMLP", "falcon.FalconMLP", "falcon.FalconLinear", "gpt2.GPT2MLP"),
     *("gpt_neox.GPTNeoXMLP", "nemotron.NemotronMLP"),

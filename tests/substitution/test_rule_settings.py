@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 import torch
-import transformers
+from layer_testing import causal
 from models import INTERMEDIATE, LAYERS, SHAPE, make
 from models import batch as batch_of
 from peft import LoraConfig, get_peft_model
@@ -121,8 +121,8 @@ def test_layers_in_tiles_go_on_as_captured_code_or_explain_says_why_not(make, to
 def test_stats_count_what_is_held(family, type_name, settings, held):
     """held: bytes of each number of what the first Linears give."""
     torch.manual_seed(0)
-    config = transformers.Starcoder2Config(**SHAPE, residual_dropout=0.0, embedding_dropout=0.0)
-    model = make(family) if family == "llama" else transformers.AutoModelForCausalLM.from_config(config).train()
+    starcoder2 = causal("Starcoder2", **SHAPE, residual_dropout=0.0, embedding_dropout=0.0)
+    model = make(family) if family == "llama" else starcoder2()
     batch = batch_of("llama", length=64, size=2)
 
     def kept(**settings):
