@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from corpus import Body, always, linear, norm
 from engine_testing import HIDDEN, TOKENS, GatedMLP, RMSNorm, module_of
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, parametrize
 
 import recompute
 
@@ -412,6 +412,10 @@ def update_in_no_grad(module, *_):
 
 MODULES = {
     **{name: normalized(each) for name, each in NORMALIZED.items()},
+    # A checkpoint refuses the second call, which runs again with what it found in the cache.
+    "weight norm, cached": normalized(parametrizations.weight_norm)._replace(
+        around=parametrize.cached, together=True, ways=("recompute",)
+    ),
     "norms with statistics": Body(
         lambda self, x: self.average(self.instance(self.batch(self.conv(x[None])).relu()).exp()).sin(), norms
     ),

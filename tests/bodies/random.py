@@ -454,6 +454,17 @@ CALLABLES = {
 }
 
 
+@contextlib.contextmanager
+def permuted():
+    """Another bit generator in the place of NumPy's own."""
+    before = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(1))
+    try:
+        yield
+    finally:
+        np.random.set_bit_generator(before)
+
+
 def with_a_hook():
     linear = nn.Linear(HIDDEN, HIDDEN)
     linear.register_forward_hook(lambda module, args, result: result * SAMPLER.draw_own())
@@ -470,6 +481,7 @@ REACHED = {
         )
         for name, make in PASSED.items()
     },
+    "by another bit generator of NumPy's": Body(once(np.random.rand), around=permuted, around_backward=permuted),
     "by a hook alone": Body(lambda self, x: self.linear(x).exp().sin(), with_a_hook),
     "by a part's method": Body(
         lambda self, x: self.sampler[0].scaled(2.0) * x.sin().exp(), of_an_attribute(sampler=[SAMPLER])

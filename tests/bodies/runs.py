@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from engine_testing import HIDDEN, TOKENS, Stack, in_threads, loss_of, module_of, replica_of, tokens
+from engine_testing import HIDDEN, TOKENS, Stack, bits, in_threads, leaves, loss_of, module_of, replica_of, tokens
 from torch import Tensor, nn
 from torch.autograd import forward_ad, grad
 from torch.utils.checkpoint import checkpoint
@@ -137,6 +137,26 @@ def with_hooks(model, x):
     for hook in hooks:
         hook.remove()
     return x.grad, y.grad, weight.grad, len(seen)
+
+
+def with_hooks_inside(model, x):
+    """On modules, on a tensor inside of a layer, and on a weight that is used outside, too."""
+    seen, norm = [], model.layers[0].norm1
+
+    def note(*given):
+        seen.extend(bits(leaf) for leaf in leaves(given) if isinstance(leaf, Tensor))
+
+    hooks = [norm.register_forward_hook(lambda module, args, result: (result.register_hook(note), None)[1])]
+    for each in model.modules():
+        hooks += [each.register_full_backward_pre_hook(note), each.register_full_backward_hook(note)]
+    hooks += [norm.weight.register_hook(note), norm.weight.register_post_accumulate_grad_hook(note)]
+    loss = loss_of(model(x * norm.weight) * norm.weight)
+    for turn in range(2):
+        seen.append(turn)
+        loss.backward(retain_graph=turn == 0)
+    for hook in hooks:
+        hook.remove()
+    return seen
 
 
 def update_in_a_hook(model, x):
@@ -333,6 +353,7 @@ RUNS = {
     "batched": Run(batched, single),
     "batched_by_vmap": Run(batched_by_vmap, lambda: twice_differentiable(1)),
     **{each.__name__: Run(each) for each in (of_a_sum, transposed, read_outside_too, with_hooks, update_in_a_hook)},
+    "with_hooks_inside": Run(with_hooks_inside, captured=False),
     **{each.__name__: Run(each) for each in (backward_in_a_hook, backward_in_its_own_hook)},
     "gradient_penalty": Run(gradient_penalty, twice_differentiable, captured=False),
     "on_other_weights": Run(on_other_weights),

@@ -128,63 +128,6 @@ def test_a_region_of_integers_or_of_no_arguments(rules):
     assert_step_as_without(learned, rules)
 
 
-def shared():
-    """A parameter, a norm's weight, that is used before, in and after a region, which uses it twice."""
-    norm = RMSNorm()
-    inside = module_of(lambda self, x: self.norm(self.norm(x).exp()).sin() * self.norm.weight, norm=norm)
-    around = lambda self, x: self.norm(self.inside(self.norm(x))) * self.norm.weight  # noqa: E731
-    return module_of(around, inside=inside, norm=norm)
-
-
-@every_rule
-@pytest.mark.parametrize("backwards", [1, 2])
-def test_hooks_of_a_parameter_used_inside_and_outside_fire_once_a_backward(rules, backwards):
-    x = tokens()
-
-    def run(model):
-        fired = []
-        weight = model.norm.weight
-        removable = [
-            weight.register_hook(lambda gradient: fired.append(("gradient", bits(gradient)))),
-            weight.register_post_accumulate_grad_hook(lambda leaf: fired.append(("accumulated", bits(leaf.grad)))),
-        ]
-        loss = model(x).sum()
-        for turn in range(backwards):
-            loss.backward(retain_graph=turn + 1 < backwards)
-        for handle in removable:
-            handle.remove()
-        assert [kind for kind, _ in fired] == ["gradient", "accumulated"] * backwards
-        return fired, weight.grad
-
-    assert_as_without(shared(), rules, run)
-
-
-@every_rule
-def test_hooks_on_tensors_and_modules_inside_of_a_region_fire_once(rules):
-    seen = []
-
-    def forward(self, x):
-        y = self.norm(x)
-        y.register_hook(lambda gradient: seen.append(("tensor", bits(gradient))))
-        return self.linear(y).sin()
-
-    def note(module, *grads):
-        seen.append((type(module).__name__, [bits(gradient) for (gradient,) in grads]))
-
-    model, x = holding(forward, norm=RMSNorm(), linear=nn.Linear(HIDDEN, HIDDEN)), tokens()
-    for module in model.modules():
-        module.register_full_backward_hook(note)
-        module.register_full_backward_pre_hook(note)
-
-    def run(model):
-        seen.clear()
-        model(x).sum().backward()
-        return seen.copy()
-
-    assert_as_without(model, rules, run)
-    assert [kind for kind, _ in seen].count("tensor") == 1
-
-
 def _nest():
     """Three regions, one in another, and one beside each."""
 
