@@ -68,12 +68,9 @@ A_RULE = "rules:\n- match: a\n  action: recompute\n  "
 REFUSED_AS = [
     (A_RULE + "via: kernal", "4:8: rules[0].via: expected 'hook', 'kernel' or 'auto'", "(did you mean 'kernel'?)"),
     ("rules:\n- via: hook\n  match: a\n  action: checkpoint", "2:8: rules[0].via: expected no 'via' ", "'hook'"),
-    (A_RULE + "rerun: atention", "4:10: rules[0].rerun: expected 'gemm'", "(did you mean 'attention'?)"),
     (A_RULE + "rerun: [gemm, atention]", "4:17: rules[0].rerun[1]: expected 'gemm'", "(did you mean 'attention'?)"),
     (A_RULE + "rerun: [gemm]\n  keep: [attention, gemm]", "5:9: rules[0].keep: ", "found ['attention', 'gemm']"),
-    (A_RULE + "keep: [attention, gemm]\n  rerun: [gemm]", "4:9: rules[0].keep: ", "found ['attention', 'gemm']"),
-    *((A_RULE + f"price: {value}", "4:10: rules[0].price: expected a number", f"found {value.strip('.')}")
-        for value in ("-1", ".inf", ".nan", "true")),
+    (A_RULE + "price: .inf", "4:10: rules[0].price: expected a number", "found inf"),
     (A_RULE + "keep:\n  - gemm\n  - aten.mm.default", "6:5: rules[0].keep[1]: expected an op", "'aten.mm.default'"),
     ("rules:\n- {action: keep, layers: [0-3, every 0]}", "2:32: rules[0].layers[1]: expected a step", "'every 0'"),
     ("name: x\nrules:\n- match: a", "3:3: rules[0].action: this key is required, and missing", ""),
