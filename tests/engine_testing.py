@@ -417,16 +417,18 @@ class ExpWith(torch.autograd.Function):
         return grad * result, None, None
 
 
-def function_of(forward, backward, saves=lambda result, *given: given):
+def function_of(forward, backward, saves=lambda result, *given: given, *, name="Made", is_dirty=False):
     """A custom Function of ``forward(*given)``, which saves what it was given, or ``saves(result, *given)``.
 
-    ``backward`` gets the gradient and what was saved.
+    ``backward`` gets the gradient and what was saved. is_dirty: forward writes to its first argument, and returns it.
     """
 
     class Made(torch.autograd.Function):
         @staticmethod
         def forward(ctx, *given):
             result = forward(*given)
+            if is_dirty:
+                ctx.mark_dirty(given[0])
             ctx.save_for_backward(*saves(result, *given))
             return result
 
@@ -434,11 +436,20 @@ def function_of(forward, backward, saves=lambda result, *given: given):
         def backward(ctx, *gradients):
             return backward(*gradients, *ctx.saved_tensors)
 
-    for name in ("forward", "backward"):  # the engine knows Functions by their code, of which each has its own
-        of_all = vars(Made)[name].__func__
+    Made.__name__ = Made.__qualname__ = name
+    for each in ("forward", "backward"):  # the engine knows Functions by their code, of which each has its own
+        of_all = vars(Made)[each].__func__
         code = of_all.__code__.replace(co_firstlineno=next(_LINES))
-        setattr(Made, name, staticmethod(types.FunctionType(code, of_all.__globals__, name, None, of_all.__closure__)))
+        setattr(Made, each, staticmethod(types.FunctionType(code, of_all.__globals__, each, None, of_all.__closure__)))
     return Made
+
+
+def its_result(result, *given):
+    return (result,)
+
+
+def no_tensors(*_):
+    return ()
 
 
 _LINES = itertools.count(1)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from engine_testing import module_of
+from engine_testing import function_of, its_result, module_of
 from tiers import slow
 from tiny import BATCH, HIDDEN, INTERMEDIATE, LENGTH, TOKENS, decoder, next_token_loss, rule, rules, token_ids
 from torch import nn
@@ -92,16 +92,7 @@ def test_a_line_tells_who_made_a_tensor_who_saved_it_what_it_is_and_what_becomes
 OUTSIDE = torch.rand(HIDDEN)
 
 
-class InTheDark(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        y = x.exp()
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * ctx.saved_tensors[0]
+InTheDark = function_of(lambda x: x.exp(), lambda gradient, y: gradient * y, saves=its_result, name="InTheDark")
 
 
 def attention(linear, x):

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from corpus import Body, nothing
-from engine_testing import HIDDEN, RMSNorm, function_of
+from engine_testing import HIDDEN, RMSNorm, function_of, its_result, no_tensors
 from torch import nn
 from torch.autograd import Function, forward_ad
 from torch.autograd.function import once_differentiable
@@ -193,19 +193,7 @@ class Scale(Function):
         return gradient * w if wants_x else None, (gradient * x).sum(0) if wants_w else None
 
 
-class Exp(Function):
-    """Saves its output."""
-
-    @staticmethod
-    def forward(ctx, x):
-        y = x.exp()
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, gradient):
-        return gradient * ctx.saved_tensors[0]
+Exp = function_of(lambda x: x.exp(), once_differentiable(lambda gradient, y: gradient * y), saves=its_result)
 
 
 class Split(Function):
@@ -233,10 +221,6 @@ def over_what_was_saved(gradient, a, b):
     first, second = gradient * b, gradient * a
     a.numpy()[:], b.numpy()[:] = first.numpy(), second.numpy()
     return a, b
-
-
-def no_tensors(*_):
-    return ()
 
 
 Reverse = function_of(lambda x: x.view_as(x), lambda gradient: -gradient, saves=no_tensors)
@@ -359,17 +343,9 @@ class Twice(Function):
         return grad * x * sine * result * ctx.saved_tensors[0] * ctx.saved_tensors[1]
 
 
-class InPlace(Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.mark_dirty(x)
-        return x.mul_(2)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * 2
-
-
+InPlace = function_of(
+    lambda x: x.mul_(2), lambda gradient: gradient * 2, saves=no_tensors, name="InPlace", is_dirty=True
+)
 bound_early = Scale.apply
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from corpus import OWN_LEGACY, OWN_NUMPY, OWN_PYTHON, OWN_TORCH, TRACKER, Body, both
-from engine_testing import HIDDEN, RMSNorm, holding
+from engine_testing import HIDDEN, RMSNorm, function_of, holding
 from numpy.random import rand as numpy_by_name
 from torch import nn
 
@@ -110,23 +110,19 @@ class FilledLate(torch.autograd.Function):
         return grad * noise * result
 
 
-class FilledUnseen(torch.autograd.Function):
+def fills_unseen(x, scratch):
     """As a kernel of one's own does it: no op tells that it writes into the results of others, and into an argument."""
-
-    @staticmethod
-    def forward(ctx, x, scratch):
-        result = x * 0.0
-        result.numpy()[:] = x.exp().numpy()
-        scratch.numpy()[:] = 2.0
-        ctx.save_for_backward(result, scratch)
-        return result
-
-    @staticmethod
-    def backward(ctx, grad):
-        result, scratch = ctx.saved_tensors
-        return grad * result * scratch, None
+    result = x * 0.0
+    result.numpy()[:] = x.exp().numpy()
+    scratch.numpy()[:] = 2.0
+    return result
 
 
+FilledUnseen = function_of(
+    fills_unseen,
+    lambda gradient, result, scratch: (gradient * result * scratch, None),
+    saves=lambda result, x, scratch: (result, scratch),
+)
 LATE = {
     "rrelu": lambda self, x: F.rrelu(x, training=True),
     "rrelu in place": lambda self, x: F.rrelu_(x * 1.0, training=True),

@@ -13,6 +13,7 @@ import models
 import numpy as np
 import pytest
 import torch
+from engine_testing import function_of, no_tensors
 from tiers import slow
 from tiny import HIDDEN, TinyMLP, TinyRMSNorm, decoder, rule, rules, snapshot, token_ids
 from torch import Tensor, nn
@@ -65,16 +66,8 @@ def liars():
     return nn.Sequential(Lying(), Lying())
 
 
-class Wrong(torch.autograd.Function):
-    """Its forward is right and its gradient is not."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * 1.01
+Wrong = function_of(lambda x: x.clone(), lambda gradient: gradient * 1.01, saves=no_tensors)
+"""Its forward is right and its gradient is not."""
 
 
 def norms(seed=0):
