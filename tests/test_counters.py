@@ -24,19 +24,24 @@ def kibibytes(count, device=CPU):
 
 
 @each_device
-def test_trace_counts_what_is_alive_at_each_mark_and_the_most_alive_at_once(device):
+def test_a_trace_counts_what_is_alive_at_each_mark_and_the_most_alive_at_once_also_since_the_mark_before(device):
     kibibytes(1, device)
     with counters.memory_trace(device) as trace:
         first = kibibytes(3, device)
-        trace.mark("one")
         second = kibibytes(5, device)
+        del second
+        trace.mark("one")
         del first
         trace.mark("two")
-        third = kibibytes(7, device)
-        del second, third
+        third = kibibytes(2, device)
         trace.mark("three")
-    assert trace.held_nbytes == {"one": 3 * KIB, "two": 5 * KIB, "three": 0}
-    assert trace.peak_nbytes == 12 * KIB
+        del third
+        fourth = kibibytes(1, device)
+        trace.mark("four")
+        del fourth
+    assert trace.held_nbytes == {"one": 3 * KIB, "two": 0, "three": 2 * KIB, "four": KIB}
+    assert trace.span_peak_nbytes == {"one": 8 * KIB, "two": 3 * KIB, "three": 2 * KIB, "four": 2 * KIB}
+    assert trace.peak_nbytes == 8 * KIB
 
 
 def test_trace_starts_at_zero_whatever_was_allocated_before():
@@ -58,26 +63,6 @@ def test_freeing_what_was_there_before_does_not_count():
         del garbage
         trace.mark("end")
     assert trace.held_nbytes == {"end": inside.nbytes}
-
-
-@each_device
-def test_each_mark_ends_a_span_with_a_peak_of_its_own(device):
-    kibibytes(1, device)
-    with counters.memory_trace(device) as trace:
-        first = kibibytes(3, device)
-        second = kibibytes(5, device)
-        del second
-        trace.mark("one")
-        del first
-        trace.mark("two")
-        third = kibibytes(2, device)
-        trace.mark("three")
-        del third
-        fourth = kibibytes(1, device)
-        trace.mark("four")
-        del fourth
-    assert trace.span_peak_nbytes == {"one": 8 * KIB, "two": 3 * KIB, "three": 2 * KIB, "four": 2 * KIB}
-    assert trace.peak_nbytes == 8 * KIB
 
 
 def test_trace_of_a_failed_block_reports_nothing_and_the_next_one_works():

@@ -4,10 +4,9 @@ import re
 import warnings
 
 import pytest
-import torch
 from engine_testing import calls
 from tiers import by_default, slow
-from tiny import TinyMLP, TinyRMSNorm, assert_same, decoder, rule, rules, snapshot, train
+from tiny import TinyMLP, assert_same, decoder, rule, rules, snapshot, train
 from torch import nn
 
 import recompute
@@ -181,23 +180,8 @@ def test_many_rules_take_time_in_proportion_and_one_warning(glob):
         return calls(lambda: messages.extend(warned(policy)))
 
     calls_for(10)  # what is done once
-    few, many = calls_for(300), calls_for(1200)
+    few, many = calls_for(75), calls_for(300)
     assert many < 5 * few
     assert len(messages) == 3
-    assert re.search(r"1,19\d more of the 1,201 rules govern no module$", messages[-1])
+    assert re.search(r"29\d more of the 301 rules govern no module$", messages[-1])
     assert messages[-1].count("governs no module") == 5
-
-
-def test_a_norm_is_regenerated_whatever_kind_it_is():
-    model = nn.Sequential(
-        nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU(), TinyRMSNorm(), nn.Linear(16, 16)
-    )
-    expected, x = [], torch.randn(3, 16)
-    for policy in (None, "hook"):
-        handle = None if policy is None else recompute.apply(model, policy)
-        model.zero_grad()
-        model(x).square().sum().backward()
-        expected.append([parameter.grad.clone() for parameter in model.parameters()])
-    assert_same(*expected)
-    assert handle is not None
-    assert handle.stats().dropped_tensors >= 3  # what each gives to the Linear behind it

@@ -10,7 +10,6 @@ from tiers import slow
 from tiny import BATCH, HIDDEN, INTERMEDIATE, LENGTH, TOKENS, decoder, next_token_loss, rule, rules, token_ids
 from torch import nn
 from torch.nn import functional as F
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import recompute
 from recompute.units import humanize
@@ -318,28 +317,6 @@ def test_totals_of_an_mlp_are_told_a_token_wherever_its_input_comes_from():
     each = 2 * INTERMEDIATE * 4
     assert f"dropped {each * TOKENS:,} bytes ({each} a token, {TOKENS} tokens)" in title
     assert f"kept {each * TOKENS:,} bytes ({each} a token, {TOKENS} tokens)" in title
-
-
-def test_totals_of_a_llama_layer_a_token():
-    hidden, intermediate, heads, kv, size = 32, 48, 4, 2, 8
-    sizes = {"vocab_size": 64, "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": 2}
-    config = LlamaConfig(**sizes, num_attention_heads=heads, num_key_value_heads=kv, use_cache=False)
-    model = LlamaForCausalLM(config).to(torch.bfloat16)
-    ids = torch.randint(0, 64, (2, 16))
-    handle = recompute.apply(model)
-    for _ in range(2):  # the first frame holds no sum of the stream, as it lets go of what is cheap
-        model(input_ids=ids, labels=ids).loss.backward()
-    title, _ = tables(handle.explain(wide=True))
-    # A norm's input in float32, its root, the normalized values and the output; the activation and the product.
-    dropped = 2 * (4 * hidden + 4 + 2 * hidden + 2 * hidden) + 2 * 2 * intermediate
-    # The layer's input, q, attention's output and the stream after it; k and v; gate and up; of attention a logarithm
-    # a head; cosine and sine, which all sequences of the batch share.
-    kept = 4 * 2 * hidden + 2 * 2 * kv * size + 2 * 2 * intermediate + 4 * heads + 2 * 2 * size // 2
-    assert title == (
-        f"model.layers.* (LlamaDecoderLayer), each of 2: "
-        f"dropped {dropped * 32:,} bytes ({dropped} a token, 32 tokens), "
-        f"kept {kept * 32:,} bytes ({kept} a token, 32 tokens)"
-    )
 
 
 @pytest.mark.parametrize("width", [80, 110])
