@@ -26,6 +26,7 @@ from engine_testing import (
     governing,
     holding,
     loss_of,
+    module_of,
     no_garbage_collection,
     policed,
     policy,
@@ -74,14 +75,9 @@ def test_what_is_regenerated_for_one_layer_is_gone_before_the_next(rules):
     assert many_peak - few_peak <= many_held - few_held
 
 
-class Sum(nn.Module):
-    def forward(self, x):
-        return torch.sin(x + 1 + 1 + 1 + 1)
-
-
 def test_a_first_frame_lets_go_of_what_is_cheap_and_not_saved():
     """A frame without a plan holds what autograd saves, and of other values what is costly to make again."""
-    model, x = Sum(), tokens(2048, HIDDEN).requires_grad_()
+    model, x = module_of(lambda self, x: torch.sin(x + 1 + 1 + 1 + 1)), tokens(2048, HIDDEN).requires_grad_()
     recompute.apply(model, policy(("**", "recompute")))
     with memory_trace(CPU) as trace:
         model(x)

@@ -9,6 +9,7 @@ from engine_testing import (
     INSIDE,
     TOKENS,
     Holder,
+    assert_as_without,
     assert_step_as_without,
     bits,
     both_actions,
@@ -65,22 +66,14 @@ def test_small_buffers_that_nobody_changes_are_copied_once_for_all_runs():
 
 
 def test_freezing_a_weight_between_forward_and_backward_changes_nothing():
-    def forward(self, x):
-        return self.second(self.first(x).exp())
-
-    model = holding(forward, first=nn.Linear(HIDDEN, HIDDEN), second=nn.Linear(HIDDEN, HIDDEN))
-    x = tokens(HIDDEN, HIDDEN)
-
-    def grad():
+    def run(model):
+        first = model.inside.first.weight.requires_grad_(True)
         loss = loss_of(model(x))
-        model.inside.first.weight.requires_grad_(False)
-        found = torch.autograd.grad(loss, [x, *model.inside.second.parameters()])
-        model.inside.first.weight.requires_grad_(True)
-        return [bits(value) for value in found]
+        first.requires_grad_(False)
+        return torch.autograd.grad(loss, [x, *model.inside.second.parameters()])
 
-    expected = grad()
-    policed(model)
-    assert grad() == expected
+    parts, x = {name: nn.Linear(HIDDEN, HIDDEN) for name in ("first", "second")}, tokens(HIDDEN, HIDDEN)
+    assert_as_without(holding(lambda self, x: self.second(self.first(x).exp()), **parts), INSIDE, run)
 
 
 SavesTheWeightItself = function_of(
