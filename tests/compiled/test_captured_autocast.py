@@ -130,16 +130,6 @@ def test_other_backwards(x, way):
         twins.step(step)
 
 
-def test_an_op_inside_of_which_autocast_applies_stays_on_the_tape_also_around_backward_alone(x):
-    twins = [
-        Twins(Around(body(lambda self, x: torch.tanh(self.both(x, x)), both=nn.Bilinear(SIZE, SIZE, SIZE))))
-        for _ in range(2)
-    ]
-    twins[0].settle(under_autocast(x), captured=False)
-    assert "autocast casts inside of aten._trilinear" in twins[0].why_not
-    twins[1].steps(stepping(x, backward=bfloat16), STEPS_TO_SETTLE + 2)
-
-
 def test_a_region_holds_no_cast_of_a_weight():
     """Autograd would hold each weight in bfloat16 until backward. A cast is cheap: it is made again."""
     width = 64
