@@ -62,7 +62,6 @@ def governing(setting, *match):
 _BY_DEFAULT = ("checkpoint", "recompute")
 """What runs again under the others is between what does under these two."""
 RULES_OF_SETTINGS = {name: governing(setting) for name, setting in SETTINGS.items()}
-every_setting = pytest.mark.parametrize("setting", by_default(SETTINGS, *_BY_DEFAULT))
 every_rule = pytest.mark.parametrize("rules", by_default(RULES_OF_SETTINGS, *_BY_DEFAULT))
 every_tape = pytest.mark.parametrize(
     "rules", by_default({name: RULES_OF_SETTINGS[name] for name in TAPES}, "recompute")

@@ -127,6 +127,9 @@ class Doubled(Function):
         return gradient * 2
 
 
+decorated = recompute.recompute(lambda x: x.exp().sin())
+
+
 def vmapped_with_an_array(self, x):
     return torch.func.vmap(lambda row: self.norm(row) * torch.as_tensor(np.ones(HIDDEN, np.float32)))(x.exp()).sin()
 
@@ -152,6 +155,7 @@ GRADIENTS = {
     "a Function that gives back what nothing has read": of(
         lambda self, x: Same.apply(x).norm(dim=-1, keepdim=True).exp() * self.norm.weight
     ),
+    "a decorated function": of(lambda self, x: (decorated(self.norm(x).cos()) * decorated(x)).tanh()),
     "a functional gradient": of(
         lambda self, x: torch.func.grad(lambda y: self.norm(y).sin().sum())(x) * self.norm(x).exp().sin()
     ),

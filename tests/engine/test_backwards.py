@@ -15,7 +15,6 @@ from engine_testing import (
     bits,
     every_policy_of_a_stack,
     every_rule,
-    every_setting,
     governing,
     holding,
     loss_of,
@@ -105,22 +104,6 @@ def test_two_results_of_one_region_run_backward_one_after_the_other(rules):
 
 
 @every_rule
-def test_graphs_of_several_paths_through_one_region_alive_at_once(rules):
-    def forward(self, x, path):
-        x = self.norm(x)
-        x = x.exp() if path == 0 else x.sin().exp() if path == 1 else x.cos() * x.exp()
-        return x.tanh() if path else x.sigmoid()
-
-    x = tokens()
-
-    def run(model):
-        losses = [model(x, path).sum() for path in (0, 1, 2, 1, 0)]
-        return [grad(losses[i], [x, *model.parameters()]) for i in (3, 0, 4, 2, 1)]
-
-    assert_as_without(holding(forward, norm=RMSNorm()), rules, run)
-
-
-@every_rule
 def test_a_region_of_integers_or_of_no_arguments(rules):
     embedding = holding(lambda self, ids: self.norm(self.table(ids)).sin(), table=nn.Embedding(5, 8), norm=RMSNorm())
     assert_step_as_without(embedding, rules, torch.tensor([[1, 2, 2], [0, 4, 1]]))
@@ -158,27 +141,3 @@ def test_nested_regions_and_siblings_to_third_order_gradients(outer, inner, orde
         return found
 
     assert_as_without(_nest(), rules, run)
-
-
-@every_setting
-def test_decorated_functions_in_decorated_functions(setting):
-    norm, x = RMSNorm(), tokens()
-
-    def decorate(function):
-        return recompute.recompute(function, policy={"rules": [{"type": function.__name__, **setting}]})
-
-    def build(decorate):
-        def inner(x):
-            return norm(x).exp().sin()
-
-        def outer(x):
-            return (inside(x.cos()) * inside(x)).tanh()
-
-        inside = decorate(inner)
-        return decorate(outer)
-
-    def grads(function):
-        (first,) = grad(function(x).sum(), x, create_graph=True)
-        return [bits(each) for each in (first, *grad(first.pow(2).sum(), [x, norm.weight]))]
-
-    assert grads(build(decorate)) == grads(build(lambda function: function))

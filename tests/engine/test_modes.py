@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from bodies.around import ALTERING, SETTINGS, setting_inside, settings
+from bodies.around import ALTERING, SETTINGS, settings
 from engine_testing import bits, governing, tokens
 from tiny import assert_as_under, decoder, train
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
@@ -85,20 +85,6 @@ def test_what_ops_that_know_themselves_gave_is_not_what_a_mode_made_of_it(kind):
         return bits(torch.autograd.grad(z.sum(), x)[0])
 
     assert gradient(True) == gradient(False)
-
-
-@pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
-def test_a_convolution_runs_again_under_the_setting_that_forward_made_for_it(setting):
-    def gradient(function):
-        torch.manual_seed(0)
-        x = tokens()
-        return bits(torch.autograd.grad(function(x).sum(), x)[0])
-
-    def convolved(x):
-        return setting_inside(setting)(None, x)
-
-    rules = [{"match": "**", "action": "recompute", "rerun": ["convolution"]}]
-    assert gradient(recompute.recompute(policy={"rules": rules})(convolved)) == gradient(convolved)
 
 
 @every_region
