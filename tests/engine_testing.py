@@ -213,7 +213,7 @@ def loss_of(result):
 
 def outcome(module, *inputs, backwards=1, around=None):
     """What a training step makes of ``module``: outputs, gradients of each backward, buffers, the random stream."""
-    given = tree_map(_fresh, inputs)
+    given = fresh(inputs)
     torch.manual_seed(7)
     with around or nullcontext():
         result = module(*given)
@@ -228,8 +228,13 @@ def outcome(module, *inputs, backwards=1, around=None):
     return found | {"random": torch.get_rng_state()}
 
 
-def _fresh(value):
-    return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+def fresh(value):
+    """Copies of the tensors in ``value`` that require gradients if those do."""
+
+    def copied(leaf):
+        return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+
+    return tree_map(copied, value)
 
 
 def needs_grad(value):

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from recompute import counters
 
@@ -44,25 +43,16 @@ def test_a_trace_counts_what_is_alive_at_each_mark_and_the_most_alive_at_once_al
     assert trace.peak_nbytes == 8 * KIB
 
 
-def test_trace_starts_at_zero_whatever_was_allocated_before():
-    before = kibibytes(64)
+def test_a_trace_starts_at_zero_whatever_was_there_before_and_whether_that_goes_meanwhile():
+    before = [kibibytes(64)]
     for _ in range(2):
         with counters.memory_trace(CPU) as trace:
             inside = kibibytes(2)
+            before.clear()
             trace.mark("end")
         assert trace.held_nbytes == {"end": 2 * KIB}
-        assert trace.peak_nbytes == inside.nbytes < before.nbytes
+        assert trace.peak_nbytes == inside.nbytes
         del inside
-
-
-def test_freeing_what_was_there_before_does_not_count():
-    with counters.memory_trace(CPU):
-        garbage = kibibytes(64)  # and the garbage collector may come for it at any time
-    with counters.memory_trace(CPU) as trace:
-        inside = kibibytes(2)
-        del garbage
-        trace.mark("end")
-    assert trace.held_nbytes == {"end": inside.nbytes}
 
 
 def test_trace_of_a_failed_block_reports_nothing_and_the_next_one_works():
@@ -104,20 +94,6 @@ def test_step_memory_counts_a_gradient_only_where_there_was_none():
     again = counters.step_memory(forward, CPU)
     assert again == fresh
     assert torch.equal(weight.grad, 2 * x)
-
-
-def test_checkpoint_holds_its_input_and_regenerates_the_rest_in_backward():
-    x = torch.zeros(1000, requires_grad=True)
-    x.grad = torch.zeros_like(x)
-
-    def forward():
-        y = x.neg()
-        y = checkpoint(lambda y: y.exp().sin().cos(), y, use_reentrant=False, preserve_rng_state=False)
-        return y.sum()
-
-    memory = counters.step_memory(forward, CPU)
-    assert memory.activation_bytes_held == 4000 + 4
-    assert memory.peak_bytes > 4 * 4000
 
 
 def test_wall_clock_is_monotonic_and_thread_clock_ignores_sleep():

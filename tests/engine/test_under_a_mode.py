@@ -6,9 +6,9 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
-from engine_testing import bits, both_actions, holding, policy, tokens
+from engine_testing import bits, both_actions, fresh, holding, policy, tokens
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 import recompute
 from recompute.engine.cut.op_policy import op_policy
@@ -56,7 +56,7 @@ def name_of(info):
 
 def outcome(function, args, kwargs, around, tape):
     """The bits of all results and gradients, or the error."""
-    args, kwargs = tree_map(_fresh, (args, kwargs))
+    args, kwargs = fresh((args, kwargs))
     torch.manual_seed(0)
 
     def inside(*args, **kwargs):
@@ -79,10 +79,6 @@ def outcome(function, args, kwargs, around, tape):
     except (RuntimeError, NotImplementedError, TypeError, IndexError, ValueError) as error:
         return [type(error)]
     return found
-
-
-def _fresh(value):
-    return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
 
 def sampled():
