@@ -128,6 +128,10 @@ REASONS = {
         "made by a factory op, so other code may have filled its memory",
     ),
     "overwritten": (overwritten, {}, "aten.clone", "overwritten after it was saved"),
+    "handed out": (
+        lambda linear, x: (y := linear(x).detach().exp(), y.numpy(), x * y)[2], {}, "handed out",
+        "its memory was exposed, as an array or an address, and may change unnoticed",
+    ),
     "a GEMM that is worth its bytes": (
         chain, {"rerun": "gemm", "price": 1e18}, "aten.mm", "cheaper to hold than to recompute",
     ),

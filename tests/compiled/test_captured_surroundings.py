@@ -1,7 +1,6 @@
 """Captured regions among what others do, and what trials of many architectures have found."""
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -42,14 +41,6 @@ def test_copies(twins, x):
             twins.plain.zero_grad()
             assert_same(observed(duplicate, train(x)), observed(twins.plain, train(x)))
     assert twins.runs_code(train(x)) == 1
-
-
-def test_pickle(x):
-    module = Around(nn.Sequential(nn.Linear(SIZE, SIZE), nn.GELU()))
-    twins = Twins(module).settle(train(x))
-    loaded = pickle.loads(pickle.dumps(twins.under))
-    twins.plain.zero_grad()
-    assert_same(observed(loaded, train(x)), observed(twins.plain, train(x)))
 
 
 def test_torch_compile_of_the_model_afterwards(x):

@@ -174,18 +174,29 @@ def test_8_the_graph_dies_without_garbage_collection(rules, backwards, retain_la
 
 
 @every_policy
-def test_9_the_users_own_saved_tensor_hooks_hold_all_that_is_held(rules):
+def test_9_the_users_own_saved_tensor_hooks_hold_all_that_is_held_until_the_graph_is_gone(rules):
+    packed = []
+
+    def pack(tensor):
+        copied = tensor.clone()
+        packed.append(weak(copied))
+        return copied
+
     def hooks():
-        return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.clone(), lambda tensor: tensor)
+        return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
 
     model, x = Stack(p=0.0), tokens()
     assert_step_as_without(model, rules, x, around=hooks)
     recompute.apply(model, rules)
     activations = watched(model)
+    packed.clear()
     with hooks():
         result = model(x)
+    assert packed
     assert [reference.expired() for reference in activations].count(False) == 2, "the head's result, the model's"
     loss_of(result).backward()
+    del result
+    assert all(reference.expired() for reference in packed)
 
 
 @pytest.mark.parametrize("rules", by_default(POLICIES, "both"))

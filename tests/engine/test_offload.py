@@ -458,9 +458,11 @@ def test_keep_inside_stays_on_the_device(copies):
     assert copies == []
 
 
-def test_compiled_code_is_refused_by_name():
-    model, _ = governed()
-    with pytest.raises(UnsupportedError, match="a rule that offloads governs a module in compiled code"):
+@pytest.mark.parametrize(("action", "does"), [("offload", "offloads"), ("compress", "compresses")])
+def test_compiled_code_is_refused_by_name(action, does):
+    model = Layers()
+    recompute.apply(model, {"rules": [{"match": "layers.*", "action": action}]})
+    with pytest.raises(UnsupportedError, match=f"a rule that {does} governs a module in compiled code"):
         torch.compile(model, backend="aot_eager")(batch())
 
 

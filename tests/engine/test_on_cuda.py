@@ -21,15 +21,7 @@ from torch.autograd.graph import save_on_cpu
 
 import recompute
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def deterministic(monkeypatch):
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 
 
 def tokens(*shape, grad=True):

@@ -11,7 +11,6 @@ from engine_testing import (
     TOKENS,
     ExpWith,
     RMSNorm,
-    Stack,
     assert_as_without,
     assert_step_as_without,
     bits,
@@ -259,22 +258,3 @@ def test_a_gradient_that_views_an_unpacked_tensor_may_be_changed_by_who_gets_it(
         assert "modified" in str(error)  # noqa: PT017
     else:
         assert bits(second) == expected
-
-
-@every_rule
-def test_what_was_offloaded_is_freed_with_the_graph(rules):
-    packed = []
-
-    def pack(tensor):
-        copied = tensor.clone()
-        packed.append(weak(copied))
-        return copied
-
-    model = Stack()
-    recompute.apply(model, rules)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        result = model(tokens())
-    assert packed
-    loss_of(result).backward()
-    del result
-    assert all(reference.expired() for reference in packed)
