@@ -129,41 +129,6 @@ def test_stats_stay_when_the_policy_is_gone():
     assert repr(handle).endswith("on 8 modules, removed>")
 
 
-def test_explain_says_which_module_got_which_rule_and_what_it_drops():
-    model = decoder()
-    handle = recompute.apply(
-        model,
-        {
-            "name": "mixed",
-            "rules": [
-                {"match": "layers.0", "action": "checkpoint"},
-                {"match": "layers.*.self_attn", "action": "keep"},
-                {"type": "TinyRMSNorm", "action": "recompute", "via": "hook"},
-                {"type": "TinyMLP", "action": "recompute", "via": "kernel"},
-            ],
-        },
-    )
-    rows = {line.split()[0]: line for line in handle.explain(wide=True).splitlines() if "rules[" in line}
-    assert "mixed" in handle.explain(wide=True)
-    assert {key: row.split("rules[")[1][0] for key, row in rows.items()} == {
-        "layers.*": "0",
-        "layers.*.self_attn": "1",
-        "layers.*.input_layernorm": "2",
-        "layers.*.post_attention_layernorm": "2",
-        "norm": "2",
-        "layers.*.mlp": "3",
-    }
-    assert rows["layers.*.mlp"].split()[1] == "2"
-    assert "kernel" in rows["layers.*.mlp"]
-    assert "cheap ops run again" in rows["norm"]
-    assert "its Python runs again" in rows["layers.*"]
-    assert "everything is kept" in rows["layers.*.self_attn"]
-    next_token_loss(model, token_ids()).backward()
-    row, hidden = TOKENS * 4, TOKENS * HIDDEN * 4
-    norm = next(line for line in handle.explain(wide=True).splitlines() if line.startswith("norm "))
-    assert norm.split()[-2:] == [f"{row + 2 * hidden:,}", f"{hidden:,}"]
-
-
 @pytest.mark.parametrize(
     ("action", "options", "expected"),
     [

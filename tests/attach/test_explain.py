@@ -272,6 +272,28 @@ def summary(text):
     return {row[0]: dict(zip(headers, row, strict=True)) for row in rows}
 
 
+def test_a_row_says_which_modules_got_which_rule_and_how_these_come_back():
+    given = [
+        {"match": "layers.0", "action": "checkpoint"},
+        {"match": "layers.*.self_attn", "action": "keep"},
+        {"type": "TinyRMSNorm", "action": "recompute", "via": "hook"},
+        {"type": "TinyMLP", "action": "recompute", "via": "kernel"},
+    ]
+    _, handle = trained({"name": "mixed", "rules": given})
+    assert handle.explain(wide=True).startswith("policy mixed")
+    rows = {name: row for name, row in summary(handle.explain(wide=True)).items() if "rules" in row["rule"]}
+    assert {name: (row["count"], row["rule"][6], row["in backward"]) for name, row in rows.items()} == {
+        "layers.*": ("1", "0", "its Python runs again from its inputs"),
+        "layers.*.self_attn": ("2", "1", "everything is kept"),
+        **{f"layers.*.{name}_layernorm": ("2", "2", "cheap ops run again") for name in ("input", "post_attention")},
+        "norm": ("1", "2", "cheap ops run again"),
+        "layers.*.mlp": ("2", "3", "kernel: gated_mlp (silu)"),
+    }
+    root, hidden = TOKENS * 4, NBYTES
+    assert number(rows["norm"]["dropped a forward"]) == root + 2 * hidden
+    assert number(rows["norm"]["kept a forward"]) == hidden
+
+
 def number(cell):
     return int(cell.replace(",", "") or 0)
 

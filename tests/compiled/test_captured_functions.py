@@ -47,13 +47,9 @@ def test_no_functions_backward_is_taken_for_the_ops_that_it_ran_once(x):
         twins.step(train(x))
 
 
-@pytest.fixture(scope="module")
-def twins(x):
-    return captured_twins(block("saves its inputs"), x)
-
-
-def test_the_reports_say_so(twins, x):
+def test_the_reports_say_so(x):
     """The Function's input, which it only reads, is held once for all; and what comes after it is brought back."""
+    twins = captured_twins(block("saves its inputs"), x)
     assert "inside: 1 of 1 run as captured code" in str(twins.handle.explain())
     step = of_one_more(lambda: train(x)(twins.under), twins.handle)
     made = ROWS * SIZE * 4

@@ -28,13 +28,9 @@ from recompute.compiled.captured_function import CapturedFrame
 from recompute.compiled.captured_region import MAX_SHARED_GRAPHS
 
 
-@pytest.fixture(scope="module")
-def twins(x):
-    return captured_twins(DroppingBlock(), x)
-
-
-def test_copies(twins, x):
+def test_copies(x):
     """A copy starts by the tape, and is captured in its turn."""
+    twins = captured_twins(DroppingBlock(), x)
     for duplicate in (copy.deepcopy(twins.under), copy.deepcopy(twins.under)):
         for _ in range(7):
             duplicate.zero_grad()
