@@ -404,23 +404,6 @@ class Census(TorchDispatchMode):
         return sum(nbytes for reference, nbytes in self._made.values() if not reference.expired())
 
 
-class ExpWith(torch.autograd.Function):
-    """exp, whose backward first calls ``look`` with a tensor that it saved beside its result."""
-
-    @staticmethod
-    def forward(ctx, x, seen, look):
-        result = x.exp()
-        ctx.save_for_backward(result, seen)
-        ctx.look = look
-        return result
-
-    @staticmethod
-    def backward(ctx, grad):
-        result, seen = ctx.saved_tensors
-        ctx.look(seen)
-        return grad * result, None, None
-
-
 def function_of(forward, backward, saves=lambda result, *given: given, *, name="Made", is_dirty=False):
     """A custom Function of ``forward(*given)``, which saves what it was given, or ``saves(result, *given)``.
 
