@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tiers import by_default
+from tiny import TinyMLP, TinyRMSNorm
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
@@ -102,17 +103,9 @@ class Holder(nn.Module):
         return self.inside(*args, **kwargs)
 
 
-class RMSNorm(nn.Module):
-    """As in Llama."""
-
+class RMSNorm(TinyRMSNorm):
     def __init__(self, size=HIDDEN):
-        super().__init__()
-        self.weight = nn.Parameter(1 + torch.rand(size))
-
-    def forward(self, x):
-        wide = x.to(torch.float32)
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
-        return self.weight * wide.to(x.dtype)
+        super().__init__(size)
 
 
 class Attention(nn.Module):
@@ -130,18 +123,9 @@ class Attention(nn.Module):
         return self.o(mixed.transpose(-2, -3).flatten(-2))
 
 
-class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
-
+class GatedMLP(TinyMLP):
     def __init__(self, size=HIDDEN, inner=2 * HIDDEN):
-        super().__init__()
-        self.gate_proj = nn.Linear(size, inner, bias=False)
-        self.up_proj = nn.Linear(size, inner, bias=False)
-        self.down_proj = nn.Linear(inner, size, bias=False)
-        self.act_fn = nn.SiLU()
-
-    def forward(self, x):
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        super().__init__(hidden=size, intermediate=inner)
 
 
 class Layer(nn.Module):

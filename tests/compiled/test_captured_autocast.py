@@ -37,28 +37,25 @@ def mlp():
     return body(forward, gate=linear(), up=nn.Linear(SIZE, SIZE, bias=False), down=linear())
 
 
-def convolutions():
+def products():
+    """Each kind of a convolution, and of a product."""
+
     def forward(self, x):
         rows = F.gelu(self.line(x.unsqueeze(1))).transpose(0, 1)
-        return torch.bmm(F.gelu(self.plane(rows)), self.mixed)[0]
-
-    line, plane = nn.Conv1d(1, 2, 3, padding=1), nn.Conv2d(2, 1, 3, padding=1)
-    return body(forward, line=line, plane=plane, mixed=nn.Parameter(torch.randn(1, SIZE, SIZE)))
-
-
-def products():
-    def forward(self, x):
-        y = F.gelu(self.volume(x.reshape(1, 1, 2, 2, SIZE))).reshape(ROWS, SIZE)
+        y = torch.bmm(F.gelu(self.plane(rows)), self.mixed)
+        y = F.gelu(self.volume(y.reshape(1, 1, 2, 2, SIZE))).reshape(ROWS, SIZE)
         return y * (y @ self.vector).unsqueeze(1)
 
-    return body(forward, vector=nn.Parameter(torch.randn(SIZE)), volume=nn.Conv3d(1, 1, 3, padding=1))
+    parts = {"mixed": nn.Parameter(torch.randn(1, SIZE, SIZE)), "vector": nn.Parameter(torch.randn(SIZE))}
+    kinds = {"line": nn.Conv1d(1, 2, 3, padding=1), "plane": nn.Conv2d(2, 1, 3, padding=1)}
+    return body(forward, **parts, **kinds, volume=nn.Conv3d(1, 1, 3, padding=1))
 
 
-INSIDE = {"block": a_block, "norm": RMSNorm, "mlp": mlp, "convolutions": convolutions, "products": products}
+INSIDE = {"block": a_block, "norm": RMSNorm, "mlp": mlp, "products": products}
 
 
 @pytest.mark.parametrize("action", ["recompute", *slow("checkpoint")])
-@pytest.mark.parametrize("inside", by_default(INSIDE, "mlp", "convolutions", "products"))
+@pytest.mark.parametrize("inside", by_default(INSIDE, "mlp", "products"))
 def test_regions_are_captured_and_give_the_bits_of_eager(inside, action):
     x = tokens(grad=False)
     rules = {"rules": [{"match": "inside", "action": action}]}

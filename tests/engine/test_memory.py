@@ -231,19 +231,25 @@ def test_a_region_that_is_not_dropped_holds_no_more_than_plain_eager_holds(actio
 
 
 @every_rule
-def test_looking_at_a_saved_tensor_outside_of_backward_gives_its_value_and_holds_nothing(rules):
-    model, x = holding(lambda self, x: x.cos().exp().sin()), tokens()
-    (expected,) = torch.autograd.grad(model(x).sum(), x)
+def test_a_look_at_a_saved_tensor_outside_of_backward_runs_each_op_once_and_holds_nothing(rules):
+    def forward(self, x):
+        return (x.cos() * x.tanh()).exp().sin()  # both factors come from x, which must not come back for each anew
+
+    (model, plain), x = twins_of(holding(forward)), tokens()
     recompute.apply(model, rules)
-    result = model(x)
+    for _ in range(2):
+        result, expected = model(x), plain(x)
     with no_garbage_collection():
         for _ in range(2):
-            saved = result.grad_fn._saved_self
-            assert bits(saved) == bits(x.cos().exp())
+            with counted_ops() as ops:
+                saved = result.grad_fn._saved_self
+            assert {ops[f"aten.{name}"] for name in ("cos", "tanh", "mul", "exp")} == {1}
+            assert bits(saved) == bits(expected.grad_fn._saved_self)
             reference = weak(saved)
             del saved
             assert reference.expired()
-    assert bits(torch.autograd.grad(result.sum(), x)[0]) == bits(expected)
+    found, gradient = (torch.autograd.grad(each.sum(), x)[0] for each in (result, expected))
+    assert bits(found) == bits(gradient)
 
 
 def test_a_module_that_a_graph_outlives_dies_when_the_graph_does():
