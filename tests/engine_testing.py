@@ -388,10 +388,11 @@ class Census(TorchDispatchMode):
         return sum(nbytes for reference, nbytes in self._made.values() if not reference.expired())
 
 
-def function_of(forward, backward, saves=lambda result, *given: given, *, name="Made", is_dirty=False):
+def function_of(forward, backward, saves=lambda result, *given: given, *, name="Made", hides=False, is_dirty=False):
     """A custom Function of ``forward(*given)``, which saves what it was given, or ``saves(result, *given)``.
 
-    ``backward`` gets the gradient and what was saved. is_dirty: forward writes to its first argument, and returns it.
+    ``backward`` gets the gradient and what was saved. hides: no hook sees what it saves. is_dirty: forward writes to
+    its first argument, and returns it.
     """
 
     class Made(torch.autograd.Function):
@@ -400,12 +401,13 @@ def function_of(forward, backward, saves=lambda result, *given: given, *, name="
             result = forward(*given)
             if is_dirty:
                 ctx.mark_dirty(given[0])
-            ctx.save_for_backward(*saves(result, *given))
+            ctx.hidden = saves(result, *given) if hides else ()
+            ctx.save_for_backward(*(() if hides else saves(result, *given)))
             return result
 
         @staticmethod
         def backward(ctx, *gradients):
-            return backward(*gradients, *ctx.saved_tensors)
+            return backward(*gradients, *ctx.saved_tensors, *ctx.hidden)
 
     Made.__name__ = Made.__qualname__ = name
     for each in ("forward", "backward"):  # the engine knows Functions by their code, of which each has its own

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 import pytest
 import torch
 from capture_testing import Around, Twins
-from engine_testing import module_of, twins_of
+from engine_testing import function_of, module_of, twins_of
 from generated_testing import as_one_kernel, generated, kernels_made, wait_for, written
 from tiers import one_in, slow
 from torch import nn
@@ -584,18 +584,8 @@ def test_a_captured_region_in_generated_kernels_is_exact(action):
     assert [kernel.reason for kernel in made if kernel.reason] == []
 
 
-class Keeps(torch.autograd.Function):
-    """Keeps what it is given and what it gives, where no hook sees it."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.both = x, x.sin()
-        return ctx.both[1]
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x, y = ctx.both
-        return gradient * x.cos() + y
+Keeps = function_of(torch.sin, lambda gradient, x, y: gradient * x.cos() + y, saves=lambda y, x: (x, y), hides=True)
+"""Keeps what it is given and what it gives."""
 
 
 def read_by_kernels_later(self, x):

@@ -111,17 +111,12 @@ TanhInPlace = function_of(
 )
 
 
-class Stash(torch.autograd.Function):
-    """Keeps a tensor for backward where no hook sees it."""
-
-    @staticmethod
-    def forward(ctx, x, y):
-        ctx.factor = y.sigmoid()
-        return x * ctx.factor
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * ctx.factor, None
+Stash = function_of(
+    lambda x, y: x * y.sigmoid(),
+    lambda gradient, factor: (gradient * factor, None),
+    saves=lambda result, x, y: (y.sigmoid(),),
+    hides=True,
+)
 
 
 def unseen(c):
