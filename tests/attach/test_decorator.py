@@ -78,10 +78,6 @@ DECORATORS = {
     "called": (recompute.recompute(), 1),
     "recompute": (recompute.recompute(policy=rules(rule("Plain", "recompute"))), 1),
     "checkpoint": (recompute.recompute(policy=CHECKPOINT), 2),
-    "Policy": (
-        recompute.recompute(policy=recompute.Policy(rules=[recompute.Rule(type="Plain", action="checkpoint")])),
-        2,
-    ),
 }
 """Each with how often what it decorates runs in a training step."""
 
