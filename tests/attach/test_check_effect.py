@@ -4,7 +4,7 @@ import re
 import warnings
 
 import pytest
-from engine_testing import calls
+from engine_testing import calls, module_of
 from tiers import by_default, slow
 from tiny import TinyMLP, assert_same, decoder, rule, rules, snapshot, train
 from torch import nn
@@ -23,22 +23,16 @@ def warned(policy, model=None, *, strict=True):
     return [str(each.message) for each in caught]
 
 
-class Plain(nn.Module):
+def plain():
     """Has nothing that repeats, no norm and no activation."""
-
-    def __init__(self):
-        super().__init__()
-        self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.other(self.one(x))
+    return module_of(lambda self, x: self.other(self.one(x)), one=nn.Linear(4, 4), other=nn.Linear(4, 4))
 
 
 @pytest.mark.parametrize("preset", ["full", "alternate", "hook", "kernel", "elementwise", "auto"])
 def test_a_preset_that_governs_nothing_is_an_error_that_says_how_to_go_on(preset):
-    model = Plain()
+    model = plain()
     before = snapshot(model)
-    with pytest.raises(NoEffectError, match=r"(?s)governs no module of Plain.*rules\[0\].*strict=False"):
+    with pytest.raises(NoEffectError, match=r"(?s)governs no module of Body.*rules\[0\].*strict=False"):
         recompute.apply(model, preset)
     assert snapshot(model) == before
     assert len(warned(preset, model, strict=False)) == 1

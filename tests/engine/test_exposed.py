@@ -7,7 +7,8 @@ import sys
 import numpy as np
 import pytest
 import torch
-from bodies.unseen import SIZE, WRITTEN, nothing
+from bodies.unseen import SIZE, WRITTEN
+from corpus import nothing
 from engine_testing import holding
 from torch import Tensor, nn
 
