@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
-from engine_testing import Boom, assert_same, bits, holding, module_of, no_garbage_collection, policed, tokens
+from engine_testing import SETTINGS, Boom, assert_same, bits, holding, module_of, no_garbage_collection, policed, tokens
 from tiers import by_default
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
@@ -18,13 +18,7 @@ from recompute.engine.host import offload
 from recompute.engine.thread_state import local
 from recompute.errors import RegenerationError
 
-RULES = {
-    "recompute": {"action": "recompute", "via": "hook"},
-    "recompute with gemms": {"action": "recompute", "via": "hook", "rerun": "gemm"},
-    "checkpoint": {"action": "checkpoint"},
-    "checkpoint but gemms": {"action": "checkpoint", "keep": "gemm"},
-    "offload": {"action": "offload", "min_bytes": 0},
-}
+RULES = {**SETTINGS, "offload": {"action": "offload", "min_bytes": 0}}
 
 
 class Faults:

@@ -14,6 +14,7 @@ from engine_testing import (
     every_rule,
     every_tape,
     holding,
+    loss_of,
     no_garbage_collection,
 )
 from torch import nn
@@ -26,10 +27,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 
 def tokens(*shape, grad=True):
     return torch.randn(*(shape or (64, HIDDEN)), device="cuda").requires_grad_(grad)
-
-
-def loss_of(result):
-    return (result.float() * torch.linspace(0.5, 1.5, result.numel(), device="cuda").reshape(result.shape)).sum()
 
 
 def stack(count=3, p=0.25):
