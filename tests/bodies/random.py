@@ -427,6 +427,18 @@ PASSED = {
 }  # fmt: skip
 
 
+class Untouched:
+    """Counts how often its states are put back."""
+
+    sets = 0
+
+    def get_states(self):
+        return {"a": torch.zeros(1)}
+
+    def set_states(self, states):
+        self.sets += 1
+
+
 class HalfATracker:
     def get_states(self):
         pytest.fail("it has no states to put back")
@@ -485,6 +497,11 @@ REACHED = {
     "none, beside whatever can be called": Body(lambda self, x: x.sin().exp().sin(), lambda: dict(CALLABLES)),
     "none, beside a generator that has no state": Body(
         lambda self, x: (x * 2.0).exp().sin(), lambda: {"secure": random.SystemRandom(), "half": HalfATracker()}
+    ),
+    "none of a tracker that is left alone": Body(
+        lambda self, x: F.dropout(x, 0.5).exp().sin(),
+        lambda: {"tracker": Untouched()},
+        state=lambda module: module.tracker.sets,
     ),
     "a generator that takes the place of another": Body(
         lambda self, x: (x.sin() * self.sampler.random()).exp().sin(),

@@ -432,7 +432,7 @@ def another_attention():
 
 @pytest.mark.parametrize("in_force", [*slow("for some frames"), "for the frame that is recorded"])
 def test_equal_layers_are_captured_anew_under_settings_that_choose_other_ops(in_force):
-    model = Layers(5)
+    model = Layers(3)
     for layer in model.layers:
         layer.mixer = body(attention, q=linear(), k=linear(), v=linear())
     twins, step = Twins(model, rule("layers.*")), train(tokens())

@@ -81,19 +81,6 @@ def test_torch_compile_takes_functional_gradients_when_policies_have_been_applie
         assert bits(torch.compile(take, backend="eager", fullgraph=True)(x[0])) == bits(take(x[0]))
 
 
-def test_functional_gradients_in_a_kept_part_of_a_region_leave_the_rest_to_the_region():
-    part = module_of(
-        lambda self, x: torch.func.grad(lambda x: self.linear(x).sin().sum())(x) * self.norm(x),
-        **{"linear": nn.Linear(HIDDEN, HIDDEN), "norm": RMSNorm()},
-    )
-    forward = lambda self, x: self.after(self.part(self.before(x).exp()).sin())  # noqa: E731
-    model, x = holding(forward, part=part, before=RMSNorm(), after=RMSNorm()), tokens()
-    for action in ("recompute", "checkpoint"):
-        for nested in ([], [{"match": "**.norm", "action": "recompute", "via": "hook"}]):
-            rules = [{"match": "inside.part", "action": "keep"}, *policy(("inside", action))["rules"]]
-            assert assert_step_as_without(model, {"rules": [*nested, *rules]}, x).dropped_tensors > 0
-
-
 @both_actions
 @pytest.mark.parametrize("where", [FakeTensorMode, lambda: torch.device("meta")], ids=["fake", "meta"])
 def test_a_model_on_tensors_without_values(where, action):
