@@ -95,6 +95,15 @@ def device(request, monkeypatch):
     return "cuda" if request.param == "cuda" else "cpu"
 
 
+@pytest.fixture
+def deterministic(monkeypatch):
+    """Torch's algorithms give the same bits each time, on CUDA too."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 def _interpret_kernels(monkeypatch):
     from triton.runtime import interpreter
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tiers import by_default
+from tiny import TinyMLP, TinyRMSNorm
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
@@ -62,7 +63,6 @@ def governing(setting, *match):
 _BY_DEFAULT = ("checkpoint", "recompute")
 """What runs again under the others is between what does under these two."""
 RULES_OF_SETTINGS = {name: governing(setting) for name, setting in SETTINGS.items()}
-every_setting = pytest.mark.parametrize("setting", by_default(SETTINGS, *_BY_DEFAULT))
 every_rule = pytest.mark.parametrize("rules", by_default(RULES_OF_SETTINGS, *_BY_DEFAULT))
 every_tape = pytest.mark.parametrize(
     "rules", by_default({name: RULES_OF_SETTINGS[name] for name in TAPES}, "recompute")
@@ -103,17 +103,9 @@ class Holder(nn.Module):
         return self.inside(*args, **kwargs)
 
 
-class RMSNorm(nn.Module):
-    """As in Llama."""
-
+class RMSNorm(TinyRMSNorm):
     def __init__(self, size=HIDDEN):
-        super().__init__()
-        self.weight = nn.Parameter(1 + torch.rand(size))
-
-    def forward(self, x):
-        wide = x.to(torch.float32)
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
-        return self.weight * wide.to(x.dtype)
+        super().__init__(size)
 
 
 class Attention(nn.Module):
@@ -131,18 +123,9 @@ class Attention(nn.Module):
         return self.o(mixed.transpose(-2, -3).flatten(-2))
 
 
-class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
-
+class GatedMLP(TinyMLP):
     def __init__(self, size=HIDDEN, inner=2 * HIDDEN):
-        super().__init__()
-        self.gate_proj = nn.Linear(size, inner, bias=False)
-        self.up_proj = nn.Linear(size, inner, bias=False)
-        self.down_proj = nn.Linear(inner, size, bias=False)
-        self.act_fn = nn.SiLU()
-
-    def forward(self, x):
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        super().__init__(hidden=size, intermediate=inner)
 
 
 class Layer(nn.Module):
@@ -214,7 +197,7 @@ def loss_of(result):
 
 def outcome(module, *inputs, backwards=1, around=None):
     """What a training step makes of ``module``: outputs, gradients of each backward, buffers, the random stream."""
-    given = tree_map(_fresh, inputs)
+    given = fresh(inputs)
     torch.manual_seed(7)
     with around or nullcontext():
         result = module(*given)
@@ -229,8 +212,13 @@ def outcome(module, *inputs, backwards=1, around=None):
     return found | {"random": torch.get_rng_state()}
 
 
-def _fresh(value):
-    return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+def fresh(value):
+    """Copies of the tensors in ``value`` that require gradients if those do."""
+
+    def copied(leaf):
+        return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+
+    return tree_map(copied, value)
 
 
 def needs_grad(value):
@@ -400,45 +388,41 @@ class Census(TorchDispatchMode):
         return sum(nbytes for reference, nbytes in self._made.values() if not reference.expired())
 
 
-class ExpWith(torch.autograd.Function):
-    """exp, whose backward first calls ``look`` with a tensor that it saved beside its result."""
-
-    @staticmethod
-    def forward(ctx, x, seen, look):
-        result = x.exp()
-        ctx.save_for_backward(result, seen)
-        ctx.look = look
-        return result
-
-    @staticmethod
-    def backward(ctx, grad):
-        result, seen = ctx.saved_tensors
-        ctx.look(seen)
-        return grad * result, None, None
-
-
-def function_of(forward, backward, saves=lambda result, *given: given):
+def function_of(forward, backward, saves=lambda result, *given: given, *, name="Made", hides=False, is_dirty=False):
     """A custom Function of ``forward(*given)``, which saves what it was given, or ``saves(result, *given)``.
 
-    ``backward`` gets the gradient and what was saved.
+    ``backward`` gets the gradient and what was saved. hides: no hook sees what it saves. is_dirty: forward writes to
+    its first argument, and returns it.
     """
 
     class Made(torch.autograd.Function):
         @staticmethod
         def forward(ctx, *given):
             result = forward(*given)
-            ctx.save_for_backward(*saves(result, *given))
+            if is_dirty:
+                ctx.mark_dirty(given[0])
+            ctx.hidden = saves(result, *given) if hides else ()
+            ctx.save_for_backward(*(() if hides else saves(result, *given)))
             return result
 
         @staticmethod
         def backward(ctx, *gradients):
-            return backward(*gradients, *ctx.saved_tensors)
+            return backward(*gradients, *ctx.saved_tensors, *ctx.hidden)
 
-    for name in ("forward", "backward"):  # the engine knows Functions by their code, of which each has its own
-        of_all = vars(Made)[name].__func__
+    Made.__name__ = Made.__qualname__ = name
+    for each in ("forward", "backward"):  # the engine knows Functions by their code, of which each has its own
+        of_all = vars(Made)[each].__func__
         code = of_all.__code__.replace(co_firstlineno=next(_LINES))
-        setattr(Made, name, staticmethod(types.FunctionType(code, of_all.__globals__, name, None, of_all.__closure__)))
+        setattr(Made, each, staticmethod(types.FunctionType(code, of_all.__globals__, each, None, of_all.__closure__)))
     return Made
+
+
+def its_result(result, *given):
+    return (result,)
+
+
+def no_tensors(*_):
+    return ()
 
 
 _LINES = itertools.count(1)

@@ -46,14 +46,6 @@ def train(model, autocast):
     return [loss.detach(), *(p.grad.clone() for p in model.parameters())], torch.cuda.get_rng_state()
 
 
-@pytest.fixture
-def deterministic(monkeypatch):
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("policy", EXACT.values(), ids=EXACT)
 @pytest.mark.parametrize("dropout", [0.0, 0.1])

@@ -3,11 +3,10 @@
 import pytest
 import torch
 from tiers import by_default
-from tiny import BATCH, HIDDEN, LENGTH, TinyAttention, TinyDecoderLayer
+from tiny import BATCH, HIDDEN, LENGTH, TinyAttention, TinyDecoderLayer, counted_ops
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import FlopCounterMode
 
 import recompute
 from recompute.counters import memory_trace
@@ -64,23 +63,6 @@ class TwoLayers(nn.Sequential):
             layer.self_attn = TwoHeads()
 
 
-class CountWork(TorchDispatchMode):
-    """Counts FLOPs of matrix products, and attentions of a forward pass."""
-
-    __module__ = "recompute.testing"  # the engine shows it every op, as it does torch's own modes
-
-    def __init__(self):
-        super().__init__()
-        self.flops = self.attentions = 0
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        result = op(*args, **(kwargs or {}))
-        if op.overloadpacket in MATRIX_PRODUCTS:
-            self.flops += flop_registry[op.overloadpacket](*args, **(kwargs or {}), out_val=result)
-        self.attentions += op.overloadpacket is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        return result
-
-
 def held_nbytes(model, x):
     with memory_trace(torch.device("cpu")) as trace:
         result = model(x)
@@ -90,9 +72,10 @@ def held_nbytes(model, x):
 
 
 def work_of_a_step(model, x):
-    with CountWork() as work:
+    with counted_ops() as ops, FlopCounterMode(display=False) as flops:
         model(x).sum().backward()
-    return work.flops, work.attentions
+    of_all = flops.get_flop_counts()["Global"]
+    return sum(of_all.get(op, 0) for op in MATRIX_PRODUCTS), ops["aten._scaled_dot_product_flash_attention_for_cpu"]
 
 
 @pytest.mark.parametrize("costs", by_default(COSTS, *SOME_COSTS))

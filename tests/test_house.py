@@ -78,26 +78,26 @@ def parsed(name):
     return ast.parse(MODULES[name].read_text())
 
 
-def imports(name, *, when_loaded=False):
-    """The modules that a module imports: anywhere, or only what it cannot be loaded without.
-
-    That is neither what a function imports as it runs nor what is for type checking alone.
-    """
-    pending = [parsed(name)]
+@functools.cache
+def imports(name):
+    """What a module imports, by whether a function imports it as it runs."""
+    found, pending = {True: set(), False: set()}, [(parsed(name), False)]
     while pending:
-        node = pending.pop()
+        node, is_inside = pending.pop()
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found[is_inside].update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{name}: relative import on line {node.lineno}"
             submodules = [f"{node.module}.{alias.name}" for alias in node.names]
-            yield from (module if module in MODULES else str(node.module) for module in submodules)
-        elif not (when_loaded and (isinstance(node, ast.FunctionDef) or _is_for_types_alone(node))):
-            pending += ast.iter_child_nodes(node)
+            found[is_inside].update(module if module in MODULES else str(node.module) for module in submodules)
+        else:
+            is_inside = is_inside or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+            pending += [(each, is_inside) for each in ast.iter_child_nodes(node)]
+    return found
 
 
-def _is_for_types_alone(node):
-    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+def all_imports(name):
+    return set().union(*imports(name).values())
 
 
 HIDDEN_IMPORTS = {
@@ -155,7 +155,7 @@ def test_each_folder_imports_only_from_below():
     wrong = [
         f"{name} imports {target}"
         for name in MODULES
-        for target in filter(is_ours, imports(name))
+        for target in filter(is_ours, all_imports(name))
         if folder(target) < folder(name)
         or (folder(name) == folder("recompute.kernels") and not is_known_to_kernels(target))
     ]
@@ -166,25 +166,13 @@ def test_no_import_hides_in_a_function():
     wrong = [
         f"{name} imports {target} in a function"
         for name in MODULES
-        for target in imports_in_functions(name)
+        for target in imports(name)[True]
         if not any(is_inside(name, place) and is_inside(target, allowed) for place, allowed in HIDDEN_PAIRS)
     ]
     assert wrong == []
 
 
 HIDDEN_PAIRS = [(place, target) for place, targets in HIDDEN_IMPORTS.items() for target in targets]
-
-
-def imports_in_functions(name):
-    """The modules that functions of a module import as they run."""
-    for node in ast.walk(parsed(name)):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            for inner in ast.walk(node):
-                if isinstance(inner, ast.Import):
-                    yield from (alias.name for alias in inner.names)
-                elif isinstance(inner, ast.ImportFrom):
-                    submodules = [f"{inner.module}.{alias.name}" for alias in inner.names]
-                    yield from (module if module in MODULES else str(inner.module) for module in submodules)
 
 
 def is_inside(name, package):
@@ -196,30 +184,18 @@ def is_known_to_kernels(target):
 
 
 def test_no_two_modules_import_each_other():
-    needs = {name: set(filter(is_ours, imports(name))) for name in MODULES}
+    needs = {name: set(filter(is_ours, all_imports(name))) for name in MODULES}
     order = list(graphlib.TopologicalSorter(needs).static_order())  # raises CycleError with the modules of a cycle
     first = order.index("recompute.engine.cut.minimum_cut")
     assert first < order.index("recompute.engine.tape.recorder") < order.index("recompute.attach.apply")
 
 
-def test_no_file_and_no_folder_has_the_name_of_another_or_of_a_public_function():
+def test_no_file_and_no_folder_has_the_name_of_another_of_a_public_function_or_of_the_standard_library():
     names = [name.split(".")[-1] for name in MODULES]
     assert [name for name in set(names) if names.count(name) > 1] == []
+    assert not set(names) & sys.stdlib_module_names
     folders = {name for entry in FOLDERS for name in entry.split(".")}
     assert folders.isdisjoint({*recompute.__all__} - {"errors"})
-
-
-def test_a_class_name_is_used_once():
-    """One word means one thing. A name that begins with an underscore is its file's own."""
-    classes = [
-        node.name
-        for name in MODULES
-        for node in ast.walk(parsed(name))
-        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
-    ]
-    assert len(classes) > 100
-    one_a_framework = {"RecomputeCallback"}
-    assert {name for name in classes if classes.count(name) > 1} == one_a_framework
 
 
 MOST_LINES = {"recompute": 37_455, "kernels": 5_770, "tests": 43_975}
@@ -313,7 +289,7 @@ def test_a_public_name_is_defined_once():
 def test_plain_data_and_tables_know_no_torch(name):
     found = [module for module in MODULES if module == name or module.startswith(f"{name}.")]
     assert found
-    roots = {target.split(".")[0] for module in found for target in imports(module)}
+    roots = {target.split(".")[0] for module in found for target in all_imports(module)}
     assert not roots & {"torch", "triton", "transformers"}
 
 
@@ -329,12 +305,8 @@ def test_whatever_is_imported_is_a_dependency():
     asked_for |= {"axolotl", "torchtitan"}  # they import the file of recompute.integrations that needs them
     asked_for |= {"bitsandbytes"}  # whose layer calls what needs it
     asked_for |= {"markdown_it", "pydantic_core"}  # the latter by pydantic, which needs just the one it was made with
-    roots = {target.split(".")[0] for name in MODULES for target in imports(name)} - {"recompute"}
+    roots = {target.split(".")[0] for name in MODULES for target in all_imports(name)} - {"recompute"}
     assert roots - asked_for <= sys.stdlib_module_names
-
-
-def test_no_module_bears_a_name_of_the_standard_library():
-    assert not {name.split(".")[-1] for name in MODULES} & sys.stdlib_module_names
 
 
 def test_folders_that_are_linked_are_no_packages_of_their_own():

@@ -30,11 +30,11 @@ class TinyRMSNorm(nn.Module):
 
 
 class TinyMLP(nn.Module):
-    def __init__(self, bias=False):
+    def __init__(self, bias=False, hidden=HIDDEN, intermediate=INTERMEDIATE):
         super().__init__()
-        self.gate_proj = nn.Linear(HIDDEN, INTERMEDIATE, bias=bias)
-        self.up_proj = nn.Linear(HIDDEN, INTERMEDIATE, bias=bias)
-        self.down_proj = nn.Linear(INTERMEDIATE, HIDDEN, bias=bias)
+        self.gate_proj = nn.Linear(hidden, intermediate, bias=bias)
+        self.up_proj = nn.Linear(hidden, intermediate, bias=bias)
+        self.down_proj = nn.Linear(intermediate, hidden, bias=bias)
         self.act_fn = nn.SiLU()
 
     def forward(self, x):

@@ -212,10 +212,10 @@ class CapturedFrame:
             inputs[position] = checked_other(other, self.statistics.name, may_be_memory=not is_differentiated)
         given = [inputs[position] for position in range(len(inputs))]
         numerics, autocast, cached = program.around
-        if not is_differentiated:
-            edges = {*program.edges, *program.casts}
-            given = with_new_graphs(given, edges, edges if autocast is None else cached)
         with forward_again(numerics, autocast, self._rng):
+            if not is_differentiated:
+                edges = {*program.edges, *program.casts}
+                given = with_new_graphs(given, edges, edges if autocast is None else cached)
             with _around(nullcontext, stopwatch):
                 outputs = self._graph(*given)
             given += [cast_of(given[position]) for position in program.casts]

@@ -258,7 +258,7 @@ def _sentence(detail: ErrorDetails, expectation: str, model_class: type[BaseMode
         models = [kind for kind in _types_at(model_class, path[:-1]) if _is_subclass(kind, BaseModel)]
         keys = [name for model in models for name in model.model_fields]
         return f"unknown key{nearest(path[-1], keys)}; expected one of {', '.join(keys)}"
-    is_word = detail["type"] in ("literal_error", "enum")
+    is_word = detail["type"] == "literal_error"
     suggestion = nearest(detail["input"], re.findall(r"'([^']*)'", detail["ctx"]["expected"])) if is_word else ""
     return f"{expectation}; found {show(detail['input'])}{suggestion}"
 

@@ -69,15 +69,6 @@ def test_a_shallow_copy_is_clean_and_shares_what_it_would_share():
     assert copied.mlp is layer.mlp
 
 
-def test_hooks_are_copied_with_the_module():
-    model = decoder()
-    seen = []
-    model.norm.register_forward_hook(lambda *_: seen.append("norm"))
-    recompute.apply(model, "hook")
-    train(copy.deepcopy(model), steps=1)
-    assert seen == ["norm"]
-
-
 class CopiesItself(nn.Linear):
     def __deepcopy__(self, memo):
         copied = type(self).__new__(type(self))

@@ -1,6 +1,7 @@
 """Models run under a policy as they run without: hooks, modes, adapters, swapped parts, shared parts, odd forwards."""
 
 import copy
+import functools
 import warnings
 from collections import Counter
 from contextlib import nullcontext
@@ -37,23 +38,20 @@ def mlp_policy(via):
     return rules(rule("TinyMLP", "recompute", via=via))
 
 
-class Calls:
-    """A forward pre-hook and a forward hook on a module, and backward hooks, that count."""
+REGISTERED = {
+    **{"register_forward_pre_hook": {"with_kwargs": True}, "register_forward_hook": {}},
+    **{"register_full_backward_pre_hook": {}, "register_full_backward_hook": {}},
+}
 
-    def __init__(self, model, names):
-        self.seen = {}
-        for name in names:
-            module = model.get_submodule(name)
-            module.register_forward_pre_hook(self._counter(name, "pre"), with_kwargs=True)
-            module.register_forward_hook(self._counter(name, "forward"))
-            module.register_full_backward_pre_hook(self._counter(name, "backward pre"))
-            module.register_full_backward_hook(self._counter(name, "backward"))
 
-    def _counter(self, name, kind):
-        def count(*_):
-            self.seen[name, kind] = self.seen.get((name, kind), 0) + 1
-
-        return count
+def hooked(model, names):
+    """Counts the calls of hooks of each kind on these modules."""
+    seen = Counter()
+    for name in names:
+        for register, options in REGISTERED.items():
+            count = functools.partial(lambda key, *_: seen.update([key]), (name, register))
+            getattr(model.get_submodule(name), register)(count, **options)
+    return seen
 
 
 LINEARS = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "self_attn.q_proj")
@@ -68,15 +66,15 @@ HOOKED["elementwise"] = HOOKED["auto"] = HOOKED["kernel"] = HOOKED["hook"]
 @pytest.mark.parametrize("preset", by_default(list(HOOKED), "full", "hook", "kernel"))
 def test_hooks_of_the_user_run_once_a_forward_and_not_again(preset, attached):
     model, plain = decoder(), decoder()
-    expected = Calls(plain, HOOKED[preset])
+    expected = hooked(plain, HOOKED[preset])
     if attached == "before":
-        calls = Calls(model, HOOKED[preset])
+        calls = hooked(model, HOOKED[preset])
     recompute.apply(model, preset)
     if attached == "after":
-        calls = Calls(model, HOOKED[preset])
+        calls = hooked(model, HOOKED[preset])
     found, without = train(model, steps=3), train(plain, steps=3)
-    assert calls.seen == expected.seen
-    assert set(calls.seen.values()) == {3}
+    assert calls == expected
+    assert set(calls.values()) == {3}
     if preset != "kernel":
         assert_same(found, without)
 

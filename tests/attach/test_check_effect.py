@@ -4,10 +4,9 @@ import re
 import warnings
 
 import pytest
-import torch
-from engine_testing import calls
+from engine_testing import calls, module_of
 from tiers import by_default, slow
-from tiny import TinyMLP, TinyRMSNorm, assert_same, decoder, rule, rules, snapshot, train
+from tiny import TinyMLP, assert_same, decoder, rule, rules, snapshot, train
 from torch import nn
 
 import recompute
@@ -24,22 +23,16 @@ def warned(policy, model=None, *, strict=True):
     return [str(each.message) for each in caught]
 
 
-class Plain(nn.Module):
+def plain():
     """Has nothing that repeats, no norm and no activation."""
-
-    def __init__(self):
-        super().__init__()
-        self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.other(self.one(x))
+    return module_of(lambda self, x: self.other(self.one(x)), one=nn.Linear(4, 4), other=nn.Linear(4, 4))
 
 
 @pytest.mark.parametrize("preset", ["full", "alternate", "hook", "kernel", "elementwise", "auto"])
 def test_a_preset_that_governs_nothing_is_an_error_that_says_how_to_go_on(preset):
-    model = Plain()
+    model = plain()
     before = snapshot(model)
-    with pytest.raises(NoEffectError, match=r"(?s)governs no module of Plain.*rules\[0\].*strict=False"):
+    with pytest.raises(NoEffectError, match=r"(?s)governs no module of Body.*rules\[0\].*strict=False"):
         recompute.apply(model, preset)
     assert snapshot(model) == before
     assert len(warned(preset, model, strict=False)) == 1
@@ -115,13 +108,7 @@ def test_where_there_is_no_head_it_says_what_one_is():
         recompute.apply(nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8)), rules(rule("heads")))
 
 
-@pytest.mark.parametrize("spelled", [["block"], "block", ["block", "head"], ["block", "TinyRMSNorm"]])
-def test_block_survives_yaml_and_is_told_from_a_class(spelled):
-    policy = load_policy(rules(rule(spelled)))
-    again = load_policy({"rules": policy.model_dump()["rules"]})
-    assert again == policy
-    assert again.rules[0].type == ((spelled,) if isinstance(spelled, str) else tuple(spelled))
-
+def test_block_is_told_from_a_class_of_that_name():
     class block(nn.Module):
         def forward(self, x):
             return x
@@ -181,23 +168,8 @@ def test_many_rules_take_time_in_proportion_and_one_warning(glob):
         return calls(lambda: messages.extend(warned(policy)))
 
     calls_for(10)  # what is done once
-    few, many = calls_for(300), calls_for(1200)
+    few, many = calls_for(75), calls_for(300)
     assert many < 5 * few
     assert len(messages) == 3
-    assert re.search(r"1,19\d more of the 1,201 rules govern no module$", messages[-1])
+    assert re.search(r"29\d more of the 301 rules govern no module$", messages[-1])
     assert messages[-1].count("governs no module") == 5
-
-
-def test_a_norm_is_regenerated_whatever_kind_it_is():
-    model = nn.Sequential(
-        nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU(), TinyRMSNorm(), nn.Linear(16, 16)
-    )
-    expected, x = [], torch.randn(3, 16)
-    for policy in (None, "hook"):
-        handle = None if policy is None else recompute.apply(model, policy)
-        model.zero_grad()
-        model(x).square().sum().backward()
-        expected.append([parameter.grad.clone() for parameter in model.parameters()])
-    assert_same(*expected)
-    assert handle is not None
-    assert handle.stats().dropped_tensors >= 3  # what each gives to the Linear behind it

@@ -5,12 +5,11 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from engine_testing import module_of
+from engine_testing import function_of, its_result, module_of
 from tiers import slow
 from tiny import BATCH, HIDDEN, INTERMEDIATE, LENGTH, TOKENS, decoder, next_token_loss, rule, rules, token_ids
 from torch import nn
 from torch.nn import functional as F
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import recompute
 from recompute.units import humanize
@@ -92,16 +91,7 @@ def test_a_line_tells_who_made_a_tensor_who_saved_it_what_it_is_and_what_becomes
 OUTSIDE = torch.rand(HIDDEN)
 
 
-class InTheDark(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        y = x.exp()
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * ctx.saved_tensors[0]
+InTheDark = function_of(lambda x: x.exp(), lambda gradient, y: gradient * y, saves=its_result, name="InTheDark")
 
 
 def attention(linear, x):
@@ -138,6 +128,10 @@ REASONS = {
         "made by a factory op, so other code may have filled its memory",
     ),
     "overwritten": (overwritten, {}, "aten.clone", "overwritten after it was saved"),
+    "handed out": (
+        lambda linear, x: (y := linear(x).detach().exp(), y.numpy(), x * y)[2], {}, "handed out",
+        "its memory was exposed, as an array or an address, and may change unnoticed",
+    ),
     "a GEMM that is worth its bytes": (
         chain, {"rerun": "gemm", "price": 1e18}, "aten.mm", "cheaper to hold than to recompute",
     ),
@@ -286,6 +280,28 @@ def summary(text):
     return {row[0]: dict(zip(headers, row, strict=True)) for row in rows}
 
 
+def test_a_row_says_which_modules_got_which_rule_and_how_these_come_back():
+    given = [
+        {"match": "layers.0", "action": "checkpoint"},
+        {"match": "layers.*.self_attn", "action": "keep"},
+        {"type": "TinyRMSNorm", "action": "recompute", "via": "hook"},
+        {"type": "TinyMLP", "action": "recompute", "via": "kernel"},
+    ]
+    _, handle = trained({"name": "mixed", "rules": given})
+    assert handle.explain(wide=True).startswith("policy mixed")
+    rows = {name: row for name, row in summary(handle.explain(wide=True)).items() if "rules" in row["rule"]}
+    assert {name: (row["count"], row["rule"][6], row["in backward"]) for name, row in rows.items()} == {
+        "layers.*": ("1", "0", "its Python runs again from its inputs"),
+        "layers.*.self_attn": ("2", "1", "everything is kept"),
+        **{f"layers.*.{name}_layernorm": ("2", "2", "cheap ops run again") for name in ("input", "post_attention")},
+        "norm": ("1", "2", "cheap ops run again"),
+        "layers.*.mlp": ("2", "3", "kernel: gated_mlp (silu)"),
+    }
+    root, hidden = TOKENS * 4, NBYTES
+    assert number(rows["norm"]["dropped a forward"]) == root + 2 * hidden
+    assert number(rows["norm"]["kept a forward"]) == hidden
+
+
 def number(cell):
     return int(cell.replace(",", "") or 0)
 
@@ -335,28 +351,6 @@ def test_totals_of_an_mlp_are_told_a_token_wherever_its_input_comes_from():
     each = 2 * INTERMEDIATE * 4
     assert f"dropped {each * TOKENS:,} bytes ({each} a token, {TOKENS} tokens)" in title
     assert f"kept {each * TOKENS:,} bytes ({each} a token, {TOKENS} tokens)" in title
-
-
-def test_totals_of_a_llama_layer_a_token():
-    hidden, intermediate, heads, kv, size = 32, 48, 4, 2, 8
-    sizes = {"vocab_size": 64, "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": 2}
-    config = LlamaConfig(**sizes, num_attention_heads=heads, num_key_value_heads=kv, use_cache=False)
-    model = LlamaForCausalLM(config).to(torch.bfloat16)
-    ids = torch.randint(0, 64, (2, 16))
-    handle = recompute.apply(model)
-    for _ in range(2):  # the first frame holds no sum of the stream, as it lets go of what is cheap
-        model(input_ids=ids, labels=ids).loss.backward()
-    title, _ = tables(handle.explain(wide=True))
-    # A norm's input in float32, its root, the normalized values and the output; the activation and the product.
-    dropped = 2 * (4 * hidden + 4 + 2 * hidden + 2 * hidden) + 2 * 2 * intermediate
-    # The layer's input, q, attention's output and the stream after it; k and v; gate and up; of attention a logarithm
-    # a head; cosine and sine, which all sequences of the batch share.
-    kept = 4 * 2 * hidden + 2 * 2 * kv * size + 2 * 2 * intermediate + 4 * heads + 2 * 2 * size // 2
-    assert title == (
-        f"model.layers.* (LlamaDecoderLayer), each of 2: "
-        f"dropped {dropped * 32:,} bytes ({dropped} a token, 32 tokens), "
-        f"kept {kept * 32:,} bytes ({kept} a token, 32 tokens)"
-    )
 
 
 @pytest.mark.parametrize("width", [80, 110])

@@ -84,6 +84,14 @@ class StemLayer(Stem):
     pass
 
 
+class Layers(nn.ModuleList):
+    """Has another child, too."""
+
+    def __init__(self):
+        super().__init__(several(Block))
+        self.norm = nn.LayerNorm(4)
+
+
 class Model(Through):
     def __init__(self, **parts):
         super().__init__()
@@ -107,6 +115,7 @@ def stack(path, count=3):
     ("model", "expected"),
     [
         (Model(layers=nn.ModuleList(several(Block))), stack("layers")),
+        (Model(layers=Layers()), stack("layers")),
         (Model(transformer=nn.ModuleDict({"wte": nn.Linear(4, 4), "h": nn.ModuleList(several(Block))})),
             stack("transformer.h")),
         (Model(layers=nn.ModuleDict({str(index): Block() for index in range(3)})), stack("layers")),

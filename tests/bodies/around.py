@@ -223,6 +223,10 @@ def bilinear(self, x):
     return y.exp().sin() * y.sigmoid()
 
 
+def of_a_bilinear():
+    return {**linear(), "both": nn.Bilinear(HIDDEN, HIDDEN, HIDDEN)}
+
+
 def of_a_layer():
     return {"layer": Layer()}
 
@@ -247,8 +251,9 @@ UNDER = {
         lambda self, x: torch.exp(x * 0.1).sin().cos().tanh(), FLOAT32, BFLOAT16
     ),
     "autocast, inside of an op": under(
-        bilinear, BFLOAT16, parts=lambda: {**linear(), "both": nn.Bilinear(HIDDEN, HIDDEN, HIDDEN)}
+        bilinear, BFLOAT16, parts=of_a_bilinear, captured="autocast casts inside of aten._trilinear"
     ),
+    "autocast, inside of an op, in backward alone": under(bilinear, FLOAT32, BFLOAT16, parts=of_a_bilinear),
 }
 
 # Hooks of others on saved tensors

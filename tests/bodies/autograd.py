@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from corpus import Body, nothing
-from engine_testing import HIDDEN, RMSNorm, function_of
+from engine_testing import HIDDEN, RMSNorm, function_of, its_result, no_tensors
 from torch import nn
 from torch.autograd import Function, forward_ad
 from torch.autograd.function import once_differentiable
@@ -127,6 +127,9 @@ class Doubled(Function):
         return gradient * 2
 
 
+decorated = recompute.recompute(lambda x: x.exp().sin())
+
+
 def vmapped_with_an_array(self, x):
     return torch.func.vmap(lambda row: self.norm(row) * torch.as_tensor(np.ones(HIDDEN, np.float32)))(x.exp()).sin()
 
@@ -152,6 +155,7 @@ GRADIENTS = {
     "a Function that gives back what nothing has read": of(
         lambda self, x: Same.apply(x).norm(dim=-1, keepdim=True).exp() * self.norm.weight
     ),
+    "a decorated function": of(lambda self, x: (decorated(self.norm(x).cos()) * decorated(x)).tanh()),
     "a functional gradient": of(
         lambda self, x: torch.func.grad(lambda y: self.norm(y).sin().sum())(x) * self.norm(x).exp().sin()
     ),
@@ -193,19 +197,7 @@ class Scale(Function):
         return gradient * w if wants_x else None, (gradient * x).sum(0) if wants_w else None
 
 
-class Exp(Function):
-    """Saves its output."""
-
-    @staticmethod
-    def forward(ctx, x):
-        y = x.exp()
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, gradient):
-        return gradient * ctx.saved_tensors[0]
+Exp = function_of(lambda x: x.exp(), once_differentiable(lambda gradient, y: gradient * y), saves=its_result)
 
 
 class Split(Function):
@@ -233,10 +225,6 @@ def over_what_was_saved(gradient, a, b):
     first, second = gradient * b, gradient * a
     a.numpy()[:], b.numpy()[:] = first.numpy(), second.numpy()
     return a, b
-
-
-def no_tensors(*_):
-    return ()
 
 
 Reverse = function_of(lambda x: x.view_as(x), lambda gradient: -gradient, saves=no_tensors)
@@ -359,17 +347,9 @@ class Twice(Function):
         return grad * x * sine * result * ctx.saved_tensors[0] * ctx.saved_tensors[1]
 
 
-class InPlace(Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.mark_dirty(x)
-        return x.mul_(2)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * 2
-
-
+InPlace = function_of(
+    lambda x: x.mul_(2), lambda gradient: gradient * 2, saves=no_tensors, name="InPlace", is_dirty=True
+)
 bound_early = Scale.apply
 
 
@@ -406,17 +386,10 @@ def scaled_last(x, w):
     return Exp.apply(x.sin() * w)
 
 
-class Looked(Function):
-    """Looks at what it gives back."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.largest = x.abs().amax()
-        return x
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * ctx.largest
+Looked = function_of(
+    lambda x: x, lambda gradient, largest: gradient * largest, saves=lambda y, x: (x.abs().amax(),), hides=True
+)
+"""Looks at what it gives back."""
 
 
 @composite

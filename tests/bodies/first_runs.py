@@ -2,7 +2,7 @@
 
 import torch
 from corpus import Body, linear
-from engine_testing import HIDDEN, bits
+from engine_testing import HIDDEN, bits, function_of, no_tensors
 from torch import Tensor, nn
 
 
@@ -51,16 +51,7 @@ def quantized(tensor):
     return tensor
 
 
-class Counts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, store):
-        return x * count(store)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient, None
-
-
+Counts = function_of(lambda x, store: x * count(store), lambda gradient: (gradient, None), saves=no_tensors)
 PLACES = {
     "moved from a parameter to an object": lambda self, x: move(self.weight, self.store),
     "moved from a parameter to the module": lambda self, x: move(self.weight, self),

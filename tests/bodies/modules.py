@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from corpus import Body, always, linear, norm
 from engine_testing import HIDDEN, TOKENS, GatedMLP, RMSNorm, module_of
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, parametrize
 
 import recompute
 
@@ -278,6 +278,34 @@ EFFECTS = {
     },
 }
 
+# What a forward compares
+
+ONE, OTHER = type("Number", (), {}), type("Number", (), {})
+COMPARED = {
+    "objects": (lambda m: m.one is m.other, lambda m: (ONE, OTHER)),
+    "objects, by equality": (lambda m: m.one == m.other, lambda m: (ONE, OTHER)),
+    "objects in lists": (lambda m: m.one in [m.other], lambda m: (ONE, OTHER)),
+    "lists": (lambda m: m.one is m.other, lambda m: ([1.0], [1.0])),
+    "dicts": (lambda m: m.one is m.other, lambda m: ({}, {})),
+    "modules": (lambda m: m.one is m.other, lambda m: (nn.Tanh(), nn.Tanh())),
+    "parameters": (lambda m: m.one is m.other, lambda m: (m.linear.bias, nn.Parameter(torch.ones(HIDDEN)))),
+}
+
+
+def comparing(compare, make, is_same):
+    """Two that are the same, or not, but for one step: the last one before the code that was made runs again."""
+
+    def start(module):
+        if module.step == 0:
+            module.pair = make(module)
+        one, other = module.pair
+        module.one, module.other = one, one if is_same is (module.step != 5) else other
+
+    return Body(
+        lambda self, x: self.linear(x).sin() * (2.0 if compare(self) else 3.0), linear, start=start, captured=True
+    )
+
+
 # Parts, and what they do to buffers
 
 NORMALIZED = {
@@ -424,8 +452,17 @@ def update_in_no_grad(module, *_):
     module.average.mul_(2.0)
 
 
+COMPARISONS = {
+    f"{name} that are {'the same' if is_same else 'two'} but once": comparing(*each, is_same)
+    for name, each in COMPARED.items()
+    for is_same in (True, False)
+}
 MODULES = {
     **{name: normalized(each) for name, each in NORMALIZED.items()},
+    # A checkpoint refuses the second call, which runs again with what it found in the cache.
+    "weight norm, cached": normalized(parametrizations.weight_norm)._replace(
+        around=parametrize.cached, together=True, ways=("recompute",)
+    ),
     "norms with statistics": Body(
         lambda self, x: self.average(self.instance(self.batch(self.conv(x[None])).relu()).exp()).sin(), norms
     ),

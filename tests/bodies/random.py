@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from corpus import OWN_LEGACY, OWN_NUMPY, OWN_PYTHON, OWN_TORCH, TRACKER, Body, both
-from engine_testing import HIDDEN, RMSNorm, holding
+from engine_testing import HIDDEN, RMSNorm, function_of, holding
 from numpy.random import rand as numpy_by_name
 from torch import nn
 
@@ -110,23 +110,19 @@ class FilledLate(torch.autograd.Function):
         return grad * noise * result
 
 
-class FilledUnseen(torch.autograd.Function):
+def fills_unseen(x, scratch):
     """As a kernel of one's own does it: no op tells that it writes into the results of others, and into an argument."""
-
-    @staticmethod
-    def forward(ctx, x, scratch):
-        result = x * 0.0
-        result.numpy()[:] = x.exp().numpy()
-        scratch.numpy()[:] = 2.0
-        ctx.save_for_backward(result, scratch)
-        return result
-
-    @staticmethod
-    def backward(ctx, grad):
-        result, scratch = ctx.saved_tensors
-        return grad * result * scratch, None
+    result = x * 0.0
+    result.numpy()[:] = x.exp().numpy()
+    scratch.numpy()[:] = 2.0
+    return result
 
 
+FilledUnseen = function_of(
+    fills_unseen,
+    lambda gradient, result, scratch: (gradient * result * scratch, None),
+    saves=lambda result, x, scratch: (result, scratch),
+)
 LATE = {
     "rrelu": lambda self, x: F.rrelu(x, training=True),
     "rrelu in place": lambda self, x: F.rrelu_(x * 1.0, training=True),
@@ -431,6 +427,18 @@ PASSED = {
 }  # fmt: skip
 
 
+class Untouched:
+    """Counts how often its states are put back."""
+
+    sets = 0
+
+    def get_states(self):
+        return {"a": torch.zeros(1)}
+
+    def set_states(self, states):
+        self.sets += 1
+
+
 class HalfATracker:
     def get_states(self):
         pytest.fail("it has no states to put back")
@@ -454,6 +462,17 @@ CALLABLES = {
 }
 
 
+@contextlib.contextmanager
+def permuted():
+    """Another bit generator in the place of NumPy's own."""
+    before = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(1))
+    try:
+        yield
+    finally:
+        np.random.set_bit_generator(before)
+
+
 def with_a_hook():
     linear = nn.Linear(HIDDEN, HIDDEN)
     linear.register_forward_hook(lambda module, args, result: result * SAMPLER.draw_own())
@@ -470,6 +489,7 @@ REACHED = {
         )
         for name, make in PASSED.items()
     },
+    "by another bit generator of NumPy's": Body(once(np.random.rand), around=permuted, around_backward=permuted),
     "by a hook alone": Body(lambda self, x: self.linear(x).exp().sin(), with_a_hook),
     "by a part's method": Body(
         lambda self, x: self.sampler[0].scaled(2.0) * x.sin().exp(), of_an_attribute(sampler=[SAMPLER])
@@ -477,6 +497,11 @@ REACHED = {
     "none, beside whatever can be called": Body(lambda self, x: x.sin().exp().sin(), lambda: dict(CALLABLES)),
     "none, beside a generator that has no state": Body(
         lambda self, x: (x * 2.0).exp().sin(), lambda: {"secure": random.SystemRandom(), "half": HalfATracker()}
+    ),
+    "none of a tracker that is left alone": Body(
+        lambda self, x: F.dropout(x, 0.5).exp().sin(),
+        lambda: {"tracker": Untouched()},
+        state=lambda module: module.tracker.sets,
     ),
     "a generator that takes the place of another": Body(
         lambda self, x: (x.sin() * self.sampler.random()).exp().sin(),

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from engine_testing import HIDDEN, TOKENS, Stack, in_threads, loss_of, replica_of, tokens
+from engine_testing import HIDDEN, TOKENS, Stack, bits, in_threads, leaves, loss_of, module_of, replica_of, tokens
 from torch import Tensor, nn
 from torch.autograd import forward_ad, grad
 from torch.utils.checkpoint import checkpoint
@@ -87,9 +87,18 @@ def one_region_twice_in_a_row(model, x):
 # Gradients of odd layouts
 
 
+def directions_of(x):
+    return torch.eye(x.numel()).reshape(-1, *x.shape)[:3]
+
+
 def batched(model, x):
-    directions = torch.eye(x.numel()).reshape(-1, *x.shape)[:3]
-    return grad(model.layers[0](x), [x, model.layers[0].mlp.up_proj.weight], directions, is_grads_batched=True)
+    wanted = [x, model.layers[0].mlp.up_proj.weight]
+    return grad(model.layers[0](x), wanted, directions_of(x), is_grads_batched=True)
+
+
+def batched_by_vmap(model, x):
+    result = model(x)
+    return torch.func.vmap(lambda direction: grad(result, x, direction, retain_graph=True)[0])(directions_of(x))
 
 
 def of_a_sum(model, x):
@@ -128,6 +137,26 @@ def with_hooks(model, x):
     for hook in hooks:
         hook.remove()
     return x.grad, y.grad, weight.grad, len(seen)
+
+
+def with_hooks_inside(model, x):
+    """On modules, on a tensor inside of a layer, and on a weight that is used outside, too."""
+    seen, norm = [], model.layers[0].norm1
+
+    def note(*given):
+        seen.extend(bits(leaf) for leaf in leaves(given) if isinstance(leaf, Tensor))
+
+    hooks = [norm.register_forward_hook(lambda module, args, result: (result.register_hook(note), None)[1])]
+    for each in model.modules():
+        hooks += [each.register_full_backward_pre_hook(note), each.register_full_backward_hook(note)]
+    hooks += [norm.weight.register_hook(note), norm.weight.register_post_accumulate_grad_hook(note)]
+    loss = loss_of(model(x * norm.weight) * norm.weight)
+    for turn in range(2):
+        seen.append(turn)
+        loss.backward(retain_graph=turn == 0)
+    for hook in hooks:
+        hook.remove()
+    return seen
 
 
 def update_in_a_hook(model, x):
@@ -266,6 +295,15 @@ def in_torchs_checkpoint(reentrant):
     return run
 
 
+def with_torchs_checkpoint_inside():
+    """A reentrant one in the middle of each layer, which draws in it."""
+    model = Stack(2)
+    for layer in model.layers:
+        inside = nn.Sequential(layer.mlp, nn.Dropout(0.5))
+        layer.mlp = module_of(lambda self, x: checkpoint(self.inside, x * 2, use_reentrant=True), inside=inside)
+    return model
+
+
 def under_anomaly_detection(model, x):
     with torch.autograd.detect_anomaly():
         return grad(loss_of(model(x)), all_of(model, x))
@@ -313,7 +351,9 @@ RUNS = {
     "two_graphs_that_share_a_region": Run(two_graphs_that_share_a_region, lambda: Stack(2, p=0.0)),
     "one_region_twice_in_a_row": Run(one_region_twice_in_a_row),
     "batched": Run(batched, single),
+    "batched_by_vmap": Run(batched_by_vmap, lambda: twice_differentiable(1)),
     **{each.__name__: Run(each) for each in (of_a_sum, transposed, read_outside_too, with_hooks, update_in_a_hook)},
+    "with_hooks_inside": Run(with_hooks_inside, captured=False),
     **{each.__name__: Run(each) for each in (backward_in_a_hook, backward_in_its_own_hook)},
     "gradient_penalty": Run(gradient_penalty, twice_differentiable, captured=False),
     "on_other_weights": Run(on_other_weights),
@@ -327,6 +367,7 @@ RUNS = {
     "by_replicas": Run(by_replicas, lambda: Stack(2, p=0.0)),
     "in torch's checkpoint": Run(in_torchs_checkpoint(reentrant=False), drops=False),
     "in torch's reentrant checkpoint": Run(in_torchs_checkpoint(reentrant=True), drops=False),
+    "torch's reentrant checkpoint inside": Run(piled_up, with_torchs_checkpoint_inside, captured=False),
     "under_anomaly_detection": Run(under_anomaly_detection),
     "laid_out_in_one_storage": Run(laid_out_in_one_storage),
 }

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from bodies.memory import block, parts_of_a_block
 from corpus import counting
-from engine_testing import RMSNorm, assert_same, leaves, loss_of, module_of
+from engine_testing import RMSNorm, assert_same, fresh, leaves, loss_of, module_of
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 import recompute
 from recompute.attach.runners import region_in
@@ -95,17 +95,6 @@ def linear():
 
 body = module_of
 """A module that runs ``forward(self, *args)``; ``parts`` become its attributes."""
-
-
-def fresh(value):
-    """Copies of the tensors in ``value``, with their layouts, that require gradients if those do."""
-
-    def copied(leaf):
-        if not isinstance(leaf, Tensor):
-            return leaf
-        return torch.empty_like(leaf).copy_(leaf.detach()).requires_grad_(leaf.requires_grad)
-
-    return tree_map(copied, value)
 
 
 def tokens(*shape, grad=True, dtype=torch.float32):

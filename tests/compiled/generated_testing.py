@@ -7,11 +7,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recompute.compiled.codegen import Code
+from recompute.compiled.generated import device_functions
 from recompute.compiled.generated.generated_kernel import GeneratedKernel
 from recompute.compiled.generated.groupable import can_be_generated
 from recompute.compiled.generated.kernel_source import KernelSource
 from recompute.compiled.generated.switch import Generates, generating_on
 from recompute.compiled.recording import Recording
+
+interpreted = pytest.mark.skipif(not device_functions.is_interpreted, reason="needs TRITON_INTERPRET=1")
 
 
 @contextmanager

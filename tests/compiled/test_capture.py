@@ -7,6 +7,7 @@ from types import FunctionType
 import pytest
 import torch
 import torch.nn.functional as F
+from bodies.modules import counts_if_not_compiled
 from capture_testing import (
     SIZE,
     STEPS_TO_SETTLE,
@@ -242,18 +243,13 @@ def test_an_error_of_the_code_itself_while_it_is_watched_comes_as_without_a_poli
     twins.settle(step)
 
 
-def counts_if_not_compiled(self, x):
-    if not torch.compiler.is_compiling():
-        self.seen.append(1)
-    return F.gelu(self.lin(x))
-
-
 @pytest.mark.parametrize("package", [torch, recompute], ids=["torch", "recompute"])
 def test_code_in_a_folder_beside_torch_or_this_package_is_a_users(package):
     """The ops that torch and this package choose by the question are compared. What other code does is not."""
     folder = os.path.dirname(package.__file__)  # site-packages/torch, beside site-packages/torchvision
     code = counts_if_not_compiled.__code__.replace(co_filename=f"{folder}vision/model.py")
-    twins = Twins(Around(body(FunctionType(code, globals()), lin=linear(), seen=[])))
+    forward = FunctionType(code, counts_if_not_compiled.__globals__)
+    twins = Twins(Around(body(forward, linear=linear(), seen=[])))
     twins.settle(train(tokens()), captured=False)
     assert "whether torch.compile traces it" in twins.why_not
 

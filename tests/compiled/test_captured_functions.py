@@ -9,11 +9,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from bodies.autograd import FUNCTIONS, IS_TOLD_LATE, Scale, composite
 from capture_testing import ROWS, SIZE, Around, Twins, body, captured_twins, fresh, linear, rule, train
-from engine_testing import function_of, loss_of, no_garbage_collection, weak
+from engine_testing import function_of, loss_of, no_garbage_collection, no_tensors, weak
 from tiers import by_default
 from tiny import of_one_more
 from torch import nn
-from torch.autograd import Function, grad
+from torch.autograd import grad
 
 from recompute.engine.cut.reviewed_ops import is_effect_registered
 
@@ -31,7 +31,7 @@ def test_a_function_that_runs_no_op_is_captured_after_a_few_more_steps(x, kind):
 
 
 FACTOR = [1.0]
-Factor = function_of(lambda x: x, lambda gradient: gradient * FACTOR[0], saves=lambda *_: ())
+Factor = function_of(lambda x: x, lambda gradient: gradient * FACTOR[0], saves=no_tensors)
 """Runs no op in forward. Its backward is Python that may do something else every time."""
 
 
@@ -47,13 +47,9 @@ def test_no_functions_backward_is_taken_for_the_ops_that_it_ran_once(x):
         twins.step(train(x))
 
 
-@pytest.fixture(scope="module")
-def twins(x):
-    return captured_twins(block("saves its inputs"), x)
-
-
-def test_the_reports_say_so(twins, x):
+def test_the_reports_say_so(x):
     """The Function's input, which it only reads, is held once for all; and what comes after it is brought back."""
+    twins = captured_twins(block("saves its inputs"), x)
     assert "inside: 1 of 1 run as captured code" in str(twins.handle.explain())
     step = of_one_more(lambda: train(x)(twins.under), twins.handle)
     made = ROWS * SIZE * 4
@@ -105,7 +101,7 @@ def seen(x):
     return x
 
 
-KEEPS = function_of(lambda x: seen(x) * 2, lambda gradient: gradient * 2, saves=lambda *_: ())
+KEEPS = function_of(lambda x: seen(x) * 2, lambda gradient: gradient * 2, saves=no_tensors)
 HOLDS = function_of(
     lambda x: (x * 2).sin(), lambda gradient, x: gradient * x.cos() * 2, saves=lambda _, x: (seen(x * 2),)
 )
@@ -122,38 +118,25 @@ def test_what_a_function_saves_is_held_until_the_graph_is_gone_and_nothing_else(
         assert SEEN[0].expired()
 
 
-class Varies(Function):
-    """Gives another layout than at first, once ``rows`` says so."""
-
-    rows = ROWS
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.shape = x.shape
-        return x[: Varies.rows] * torch.rand(())
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return F.pad(gradient, (0, 0, 0, ctx.shape[0] - gradient.shape[0]))
+Varies = function_of(
+    lambda x: x[: KEPT.rows] * torch.rand(()),
+    lambda gradient, shape: F.pad(gradient, (0, 0, 0, shape[0] - gradient.shape[0])),
+    saves=lambda result, x: (x.shape,),
+    name="Varies",
+    hides=True,
+)
+KEPT = SimpleNamespace(rows=ROWS)
 
 
 def test_a_function_that_gives_something_else_sends_the_module_back_to_the_tape(x, monkeypatch):
     twins = captured_twins(body(lambda self, x: Varies.apply(self.lin(x)).sin(), lin=linear()), x)
-    monkeypatch.setattr(Varies, "rows", 2)
+    monkeypatch.setattr(KEPT, "rows", 2)
     twins.steps(train(x), 3)
     assert twins.why_not == "Varies does not return the same kind of outputs in each call"
 
 
-class Numbered(Function):
-    """Gives a number, which the code around may read."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x * FACTOR[0], FACTOR[0]
-
-    @staticmethod
-    def backward(ctx, gradient, _):
-        return gradient
+Numbered = function_of(lambda x: (x * FACTOR[0], FACTOR[0]), lambda gradient, _: gradient, saves=no_tensors)
+"""Gives a number, which the code around may read."""
 
 
 def gives_a_number(self, x):
@@ -177,7 +160,7 @@ def set_tensor(x, store):
 
 
 def setting(sets, read):
-    function = function_of(sets, lambda gradient: (gradient * 2, None), saves=lambda *_: ())
+    function = function_of(sets, lambda gradient: (gradient * 2, None), saves=no_tensors)
     return lambda self, x: function.apply(self.lin(x), self.store).sin() * read(self.store)
 
 
@@ -223,16 +206,18 @@ def test_layers_share_code_with_functions(x):
 GROUPS = []
 
 
-class SumOverRanks(Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group, total = group, x.clone()
-        dist.all_reduce(total, group=group)
-        return total
+def sum_over_ranks(x, group):
+    total = x.clone()
+    dist.all_reduce(total, group=group)
+    return total
 
-    @staticmethod
-    def backward(ctx, gradient):
-        return SumOverRanks.apply(gradient, ctx.group), None
+
+SumOverRanks = function_of(
+    sum_over_ranks,
+    lambda gradient, group: (SumOverRanks.apply(gradient, group), None),
+    saves=lambda total, x, group: (group,),
+    hides=True,
+)
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Captured regions among what others do, and what trials of many architectures have found."""
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -29,27 +28,15 @@ from recompute.compiled.captured_function import CapturedFrame
 from recompute.compiled.captured_region import MAX_GRAPHS
 
 
-@pytest.fixture(scope="module")
-def twins(x):
-    return captured_twins(DroppingBlock(), x)
-
-
-def test_copies(twins, x):
+def test_copies(x):
     """A copy starts by the tape, and is captured in its turn."""
+    twins = captured_twins(DroppingBlock(), x)
     for duplicate in (copy.deepcopy(twins.under), copy.deepcopy(twins.under)):
         for _ in range(7):
             duplicate.zero_grad()
             twins.plain.zero_grad()
             assert_same(observed(duplicate, train(x)), observed(twins.plain, train(x)))
     assert twins.runs_code(train(x)) == 1
-
-
-def test_pickle(x):
-    module = Around(nn.Sequential(nn.Linear(SIZE, SIZE), nn.GELU()))
-    twins = Twins(module).settle(train(x))
-    loaded = pickle.loads(pickle.dumps(twins.under))
-    twins.plain.zero_grad()
-    assert_same(observed(loaded, train(x)), observed(twins.plain, train(x)))
 
 
 def test_torch_compile_of_the_model_afterwards(x):

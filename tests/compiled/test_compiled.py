@@ -69,15 +69,15 @@ POLICIES = {
 
 @functools.cache
 def held_without_a_policy():
-    return held_in_a_step(compile_layers(decoder(layers=3)))
+    return held_in_a_step(compile_layers(decoder(layers=2)))
 
 
 @pytest.mark.parametrize("policy", by_default(POLICIES, "layers by kernels"))
 def test_compiled_layers_hold_less_and_give_the_same(policy):
-    expected = train(decoder(layers=3))
+    expected = train(decoder(layers=2))
     without = held_without_a_policy()
     torch.compiler.reset()
-    model, counter = decoder(layers=3), CompileCounterWithBackend(BACKEND)
+    model, counter = decoder(layers=2), CompileCounterWithBackend(BACKEND)
     recompute.apply(model, policy)
     eager = held_in_a_step(model)
     close(train(compile_layers(model, counter)), expected)

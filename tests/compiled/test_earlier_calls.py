@@ -5,6 +5,7 @@ from functools import reduce
 import pytest
 import torch
 from capture_testing import Around, Twins, body, linear, tokens, train
+from engine_testing import function_of
 from generated_testing import written
 
 from recompute.compiled.earlier_calls import MAX_DISTANCE
@@ -37,15 +38,9 @@ def test_outputs_have_memory_of_their_own():
     assert one.data_ptr() != other.data_ptr()
 
 
-class WritesWhatItKeeps(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.x = x
-        return torch.ones(x.shape)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return ctx.x.mul_(gradient)
+WritesWhatItKeeps = function_of(
+    lambda x: torch.ones(x.shape), lambda gradient, x: x.mul_(gradient), saves=lambda result, x: (x,), hides=True
+)
 
 
 def test_what_a_function_is_given_has_memory_of_its_own():

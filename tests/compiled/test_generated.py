@@ -8,13 +8,13 @@ import pytest
 import torch
 from capture_testing import Around, Twins
 from engine_testing import function_of, module_of, twins_of
-from generated_testing import as_one_kernel, generated, kernels_made, wait_for, written
+from generated_testing import as_one_kernel, generated, interpreted, kernels_made, wait_for, written
 from tiers import one_in, slow
 from torch import nn
 from torch.nn import functional as F
 
 import recompute
-from recompute.compiled.generated import device_functions, generated_kernel
+from recompute.compiled.generated import generated_kernel
 from recompute.compiled.generated.fusing import fused
 from recompute.compiled.generated.generated_kernel import GeneratedKernel
 from recompute.compiled.generated.row_sums import InTurn, index_put_rows, rows_added
@@ -25,7 +25,6 @@ from recompute.compiled.program_writer import deciding
 from recompute.diagnostics.comparing_runs import same_bits
 from recompute.kernels.launch_plan import PlannedCall
 
-interpreted = pytest.mark.skipif(not device_functions.is_interpreted, reason="Triton's interpreter is off")
 each_device = pytest.mark.parametrize(
     "device", [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
 )
@@ -584,18 +583,8 @@ def test_a_captured_region_in_generated_kernels_is_exact(action):
     assert [kernel.reason for kernel in made if kernel.reason] == []
 
 
-class Keeps(torch.autograd.Function):
-    """Keeps what it is given and what it gives, where no hook sees it."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.both = x, x.sin()
-        return ctx.both[1]
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x, y = ctx.both
-        return gradient * x.cos() + y
+Keeps = function_of(torch.sin, lambda gradient, x, y: gradient * x.cos() + y, saves=lambda y, x: (x, y), hides=True)
+"""Keeps what it is given and what it gives."""
 
 
 def read_by_kernels_later(self, x):

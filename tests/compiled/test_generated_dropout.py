@@ -6,14 +6,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from generated_testing import kernels_made, wait_for, written
+from generated_testing import interpreted, kernels_made, wait_for, written
 from torch import nn
 
 import recompute
 from recompute.compiled.generated import device_functions
 from recompute.kernels.launch import jit, tl
-
-interpreted = pytest.mark.skipif(not device_functions.is_interpreted, reason="needs TRITON_INTERPRET=1")
 
 
 def philox(seed, counters):

@@ -7,6 +7,7 @@ from unittest import TestCase
 
 import pytest
 import torch
+from engine_testing import function_of, no_tensors
 from tiers import slow
 from tiny import HIDDEN, INTERMEDIATE, TOKENS, decoder, next_token_loss, token_ids, train
 from torch import nn
@@ -31,16 +32,7 @@ def run_out_of_real_memory(module, args, output):
         run_out()
 
 
-class RunsOutInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):  # type: ignore[override]
-        run_out()
-
-
+RunsOutInBackward = function_of(lambda x: x.clone(), run_out, saves=no_tensors)
 logged = partial(TestCase().assertLogs, "recompute.diagnostics.out_of_memory", "ERROR")
 
 

@@ -13,8 +13,9 @@ import models
 import numpy as np
 import pytest
 import torch
+from engine_testing import function_of, no_tensors
 from tiers import slow
-from tiny import HIDDEN, TinyMLP, TinyRMSNorm, decoder, next_token_loss, rule, rules, snapshot, token_ids
+from tiny import HIDDEN, TinyMLP, TinyRMSNorm, decoder, rule, rules, snapshot, token_ids
 from torch import Tensor, nn
 
 import recompute
@@ -65,16 +66,8 @@ def liars():
     return nn.Sequential(Lying(), Lying())
 
 
-class Wrong(torch.autograd.Function):
-    """Its forward is right and its gradient is not."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * 1.01
+Wrong = function_of(lambda x: x.clone(), lambda gradient: gradient * 1.01, saves=no_tensors)
+"""Its forward is right and its gradient is not."""
 
 
 def norms(seed=0):
@@ -368,47 +361,47 @@ class Keyworded(nn.Module):
 @pytest.mark.parametrize(
     ("batch", "gradients"),
     [
-        (numbers(2, 4), ["layer.weight", "layer.bias"]),
-        ((numbers(2, 4).requires_grad_(), numbers(2, 4)), ["layer.weight", "layer.bias", "input 0"]),
-        (
-            {"x": numbers(2, 4), "parts": {"p": numbers(2, 4).requires_grad_()}},
-            ["layer.weight", "layer.bias", "input parts"],
-        ),
+        (numbers(2, 4), 2),
+        ((numbers(2, 4).requires_grad_(), numbers(2, 4)), 3),
+        ({"x": numbers(2, 4), "parts": {"p": numbers(2, 4).requires_grad_()}}, 3),
     ],
 )
 def test_batches_are_mappings_tuples_or_an_argument(batch, gradients):
-    trial = verify._Trial(Keyworded(), batch, None, [])
-    assert list(trial.run().tensors["gradients"]) == gradients
     found = recompute.verify(Keyworded(), batch, policy=rules(rule("Keyworded")))
-    assert (found.bitwise, found.gradients) == (True, len(gradients))
+    assert (found.bitwise, found.gradients) == (True, gradients)
 
 
 def test_a_tensor_given_twice_is_one_tensor():
+    class Same(Keyworded):
+        def forward(self, x, y):
+            assert x is y
+            return super().forward(x, y)
+
     inputs = numbers(2, 4).requires_grad_()
-    found = verify._Trial(Keyworded(), (inputs, inputs), None, []).run().tensors["gradients"]
-    assert same_bits(found["input 0"], found["input 1"])
+    assert recompute.verify(Same(), (inputs, inputs), policy=rules(rule("Same"))).bitwise
 
 
-def test_backward_starts_from_the_loss_or_from_every_output():
-    model, ids = decoder(), token_ids()
+class Two(nn.Module):
+    def __init__(self, gives):
+        super().__init__()
+        self.one, self.other, self.gives = nn.Linear(4, 4), nn.Linear(4, 4), gives
 
-    def gradients(**options):
-        batch = options.pop("batch", ids)
-        return verify._Trial(model, batch, options.pop("loss", None), []).run().tensors["gradients"]
+    def forward(self, x):
+        return self.gives(self.one(x).tanh(), self.other(x).tanh())
 
-    logits = model(ids)
-    next_token_loss(lambda _: logits, ids).backward()
-    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
-    found = gradients(loss=lambda output: next_token_loss(lambda _: output, ids))
-    assert all(same_bits(found[name], gradient) for name, gradient in expected.items())
-    from_all = gradients()
-    assert not same_bits(from_all["lm_head.weight"], expected["lm_head.weight"])
-    assert all(gradient.abs().sum() > 0 for gradient in from_all.values())
-    layer = Keyworded()
-    own = verify._Trial(layer, numbers(2, 4), None, []).run()
-    layer(numbers(2, 4)).loss.backward()
-    assert own.tensors["outputs"].keys() == {"loss"}
-    assert same_bits(own.tensors["gradients"]["layer.weight"], layer.layer.weight.grad)
+
+@pytest.mark.parametrize(
+    ("gives", "loss", "gradients"),
+    [
+        (lambda one, other: {"one": one, "others": [other]}, None, 4),
+        (lambda one, other: {"one": one, "others": [other]}, lambda output: output["one"].sum(), 2),
+        (lambda one, other: SimpleNamespace(loss=one.sum(), logits=other), None, 2),
+    ],
+    ids=["every output", "a loss that is given", "the output's own"],
+)
+def test_backward_starts_from_the_loss_or_from_every_output(gives, loss, gradients):
+    found = recompute.verify(Two(gives), numbers(2, 4), policy=rules(rule("Two")), loss=loss)
+    assert (found.bitwise, found.gradients) == (True, gradients)
 
 
 def test_a_model_without_a_gradient_is_refused():
@@ -497,12 +490,6 @@ def test_relative_error_is_of_all_tensors_together():
     assert relative_error([torch.tensor([3.0]), torch.tensor([0.0])], [torch.tensor([3.0]), torch.tensor([4.0])]) == 0.8
     assert relative_error([torch.zeros(2)], [torch.zeros(2)]) == 0
     assert relative_error([torch.ones(2)], [torch.zeros(2)]) == math.inf
-
-
-def test_verify_is_a_function_and_its_module_another():
-    assert callable(recompute.verify)
-    assert verify.verify is recompute.verify
-    assert verify.__name__ == "recompute.diagnostics.verify"
 
 
 def test_runs_are_comparable_where_a_library_has_frozen_the_flags_of_cudnn(monkeypatch):

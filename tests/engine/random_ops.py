@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 import torch.nn.functional as F
-from engine_testing import function_of
+from engine_testing import function_of, its_result
 from torch import Tensor, nn
 
 import recompute
@@ -98,7 +98,7 @@ def copied_by_address(x):
     return y.view(-1)
 
 
-Numpy = function_of(sine_by_numpy, lambda gradient, y: gradient * (1 - y * y), saves=lambda y, x: (y,))
+Numpy = function_of(sine_by_numpy, lambda gradient, y: gradient * (1 - y * y), saves=its_result)
 ByAddress = function_of(
     lambda x: x.contiguous().tanh(),
     lambda gradient, y: gradient * (1 - y.tanh().square()).view(gradient.shape),
@@ -106,32 +106,17 @@ ByAddress = function_of(
 )
 
 
-class TanhInPlace(torch.autograd.Function):
-    """Changes its input."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.mark_dirty(x)
-        ctx.save_for_backward(x.tanh_())
-        return x
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (y,) = ctx.saved_tensors
-        return gradient * (1 - y * y)
+TanhInPlace = function_of(
+    lambda x: x.tanh_(), lambda gradient, y: gradient * (1 - y * y), saves=its_result, is_dirty=True
+)
 
 
-class Stash(torch.autograd.Function):
-    """Keeps a tensor for backward where no hook sees it."""
-
-    @staticmethod
-    def forward(ctx, x, y):
-        ctx.factor = y.sigmoid()
-        return x * ctx.factor
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * ctx.factor, None
+Stash = function_of(
+    lambda x, y: x * y.sigmoid(),
+    lambda gradient, factor: (gradient * factor, None),
+    saves=lambda result, x, y: (y.sigmoid(),),
+    hides=True,
+)
 
 
 def unseen(c):

@@ -15,7 +15,6 @@ from engine_testing import (
     bits,
     every_policy_of_a_stack,
     every_rule,
-    every_setting,
     governing,
     holding,
     loss_of,
@@ -105,84 +104,11 @@ def test_two_results_of_one_region_run_backward_one_after_the_other(rules):
 
 
 @every_rule
-def test_graphs_of_several_paths_through_one_region_alive_at_once(rules):
-    def forward(self, x, path):
-        x = self.norm(x)
-        x = x.exp() if path == 0 else x.sin().exp() if path == 1 else x.cos() * x.exp()
-        return x.tanh() if path else x.sigmoid()
-
-    x = tokens()
-
-    def run(model):
-        losses = [model(x, path).sum() for path in (0, 1, 2, 1, 0)]
-        return [grad(losses[i], [x, *model.parameters()]) for i in (3, 0, 4, 2, 1)]
-
-    assert_as_without(holding(forward, norm=RMSNorm()), rules, run)
-
-
-@every_rule
 def test_a_region_of_integers_or_of_no_arguments(rules):
     embedding = holding(lambda self, ids: self.norm(self.table(ids)).sin(), table=nn.Embedding(5, 8), norm=RMSNorm())
     assert_step_as_without(embedding, rules, torch.tensor([[1, 2, 2], [0, 4, 1]]))
     learned = holding(lambda self: self.norm(self.start.exp()).sin(), start=nn.Parameter(tokens()), norm=RMSNorm())
     assert_step_as_without(learned, rules)
-
-
-def shared():
-    """A parameter, a norm's weight, that is used before, in and after a region, which uses it twice."""
-    norm = RMSNorm()
-    inside = module_of(lambda self, x: self.norm(self.norm(x).exp()).sin() * self.norm.weight, norm=norm)
-    around = lambda self, x: self.norm(self.inside(self.norm(x))) * self.norm.weight  # noqa: E731
-    return module_of(around, inside=inside, norm=norm)
-
-
-@every_rule
-@pytest.mark.parametrize("backwards", [1, 2])
-def test_hooks_of_a_parameter_used_inside_and_outside_fire_once_a_backward(rules, backwards):
-    x = tokens()
-
-    def run(model):
-        fired = []
-        weight = model.norm.weight
-        removable = [
-            weight.register_hook(lambda gradient: fired.append(("gradient", bits(gradient)))),
-            weight.register_post_accumulate_grad_hook(lambda leaf: fired.append(("accumulated", bits(leaf.grad)))),
-        ]
-        loss = model(x).sum()
-        for turn in range(backwards):
-            loss.backward(retain_graph=turn + 1 < backwards)
-        for handle in removable:
-            handle.remove()
-        assert [kind for kind, _ in fired] == ["gradient", "accumulated"] * backwards
-        return fired, weight.grad
-
-    assert_as_without(shared(), rules, run)
-
-
-@every_rule
-def test_hooks_on_tensors_and_modules_inside_of_a_region_fire_once(rules):
-    seen = []
-
-    def forward(self, x):
-        y = self.norm(x)
-        y.register_hook(lambda gradient: seen.append(("tensor", bits(gradient))))
-        return self.linear(y).sin()
-
-    def note(module, *grads):
-        seen.append((type(module).__name__, [bits(gradient) for (gradient,) in grads]))
-
-    model, x = holding(forward, norm=RMSNorm(), linear=nn.Linear(HIDDEN, HIDDEN)), tokens()
-    for module in model.modules():
-        module.register_full_backward_hook(note)
-        module.register_full_backward_pre_hook(note)
-
-    def run(model):
-        seen.clear()
-        model(x).sum().backward()
-        return seen.copy()
-
-    assert_as_without(model, rules, run)
-    assert [kind for kind, _ in seen].count("tensor") == 1
 
 
 def _nest():
@@ -215,27 +141,3 @@ def test_nested_regions_and_siblings_to_third_order_gradients(outer, inner, orde
         return found
 
     assert_as_without(_nest(), rules, run)
-
-
-@every_setting
-def test_decorated_functions_in_decorated_functions(setting):
-    norm, x = RMSNorm(), tokens()
-
-    def decorate(function):
-        return recompute.recompute(function, policy={"rules": [{"type": function.__name__, **setting}]})
-
-    def build(decorate):
-        def inner(x):
-            return norm(x).exp().sin()
-
-        def outer(x):
-            return (inside(x.cos()) * inside(x)).tanh()
-
-        inside = decorate(inner)
-        return decorate(outer)
-
-    def grads(function):
-        (first,) = grad(function(x).sum(), x, create_graph=True)
-        return [bits(each) for each in (first, *grad(first.pow(2).sum(), [x, norm.weight]))]
-
-    assert grads(build(decorate)) == grads(build(lambda function: function))

@@ -17,7 +17,7 @@ from recompute import load_policy
 from recompute.counters import step_memory
 from recompute.diagnostics.comparing_runs import COMPRESSION_TOLERANCE, relative_error
 from recompute.engine.compression import CompressedTensor
-from recompute.errors import GradientMismatch, MutationError, UnsupportedError
+from recompute.errors import GradientMismatch, MutationError
 from recompute.kernels.blockwise_8bit import Blockwise8Bit
 
 SIZE = 64
@@ -354,12 +354,6 @@ def test_a_weight_that_changes_before_backward_is_refused():
         model.inside.down.weight.mul_(2)
     with pytest.raises(MutationError, match="modified in place"):
         loss.backward()
-
-
-def test_compiled_code_is_refused_by_name():
-    model, _ = policed()
-    with pytest.raises(UnsupportedError, match="a rule that compresses governs a module in compiled code"):
-        torch.compile(model, backend="aot_eager")(square())
 
 
 def test_an_error_in_forward_leaves_nothing_behind():

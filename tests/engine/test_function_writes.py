@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from corpus import nothing
 from engine_testing import assert_same, holding, outcome, tokens, weak
 from tiers import by_default
 from torch import nn
@@ -32,10 +33,6 @@ def write(target, values):
 
 def write_at(step):
     return lambda ctx, x: write(x, x * 2) if Turn.step == step else None
-
-
-def nothing(ctx, x):
-    pass
 
 
 def save(ctx, x):

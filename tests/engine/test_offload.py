@@ -15,6 +15,7 @@ from bodies.memory import SAVED
 from bodies.runs import RUNS
 from corpus import FEW_STEPS, assert_as_plain, assert_function_as_plain, never
 from engine_testing import (
+    Census,
     Stack,
     assert_as_without,
     assert_same,
@@ -37,7 +38,6 @@ import recompute
 from recompute.engine.host import host_memory, offload
 from recompute.engine.host.host_memory import POOL, HostPool, default_limit
 from recompute.engine.host.offload import OffloadedStorage
-from recompute.engine.thread_state import local
 from recompute.errors import HostMemoryError, MutationError, UnsupportedError
 
 WAYS = {
@@ -173,39 +173,26 @@ def test_after_forward_only_the_last_region_is_on_the_device():
     assert all(storage.expired() for storage in storages)
 
 
-def test_backward_brings_a_region_back_and_starts_the_one_before_it():
-    on_device, (model, _) = [], governed(Layers(5))
+def test_backward_brings_a_region_back_and_starts_the_one_before_it(copies):
+    came_back, (model, _) = [], governed(Layers(5))
     for layer in model.layers:
-        layer[1].register_full_backward_pre_hook(lambda module, gradient: on_device.append(_came_back(frames)))
-    loss = model(batch()).sum()
-    frames = _frames_of(loss)
-    loss.backward()
-    # The last region has not left. Each hook runs when backward enters its region.
-    assert on_device == [[3], [3, 2], [2, 1], [1, 0], [0]]
+        layer[1].register_full_backward_pre_hook(
+            lambda module, gradient: came_back.append([which for which, _ in copies].count("back"))
+        )
+    model(batch()).sum().backward()
+    # Two tensors a region. The last region has not left. Each hook runs when backward enters its region.
+    assert came_back == [2, 4, 6, 8, 8]
 
 
-def test_what_no_backward_comes_for_leaves_again_at_its_end():
+def test_what_no_backward_comes_for_leaves_again_at_its_end(copies):
     model, _ = governed()
-    loss = model(batch()).sum()
-    frames = _frames_of(loss)
-    torch.autograd.grad(loss, [model.layers[2][0].weight], retain_graph=True)
-    assert _came_back(frames) == []
+    with Census() as census:
+        loss = model(batch()).sum()
+        held = census.alive_nbytes()
+        (gradient,) = torch.autograd.grad(loss, [model.layers[2][0].weight], retain_graph=True)
+        assert "back" in [which for which, _ in copies]
+        assert census.alive_nbytes() == held + gradient.nbytes
     loss.backward()
-
-
-def _frames_of(loss):
-    frames, frame = [], local.offloaded
-    while frame is not None and (known := frame()) is not None:
-        frames.append(known)
-        frame = known._before
-    return frames[::-1]
-
-
-def _came_back(frames):
-    """The frames of which something is on its way back, or there and not yet used."""
-    copies = [[known for reference in frame._copies if (known := reference()) is not None] for frame in frames]
-    found = [any(known._came_back is not None for known in each) for each in copies]
-    return [index for index in reversed(range(len(frames))) if found[index]]
 
 
 def test_a_share_of_the_bytes_travels_and_the_largest_go_first(copies):
@@ -458,9 +445,11 @@ def test_keep_inside_stays_on_the_device(copies):
     assert copies == []
 
 
-def test_compiled_code_is_refused_by_name():
-    model, _ = governed()
-    with pytest.raises(UnsupportedError, match="a rule that offloads governs a module in compiled code"):
+@pytest.mark.parametrize(("action", "does"), [("offload", "offloads"), ("compress", "compresses")])
+def test_compiled_code_is_refused_by_name(action, does):
+    model = Layers()
+    recompute.apply(model, {"rules": [{"match": "layers.*", "action": action}]})
+    with pytest.raises(UnsupportedError, match=f"a rule that {does} governs a module in compiled code"):
         torch.compile(model, backend="aot_eager")(batch())
 
 

@@ -14,6 +14,7 @@ from engine_testing import (
     every_rule,
     every_tape,
     holding,
+    loss_of,
     no_garbage_collection,
 )
 from torch import nn
@@ -21,23 +22,11 @@ from torch.autograd.graph import save_on_cpu
 
 import recompute
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def deterministic(monkeypatch):
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 
 
 def tokens(*shape, grad=True):
     return torch.randn(*(shape or (64, HIDDEN)), device="cuda").requires_grad_(grad)
-
-
-def loss_of(result):
-    return (result.float() * torch.linspace(0.5, 1.5, result.numel(), device="cuda").reshape(result.shape)).sum()
 
 
 def stack(count=3, p=0.25):

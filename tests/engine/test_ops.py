@@ -26,22 +26,14 @@ ANY = object()
     ("op", "kind", "family", "writes", "reason"),
     [
         (aten.t.default, Kind.VIEW, None, (), ""),
-        (aten.slice.Tensor, Kind.VIEW, None, (), ""),
         (aten.split.Tensor, Kind.VIEW, None, (), ""),
-        (aten.unbind.int, Kind.VIEW, None, (), ""),
-        (aten.detach.default, Kind.VIEW, None, (), ""),
         (aten._conj.default, Kind.VIEW, None, (), ""),
         (aten._unsafe_view.default, Kind.VIEW, None, (), ""),  # by its schema, its output is new
-        (aten.unsafe_split.Tensor, Kind.VIEW, None, (), ""),
         (aten._local_scalar_dense.default, Kind.VIEW, None, (), ""),  # makes no tensor
         (torch.ops.prim.device.default, Kind.VIEW, None, (), ""),
         (aten.add.Tensor, Kind.PURE, None, (), ""),
-        (aten.leaky_relu.default, Kind.PURE, None, (), ""),
         (aten._to_copy.default, Kind.OPAQUE, None, (), ANY),  # unless it is waited for
-        (aten._softmax.default, Kind.PURE, None, (), ""),
-        (aten.native_layer_norm.default, Kind.PURE, None, (), ""),
         (aten._native_batch_norm_legit.no_stats, Kind.PURE, None, (), ""),
-        (aten.embedding.default, Kind.PURE, None, (), ""),
         (aten.mm.default, Kind.PURE, "gemm", (), ""),
         (aten._scaled_mm.default, Kind.PURE, "gemm", (), ""),
         (aten._scaled_dot_product_flash_attention.default, Kind.RANDOM, "attention", (), ""),  # unless its dropout is 0
@@ -50,29 +42,19 @@ ANY = object()
         (torch.ops.higher_order.flex_attention, Kind.OPAQUE, "attention", (), ANY),
         (torch.ops.prims.sin.default, Kind.OPAQUE, None, (), ANY),
         (aten.empty.memory_format, Kind.OPAQUE, None, (), ops.FACTORY),
-        (aten.zeros_like.default, Kind.OPAQUE, None, (), ops.FACTORY),
-        (aten.new_full.default, Kind.OPAQUE, None, (), ops.FACTORY),
         (aten.arange.default, Kind.OPAQUE, None, (), ops.FACTORY),
         (aten.nonzero.default, Kind.OPAQUE, None, (), ops.DATA_DEPENDENT),
-        (aten.masked_select.default, Kind.OPAQUE, None, (), ops.DATA_DEPENDENT),
         (aten.repeat_interleave.Tensor, Kind.OPAQUE, None, (), ops.DATA_DEPENDENT),
-        (aten.scatter_add.default, Kind.OPAQUE, None, (), ops.DIFFERS),
         (aten.scatter.src, Kind.OPAQUE, None, (), ops.DIFFERS),
         (aten.index_put.default, Kind.OPAQUE, None, (), ops.DIFFERS),
         (aten.topk.default, Kind.OPAQUE, None, (), ops.REORDERS),
-        (aten.sort.stable, Kind.OPAQUE, None, (), ops.REORDERS),
         (aten._cudnn_rnn.default, Kind.OPAQUE, None, (), ops.UNKNOWN),
-        (aten.native_layer_norm_backward.default, Kind.OPAQUE, None, (), ops.UNKNOWN),
         (aten.add_.Tensor, Kind.IN_PLACE, None, (0,), ""),
-        (aten.fill_.Scalar, Kind.IN_PLACE, None, (0,), ""),
-        (aten.zero_.default, Kind.IN_PLACE, None, (0,), ""),
-        (aten.hardtanh_.default, Kind.IN_PLACE, None, (0,), ""),
         (aten.scatter_.value, Kind.IN_PLACE, None, (0,), ""),
         (aten.addmm_.default, Kind.IN_PLACE, "gemm", (0,), ""),
         (aten.scatter_.src, Kind.OPAQUE, None, (0,), ANY),
         (aten.index_add_.default, Kind.OPAQUE, None, (0,), ANY),
         (aten.bernoulli_.float, Kind.OPAQUE, None, (0,), ANY),
-        (aten.uniform_.default, Kind.OPAQUE, None, (0,), ANY),
         (aten.rrelu_with_noise.default, Kind.OPAQUE, None, (1,), ANY),
         (aten.t_.default, Kind.OPAQUE, None, (0,), ANY),
         (aten.resize_.default, Kind.OPAQUE, None, (0,), ANY),
@@ -120,26 +102,16 @@ class TestCalls:
     """Of some ops, a call is known to be harmless by its arguments."""
 
     @pytest.mark.parametrize(
-        "op", [aten._scaled_dot_product_flash_attention.default, aten._flash_attention_forward.default]
+        ("op", "args"),
+        [
+            (aten._scaled_dot_product_flash_attention.default, lambda q, p: (q, q, q, p)),
+            (aten._flash_attention_forward.default, lambda q, p: (q, q, q, None, None, 1, 1, p, False, False)),
+        ],
     )
-    def test_attention_draws_only_with_dropout(self, op):
+    def test_attention_draws_only_with_dropout(self, op, args):
         q = torch.zeros(1, 1, 1, 1)
-        arguments = {
-            "query": q,
-            "key": q,
-            "value": q,
-            "max_q": 1,
-            "max_k": 1,
-            "is_causal": False,
-            "return_debug_mask": False,
-        }
-
-        def args(dropout):
-            names = [argument.name for argument in op._schema.arguments if not argument.kwarg_only]
-            return tuple(({**arguments, "dropout_p": dropout}).get(name) for name in names)
-
-        assert facts_of_call(op, args(0.1), {}).kind is Kind.RANDOM
-        assert facts_of_call(op, args(0.0), {}) == ops.OpFacts(facts(op).name, Kind.PURE, "attention")
+        assert facts_of_call(op, args(q, 0.1), {}).kind is Kind.RANDOM
+        assert facts_of_call(op, args(q, 0.0), {}) == ops.OpFacts(facts(op).name, Kind.PURE, "attention")
 
     def test_an_omitted_dropout_is_its_default(self):
         q = torch.zeros(1, 1, 1, 1)
@@ -199,16 +171,16 @@ class TestCalls:
             assert known(True, True).kind is Kind.PURE
         assert {known(True, False), known(False, True)} == {ops.OpFacts("aten.convolution", Kind.PURE, "convolution")}
 
-    @pytest.mark.parametrize(("op", "kind"), [(aten._to_copy.default, Kind.PURE), (aten.copy_.default, Kind.IN_PLACE)])
-    def test_a_copy_that_is_not_waited_for_is_kept(self, op, kind):
-        tensor = torch.zeros(1)
-        args, keywords = ((tensor, tensor), {}) if op is aten.copy_.default else ((tensor,), {"dtype": torch.bfloat16})
-        assert facts_of_call(op, args, keywords).kind is kind
-        if op is aten.copy_.default:
-            args = (*args, True)
-        else:
-            keywords = {**keywords, "non_blocking": True}
-        assert facts_of_call(op, args, keywords).kind is Kind.OPAQUE
+    @pytest.mark.parametrize(
+        ("op", "kind", "args", "unwaited"),
+        [
+            (aten._to_copy.default, Kind.PURE, (torch.zeros(1),), ((torch.zeros(1),), {"non_blocking": True})),
+            (aten.copy_.default, Kind.IN_PLACE, (torch.zeros(1),) * 2, ((*[torch.zeros(1)] * 2, True), {})),
+        ],
+    )
+    def test_a_copy_that_is_not_waited_for_is_kept(self, op, kind, args, unwaited):
+        assert facts_of_call(op, args, {}).kind is kind
+        assert facts_of_call(op, *unwaited).kind is Kind.OPAQUE
 
 
 class TestLibraries:
@@ -323,9 +295,6 @@ class TestSeconds:
         assert seconds(aten.add.Tensor, (x, x), {"alpha": 1}, x) == 3 * 4000 / ops.BANDWIDTH
         assert seconds(aten.cat.default, ([x, x],), {}, torch.empty(2000)) == 4 * 4000 / ops.BANDWIDTH
         assert seconds(aten.mm.default, (), {}, None) == 0.0
-
-
-aten = torch.ops.aten
 
 
 def policy(**fields):

@@ -298,10 +298,6 @@ def _noise(device, *shape, dtype=torch.float32):
     return torch.randn(shape, device=device, dtype=dtype)
 
 
-def _norm():
-    return aten.native_batch_norm(*_batch_norm_arguments("cpu"), True, 0.1, 1e-5)
-
-
 class TestReview:
     @pytest.mark.parametrize("device", ["cpu", GPU])
     @pytest.mark.slow
@@ -356,56 +352,3 @@ class TestReview:
             statistics = facts_of_call(op.default, args, {}).running_statistics
             without = [None if position in statistics else value for position, value in enumerate(args)]
             assert _are_same(op.default, op(*args), op(*without))
-
-    @pytest.mark.parametrize(
-        ("op", "kind", "run", "finding"),
-        [
-            (aten.native_batch_norm.default, Kind.PURE, _norm, "changes an argument"),
-            (aten.add_.Tensor, Kind.OPAQUE, lambda: torch.ones(9).add_(1), "changes an argument"),
-            (aten.zero_.default, Kind.VIEW, lambda: torch.ones(9).zero_(), "changes an argument"),
-            (aten.rand_like.default, Kind.PURE, lambda: torch.rand_like(torch.ones(9)), "draws random numbers"),
-            (
-                aten._unsafe_view.default,
-                Kind.PURE,
-                lambda: aten._unsafe_view(torch.ones(9), [3, 3]),
-                "shares memory with an argument",
-            ),
-            (aten.unbind.int, Kind.PURE, lambda: torch.ones(9).unbind(), "shares memory between its outputs"),
-            (aten.clone.default, Kind.VIEW, lambda: torch.ones(9).clone(), "gives new memory"),
-            (
-                aten._conj.default,
-                Kind.PURE,
-                lambda: torch.ones(9, dtype=torch.cfloat).conj(),
-                "conjugates or negates later",
-            ),
-        ],
-    )
-    def test_a_wrong_claim_is_noticed(self, monkeypatch, op, kind, run, finding):
-        _claim(monkeypatch, op, kind)
-        with Review() as review:
-            run()
-        assert (op._schema.name, finding) in review.wrong
-
-    def test_an_op_that_gives_other_bits_each_time_is_noticed(self, monkeypatch):
-        library = torch.library.Library("ops_of_a_test", "DEF")
-        counter = itertools.count()
-        library.define("count(Tensor x) -> Tensor")
-        library.define("count_(Tensor(a!) x) -> ()")
-        library.impl("count", lambda x: x + next(counter), "CPU")
-        library.impl("count_", lambda x: x.add_(next(counter)) and None, "CPU")
-        _claim(monkeypatch, torch.ops.ops_of_a_test.count_.default, Kind.IN_PLACE)
-        with Review() as review:
-            torch.ops.ops_of_a_test.count(torch.ones(9))
-            torch.ops.ops_of_a_test.count_(torch.ones(1))
-        assert review.wrong == {
-            ("ops_of_a_test::count", "gives other bits when run again"),
-            ("ops_of_a_test::count_", "writes other bits when run again"),
-        }
-        library._destroy()
-
-
-def _claim(monkeypatch, op, kind):
-    truth = ops.facts_of_call
-    writes = (0,) if kind is Kind.IN_PLACE else ()
-    claim = ops.OpFacts("a wrong claim", kind, writes=writes)
-    monkeypatch.setattr(ops, "facts_of_call", lambda it, *arguments: claim if it is op else truth(it, *arguments))

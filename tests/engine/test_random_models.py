@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from engine_testing import leaves, loss_of
+from engine_testing import bits, leaves, loss_of, needs_grad
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 from random_modules import BLOCKS, Model, Program, Step, is_repeatable, parse
@@ -96,14 +96,14 @@ class Frame:
         wanted |= dict(self.model.named_parameters())
         self.wanted = {name: tensor for name, tensor in wanted.items() if tensor.requires_grad}
         found = {f"output {index}": noted(output) for index, output in enumerate(outputs)}
-        found |= {f"buffer {name}": buffer.clone() for name, buffer in self.model.named_buffers()}
+        found |= {f"buffer {name}": noted(buffer) for name, buffer in self.model.named_buffers()}
         return found | random_streams(self.model)
 
     def backward(self):
         """Twice, and once more to differentiate again."""
         if self.loss is None:
             return [{}] * 4
-        stages = (self._gradients, self._gradients, self._second_gradients)
+        stages = (self._noted_gradients, self._noted_gradients, self._second_gradients)
         found = [result_of(stage) for stage in stages]
         self.loss = None
         return [*found, random_streams(self.model)]
@@ -114,25 +114,28 @@ class Frame:
         )
         return {f"gradient of {name}": gradient for name, gradient in zip(self.wanted, gradients, strict=True)}
 
+    def _noted_gradients(self):
+        return {name: noted(gradient) for name, gradient in self._gradients().items()}
+
     def _second_gradients(self):
         first = self._gradients(create_graph=True)
         found = {name: noted(gradient) for name, gradient in first.items()}
         if any(gradient is not None and gradient.requires_grad for gradient in first.values()):
             second = torch.autograd.grad(loss_of(first), list(self.wanted.values()), allow_unused=True)
-            found |= {f"second {name}": gradient for name, gradient in zip(first, second, strict=True)}
+            found |= {f"second {name}": noted(gradient) for name, gradient in zip(first, second, strict=True)}
         return found
 
 
 def noted(value):
     """What can be compared later, without the graph and memory that ``value`` holds."""
-    return (value.detach().clone(), value.requires_grad) if isinstance(value, Tensor) else value
+    return bits(value), needs_grad(value)
 
 
 def random_streams(model):
     """Where each stream of random numbers is."""
     return {
-        "torch's": torch.get_rng_state(),
-        "a generator's": model.around.generator.get_state(),
+        "torch's": bits(torch.get_rng_state()),
+        "a generator's": bits(model.around.generator.get_state()),
         "Python's": model.around.python.getstate(),
         "NumPy's": model.around.numpy.bit_generator.state,
     }
@@ -152,18 +155,6 @@ def trial(model, leaf, around, together, *, copying=False):
     return found
 
 
-def is_same(one, other):
-    """Bit for bit; NaN is NaN."""
-    if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
-        return all(map(is_same, one, other))
-    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
-        return type(one) is type(other) and one == other
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
-    return torch.equal(one.view(integer), other.view(integer))
-
-
 def assert_as_plain(found, expected, copying, may_refuse):
     """``copying``: what is expected if autograd copies rather than refuses."""
     for number, (stage, plain, copied) in enumerate(zip(found, expected, copying, strict=True)):
@@ -175,7 +166,7 @@ def assert_as_plain(found, expected, copying, may_refuse):
             is_refused = is_refusal(plain["error"]) and "error" not in copied
             assert is_refused, f"stage {number} does not raise {plain['error']!r}"
             plain = copied
-        different = [name for name in plain if not is_same(stage[name], plain[name])]
+        different = [name for name in plain if stage[name] != plain[name]]
         assert not different, f"stage {number} differs in {different}"
 
 

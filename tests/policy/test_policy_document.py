@@ -1,14 +1,12 @@
 """Reading one YAML document: each kind of mistake has its own error, with file, line and key."""
 
 import contextlib
-import enum
-from typing import Literal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import BaseModel, ConfigDict, Field
 
+from recompute.ablation.ablation_config import AblationConfig
 from recompute.errors import PolicyError
 from recompute.policy.document import dump_document, load_document, parse_document
 from recompute.policy.rules import Policy
@@ -68,12 +66,9 @@ A_RULE = "rules:\n- match: a\n  action: recompute\n  "
 REFUSED_AS = [
     (A_RULE + "via: kernal", "4:8: rules[0].via: expected 'hook', 'kernel' or 'auto'", "(did you mean 'kernel'?)"),
     ("rules:\n- via: hook\n  match: a\n  action: checkpoint", "2:8: rules[0].via: expected no 'via' ", "'hook'"),
-    (A_RULE + "rerun: atention", "4:10: rules[0].rerun: expected 'gemm'", "(did you mean 'attention'?)"),
     (A_RULE + "rerun: [gemm, atention]", "4:17: rules[0].rerun[1]: expected 'gemm'", "(did you mean 'attention'?)"),
     (A_RULE + "rerun: [gemm]\n  keep: [attention, gemm]", "5:9: rules[0].keep: ", "found ['attention', 'gemm']"),
-    (A_RULE + "keep: [attention, gemm]\n  rerun: [gemm]", "4:9: rules[0].keep: ", "found ['attention', 'gemm']"),
-    *((A_RULE + f"price: {value}", "4:10: rules[0].price: expected a number", f"found {value.strip('.')}")
-        for value in ("-1", ".inf", ".nan", "true")),
+    (A_RULE + "price: .inf", "4:10: rules[0].price: expected a number", "found inf"),
     (A_RULE + "keep:\n  - gemm\n  - aten.mm.default", "6:5: rules[0].keep[1]: expected an op", "'aten.mm.default'"),
     ("rules:\n- {action: keep, layers: [0-3, every 0]}", "2:32: rules[0].layers[1]: expected a step", "'every 0'"),
     ("name: x\nrules:\n- match: a", "3:3: rules[0].action: this key is required, and missing", ""),
@@ -136,52 +131,22 @@ def test_what_is_no_file_of_text_says_so(tmp_path):
     assert file_refusal(latin) == "/latin.yaml:2: expected UTF-8 text; found byte 0xe9"
 
 
-class Colour(enum.Enum):
-    RED = "red"
-    BLUE = "blue"
-
-
-class Shape(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-    hidden_size: int = Field(gt=0)
-    colour: Colour = Field(default=Colour.RED, strict=False)
-
-
-class Config(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-    shape: Shape
-    shapes: dict[str, Shape] = {}
-    text: str | list[str] = "a"
-    dtype: Literal["float32", "bfloat16"] | None = None
-
-
-def config_refusal(text):
-    return refusal_of("shape: {hidden_size: 1}\n" + text, Config, "configuration")
-
-
-def test_another_model_gets_the_same_errors_without_a_word_of_policies():
-    assert refusal_of("", Config, "configuration") == "p.yaml: expected a configuration; found an empty file"
-    assert config_refusal("shapes: {big: {hiden_size: 3}}") == (
-        "p.yaml:2:15: shapes.big.hidden_size: this key is required, and missing\n"
-        "p.yaml:2:16: shapes.big.hiden_size: unknown key (did you mean 'hidden_size'?); "
-        "expected one of hidden_size, colour"
-    )
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("shapes: {big: {hidden_size: 0}}", "2:29: shapes.big.hidden_size: expected greater than 0; found 0"),
-        ("text: 3", "2:7: text: expected a string or a list; found 3"),
-        ("dtype: float23", "2:8: dtype: expected 'float32' or 'bfloat16'; found 'float23' (did you mean 'float32'?)"),
-        (
-            "shapes: {big: {hidden_size: 1, colour: blu}}",
-            "2:40: shapes.big.colour: expected 'red' or 'blue'; found 'blu' (did you mean 'blue'?)",
-        ),
+        ("", " expected a configuration; found an empty file"),
+        ("dtype: float23", "1:8: dtype: expected 'float32', 'bfloat16' or 'autocast'; found 'float23' "
+            "(did you mean 'float32'?)"),
+        ("model: {hidden_size: 0}", "1:22: model.hidden_size: expected greater than 0; found 0"),
+        ("model: {hidden_siz: 1}", "1:9: model.hidden_siz: unknown key (did you mean 'hidden_size'?); expected one of "
+            "hidden_size, intermediate_size, layers, heads, kv_heads"),
+        ("longest_sequence: {}", "1:19: longest_sequence.budget: this key is required, and missing"),
+        ("longest_sequence: {budget: [3]}",
+            "1:28: longest_sequence.budget: expected a string or an integer; found [3]"),
     ],
-)
-def test_bounds_unions_choices_and_enumerations_are_stated_with_the_value_found(text, message):
-    assert config_refusal(text) == f"p.yaml:{message}"
+)  # fmt: skip
+def test_a_configuration_gets_the_same_errors_without_a_word_of_policies(text, message):
+    assert refusal_of(text, AblationConfig, "configuration") == f"p.yaml:{message}"
 
 
 @given(
