@@ -148,7 +148,14 @@ class GuardedGraphs:
 
     def _add(self, *graph: Any) -> Callable[..., Any]:
         self.graphs.append(CapturedGraph(self._cached, *graph))
-        return self.graphs[-1].run
+        weak = weakref.ref(self.graphs[-1])
+
+        def run(*inputs: Any) -> Any:  # torch keeps it as a global until its guards are gone
+            if (graph := weak()) is None:
+                raise Refusal
+            return graph.run(*inputs)
+
+        return run
 
 
 class _Running(threading.local):

@@ -17,6 +17,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
+from torch._guards import TracingContext
 
 from recompute.compiled.called_methods import CalledMethods
 from recompute.compiled.frontend import last_trace, prepare_frontend, stand_in_for
@@ -80,9 +81,14 @@ class GuardedCalls:
         prepare_frontend()
         self._backend = backend
         weak: Any = weakref.ref(self)  # torch holds a backend for good, and guards hold objects of models
-        context: Any = torch._dynamo.optimize(
-            backend=lambda *given: weak()._backend(*given), nopython=True, dynamic=False
-        )
+
+        def taken(*given: Any) -> Any:
+            for each in TracingContext.get().fake_mode.shape_env.tracked_fakes:  # type: ignore[union-attr]
+                if isinstance(each.fake, torch.Tensor):
+                    each.fake.grad = None  # it holds the mode, which holds the tensor: no collector sees this cycle
+            return weak()._backend(*given)
+
+        context: Any = torch._dynamo.optimize(backend=taken, nopython=True, dynamic=False)
         if getattr(context, "callback", None) is None:
             raise NotCapturable("torch.compile is switched off")
         self._set: Any = frames.set_eval_frame

@@ -28,6 +28,7 @@ from engine_testing import GatedMLP, RMSNorm, assert_same, loss_of, no_garbage_c
 from tiers import one_in
 from tiny import of_one_more
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -89,6 +90,23 @@ def test_what_is_kept_dies_with_backward_or_with_the_graph():
         del y  # without a backward
         assert alive(kept) == 0
         assert frames_alive() == 0
+
+
+def test_a_trace_leaves_no_tensors_where_parameters_have_gradients():
+    """torch gives them stand-ins whose gradients hold them, in a cycle that no collector sees."""
+
+    def stand_ins_after_training():
+        model = nn.Sequential(mlp())
+        recompute.apply(model, {"version": 1, "rules": [{"match": "0", "action": "recompute"}]})
+        for _ in range(STEPS_TO_SETTLE + 1):
+            loss_of(model(tokens())).backward()
+        del model
+        while gc.collect():
+            pass
+        return sum(isinstance(each, FakeTensor) for each in gc.get_objects())
+
+    counts = [stand_ins_after_training() for _ in range(4)]
+    assert counts[1] == counts[3], counts
 
 
 def outputs_left_by(monkeypatch):
