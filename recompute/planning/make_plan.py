@@ -49,8 +49,8 @@ def plan(
     microbatches: how many such batches a step has, whose gradients add up: gradient accumulation, or a pipeline.
     microbatches_in_flight: of a pipeline's stage, how many of them are between forward and backward at once, as
         ``recompute.integrations.distributed.microbatches_in_flight`` tells. With more than 1, nothing is offloaded.
-    budget: of the step, parameters and optimizer states: bytes, "40GiB", "40GB", or "80%" of the device. The first steps
-        may take more, until layers are captured, but no more than the device has.
+    budget: of the step, parameters and optimizer states: bytes, "40GiB", "40GB", or "80%" of the device. The first
+        steps may take more, until layers are captured, but no more than the device has.
     allowed: some of "keep" (as it is), "hook", "kernel", "checkpoint", "offload" and "compress"; all but the last
         unless given. A region that has none of them stays as it is. "offload" lets saved tensors of the other ways
         leave the device, if the profile knows the link to the host. "compress" lets regions hold 8-bit codes, which are
