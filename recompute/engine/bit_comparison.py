@@ -52,4 +52,6 @@ def _count_different(value: Tensor, original: Tensor, element_nbytes: int) -> in
 def in_pieces(one: Tensor, other: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
     """Two flat tensors of one dtype, a part of both at a time: comparing makes tensors as large as what it compares."""
     elements = _PIECE_NBYTES // one.element_size()
+    if one.numel() <= elements:
+        return [(one, other)]
     return zip(one.split(elements), other.split(elements), strict=True)
