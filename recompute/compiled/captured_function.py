@@ -210,6 +210,7 @@ class CapturedFrame:
         inputs = dict(zip([position for position, _ in program.held], self._values(saved), strict=True))
         for (position, _), other in zip(program.others, self._others, strict=True):
             inputs[position] = checked_other(other, self.statistics.name, may_be_memory=not is_differentiated)
+        inputs |= {position: inputs[position].clone() for position in program.updated}
         given = [inputs[position] for position in range(len(inputs))]
         numerics, autocast, cached = program.around
         with forward_again(numerics, autocast, self._rng):

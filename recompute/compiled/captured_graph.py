@@ -310,6 +310,9 @@ class CapturedGraph:
         known = self._cached.programs.setdefault(key, [])
         expose_arrays(given)
         state = GlobalState()
+        recording = FollowingRecording(
+            objects, generates=region.generates, expected=expected.recording, read=self._read
+        )
         try:
             if not all(isinstance(value, Tensor) for value in given):
                 raise Departure("an input of its graph is not a tensor")
@@ -319,9 +322,6 @@ class CapturedGraph:
                 if function.changed & self._read:
                     raise Departure(CHANGES.format(expected.recording.calls[index].op))
             around, name = CallSettings.of(given), region.statistics.name
-            recording = FollowingRecording(
-                objects, generates=region.generates, expected=expected.recording, read=self._read
-            )
             seen = Observation(given, recording, around, caller.learn, name, known)
             caller.observed = weakref.ref(seen)
             tape = GraphTape(region.tape, expected.variant, seen)
@@ -332,6 +332,7 @@ class CapturedGraph:
                     raise Departure("an output of its graph is not a tensor")
         except Exception as error:  # if it is the user's, the tape will raise it again
             state.put_back()
+            recording.put_back()
             has_departed = isinstance(error, Departure)
             attempt.departed = caller if has_departed else None
             caller.learn(_first_line(error), counts=is_sure or not has_departed)

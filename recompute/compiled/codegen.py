@@ -16,6 +16,7 @@ import torch
 from torch import Tag
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from recompute.compiled.calls import Call, ObjectUse, Use
 from recompute.compiled.earlier_calls import EarlierCalls
 from recompute.compiled.function_calls import FunctionCall
 from recompute.compiled.generated.dropout import DropoutMask, mask_of
@@ -25,7 +26,7 @@ from recompute.compiled.generated.rewritten_calls import READERS, largest_size, 
 from recompute.compiled.generated.row_sums import by_kernel
 from recompute.compiled.generated.switch import Generates
 from recompute.compiled.held_inputs import HELPERS
-from recompute.compiled.recording import Call, ObjectUse, Recording, Use
+from recompute.compiled.recording import Recording
 from recompute.compiled.statements import Statement, lines_of
 from recompute.compiled.torch_functions import function_of
 from recompute.engine.cut.layout import Layout

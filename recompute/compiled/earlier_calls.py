@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tag
 
+from recompute.compiled.calls import Call, Use
 from recompute.compiled.generated.pointwise_ops import COPIES
-from recompute.compiled.recording import Call, Recording, Use
+from recompute.compiled.recording import Recording
 from recompute.engine.cut.filled_memory import ALLOCATE
 from recompute.engine.cut.ops import Kind, facts, facts_of_call
 

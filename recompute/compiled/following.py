@@ -5,7 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from recompute.compiled.recording import Departure, ObjectUse, Recording, Started, Use
+import torch
+from torch import Tensor
+
+from recompute.compiled.calls import ObjectUse, Started, Use
+from recompute.compiled.recording import Departure, Recording
+from recompute.engine.tape.functions import FunctionOp
 
 
 @dataclass
@@ -17,6 +22,8 @@ class FollowingRecording(Recording):
     """The names that the code has read in Python."""
     _same: dict[int, int] = field(default_factory=dict)
     """For each buffer of the expected calls, the one here."""
+    _before: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """Each input that forward was about to write to, with a copy."""
 
     def start(self, op: Any, args: tuple, kwargs: dict[str, Any]) -> Started | None:
         started = super().start(op, args, kwargs)
@@ -26,7 +33,15 @@ class FollowingRecording(Recording):
             given = started.args, started.kwargs
             if call is None or call.op is not started.op or not self._agree((call.args, call.kwargs), given):
                 raise Departure
+            if type(op) is not FunctionOp:
+                self._before += [(tensor, tensor.clone()) for tensor, _ in started.written if self.is_given(tensor)]
         return started
+
+    def put_back(self) -> None:
+        """Forward has stopped in its middle: undo what it has written to its inputs."""
+        with torch.no_grad():
+            for tensor, copy in reversed(self._before):
+                tensor.copy_(copy)
 
     def end(self, started: Started, output: Any) -> None:
         super().end(started, output)
@@ -47,6 +62,7 @@ class FollowingRecording(Recording):
         if len(self.calls) != len(self.expected.calls):
             raise Departure
         self.is_forward = False
+        self._before.clear()
 
     def _agree(self, expected: Any, found: Any) -> bool:
         if type(expected) is not type(found):

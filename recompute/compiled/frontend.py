@@ -23,8 +23,9 @@ from torch._guards import TracingContext
 from torch._library.fake_class_registry import FakeScriptObject
 
 from recompute.compiled.called_methods import CalledMethods
+from recompute.compiled.calls import FunctionResult, ObjectUse, Use
 from recompute.compiled.function_calls import graph_call, takes_gradient
-from recompute.compiled.recording import FunctionResult, NotCapturable, ObjectUse, Recording, Use
+from recompute.compiled.recording import NotCapturable, Recording
 from recompute.engine.tape.functions import FunctionOp, function_op, is_seen, make_whole
 from recompute.engine.tape.op_arguments import LISTS
 from recompute.engine.thread_state import local

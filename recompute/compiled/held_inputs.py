@@ -23,8 +23,11 @@ Versioned = tuple[Tensor, int]
 """A tensor, and its version when it was held."""
 State = tuple[int, int]
 """The version of a tensor and the address of its memory."""
-Other = tuple[Any, Tensor | None, State]
-"""An input that backward does not read: the tensor or a weak reference to it, its memory if that is held, its state."""
+Other = tuple[Any, Tensor | None, State | None]
+"""An input that backward does not read: the tensor or a weak reference to it, its memory if that is held, its state.
+
+Its state is None if it may have any value.
+"""
 
 # The memory of a parameter is held as autograd holds that of a view: its ``data`` may be replaced.
 _HOLDS = {
@@ -33,10 +36,12 @@ _HOLDS = {
     "memory": "(t{0}.detach(), t{0}._version)",
     "copy": "versioned(copied(t{0}))",
 }
+_STATE = "(t{0}._version, address(t{0}))"
 _FINDS = {
-    "itself": "t{0}, None",
-    "memory": "weak(t{0}), t{0}.detach()",
-    "weak": "weak(t{0}), None if is_sure else t{0}.detach()",
+    "itself": f"t{{0}}, None, {_STATE}",
+    "memory": f"weak(t{{0}}), t{{0}}.detach(), {_STATE}",
+    "weak": f"weak(t{{0}}), None if is_sure else t{{0}}.detach(), {_STATE}",
+    "updated": "t{0}, None, None",
 }
 
 
@@ -47,7 +52,7 @@ def held_of(held: Sequence[tuple[int, str, str]], others: Sequence[tuple[int, st
     """
     saved = [name for _, how, name in held if how == "saved"]
     kept = [_HOLDS[how].format(position) for position, how, _ in held]
-    seen = [f"({_FINDS[how]}, (t{{0}}._version, address(t{{0}})))".format(position) for position, how in others]
+    seen = [f"({_FINDS[how].format(position)})" for position, how in others]
     return f"[{', '.join(saved)}], [{', '.join(kept)}], [{', '.join(seen)}]"
 
 
@@ -93,7 +98,7 @@ def checked_other(other: Other, name: str, *, may_be_memory: bool) -> Tensor:
             tensor = memory
     if tensor is None:
         raise UnsupportedError(_DIFFERS.format(name, "one of its inputs has been freed"))
-    if (tensor._version, tensor.data_ptr()) != state:
+    if state is not None and (tensor._version, tensor.data_ptr()) != state:
         raise UnsupportedError(_DIFFERS.format(name, f"one of its inputs, a {describe(tensor)}, has changed since"))
     return tensor
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 from recompute.compiled.autocast_settings import CallSettings, cast_of
+from recompute.compiled.calls import Call, Use
 from recompute.compiled.following import FollowingRecording
 from recompute.compiled.function_calls import (
     Around,
@@ -24,9 +25,10 @@ from recompute.compiled.function_calls import (
     takes_gradient,
     unseen,
 )
+from recompute.compiled.observed_frame import ObservedFrame
 from recompute.compiled.program import Program
-from recompute.compiled.program_writer import RETURNS_INPUT, ObservedFrame, ProgramWriter
-from recompute.compiled.recording import Call, Departure, NotCapturable, Recording, Use
+from recompute.compiled.program_writer import RETURNS_INPUT, ProgramWriter
+from recompute.compiled.recording import Departure, NotCapturable, Recording
 from recompute.compiled.region_graph import (
     INPUT,
     MODE_DEPENDENT,
@@ -38,6 +40,7 @@ from recompute.compiled.region_graph import (
     reached_from,
 )
 from recompute.compiled.region_record import DIFFERENTIATED
+from recompute.compiled.updated_inputs import updated_by
 from recompute.engine.cut.layout import Layout, are_alike, are_apart
 from recompute.engine.cut.save_plan import SavePlan
 from recompute.engine.numerics import Autocast, autocast_in_force
@@ -173,6 +176,7 @@ class Observation:
             if self._saved_whole & frame.saved_views:
                 raise NotCapturable("autograd saves one of its parameters twice: as it is, and as a view")
             frame.results = [self.recording.use(tensor) for tensor in outputs]
+            frame.updated = updated_by(self.recording, given, frame.results)
             for one, other in combinations(frame.results, 2):
                 if one.buffer == other.buffer and not are_apart(one.layout, other.layout):
                     raise NotCapturable("two of its outputs overlap in memory")

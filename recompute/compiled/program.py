@@ -69,8 +69,11 @@ class Program:
     """The positions of all parameters, and of other inputs that backward does not read, in case forward runs again.
 
     "itself": a parameter. "memory": its memory is held, as several outputs take gradients, and backward may come with
-    those of others than before. "weak": it is held weakly, and if it is gone, backward is refused.
+    those of others than before. "weak": it is held weakly, and if it is gone, backward is refused. "updated":
+    forward writes to it, and it may have any value.
     """
+    updated: tuple[int, ...]
+    """The positions of the inputs that forward writes to. Nothing that it returns depends on these."""
     shared: tuple[tuple[int, int], ...]
     """Pairs of the positions of inputs that must share memory."""
     shared_gradients: tuple[tuple[int, int], ...]

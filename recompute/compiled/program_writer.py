@@ -2,63 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
 from torch import Tag
 
-from recompute.compiled.autocast_settings import CallSettings
+from recompute.compiled.calls import Call, Use
 from recompute.compiled.codegen import Code, GeneratedCode
-from recompute.compiled.function_calls import FunctionBackward, FunctionCall
+from recompute.compiled.function_calls import FunctionBackward
 from recompute.compiled.generated.row_ops import ROW_OPS
 from recompute.compiled.held_inputs import held_of
+from recompute.compiled.observed_frame import ObservedFrame
 from recompute.compiled.program import ANY, DroppedOutputs, Program
-from recompute.compiled.recording import Call, NotCapturable, Recording, Use
+from recompute.compiled.recording import NotCapturable, Recording
+from recompute.compiled.updated_inputs import without_statistics
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.ops import Kind, facts, facts_of_call
-from recompute.engine.cut.save_plan import LARGEST_COPY, SavePlan
-from recompute.engine.numerics import Autocast
+from recompute.engine.cut.save_plan import LARGEST_COPY
 from recompute.engine.tape.functions import FunctionOp
 from recompute.engine.tape.op_arguments import copied, generators_of
 
 RETURNS_INPUT = "it returns one of its inputs, or a view of one"
 SMALL = 8
 """Values that are left for the region's own backward are so many times smaller than the outputs that came back."""
-
-
-@dataclass
-class ObservedFrame:
-    """A frame as it was seen: the calls of its forward and of its backward, and autograd's part between them."""
-
-    recording: Recording
-    parameters: Set[int]
-    """The positions of the parameters among the inputs."""
-    around: CallSettings
-    """Those that forward ran under."""
-    backward_autocast: Autocast | None = None
-    """The autocast that backward ran under."""
-    plan: SavePlan | None = None
-    """The plan of forward, as soon as that has ended."""
-    steps: int = 0
-    """How many of the calls were forward's."""
-    results: Sequence[Use] = ()
-    """The region's outputs."""
-    fixed: Set[int] = frozenset()
-    """The outputs that take no gradient."""
-    gradients: list[int | None] = field(default_factory=list)
-    """The buffer of each output's gradient."""
-    reaches: list[frozenset[int]] = field(default_factory=list)
-    """For each output, the positions of the inputs that its gradient reaches."""
-    contributions: list[tuple[int, Use | None]] = field(default_factory=list)
-    """For each contribution, the input whose gradient it goes to, and the tensor; None if it has not come."""
-    saved_views: set[int] = field(default_factory=set)
-    """The buffers of the parameters whose views autograd has saved."""
-    casts: dict[int, int] = field(default_factory=dict)
-    """The buffers of the casts in autocast's cache, and the positions of their parameters, in order."""
-    functions: dict[int, FunctionCall] = field(default_factory=dict)
-    """The calls of forward that are of custom Functions."""
 
 
 class ProgramWriter:
@@ -130,6 +97,7 @@ class ProgramWriter:
             plain=tuple([position for position in positions if position not in frame.parameters]),
             others=others,
             offsets=tuple([(each.given, int(each.layout.offset)) for each in placed if each.given is not None]),
+            updated=frame.updated_positions,
             shown=tuple([i for i, n in enumerate(self._kept) if self._is_output(n) and n not in self._copies]),
             compressible=tuple([index for index, number in enumerate(self._kept) if number in compressible]),
             reaches=tuple(frame.reaches),
@@ -181,14 +149,15 @@ class ProgramWriter:
 
     def _others(self, positions: Sequence[int], held: Collection[int]) -> tuple[tuple[int, str], ...]:
         how = "memory" if len(self.frame.results) - len(self.frame.fixed) > 1 else "weak"
-        others = [(position, "itself" if position in self.frame.parameters else how) for position in positions]
+        ways = dict.fromkeys(self.frame.parameters, "itself") | dict.fromkeys(self.frame.updated_positions, "updated")
+        others = [(position, ways.get(position, how)) for position in positions]
         return tuple([(position, how) for position, how in others if how == "itself" or position not in held])
 
     def _how_held(self, backward: Code, again: tuple[Code, dict[int, int]] | None) -> list[tuple[int, str, str]]:
         """For each input that is held: its position, how it is held, and its variable."""
         buffers, contributions = self.recording.buffers, self.frame.contributions
         reads = {*self._contributions(backward), *backward.reads(), *(() if again is None else again[0].reads())}
-        saved = {use.buffer for call in self._backward for use in call.uses()}
+        saved = {use.buffer for call in self._backward for use in call.uses()} | self.frame.updated
         held = []
         for number in self._held:
             position = buffers[number].given
@@ -255,7 +224,9 @@ class ProgramWriter:
         if type(call.op) is FunctionOp:
             known = self.recording.functions[step]
             return known.reached[self.plan.steps[step].made.index(value)] if slot is None else known.returned[slot]
-        return call.written[0][1] if call.written and not slot else call.results[slot or 0]
+        if slot is None:
+            return call.written[self.plan.steps[step].made.index(value)][1]
+        return call.written[0][1] if call.results[slot] is None else call.results[slot]
 
     def _bring(self, number: int, code: Code) -> None:
         """Give a buffer that backward reads a variable, which forward has left, or which is made again."""
@@ -265,6 +236,9 @@ class ProgramWriter:
             buffer = self.recording.buffers[number]
             if number in code.tensors:
                 pending.pop()
+            elif buffer.root in self.frame.updated and number != buffer.root:
+                self._bring(buffer.root, code)
+                code.tensors[number] = code.tensors[buffer.root]
             elif buffer.given is not None:
                 # With all that shares its memory, for each may have a version of its own.
                 self._held |= {
@@ -281,7 +255,7 @@ class ProgramWriter:
             else:
                 index = buffer.call
                 assert index is not None
-                call = self._forward[index]
+                call = without_statistics(self._forward[index])
                 if index not in self.plan.rerun_set:
                     raise NotCapturable(f"its backward reads an output of {call.op}, neither kept nor recomputed")
                 missing = [use.buffer for use in call.uses() if use.buffer not in code.tensors]

@@ -1,19 +1,16 @@
-"""The ops that a region ran below autograd: the calls, and which buffers they read, make and write to.
-
-A tensor is known by its storage and its layout, so views need no calls of their own: whoever reads a view reads a
-buffer through a layout. A buffer is the contents of a storage from one write to the next.
-"""
+"""Writes down the ops that a region ran below autograd, as calls, and the buffers that these read, make and write."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tag, Tensor
 from torch._ops import OpOverload
 
+from recompute.compiled.calls import Buffer, Call, FunctionResult, ObjectUse, RecordedFunction, Started, Use
 from recompute.compiled.generated.switch import Generates, is_generating
 from recompute.engine.cut.layout import Layout
 from recompute.engine.cut.ops import DATA_DEPENDENT, EFFECT, NO_TENSOR, Kind, facts, facts_of_call, tensors_in
@@ -33,6 +30,7 @@ from recompute.engine.tape.op_arguments import (
     parameter_of,
 )
 
+_RESTRIDES = torch.ops.aten.as_strided_.default  # as pooling to one value does, for channels that are last
 _DATA_DEPENDENT = {Tag.data_dependent_output, Tag.dynamic_output_shape}
 
 
@@ -45,97 +43,6 @@ class Departure(Exception):
 
     def __init__(self, reason: str = "torch.compile's graph of it runs other ops than its eager forward"):
         super().__init__(reason)
-
-
-class Use(NamedTuple):
-    """A tensor: a buffer seen through a layout."""
-
-    buffer: int
-    layout: Layout
-    is_conjugate: bool = False
-    """Whether it is the conjugate of the numbers in memory: torch computes it only where an op reads it."""
-
-
-@dataclass
-class Buffer:
-    """The contents of a storage from one write to the next."""
-
-    layout: Layout
-    """The layout of the first tensor that had it."""
-    nbytes: int
-    root: int
-    """The first buffer in the same storage. An op that writes in place writes into the tensor of that."""
-    given: int | None = None
-    """The position of the input that has it; None if a call made it."""
-    call: int | None = None
-    """The call that made it, or wrote it."""
-    constant: Tensor | None = None
-    """The tensor itself, if it is a literal in the code."""
-    device: torch.device | None = None
-
-
-class FunctionResult(NamedTuple):
-    """A tensor that a custom ``autograd.Function`` returns."""
-
-    layout: Layout
-    device: torch.device
-
-
-class ObjectUse(NamedTuple):
-    """An argument of a custom ``autograd.Function`` that is neither a tensor nor a constant: a configuration, say."""
-
-    position: int | None
-    """Its position among the objects that the graph is given; None in a recording of no graph."""
-
-
-class RecordedFunction(NamedTuple):
-    """A forward of a custom ``autograd.Function``."""
-
-    results: Sequence[Any]
-    """Its results, with a ``FunctionResult`` in the place of each tensor."""
-    reached: Sequence[int | None]
-    """The buffers that it may have written to."""
-    returned: Sequence[int | None]
-    """The buffers of its results; None for one that is no tensor."""
-    changed: frozenset[str] = frozenset()
-    """The names of the objects that it has changed in Python."""
-
-
-class Call(NamedTuple):
-    """One op, with a ``Use`` in the place of each tensor."""
-
-    op: Any
-    """An ``OpOverload``, a ``FunctionOp`` or a ``FunctionBackward``."""
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    results: tuple[int | None, ...]
-    """The buffers of its outputs; None for one that is no tensor, or that shares the memory of another."""
-    written: tuple[tuple[int, int], ...]
-    """For each storage that it writes to, the buffers before and after: the same where a Function leaves it so."""
-    is_sequence: bool
-    """Whether it returns several outputs."""
-
-    @property
-    def made(self) -> list[int | None]:
-        """The buffers that it has made, and those that it has written."""
-        return [*self.results, *[after for _, after in self.written]]
-
-    def uses(self) -> Iterator[Use]:
-        found: list[Use] = []
-        self.with_uses(found.append)
-        return iter(found)
-
-    def with_uses(self, replaced: Callable[[Use], Any]) -> Call:
-        """The call with something else in the place of each tensor."""
-        return self._replace(args=_with_uses(self.args, replaced), kwargs=_with_uses(self.kwargs, replaced))
-
-
-def _with_uses(value: Any, replaced: Callable[[Use], Any]) -> Any:
-    if type(value) is Use:
-        return replaced(value)
-    if isinstance(value, dict):
-        return {key: _with_uses(item, replaced) for key, item in value.items()}
-    return type(value)([_with_uses(item, replaced) for item in value]) if type(value) in LISTS else value
 
 
 @dataclass
@@ -277,7 +184,8 @@ class Recording:
             raise NotCapturable(f"{known.name} may draw random numbers from its own generator")
         if (known.casts_inside or torch.is_inference_mode_enabled()) and left_out():
             raise NotCapturable(f"autocast casts inside of {known.name}")
-        if _DATA_DEPENDENT.intersection(op.tags) and facts_of_call(op, args, kwargs).reason == DATA_DEPENDENT:
+        known = facts_of_call(op, args, kwargs)
+        if _DATA_DEPENDENT.intersection(op.tags) and known.reason == DATA_DEPENDENT:
             raise NotCapturable(f"{known.name}: {DATA_DEPENDENT}")
         written = tensors_in(at(known.writes, args, kwargs))
         started = Started(op, self._template(args), self._template(kwargs), [(t, Layout.of(t)) for t in written])
@@ -285,9 +193,17 @@ class Recording:
             for tensor in written:  # before the op writes, which could not be taken back
                 if tensor.is_conj():
                     raise NotCapturable(f"{known.name} writes to a lazy conjugate (Tensor.conj)")
-                if self.buffers[self.buffers[self.use(tensor).buffer].root].call is None:
+                if self.is_given(tensor) and not (known.is_update and self._may_be_put_back(tensor)):
                     raise NotCapturable(f"it writes to one of its inputs, by {known.name}")
         return started
+
+    def is_given(self, tensor: Tensor) -> bool:
+        """Whether no call has made the memory of a tensor that an op reads."""
+        return self.buffers[self.buffers[self.use(tensor).buffer].root].call is None
+
+    def _may_be_put_back(self, tensor: Tensor) -> bool:
+        is_literal = self.buffers[self.use(tensor).buffer].constant is not None
+        return not is_literal and tensor.untyped_storage().nbytes() <= LARGEST_COPY and parameter_of(tensor) is None
 
     def reach(self, tensors: Iterable[Tensor]) -> None:
         """That Function has run, and its ops and kernels have reached these."""
@@ -299,11 +215,14 @@ class Recording:
         index, is_function = len(self.calls), type(started.op) is FunctionOp
         written: dict[int, tuple[int, int]] = {}
         for tensor, layout in started.written:
-            if Layout.of(tensor) != layout:
+            key, now = tensor.untyped_storage()._cdata, Layout.of(tensor)
+            is_whole = started.op is _RESTRIDES and layout == self.buffers[self.current[key]].layout
+            if now != layout and not is_whole:
                 raise NotCapturable(f"{started.op} changes the shape of an argument")
-            key = tensor.untyped_storage()._cdata
             if key not in written:
                 written[key] = self._overwrite(key, index, may_not=is_function)
+                if is_whole:
+                    self.buffers[written[key][1]].layout = now
         if is_function:
             unseen = [key for key in self._reached if key in self.current and key not in written]
             written |= {key: self._overwrite(key, index, may_not=True) for key in unseen}
@@ -383,10 +302,3 @@ class Recording:
         if not takes_objects or (position is None and not self.is_open):
             raise NotCapturable(f"an op takes an argument of type {type(value).__name__}")
         return ObjectUse(position)
-
-
-class Started(NamedTuple):
-    op: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    written: Sequence[tuple[Tensor, Layout]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from recompute.compiled.recording import Call
+from recompute.compiled.calls import Call
 
 
 @dataclass

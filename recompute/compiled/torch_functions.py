@@ -14,7 +14,7 @@ from torch import Tag, Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from recompute.compiled.recording import Call, Use
+from recompute.compiled.calls import Call, Use
 
 _C: Any = torch._C
 _PLACES = (_C.TensorBase, _C._VariableFunctions, _C._nn)

@@ -11,6 +11,7 @@ from bodies.memory import ALIASES, CHANGES, VIEWS
 from bodies.modules import ATTRIBUTES, COMPARISONS, EFFECTS, MODULES
 from bodies.random import DRAWS, REACHED
 from bodies.unseen import UNSEEN
+from bodies.updates import UPDATES
 from bodies.wrappers import WRAPPERS
 
 TABLES = {
@@ -18,6 +19,6 @@ TABLES = {
     "attribute": ATTRIBUTES, "compares": COMPARISONS, "effect": EFFECTS, "module": MODULES, "alias": ALIASES,
     "view": VIEWS, "change": CHANGES, "gradient": GRADIENTS, "function": FUNCTIONS, "capture": CAPTURES,
     "unseen": UNSEEN, "buffer": BUFFERS, "mode": MODES, "under": UNDER, "hooks": HOOKS, "reads": READS,
-    "library": LIBRARIES, "first run": FIRST_RUNS, "wrapper": WRAPPERS,
+    "library": LIBRARIES, "first run": FIRST_RUNS, "wrapper": WRAPPERS, "update": UPDATES,
 }  # fmt: skip
 BODIES = {f"{subject}: {name}": body for subject, table in TABLES.items() for name, body in table.items()}

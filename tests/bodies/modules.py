@@ -476,11 +476,6 @@ MODULES = {
         lambda: {**linear(), "norm": nn.BatchNorm1d(HIDDEN)},
         together=True,
     ),
-    "a norm, as captured code": Body(
-        lambda self, x: F.gelu(self.norm(self.linear(x))).exp(),
-        lambda: {**linear(), "norm": nn.BatchNorm1d(HIDDEN)},
-        captured="it writes to one of its inputs, by aten.add_",
-    ),
     "statistics by hand": Body(
         statistics_by_hand, lambda: {"buffers": {"mean": torch.zeros(HIDDEN), "variance": torch.ones(HIDDEN)}}
     ),

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 import recompute
 from recompute.compiled import captured_graph, captured_region
-from recompute.compiled.recording import Call, Use
+from recompute.compiled.calls import Call, Use
 from recompute.compiled.region_record import WARMUP_FRAMES
 from recompute.compiled.torch_functions import function_of
 from recompute.engine.cut.layout import Layout

@@ -11,7 +11,7 @@ RULES = {"recompute": {"action": "recompute", "via": "hook"}, "checkpoint": {"ac
 
 
 NAMES = [name for name, body in BODIES.items() if body.captured is not None and body.ways != ("checkpoint",)]
-BY_DEFAULT = [*NAMES[::6], *(name for name in NAMES if name.startswith("capture: "))]
+BY_DEFAULT = [*NAMES[::6], *(name for name in NAMES if name.startswith(("capture: ", "update: ")))]
 """The last are the only claims of what they say."""
 
 

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from recompute.compiled.calls import Call, Use
 from recompute.compiled.generated.pointwise_ops import FLOATS, arguments_of
-from recompute.compiled.recording import Call, Recording, Use
+from recompute.compiled.recording import Recording
 from recompute.engine.cut.layout import Layout, is_dense
 from recompute.engine.rng import CudaSource
 from recompute.engine.thread_state import is_fake, local

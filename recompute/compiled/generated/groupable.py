@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from recompute.compiled.calls import Call, Use
 from recompute.compiled.generated.dropout import DropoutMask
 from recompute.compiled.generated.pointwise_ops import (
     COPIES,
@@ -24,7 +25,7 @@ from recompute.compiled.generated.pointwise_ops import (
 )
 from recompute.compiled.generated.row_ops import ROW_OPS, adds_up, can_run_by_rows, operands_of, row_width
 from recompute.compiled.generated.spaces import TILE, Elements, Rows, Tiles
-from recompute.compiled.recording import Call, Recording, Use
+from recompute.compiled.recording import Recording
 from recompute.engine.cut.layout import is_dense
 
 _ATEN = torch.ops.aten

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from recompute.compiled.calls import Buffer, Call, Use
 from recompute.compiled.generated.dropout import DropoutMask
 from recompute.compiled.generated.groupable import MAX_ADDRESS, NotOneKernel, equal_parts, parts_of, space_of, turned_by
 from recompute.compiled.generated.index_forms import Form
@@ -36,7 +37,7 @@ from recompute.compiled.generated.pointwise_ops import (
 )
 from recompute.compiled.generated.row_ops import ROW_OPS, RowWriter, operands_of, row_dim, row_width
 from recompute.compiled.generated.spaces import BLOCK, Elements, Tiles
-from recompute.compiled.recording import Buffer, Call, Recording, Use
+from recompute.compiled.recording import Recording
 from recompute.compiled.statements import Statement
 from recompute.engine.cut.layout import Layout
 

@@ -15,7 +15,7 @@ import torch
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as Promotion
 from torch._prims_common import elementwise_dtypes
 
-from recompute.compiled.recording import Call, Use
+from recompute.compiled.calls import Call, Use
 from recompute.engine.cut.filled_memory import ALLOCATE
 
 _ATEN = torch.ops.aten

@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch._prims_common import elementwise_dtypes
 
+from recompute.compiled.calls import Call, Use
 from recompute.compiled.generated.groupable import can_be_generated
 from recompute.compiled.generated.pointwise_ops import FLOATS, ROWS, arguments_of
-from recompute.compiled.recording import Call, Recording, Use
+from recompute.compiled.recording import Recording
 from recompute.engine.cut.layout import Layout, is_dense
 
 _ATEN = torch.ops.aten
@@ -57,7 +58,7 @@ def out_of_place(call: Call, recording: Recording) -> list[Call]:
     ((before, after),) = call.written
     buffer = recording.buffers[before]
     whole = buffer.layout
-    if target.buffer != before or target.is_conjugate or not whole.is_contiguous:
+    if target.buffer != before or target.is_conjugate or not is_dense(whole, buffer.nbytes):
         return []
     dtype = whole.dtype
     if call.op is _ATEN.copy_.default:
@@ -68,6 +69,8 @@ def out_of_place(call: Call, recording: Recording) -> list[Call]:
     if op is None or args is None:
         return []
     kwargs, number, calls = call.kwargs if op in ROWS else {}, after, []
+    if not whole.is_contiguous and op(*map(_empty, args), **kwargs).stride() != whole.stride:
+        return []
     if dtype is not whole.dtype:
         wide = whole._replace(offset=0, dtype=dtype)
         number = recording.number_unseen(wide, buffer.device)
@@ -75,6 +78,10 @@ def out_of_place(call: Call, recording: Recording) -> list[Call]:
         calls = [Call(_ATEN._to_copy.default, (Use(number, wide),), cast, (after,), (), is_sequence=False)]
     calls.insert(0, Call(op, args, kwargs, (number,), (), is_sequence=False))
     return calls if all(can_be_generated(each, recording) for each in calls) else []
+
+
+def _empty(value: Any) -> Any:
+    return value.layout.empty() if type(value) is Use else value
 
 
 def _part_replaced(whole: Use, target: Use, source: Any) -> tuple[Any, ...] | None:
@@ -94,7 +101,7 @@ def _functional(call: Call, dtype: torch.dtype) -> tuple[Any, torch.dtype]:
     if row is None or row.promotion is None:
         return op if row is not None else None, dtype
     values = arguments_of(call)
-    operands = [each.layout.empty() if type(each) is Use else each for each in map(values.get, row.operands)]
+    operands = [_empty(values.get(name)) for name in row.operands]
     return op, elementwise_dtypes(*operands, type_promotion_kind=row.promotion)[1]
 
 

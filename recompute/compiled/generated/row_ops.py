@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from recompute.compiled.calls import Call, Use
 from recompute.compiled.generated.pointwise_ops import FLOATS, arguments_of
 from recompute.compiled.generated.spaces import MAX_WIDTH
 from recompute.compiled.generated.switch import Generates
-from recompute.compiled.recording import Call, Recording, Use
+from recompute.compiled.recording import Recording
 
 _ATEN = torch.ops.aten
 MIN_ROWS = 256

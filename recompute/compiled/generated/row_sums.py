@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recompute.compiled.calls import Call, Use
 from recompute.compiled.generated.pointwise_ops import FLOATS, arguments_of
 from recompute.compiled.generated.safe_softmax import is_safe_softmax, safe_softmax
 from recompute.compiled.generated.switch import Generates
-from recompute.compiled.recording import Call, Recording, Use
+from recompute.compiled.recording import Recording
 from recompute.engine.bit_comparison import count_different
 from recompute.engine.thread_state import is_fake, is_in_cuda_graph
 from recompute.kernels.launch import jit, run, tl

@@ -10,8 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from recompute.compiled.calls import Call
 from recompute.compiled.generated.pointwise_ops import FLOATS
-from recompute.compiled.recording import Call, Recording
+from recompute.compiled.recording import Recording
 from recompute.kernels.launch import jit, run, tl
 
 _ATEN = torch.ops.aten

@@ -76,6 +76,11 @@ class OpFacts(NamedTuple):
         """Whether only a rule that names its family runs it again."""
         return self.family is not None and not self.is_thin
 
+    @property
+    def is_update(self) -> bool:
+        """Whether nothing that it returns depends on what it writes to, but for that itself."""
+        return self.kind is Kind.IN_PLACE or bool(self.running_statistics)
+
 
 FACTORY = "made by a factory op, so other code may have filled its memory"
 DATA_DEPENDENT = "its output's shape depends on the values of tensors"
