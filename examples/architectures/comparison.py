@@ -231,12 +231,12 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def error_of(found: Trace, expected: Trace) -> float:
-    """The largest relative error of any step, of all gradients as one vector."""
-    steps: dict[str, list[str]] = {}
+    """The largest relative error of any step, of all gradients as one vector and of its losses as another."""
+    steps: dict[tuple[str, bool], list[str]] = {}
     for name in expected:
         step, _, what = name.partition(": ")
-        if what.startswith("gradient") and name in found:
-            steps.setdefault(step, []).append(name)
+        if what.startswith(("gradient", "loss")) and name in found:
+            steps.setdefault((step, what.startswith("loss")), []).append(name)
     return max(
         (relative([found[name] for name in names], [expected[name] for name in names]) for names in steps.values()),
         default=float("inf"),
