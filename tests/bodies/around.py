@@ -364,7 +364,9 @@ def changes_its_surroundings(self, x):
     return (x * COUNTS["runs"]).exp().sin()
 
 
-NEVER_AS_CODE = ("array without dimensions", *(name for name in PLACES if "class" in name or "environment" in name))
+NEVER_AS_CODE = ["array without dimensions", *(name for name in PLACES if "class" in name or "environment" in name)]
+if torch.__version__ < "2.12":  # whose frontend cannot read these
+    NEVER_AS_CODE += ["context variable", "slot behind a property"]
 READS = {
     **{name: reading(read, captured=None if name in NEVER_AS_CODE else True) for name, read in PLACES.items()},
     "an object that comes later, by its method": reading(None)._replace(
