@@ -73,7 +73,7 @@ class Plan:
         return self.solution.prediction.peak_nbytes
 
     @property
-    def first_steps_peak_bytes(self) -> int:
+    def most_bytes(self) -> int:
         """The most alive at once in any step. Until layers are captured it may be over the budget, not the device's."""
         return predict(self.profile.from_the_start(), self.assignment).peak_nbytes
 
@@ -116,7 +116,7 @@ class Plan:
         document: dict[str, Any] = {
             "budget_bytes": self.budget_nbytes,
             "predicted_peak_bytes": self.predicted_peak_bytes,
-            "first_steps_peak_bytes": self.first_steps_peak_bytes,
+            "most_bytes": self.most_bytes,
             "predicted_step_seconds": self.predicted_step_seconds,
             "peak_moment": self.peak_moment,
             "microbatches": self.profile.microbatches,
@@ -179,7 +179,7 @@ class Plan:
         return "\n".join([*lines, *filter(None, self.note.split("; "))])
 
     def _of_first_steps(self) -> list[str]:
-        peak = self.first_steps_peak_bytes
+        peak = self.most_bytes
         if peak <= self.predicted_peak_bytes:
             return []
         return [f"the first steps, in which layers are captured, take up to {humanize(peak)}"]
@@ -209,7 +209,7 @@ def solve_plan(profile: Profile, budget_nbytes: int) -> Plan:
     """The plan for a profile and a budget, whose first steps, too, fit the device. Raises ``BudgetError``."""
     plan = plan_from_solution(profile, budget_nbytes, solver.solve(profile, budget_nbytes))
     room = None if profile.capacity_nbytes is None else int(_FOR_TENSORS * profile.capacity_nbytes)
-    if room is None or plan.first_steps_peak_bytes <= room:
+    if room is None or plan.most_bytes <= room:
         return plan
     try:
         for within in (room, min(room, budget_nbytes)):
@@ -220,7 +220,7 @@ def solve_plan(profile: Profile, budget_nbytes: int) -> Plan:
     except BudgetError:
         raise BudgetError(
             f"a budget of {humanize(budget_nbytes)} can be met, but not from the start: the first steps, in which "
-            f"layers are captured, take {humanize(plan.first_steps_peak_bytes)}, and the device has {humanize(room)} "
+            f"layers are captured, take {humanize(plan.most_bytes)}, and the device has {humanize(room)} "
             "for tensors. What would help: a smaller batch or shorter sequences"
         ) from None
     return plan_from_solution(profile, budget_nbytes, found)
