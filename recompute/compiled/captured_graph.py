@@ -363,6 +363,7 @@ def _as_plain(value: Any) -> Any:
         return nn.Parameter(value.detach(), requires_grad=False)
 
 
+_NUMBER = "it computes a Python number from a tensor"
 _OTHER_TRANSFORMS = frozenset(
     ("_grad_increment_nesting", "_jvp_increment_nesting", "_func_increment_nesting", "_enter_dual_level")
 )
@@ -382,10 +383,12 @@ def _unfit_node(module: torch.fx.GraphModule) -> str | None:
             return f"it uses the higher-order operator {node.target}"
         if isinstance(node.meta.get("example_value"), torch.SymInt):
             # A program would be made for the number that it is now.
-            return f"it computes a Python number from a tensor, by {node.target}"
+            return f"{_NUMBER}, by {node.target}"
     return None
 
 
 def _first_line(error: Exception) -> str:
+    if "data-dependent expression" in str(error):
+        return f"{_NUMBER}, and branches on it"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__

@@ -271,6 +271,11 @@ OTHERWISE_IF_COMPILED = {
 EFFECTS = {
     **{name: of_effects(each, captured=False) for name, each in ON_THE_TAPE.items()},
     "branches_on_a_value": of_effects(branches_on_a_value, captured="depends on the values of tensors"),
+    "branches_on_a_number": Body(
+        lambda self, x: (self.linear(x) if self.sizes.tolist()[0] > 1 else x).exp().sin(),
+        lambda: linear() | {"buffers": {"sizes": torch.tensor([4, 2])}},
+        captured="it computes a Python number from a tensor, and branches on it",
+    ),
     "selects_by_values": of_effects(selects_by_values, captured=False, drops=False),
     **{
         name: of_effects(each, captured="whether torch.compile traces it")
