@@ -10,26 +10,14 @@ import models
 import pytest
 import torch
 import transformers
-from models import (
-    BATCH,
-    HIDDEN,
-    INTERMEDIATE,
-    LAYERS,
-    LAYERS_BY_KERNELS,
-    LENGTH,
-    SHAPE,
-    VOCABULARY,
-    held,
-    image_batch,
-    make,
-)
+from models import HIDDEN, INTERMEDIATE, LAYERS, LAYERS_BY_KERNELS, LENGTH, SHAPE, VOCABULARY, held, image_batch, make
 from tiers import by_default, slow
 from tiny import assert_same, classes, of_one_more, train
 
 import recompute
 from recompute.errors import NoEffectError, PolicyWarning
 
-TOKENS = BATCH * LENGTH
+TOKENS = models.BATCH * LENGTH
 DECODERS = ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3"]
 TAPES = ["hook", "elementwise", "auto"]
 EXACT = ["none", "full", "alternate", *TAPES]  # where there is no CUDA auto has no kernels

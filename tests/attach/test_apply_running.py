@@ -9,23 +9,10 @@ from contextlib import nullcontext
 from types import MethodType
 
 import pytest
+import tiny
 import torch
 from tiers import by_default, slow
-from tiny import (
-    HIDDEN,
-    TOKENS,
-    Adapter,
-    TinyMLP,
-    assert_as_under,
-    assert_same,
-    counted_ops,
-    decoder,
-    gradients,
-    rule,
-    rules,
-    token_ids,
-    train,
-)
+from tiny import HIDDEN, TOKENS, TinyMLP, assert_same, counted_ops, decoder, gradients, rule, rules, token_ids, train
 from torch import nn
 from torch.nn import functional as F
 
@@ -86,7 +73,7 @@ def adapted(projection):
     def change(model):
         torch.manual_seed(3)
         for layer in model.layers:
-            setattr(layer.mlp, projection, Adapter(getattr(layer.mlp, projection)))
+            setattr(layer.mlp, projection, tiny.Adapter(getattr(layer.mlp, projection)))
 
     return change
 
@@ -119,7 +106,7 @@ def test_a_model_that_is_changed_before_or_after_it_gets_a_policy_trains_as_with
     handle = recompute.apply(model, preset)
     if is_late:
         change(model)
-    assert_as_under(preset, train(model), train(plain))
+    tiny.assert_as_under(preset, train(model), train(plain))
     handle.remove()
 
 

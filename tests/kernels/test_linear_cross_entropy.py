@@ -8,22 +8,11 @@ import sys
 import weakref
 from collections import Counter
 
+import kernel_testing
 import pytest
 import torch
 from cases import EXTRAS
-from kernel_testing import (
-    FLOAT32_ROUNDING,
-    IGNORED,
-    NoWholeLogits,
-    doubled,
-    each_dtype,
-    eager_cross_entropy,
-    like,
-    listed,
-    make,
-    relative_error,
-    same_bits,
-)
+from kernel_testing import FLOAT32_ROUNDING, IGNORED, doubled, each_dtype, like, listed, make, relative_error, same_bits
 from loss_testing import ON_CPU, H, M, V, assert_as_good_as_eager, assert_every_two_meet, eager, make_inputs, run
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -351,7 +340,7 @@ def adapted(hidden, weight, target, bias, thin, up, **options):
     softcap = options.pop("softcap", None)
     logits = (F.linear(hidden, weight, bias) + F.linear(thin, up)) * scale
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-    return eager_cross_entropy(logits / temperature, target, **options)
+    return kernel_testing.eager_cross_entropy(logits / temperature, target, **options)
 
 
 @ON_CPU
@@ -439,7 +428,7 @@ def test_no_tensor_is_larger_than_the_memory_for_logits(name, device):
     inputs, _ = make_inputs(device, tokens=256)
     block = 256 * 256 * 4
     assert block > 2 * V * H * 4  # so large is the weight's gradient, too
-    with NoWholeLogits() as seen:
+    with kernel_testing.NoWholeLogits() as seen:
         outputs = losses(name, *inputs, logits_bytes=HEADS[name] * block)
         torch.autograd.backward(outputs, like(outputs))
     assert seen.largest_nbytes == block
