@@ -11,6 +11,7 @@ import models
 import numpy as np
 import pytest
 import torch
+from engine_testing import module_of
 from tiny import TinyDecoderLayer, TinyMLP, TinyRMSNorm, assert_same, counted_ops, gradients, rule, rules
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -537,7 +538,9 @@ class TestAFunction:
         scale = recompute.recompute(policy=rules(rule("scaled", "recompute")))(scaled)
         results = []
         for each in (scaled, scale):
-            model = Consumer(each)
+            torch.manual_seed(0)
+            parts = {"norm": TinyRMSNorm(HIDDEN), "linear": nn.Linear(HIDDEN, HIDDEN), "function": each}
+            model = module_of(lambda self, x: self.linear(self.function(self.norm(x))), **parts)
             recompute.apply(model, rules({"match": "**.norm", "action": "recompute", "via": "hook"}))
             STORAGES.clear()
             output = model(inputs())
@@ -549,16 +552,6 @@ class TestAFunction:
 
 def scaled(x):
     return noted(x.tanh() * 2.0)
-
-
-class Consumer(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        torch.manual_seed(0)
-        self.norm, self.linear, self.function = TinyRMSNorm(HIDDEN), nn.Linear(HIDDEN, HIDDEN), function
-
-    def forward(self, x):
-        return self.linear(self.function(self.norm(x)))
 
 
 def generator_function(x):

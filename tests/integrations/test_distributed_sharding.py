@@ -4,16 +4,14 @@ import functools
 import itertools
 import json
 
+import engine_testing
 import pytest
 import two_parts
-from engine_testing import (
-    SETTINGS,
-    bits,
-    clean_thread,  # noqa: F401  # around every test here
-    governing,
-)
+from engine_testing import SETTINGS, bits, governing
 from tiers import by_default, slow
 from two_parts import disagreements, kept_nbytes, losses_under_deepspeed, plans_of_this_rank, refusals, train, verified
+
+clean_thread = engine_testing.clean_thread  # around every test here
 
 WAYS = ["ddp", "fsdp", "fsdp of parts", "tensor parallel", "sequence parallel", "tensor parallel, then fsdp"]
 OF_WEIGHTS = [way for way in WAYS if "parallel" in way]

@@ -7,25 +7,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import trainer_testing
 from tiers import by_default, slow
 from tiny import classes
 from torch import nn
 from torch.nn import functional as F
-from trainer_testing import (
-    ACCUMULATED,
-    BATCH,
-    LENGTH,
-    MANY,
-    STEPS,
-    VOCABULARY,
-    MeasuredTrainer,
-    arguments,
-    assert_same_weights,
-    logged,
-    model,
-    texts,
-    trained,
-)
+from trainer_testing import LENGTH, MANY, STEPS, VOCABULARY, MeasuredTrainer, arguments, logged, model, texts, trained
 from transformers import HfArgumentParser, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from recompute.errors import PolicyError, PolicyWarning, UnsupportedError
@@ -69,12 +56,12 @@ def test_memory_falls_and_not_a_bit_changes(way, precision, tmp_path):
     plain = trained(tmp_path, **precision)
     options = WAYS[way]("elementwise")
     found = trained(tmp_path, *options.pop("callbacks", []), **options, **precision)
-    assert len(found.held) == len(plain.held) == STEPS * ACCUMULATED
+    assert len(found.held) == len(plain.held) == STEPS * trainer_testing.ACCUMULATED
     assert max(found.held) < 0.8 * min(plain.held)
     assert max(found.peaks) < min(plain.peaks)
     assert logged(found, "loss") == logged(plain, "loss")
     assert logged(found, "grad_norm") == logged(plain, "grad_norm")
-    assert_same_weights(found, plain)
+    trainer_testing.assert_same_weights(found, plain)
 
 
 @pytest.mark.slow
@@ -296,7 +283,7 @@ def test_adapters_train_as_without_under_the_paths_of_the_model(precision, tmp_p
     found = trained(tmp_path, RecomputeCallback(LAYERS), of=lora(), **precision)
     assert max(found.held) < 0.7 * min(plain.held)
     assert logged(found, "loss") == logged(plain, "loss")
-    assert_same_weights(found, plain)
+    trainer_testing.assert_same_weights(found, plain)
     found.save_model(str(tmp_path / "saved"))
     assert (tmp_path / "saved" / "adapter_model.safetensors").exists()
 
@@ -325,7 +312,7 @@ def test_the_peak_falls(policy, tmp_path):
     plain = trained(tmp_path, RecomputeCallback(policy), of=model(MANY))
     options = {"recompute_policy": policy, "recompute_kwargs": {"logits": False}}
     found = trained(tmp_path, of=model(MANY), kind=RecomputeTrainingArguments, **options)
-    whole = BATCH * LENGTH * MANY * 4
+    whole = trainer_testing.BATCH * LENGTH * MANY * 4
     assert min(plain.peaks) - max(found.peaks) > whole
     assert logged(found, "loss") == pytest.approx(logged(plain, "loss"), rel=1e-5)
     assert logged(found, "grad_norm") == pytest.approx(logged(plain, "grad_norm"), rel=1e-4)
