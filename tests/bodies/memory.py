@@ -133,10 +133,8 @@ def gives_other_data(self, x):
     return product + x.sin()
 
 
-def at_a_place(other):
-    return Body(
-        lambda self, x: (self.linear(x) * other(x)).exp().sin(), linear, lambda x: (torch.cat([x, x])[TOKENS:],)
-    )
+def at_a_place(by):
+    return Body(lambda self, x: (self.linear(x) * by(x)).exp().sin(), linear, lambda x: (torch.cat([x, x])[TOKENS:],))
 
 
 VIEWS = {

@@ -102,9 +102,7 @@ def seen(x):
 
 
 KEEPS = function_of(lambda x: seen(x) * 2, lambda gradient: gradient * 2, saves=no_tensors)
-HOLDS = function_of(
-    lambda x: (x * 2).sin(), lambda gradient, x: gradient * x.cos() * 2, saves=lambda _, x: (seen(x * 2),)
-)
+HOLDS = function_of(lambda x: (x * 2).sin(), lambda g, x: g * x.cos() * 2, saves=lambda _, x: (seen(x * 2),))
 
 
 @pytest.mark.parametrize(("function", "is_held"), [(KEEPS, False), (HOLDS, True)])

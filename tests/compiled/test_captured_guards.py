@@ -99,9 +99,7 @@ CHANGES = {
     "frozen norm": Change(lambda m: m.inside.norm.requires_grad_(False)),
     "forward hook": Change(lambda m: m.inside.up.register_forward_hook(double_output)),
     "forward pre-hook": Change(lambda m: m.inside.up.register_forward_pre_hook(lambda module, args: (args[0] * 2,))),
-    "backward hook": Change(
-        lambda m: m.inside.up.register_full_backward_hook(lambda module, given, _: (given[0] * 2,))
-    ),
+    "backward hook": Change(lambda m: m.inside.up.register_full_backward_hook(lambda _, given, __: (given[0] * 2,))),
     "forward on the instance": Change(forward_of_its_own),
     "evaluation": Change(lambda m: m.eval()),
     "part in evaluation": Change(lambda m: m.inside.dropout.eval()),

@@ -393,9 +393,8 @@ def test_kernels_at_a_price_hold_about_what_they_hold_in_eager_code():
 @pytest.mark.slow
 def test_layers_have_prices_of_their_own_as_a_plan_gives_them():
     most, *_, middle, least = points("hook")[:-1]
-    fields = [
-        {**priced(point.rule["price"])["rules"][0], "layers": at} for at, point in enumerate((most, middle, least))
-    ]
+    prices = [each.rule["price"] for each in (most, middle, least)]
+    fields = [{**priced(price)["rules"][0], "layers": at} for at, price in enumerate(prices)]
     policy = rules(*fields, {"match": "layers.*", "action": "checkpoint"})
     eager = held_under(policy, compiled=False, layers=4)
     assert 0.98 * eager <= held_under(policy, compiled=True, layers=4) <= eager

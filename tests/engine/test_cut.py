@@ -204,9 +204,7 @@ def test_no_choice_is_cheaper_nor_as_cheap_with_other_ops(table, price):
     assert all(cut.rerun <= rerun for rerun, (as_cheap, _) in costs.items() if as_cheap == least)
     needed = {index for index, value in enumerate(values) if value.demanded}
     needed |= {index for op in cut.rerun for index in ops[op].inputs}
-    assert cut.kept == must_keep | {
-        index for index in needed if values[index].alive and values[index].nbytes is not None
-    }
+    assert cut.kept == must_keep | {at for at in needed if values[at].alive and values[at].nbytes is not None}
 
 
 @given(tables(), st.floats(0, 1e12))
@@ -220,9 +218,7 @@ def test_any_price_is_right_to_a_millionth_of_a_byte_an_op(table, price):
 @given(tables())
 def test_the_error_names_just_the_values_that_cannot_be_had(table):
     values, ops = table
-    alone = [
-        [value._replace(demanded=index == one) for index, value in enumerate(values)] for one in range(len(values))
-    ]
+    alone = [[value._replace(demanded=at == one) for at, value in enumerate(values)] for one in range(len(values))]
     lost = [one for one, table in enumerate(alone) if values[one].demanded and not any(choices(table, ops))]
     if lost:
         with pytest.raises(ValueError, match=rf"^values {re.escape(str(lost))} are demanded"):

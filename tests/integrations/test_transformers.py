@@ -40,9 +40,7 @@ class MixedArguments(RecomputeArguments, OtherArguments):
     pass
 
 
-each_precision = pytest.mark.parametrize(
-    "precision", by_default({"float32": {}, "autocast": {"bf16": True}}, "autocast")
-)
+each_dtype = pytest.mark.parametrize("precision", by_default({"float32": {}, "autocast": {"bf16": True}}, "autocast"))
 WAYS = {
     "callback": lambda policy: {"callbacks": [RecomputeCallback(policy)], "kind": TrainingArguments},
     "arguments": lambda policy: {"kind": RecomputeTrainingArguments, "recompute_policy": policy},
@@ -51,7 +49,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", by_default(list(WAYS), "callback"))
-@each_precision
+@each_dtype
 def test_memory_falls_and_not_a_bit_changes(way, precision, tmp_path):
     plain = trained(tmp_path, **precision)
     options = WAYS[way]("elementwise")
@@ -203,13 +201,11 @@ def test_from_yaml_json_and_the_command_line(tmp_path):
         assert found.recompute_kwargs == options
         assert found.report_to[0] == "recompute"
         assert found.ddp_find_unused_parameters is False
-        again = RecomputeTrainingArguments(**json.loads(json.dumps({"use_cpu": True} | found_fields(found))))
+        fields = ("output_dir", "recompute_policy", "recompute_kwargs", "report_to")
+        written = json.dumps({"use_cpu": True, **{key: getattr(found, key) for key in fields}})
+        again = RecomputeTrainingArguments(**json.loads(written))
         assert again.report_to == found.report_to
     assert parser.parse_args_into_dataclasses(line[:3])[0].report_to == []
-
-
-def found_fields(found):
-    return {key: getattr(found, key) for key in ("output_dir", "recompute_policy", "recompute_kwargs", "report_to")}
 
 
 def test_arguments_work_as_copies_and_from_a_file(tmp_path, monkeypatch):
@@ -277,7 +273,7 @@ def lora(vocabulary=VOCABULARY, **options):
     return peft.get_peft_model(llama, peft.LoraConfig(r=4, init_lora_weights=False, **options))
 
 
-@each_precision
+@each_dtype
 def test_adapters_train_as_without_under_the_paths_of_the_model(precision, tmp_path):
     plain = trained(tmp_path, of=lora(), **precision)
     found = trained(tmp_path, RecomputeCallback(LAYERS), of=lora(), **precision)

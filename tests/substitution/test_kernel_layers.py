@@ -485,20 +485,15 @@ def test_a_rule_around_layers_takes_their_kernels_onto_its_tape():
     assert_same(three_steps("llama", rules({**around, "rerun": EVERYTHING, "price": 0})), expected)
 
 
-def naming(self, x):
-    """As a TinyDecoder's attention that names what it gives."""
-    return recompute.keep(self.attention(x), "attended")
-
-
 def test_what_is_kept_by_name_is_not_made_again():
     reruns = {}
     for keep in ((), "attended"):
         model = decoder()
         for layer in model.layers:
+            naming = lambda self, x: recompute.keep(self.attention(x), "attended")  # noqa: E731
             layer.self_attn = module_of(naming, attention=layer.self_attn)
-        handle = recompute.apply(
-            model, rules(rule("TinyDecoderLayer", "recompute", via="kernel", rerun="gemm", keep=keep))
-        )
+        given = rule("TinyDecoderLayer", "recompute", via="kernel", rerun="gemm", keep=keep)
+        handle = recompute.apply(model, rules(given))
         for _ in range(2):
             model(token_ids()).sum().backward()
         plan = handle.plans()["layers.0"]
