@@ -297,7 +297,7 @@ def test_results_of_earlier_versions_can_be_read(folder):
     assert sorted(drawn) == sorted(each["policy"] for each in found["rows"])
 
 
-# What ``results.json`` holds
+# What ``results.json`` holds: it is gone on with, or refused, and two of them are compared
 
 
 @pytest.fixture

@@ -227,7 +227,7 @@ def test_the_error_names_just_the_values_that_cannot_be_had(table):
         minimum_cut(values, ops, 1.0)
 
 
-# All cuts that are best at some price or within a limit of bytes
+# All cuts that are best at some price or within a limit of bytes: tables, and random ones against every choice
 
 
 def costs_of_all(values, ops):

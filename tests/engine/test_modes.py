@@ -1,4 +1,4 @@
-"""Modes, a tape among them, and torch's settings: what they see, count and keep in force; bodies.around has bodies."""
+"""Dispatch modes and torch's settings: what they see, what they count, and what is in force; bodies.around has more."""
 
 import itertools
 import random
@@ -123,7 +123,7 @@ def test_a_backward_without_saved_tensor_hooks_leaves_them_disabled(region_of):
         assert torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() == "no hooks here"
 
 
-# Under a tape, which is a dispatch mode
+# Under a tape, which is a dispatch mode, forward is bit for bit what it is without, whatever else is in force
 
 
 def _autocast():

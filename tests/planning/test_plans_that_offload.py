@@ -54,7 +54,7 @@ def derived(*choices, bandwidth=100.0):
     return {choice.name: choice for choice in region.choices if choice not in choices}
 
 
-@pytest.mark.parametrize(("held", "moved"), [(100, [100, 70, 60, 50, 30, 20]), (70, [70, 40, 30, 20])])
+@pytest.mark.parametrize(("held", "moved"), [(100, [100, 70, 60, 50, 30, 20]), (70, [70, 40, 30, 20])], ids=str)
 def test_the_largest_storages_leave_as_far_as_they_fit_into_the_share(held, moved):
     """Of storages of 100 bytes. Where the region holds 70, the others are not its own, whichever: they free nothing."""
     found = derived(holding(40, 30, 20, 10, held=held))

@@ -381,7 +381,8 @@ def test_a_dropout_of_the_output_draws_what_it_draws_without_a_policy(capture):
     assert kept == kept_by_hooks
 
 
-with_dropout = functools.partial(Ungated, dropped_by_a_module, dropout=nn.Dropout(0.5))
+def with_dropout():
+    return Ungated(dropped_by_a_module, dropout=nn.Dropout(0.5))
 
 
 @pytest.mark.parametrize("make", [functools.partial(gpt2, resid_pdrop=0.5), *slow(with_dropout)])
