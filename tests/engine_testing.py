@@ -64,9 +64,7 @@ _BY_DEFAULT = ("checkpoint", "recompute")
 """What runs again under the others is between what does under these two."""
 RULES_OF_SETTINGS = {name: governing(setting) for name, setting in SETTINGS.items()}
 every_rule = pytest.mark.parametrize("rules", by_default(RULES_OF_SETTINGS, *_BY_DEFAULT))
-every_tape = pytest.mark.parametrize(
-    "rules", by_default({name: RULES_OF_SETTINGS[name] for name in TAPES}, "recompute")
-)
+every_tape = pytest.mark.parametrize("rules", by_default({key: RULES_OF_SETTINGS[key] for key in TAPES}, "recompute"))
 every_policy_of_a_stack = pytest.mark.parametrize(
     "rules", by_default({**RULES_OF_SETTINGS, "parts": RECOMPUTE, "both": BOTH}, "recompute", "both")
 )
@@ -376,9 +374,7 @@ class Census(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        given = {
-            tensor.untyped_storage()._cdata for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)
-        }
+        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and (key := tensor.untyped_storage()._cdata) not in given:
                 self._made[key] = weak(tensor), tensor.untyped_storage().nbytes()

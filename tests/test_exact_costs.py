@@ -50,9 +50,7 @@ class TwoHeads(TinyAttention):
     """Attention is one op here, as on CUDA; of a single head, PyTorch makes matrix products on the CPU."""
 
     def forward(self, x):
-        q, k, v = (
-            project(x).unflatten(-1, (2, -1)).transpose(1, 2) for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        q, k, v = (part(x).unflatten(-1, (2, -1)).transpose(1, 2) for part in (self.q_proj, self.k_proj, self.v_proj))
         return self.o_proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
 

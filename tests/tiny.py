@@ -1,5 +1,6 @@
 """A decoder small enough for tests, written as Hugging Face writes Llama's, and one way to train and to compare."""
 
+import io
 from collections import Counter
 from contextlib import contextmanager
 
@@ -141,6 +142,13 @@ def assert_same(found, expected):
             assert torch.equal(one, other)
         else:
             assert_same(one, other)
+
+
+def through_torch_save(value, *, weights_only=True):
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=weights_only)
 
 
 def assert_as_under(preset, found, expected):

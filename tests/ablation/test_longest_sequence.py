@@ -98,9 +98,8 @@ def peak(length):
     experiment = experiment_of(config.comparisons()[0], bytes(4096), CPU, quiet)
     found = experiment.step_peak("none")
     row = experiment.row("none")
-    assert found == sum(
-        each or 0 for each in (row.parameter_bytes, row.gradient_bytes, row.optimizer_bytes, row.peak_bytes)
-    )
+    parts = row.parameter_bytes, row.gradient_bytes, row.optimizer_bytes, row.peak_bytes
+    assert found == sum(each or 0 for each in parts)
     return found
 
 

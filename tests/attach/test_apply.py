@@ -6,21 +6,10 @@ import inspect
 import weakref
 
 import pytest
+import tiny
 import torch
 from tiers import by_default, slow
-from tiny import (
-    TinyDecoderLayer,
-    TinyRMSNorm,
-    assert_as_under,
-    assert_same,
-    decoder,
-    next_token_loss,
-    rule,
-    rules,
-    snapshot,
-    token_ids,
-    train,
-)
+from tiny import TinyDecoderLayer, TinyRMSNorm, assert_same, decoder, rule, rules, snapshot, token_ids, train
 from torch import nn
 
 import recompute
@@ -77,7 +66,7 @@ def test_nothing_that_others_look_at_changes(preset):
     signatures = [inspect.signature(module.forward) for _, module in modules]
     parameters, state, text = dict(model.named_parameters()), model.state_dict(), repr(model)
     recompute.apply(model, preset)
-    loss = next_token_loss(model, token_ids())  # whose graph is alive
+    loss = tiny.next_token_loss(model, token_ids())  # whose graph is alive
     assert list(model.named_modules()) == modules
     assert dict(model.named_parameters()).keys() == parameters.keys()
     assert all(parameters[name] is parameter for name, parameter in model.named_parameters())
@@ -262,7 +251,7 @@ def test_a_graph_built_under_the_policy_outlives_it(preset):
         output = model(token_ids())
     found = torch.autograd.grad(output.sum(), list(model.parameters()))
     expected = torch.autograd.grad(plain(token_ids()).sum(), list(plain.parameters()))
-    assert_as_under(preset, found, expected)
+    tiny.assert_as_under(preset, found, expected)
 
 
 def test_removes_itself_from_under_a_class_that_came_later():

@@ -1,7 +1,6 @@
 """Copies and pickles of a model under a policy are of the model without it."""
 
 import copy
-import io
 import os
 import pickle
 import subprocess
@@ -9,24 +8,17 @@ import sys
 from pathlib import Path
 
 import pytest
+import tiny
 import torch
 from tiers import by_default, slow
-from tiny import TinyDecoderLayer, assert_same, decoder, next_token_loss, rule, rules, token_ids, train
+from tiny import TinyDecoderLayer, decoder, next_token_loss, rule, rules, through_torch_save, token_ids, train
 from torch import nn
 
 import recompute
 
-
-def through_torch_save(model):
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
-
-
 COPIES = {
     "deepcopy": copy.deepcopy,
-    "torch.save": through_torch_save,
+    "torch.save": lambda model: through_torch_save(model, weights_only=False),
     **{
         f"pickle {protocol}": lambda model, protocol=protocol: pickle.loads(pickle.dumps(model, protocol))
         for protocol in range(pickle.HIGHEST_PROTOCOL + 1)
@@ -47,7 +39,7 @@ def test_copies_are_of_the_model_without_the_policy(how, preset):
     copied = COPIES[how](model)
     assert_clean(copied, plain)
     frames = handle.stats().frames
-    assert_same(train(copied), train(plain))
+    tiny.assert_same(train(copied), train(plain))
     assert handle.stats().frames == frames
     loss.backward()
     train(model, steps=1)

@@ -10,26 +10,14 @@ import models
 import pytest
 import torch
 import transformers
-from models import (
-    BATCH,
-    HIDDEN,
-    INTERMEDIATE,
-    LAYERS,
-    LAYERS_BY_KERNELS,
-    LENGTH,
-    SHAPE,
-    VOCABULARY,
-    held,
-    image_batch,
-    make,
-)
+from models import HIDDEN, INTERMEDIATE, LAYERS, LAYERS_BY_KERNELS, LENGTH, SHAPE, VOCABULARY, held, image_batch, make
 from tiers import by_default, slow
 from tiny import assert_same, classes, of_one_more, train
 
 import recompute
 from recompute.errors import NoEffectError, PolicyWarning
 
-TOKENS = BATCH * LENGTH
+TOKENS = models.BATCH * LENGTH
 DECODERS = ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3"]
 TAPES = ["hook", "elementwise", "auto"]
 EXACT = ["none", "full", "alternate", *TAPES]  # where there is no CUDA auto has no kernels
@@ -148,10 +136,6 @@ def norm_nbytes(rows, width, size):
     return widened + rows * 4 + 2 * rows * width * size  # rsqrt; the normalized values and the output
 
 
-def mlp_nbytes(size):
-    return 2 * TOKENS * INTERMEDIATE * size  # the activation's output and the product
-
-
 every_size = pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.bfloat16, 2)])
 
 
@@ -161,8 +145,8 @@ def test_elementwise_drops_and_keeps_these_bytes_of_a_llama(dtype, size):
     handle = applied(model, "elementwise")
     assert_same(steps(model, 1), steps(without, 1))
     stats = of_one_more(lambda: steps(model, 1), handle)
-    norms = 2 * LAYERS + 1
-    assert stats.dropped_nbytes == norms * norm_nbytes(TOKENS, HIDDEN, size) + LAYERS * mlp_nbytes(size)
+    norms, mlp_nbytes = 2 * LAYERS + 1, 2 * TOKENS * INTERMEDIATE * size  # the activation's output and the product
+    assert stats.dropped_nbytes == norms * norm_nbytes(TOKENS, HIDDEN, size) + LAYERS * mlp_nbytes
     heads, kv, head = SHAPE["num_attention_heads"], SHAPE["num_key_value_heads"], SHAPE["head_dim"]
     # The input, q, attention's output and the stream after it; k and v; gate and up. A logarithm a head; and cosine
     # and sine, which are the same for all sequences.
@@ -255,9 +239,8 @@ def test_attentions_and_hidden_states_are_recorded(preset):
     for each in (model, without):
         each.set_attn_implementation("eager")
     applied(model, preset)
-    found, expected = (
-        each(input_ids=IDS, output_attentions=True, output_hidden_states=True) for each in (model, without)
-    )
+    options = {"output_attentions": True, "output_hidden_states": True}
+    found, expected = (each(input_ids=IDS, **options) for each in (model, without))
     assert len(found.hidden_states) == LAYERS + 1
     assert len(found.attentions) == LAYERS
     torch.testing.assert_close(found.hidden_states, expected.hidden_states)

@@ -4,22 +4,9 @@ import functools
 import time
 
 import pytest
+import tiny
 import torch
-from tiny import (
-    HIDDEN,
-    INTERMEDIATE,
-    TOKENS,
-    TinyRMSNorm,
-    decoder,
-    gradients,
-    next_token_loss,
-    of_one_more,
-    rule,
-    rules,
-    snapshot,
-    token_ids,
-    train,
-)
+from tiny import HIDDEN, TOKENS, TinyRMSNorm, decoder, gradients, of_one_more, rule, rules, snapshot, token_ids, train
 from torch import nn
 
 import recompute
@@ -37,7 +24,7 @@ def test_stats_count_the_bytes_that_are_dropped():
     assert (first.frames, first.dropped_nbytes, first.kept_nbytes) == (
         stats.frames, stats.dropped_nbytes, stats.kept_nbytes
     )  # fmt: skip
-    row, hidden, inner = TOKENS * 4, TOKENS * HIDDEN * 4, TOKENS * INTERMEDIATE * 4
+    row, hidden, inner = TOKENS * 4, TOKENS * HIDDEN * 4, TOKENS * tiny.INTERMEDIATE * 4
     # Of a norm the root a row, the normalized values and, as projections save them, the scaled ones; of an MLP the
     # activation and the product.
     assert stats.dropped_nbytes == 5 * (row + 2 * hidden) + 2 * (2 * inner)
@@ -108,7 +95,7 @@ def test_a_checkpoint_regenerates_the_bytes_that_autograd_saved_and_a_timeline_s
     handle = recompute.apply(model, "full")
     before = handle.stats()
     with Timeline(model) as timeline:
-        next_token_loss(model, token_ids()).backward()
+        tiny.next_token_loss(model, token_ids()).backward()
     step = handle.stats() - before
     assert step.regenerated_nbytes == step.dropped_nbytes
     assert step.regenerated_nbytes < sum(each.nbytes for each in timeline.tensors if each.phase == "regeneration")

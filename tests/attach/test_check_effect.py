@@ -48,13 +48,7 @@ def test_a_policy_that_is_to_drop_nothing_is_no_error(policy):
     assert_same(train(model), train(plain))
 
 
-BEYOND = {
-    "2-9": "2-9",
-    "last 99": "last 99",
-    "first 5": "first 5",
-    (0, 4): "4",
-    (1, "every 2 from 4"): "every 2 from 4",
-}
+PAST = {"2-9": "2-9", "last 99": "last 99", "first 5": "first 5", (0, 4): "4", (1, "every 2 from 4"): "every 2 from 4"}
 KERNEL = {"action": "recompute", "via": "kernel"}
 WARNED = [
     (rules(rule("TinyMLP"), rule("Gone")), [r"rules\[1\]"]),
@@ -72,7 +66,7 @@ WARNED = [
         [r"rules\[0\]: keep: no op is called aten\.softmax\. explain\(\).*'aten\._softmax'"]),
     (rules(rule("TinyMLP", keep=["aten.mm", "aten.mmm"])), [r"no op is called aten\.mmm\."]),
     *((rules(rule("block", layers=[*layers] if isinstance(layers, tuple) else layers)),
-        [rf"rules\[0\]: layers '{spelled}' exceeds the 4 layers of the model$"]) for layers, spelled in BEYOND.items()),
+        [rf"rules\[0\]: layers '{spelled}' exceeds the 4 layers of the model$"]) for layers, spelled in PAST.items()),
     *((rules(rule("block", layers=layers)), [])
         for layers in ("0-3", "last 4", "first 4", 3, "every 9", "every 2 from 3")),
 ]  # fmt: skip

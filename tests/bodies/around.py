@@ -227,10 +227,6 @@ def of_a_bilinear():
     return {**linear(), "both": nn.Bilinear(HIDDEN, HIDDEN, HIDDEN)}
 
 
-def of_a_layer():
-    return {"layer": Layer()}
-
-
 UNDER = {
     **{
         f"{body.__name__}, {name} in {where}": under(body, *spans)
@@ -244,7 +240,9 @@ UNDER = {
     **{f"{name} in backward": under(made_on_the_cpu, nullcontext, each) for name, each in DEVICES.items()},
     "no hooks on saved tensors in backward": under(chain, nullcontext, partial(disable_saved_tensors_hooks, "none")),
     **{
-        f"autocast, {name}": under(lambda self, x: self.layer(x), *spans, parts=of_a_layer, together=True)
+        f"autocast, {name}": under(
+            lambda self, x: self.layer(x), *spans, parts=lambda: {"layer": Layer()}, together=True
+        )
         for name, spans in SPANS.items()
     },
     "autocast, of cheap ops, in backward alone": under(
@@ -261,9 +259,7 @@ UNDER = {
 
 def copies():
     """As ``save_on_cpu`` does: what they give back of a transposed tensor is contiguous."""
-    return saved_tensors_hooks(
-        lambda tensor: tensor.clone(memory_format=torch.contiguous_format), lambda tensor: tensor
-    )
+    return saved_tensors_hooks(lambda t: t.clone(memory_format=torch.contiguous_format), lambda t: t)
 
 
 def transposed(self, x):

@@ -347,9 +347,7 @@ class Twice(Function):
         return grad * x * sine * result * ctx.saved_tensors[0] * ctx.saved_tensors[1]
 
 
-InPlace = function_of(
-    lambda x: x.mul_(2), lambda gradient: gradient * 2, saves=no_tensors, name="InPlace", is_dirty=True
-)
+InPlace = function_of(lambda x: x.mul_(2), lambda g: g * 2, saves=no_tensors, name="InPlace", is_dirty=True)
 bound_early = Scale.apply
 
 

@@ -133,10 +133,8 @@ def gives_other_data(self, x):
     return product + x.sin()
 
 
-def at_a_place(other):
-    return Body(
-        lambda self, x: (self.linear(x) * other(x)).exp().sin(), linear, lambda x: (torch.cat([x, x])[TOKENS:],)
-    )
+def at_a_place(by):
+    return Body(lambda self, x: (self.linear(x) * by(x)).exp().sin(), linear, lambda x: (torch.cat([x, x])[TOKENS:],))
 
 
 VIEWS = {
@@ -221,9 +219,10 @@ def afterwards(forward, change, **options):
     )
 
 
-def late(change, forward, **options):
+def late(forward, read=lambda module: OUTSIDE, **options):
     """A tensor that the region reaches in one way or another; autograd saves none of these."""
-    return Body(forward, between=lambda module, *_: change(module).add_(1.0), may_refuse=always, **options)
+    between = lambda module, *_: read(module).add_(1.0)  # noqa: E731
+    return Body(forward, start=start_outside, between=between, may_refuse=always, **options)
 
 
 def block(self, x):
@@ -352,32 +351,23 @@ CHANGES = {
         may_refuse=always,
     ),
     "an attribute": late(
-        lambda module: module.plain,
         lambda self, x: (x + self.plain).exp().sin(),
+        lambda module: module.plain,
         parts=lambda: {"plain": torch.linspace(0, 1, HIDDEN)},
     ),
     "a module in a list": late(
-        lambda module: module.unseen[0].bias,
         lambda self, x: self.unseen[0](x).exp().sin(),
+        lambda module: module.unseen[0].bias,
         parts=lambda: {"unseen": [nn.Linear(HIDDEN, HIDDEN)]},
     ),
     "a parameter that is an argument": late(
-        lambda module: WEIGHT, lambda self, x, w: (x + w).exp().sin(), given=lambda x: (x, WEIGHT), start=start_outside
+        lambda self, x, w: (x + w).exp().sin(), lambda module: WEIGHT, given=lambda x: (x, WEIGHT)
     ),
     "a module that is an argument": late(
-        lambda module: MODULE.bias,
-        lambda self, x, m: m(x).exp().sin(),
-        given=lambda x: (x, MODULE),
-        start=start_outside,
+        lambda self, x, m: m(x).exp().sin(), lambda module: MODULE.bias, given=lambda x: (x, MODULE)
     ),
-    "a tensor of a global": late(
-        lambda module: OUTSIDE, lambda self, x: (x + OUTSIDE).exp().sin(), start=start_outside
-    ),
-    "a tensor of a closure": late(
-        lambda module: OUTSIDE, (lambda w: lambda self, x: (x + w).exp().sin())(OUTSIDE), start=start_outside
-    ),
-    "a tensor in a list of a closure": late(
-        lambda module: OUTSIDE, (lambda ws: lambda self, x: (x + ws[0]).exp().sin())([OUTSIDE]), start=start_outside
-    ),
-    "a default": late(lambda module: OUTSIDE, lambda self, x, w=OUTSIDE: (x + w).exp().sin(), start=start_outside),
+    "a tensor of a global": late(lambda self, x: (x + OUTSIDE).exp().sin()),
+    "a tensor of a closure": late((lambda w: lambda self, x: (x + w).exp().sin())(OUTSIDE)),
+    "a tensor in a list of a closure": late((lambda ws: lambda self, x: (x + ws[0]).exp().sin())([OUTSIDE])),
+    "a default": late(lambda self, x, w=OUTSIDE: (x + w).exp().sin()),
 }

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from corpus import Body, always, linear, norm
 from engine_testing import HIDDEN, TOKENS, GatedMLP, RMSNorm, module_of
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 import recompute
@@ -297,7 +297,7 @@ COMPARED = {
 }
 
 
-def comparing(compare, make, is_same):
+def comparing(asks, make, is_same):
     """Two that are the same, or not, but for one step: the last one before the code that was made runs again."""
 
     def start(module):
@@ -306,9 +306,7 @@ def comparing(compare, make, is_same):
         one, other = module.pair
         module.one, module.other = one, one if is_same is (module.step != 5) else other
 
-    return Body(
-        lambda self, x: self.linear(x).sin() * (2.0 if compare(self) else 3.0), linear, start=start, captured=True
-    )
+    return Body(lambda self, x: self.linear(x).sin() * (2.0 if asks(self) else 3.0), linear, start=start, captured=True)
 
 
 # Parts, and what they do to buffers
@@ -414,15 +412,8 @@ def mixture_of(make_jitter, keeps=False, **options):
     return Body(mixture, parts, start=start, **options)
 
 
-def randomly():
-    return lambda logits: logits * (0.5 + torch.rand_like(logits))
-
-
 def one_buffer(value=1.0, name="average"):
-    return lambda: {
-        "buffers": {name: value.clone() if isinstance(value, Tensor) else torch.full((), value)},
-        **linear(),
-    }
+    return lambda: linear() | {"buffers": {name: torch.as_tensor(value).clone()}}
 
 
 def in_some_runs(self, x):
@@ -529,7 +520,7 @@ MODULES = {
         start=lambda module: module.train(),
         between=lambda module, *_: module.eval(),
     ),
-    "experts by random jitter": mixture_of(randomly),
+    "experts by random jitter": mixture_of(lambda: lambda logits: logits * (0.5 + torch.rand_like(logits))),
     "experts by routes that are kept": mixture_of(Unsteady, keeps=True, state=lambda module: sorted(set(ROUTES))),
     "experts by routes that nobody keeps": mixture_of(Unsteady, state=lambda module: list(ROUTES), ways=("recompute",)),
     "one module in recursion": Body(

@@ -207,11 +207,7 @@ DRAWS = {
     **{f"unsteady, {name}": kept(draw) for name, draw in UNSTEADY.items()},
     **{name: drawing(each, captured=True) for name, each in TORCHS.items()},
     **{name: drawing(each) for name, each in OTHERS.items()},
-    **{
-        f"{name}, {'last' if last else 'in the middle'}": filled_late(name, last)
-        for name in LATE
-        for last in (False, True)
-    },
+    **{f"{op}, {'last' if last else 'in the middle'}": filled_late(op, last) for op in LATE for last in (False, True)},
     "Python's": Body(once(random.random), captured=False),
     "NumPy's": Body(lambda self, x: (x.sin() * torch.from_numpy(np.random.rand(*x.shape)).float()).exp().sin()),
     "NumPy's, a number": Body(once(lambda: float(np.random.rand())), captured=False),
@@ -285,14 +281,6 @@ def python_in_a_helper():
     return random.random()
 
 
-def one_call_deeper():
-    return python_in_a_helper()
-
-
-def numpy_two_calls_deep():
-    return (lambda: float(np.random.rand()))()
-
-
 class Sampler:
     """Generators that it owns, and others that it does not own."""
 
@@ -353,10 +341,10 @@ def with_context():
 
 HELPERS = {
     "a helper": python_in_a_helper,
-    "a helper's helper": one_call_deeper,
+    "a helper's helper": lambda: python_in_a_helper(),
     "a name": lambda: drawn_by_name(),
     "NumPy by name": lambda: float(numpy_by_name()),
-    "NumPy two calls deep": numpy_two_calls_deep,
+    "NumPy two calls deep": lambda: (lambda: float(np.random.rand()))(),
     "a lambda in a dict": lambda: FUNCTIONS["uniform"](),
     "another object's method": lambda: SAMPLER.draw(),
     "a library's function": lambda: LIBRARY.draw(),

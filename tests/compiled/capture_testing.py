@@ -149,6 +149,11 @@ class Twins:
         self.under = module
         self.handle = recompute.apply(module, rules or rule())
 
+    @classmethod
+    def captured(cls, module, *inputs, rules=None, **kwargs):
+        """Twins of ``Around(module)`` that run as code on ``inputs``."""
+        return cls(Around(module, before=linear(), after=linear()), rules).settle(train(*inputs, **kwargs))
+
     @property
     def regions(self):
         regions = [region_in(attachment.runner) for attachment in self.handle._attachments]
@@ -201,9 +206,3 @@ def observed(module, step):
     result = step(module)
     found = dict(result) if isinstance(result, dict) else {f"value {i}": leaf for i, leaf in enumerate(leaves(result))}
     return found | state_of(module) | {"random state": torch.get_rng_state()}
-
-
-def captured_twins(module, *inputs, rules=None, **kwargs):
-    """Twins of ``Around(module)`` that run as code on ``inputs``."""
-    twins = Twins(Around(module, before=nn.Linear(SIZE, SIZE), after=nn.Linear(SIZE, SIZE)), rules)
-    return twins.settle(train(*inputs, **kwargs))

@@ -4,25 +4,12 @@ import os
 import textwrap
 from types import FunctionType
 
+import capture_testing
 import pytest
 import torch
 import torch.nn.functional as F
 from bodies.modules import counts_if_not_compiled
-from capture_testing import (
-    SIZE,
-    STEPS_TO_SETTLE,
-    WATCHED_STEPS,
-    Around,
-    Layers,
-    Twins,
-    body,
-    captured_twins,
-    linear,
-    rule,
-    stepping,
-    tokens,
-    train,
-)
+from capture_testing import SIZE, STEPS_TO_SETTLE, Around, Layers, Twins, body, linear, rule, stepping, tokens, train
 from engine_testing import RMSNorm
 from tiers import by_default, slow
 from torch import Tensor, nn
@@ -82,7 +69,7 @@ def test_norms_in_captured_code_launch_by_plans(device, monkeypatch):
     block = body(lambda self, x: x + self.down(self.layer(self.up(self.rms(x)))), **norms, up=linear(), down=linear())
     net, step = Around(block, before=linear()).to(device), train(tokens().to(device))
     recompute.apply(net, rule(via="kernel"))
-    for _ in range(STEPS_TO_SETTLE + WATCHED_STEPS):
+    for _ in range(STEPS_TO_SETTLE + capture_testing.WATCHED_STEPS):
         step(net)
     has_plans, before = launch.uses_triton(torch.empty(1, device=device)), len(runs)
     step(net)  # there are six: in forward, again in backward, and the backward of two norms
@@ -209,7 +196,7 @@ def test_graphs_that_never_go_backward_leave_it_on_the_tape():
 
 def test_the_settings_of_torchs_frontend_are_as_before():
     before = dict(torch._dynamo.config.get_config_copy()) if hasattr(torch, "_dynamo") else {}
-    captured_twins(linear(), tokens())
+    Twins.captured(linear(), tokens())
     assert torch._dynamo.config.get_config_copy() == before
     assert not torch.compiler.is_compiling()
 

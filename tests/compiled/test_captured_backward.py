@@ -7,22 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from bodies.runs import RUNS
-from capture_testing import (
-    NODE,
-    SIZE,
-    STEPS_TO_SETTLE,
-    Around,
-    Twins,
-    a_block,
-    body,
-    captured_twins,
-    fresh,
-    linear,
-    rule,
-    tokens,
-    train,
-)
-from engine_testing import RMSNorm, leaves, loss_of
+from capture_testing import NODE, SIZE, STEPS_TO_SETTLE, Around, Twins, a_block, body, linear, rule, tokens, train
+from engine_testing import RMSNorm, fresh, leaves, loss_of
 from tiers import by_default, slow
 from torch import nn
 from torch.autograd import grad
@@ -32,7 +18,7 @@ from recompute.errors import PolicyWarning, UnsupportedError
 
 @pytest.fixture
 def twins(x):
-    return captured_twins(a_block(), x)
+    return Twins.captured(a_block(), x)
 
 
 def on(x, backward):
@@ -195,7 +181,7 @@ def test_each_region_runs_code_for_the_gradients_that_it_gets(x, block, count, d
 
 def test_forward_does_not_run_again_on_what_has_changed_since(x):
     """Plain PyTorch would not mind: it does not read the bias in backward."""
-    twins = captured_twins(a_block(), x)
+    twins = Twins.captured(a_block(), x)
     y = twins.under.inside(x)
     with torch.no_grad():
         twins.under.inside.up.bias.add_(1)
@@ -380,7 +366,7 @@ def test_an_error_in_forward_leaves_all_in_order(x):
             raise ValueError("as asked")
         return y
 
-    twins = captured_twins(body(forward, lin=linear(), fails=False), x)
+    twins = Twins.captured(body(forward, lin=linear(), fails=False), x)
     twins.both(lambda m: setattr(m.inside, "fails", True))
     with pytest.raises(ValueError, match="as asked"):
         twins.under(x)

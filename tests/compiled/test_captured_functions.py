@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from bodies.autograd import FUNCTIONS, IS_TOLD_LATE, Scale, composite
-from capture_testing import ROWS, SIZE, Around, Twins, body, captured_twins, fresh, linear, rule, train
+from capture_testing import ROWS, SIZE, Around, Twins, body, fresh, linear, rule, train
 from engine_testing import function_of, loss_of, no_garbage_collection, no_tensors, weak
 from tiers import by_default
 from tiny import of_one_more
@@ -49,7 +49,7 @@ def test_no_functions_backward_is_taken_for_the_ops_that_it_ran_once(x):
 
 def test_the_reports_say_so(x):
     """The Function's input, which it only reads, is held once for all; and what comes after it is brought back."""
-    twins = captured_twins(block("saves its inputs"), x)
+    twins = Twins.captured(block("saves its inputs"), x)
     assert "inside: 1 of 1 run as captured code" in str(twins.handle.explain())
     step = of_one_more(lambda: train(x)(twins.under), twins.handle)
     made = ROWS * SIZE * 4
@@ -82,7 +82,7 @@ def saved_elsewhere(module, given):
 @pytest.mark.parametrize("step", [under_autocast, of_another_layout, saved_elsewhere, in_its_turn])
 @pytest.mark.filterwarnings("ignore:.*a gradient is differentiated")
 def test_ways_to_run_it(x, step):
-    twins = captured_twins(block("one after the other"), x)
+    twins = Twins.captured(block("one after the other"), x)
     twins.steps(lambda module: step(module, fresh(x)), 6)
 
 
@@ -102,14 +102,12 @@ def seen(x):
 
 
 KEEPS = function_of(lambda x: seen(x) * 2, lambda gradient: gradient * 2, saves=no_tensors)
-HOLDS = function_of(
-    lambda x: (x * 2).sin(), lambda gradient, x: gradient * x.cos() * 2, saves=lambda _, x: (seen(x * 2),)
-)
+HOLDS = function_of(lambda x: (x * 2).sin(), lambda g, x: g * x.cos() * 2, saves=lambda _, x: (seen(x * 2),))
 
 
 @pytest.mark.parametrize(("function", "is_held"), [(KEEPS, False), (HOLDS, True)])
 def test_what_a_function_saves_is_held_until_the_graph_is_gone_and_nothing_else(x, function, is_held):
-    twins = captured_twins(body(lambda self, x: self.lin(function.apply(x + 1)), lin=linear()), x)
+    twins = Twins.captured(body(lambda self, x: self.lin(function.apply(x + 1)), lin=linear()), x)
     loss_of(twins.under(fresh(x))).backward()
     with no_garbage_collection():
         y = twins.under(fresh(x))
@@ -129,7 +127,7 @@ KEPT = SimpleNamespace(rows=ROWS)
 
 
 def test_a_function_that_gives_something_else_sends_the_module_back_to_the_tape(x, monkeypatch):
-    twins = captured_twins(body(lambda self, x: Varies.apply(self.lin(x)).sin(), lin=linear()), x)
+    twins = Twins.captured(body(lambda self, x: Varies.apply(self.lin(x)).sin(), lin=linear()), x)
     monkeypatch.setattr(KEPT, "rows", 2)
     twins.steps(train(x), 3)
     assert twins.why_not == "Varies does not return the same kind of outputs in each call"
@@ -184,7 +182,7 @@ def test_code_reads_what_a_function_gives_or_has_set(x, forward):
 
 
 def test_what_a_function_saved_may_not_change(x):
-    twins = captured_twins(body(lambda self, x: self.lin(Scale.apply(x, self.lin.bias)), lin=linear()), x)
+    twins = Twins.captured(body(lambda self, x: self.lin(Scale.apply(x, self.lin.bias)), lin=linear()), x)
     for module in (twins.plain, twins.under):
         h = module.before(fresh(x)).clone()
         y = module.inside(h)

@@ -5,24 +5,11 @@ from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
+import capture_testing
 import pytest
 import torch
 import torch.nn.functional as F
-from capture_testing import (
-    ROWS,
-    SIZE,
-    Around,
-    DroppingBlock,
-    Layers,
-    Twins,
-    body,
-    captured_twins,
-    linear,
-    rule,
-    stepping,
-    tokens,
-    train,
-)
+from capture_testing import ROWS, SIZE, Around, DroppingBlock, Twins, body, linear, rule, stepping, tokens, train
 from engine_testing import RMSNorm, set_by
 from tiers import by_default, one_in, slow
 from torch import nn
@@ -112,9 +99,7 @@ CHANGES = {
     "frozen norm": Change(lambda m: m.inside.norm.requires_grad_(False)),
     "forward hook": Change(lambda m: m.inside.up.register_forward_hook(double_output)),
     "forward pre-hook": Change(lambda m: m.inside.up.register_forward_pre_hook(lambda module, args: (args[0] * 2,))),
-    "backward hook": Change(
-        lambda m: m.inside.up.register_full_backward_hook(lambda module, given, _: (given[0] * 2,))
-    ),
+    "backward hook": Change(lambda m: m.inside.up.register_full_backward_hook(lambda _, given, __: (given[0] * 2,))),
     "forward on the instance": Change(forward_of_its_own),
     "evaluation": Change(lambda m: m.eval()),
     "part in evaluation": Change(lambda m: m.inside.dropout.eval()),
@@ -366,7 +351,7 @@ def test_a_forward_that_changes_a_setting_is_captured_if_that_only_chooses_atten
 def test_an_output_that_others_saved_comes_back_under_the_settings_of_forward(setting, monkeypatch):
     """Where these are in force, none is put in force again: that takes as long as a norm."""
     x, put, replayed = tokens(), [], Numerics.replayed
-    twins = captured_twins(RMSNorm(), x)
+    twins = Twins.captured(RMSNorm(), x)
     monkeypatch.setattr(Numerics, "replayed", lambda settings: put.append(settings) or replayed(settings))
 
     before = twins.handle.stats()
@@ -432,7 +417,7 @@ def another_attention():
 
 @pytest.mark.parametrize("in_force", [*slow("for some frames"), "for the frame that is recorded"])
 def test_equal_layers_are_captured_anew_under_settings_that_choose_other_ops(in_force):
-    model = Layers(3)
+    model = capture_testing.Layers(3)
     for layer in model.layers:
         layer.mixer = body(attention, q=linear(), k=linear(), v=linear())
     twins, step = Twins(model, rule("layers.*")), train(tokens())

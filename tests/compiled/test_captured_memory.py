@@ -10,21 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from capture_testing import (
-    SIZE,
-    STEPS_TO_SETTLE,
-    Around,
-    Layers,
-    Twins,
-    body,
-    captured_twins,
-    fresh,
-    linear,
-    rule,
-    tokens,
-    train,
-)
-from engine_testing import GatedMLP, RMSNorm, assert_same, loss_of, no_garbage_collection, set_by
+from capture_testing import SIZE, STEPS_TO_SETTLE, Around, Layers, Twins, body, linear, rule, tokens, train
+from engine_testing import GatedMLP, RMSNorm, assert_same, fresh, loss_of, no_garbage_collection, set_by
 from tiers import one_in
 from tiny import of_one_more
 from torch import nn
@@ -72,7 +59,7 @@ def alive(references):
 
 def test_what_is_kept_dies_with_backward_or_with_the_graph():
     x = tokens()
-    twins = captured_twins(mlp(), x)
+    twins = Twins.captured(mlp(), x)
     with watched() as kept:
         y = twins.under(fresh(x))
         assert alive(kept) == len(kept) > 0
@@ -147,7 +134,7 @@ def test_what_a_regenerated_output_leaves_is_small_and_freed_by_the_regions_back
 
 def test_an_input_that_nobody_else_holds_dies_with_the_graph():
     x = tokens()
-    twins = captured_twins(mlp(), x)
+    twins = Twins.captured(mlp(), x)
     with watched():
         z = fresh(x) * 1
         reference = StorageWeakRef(z.untyped_storage())
@@ -171,7 +158,7 @@ def test_backward_frees_what_is_kept_as_it_goes():
             return op(*args, **(kwargs or {}))
 
     x = tokens()
-    twins = captured_twins(body(forward, parts=nn.ModuleList(nn.Linear(SIZE, SIZE) for _ in range(4))), x)
+    twins = Twins.captured(body(forward, parts=nn.ModuleList(nn.Linear(SIZE, SIZE) for _ in range(4))), x)
     counts = []
     with watched() as kept:
         loss = loss_of(twins.under.inside(fresh(x)))

@@ -4,21 +4,8 @@ import copy
 
 import pytest
 import torch
-from capture_testing import (
-    SIZE,
-    STEPS_TO_SETTLE,
-    Around,
-    DroppingBlock,
-    Twins,
-    body,
-    captured_twins,
-    fresh,
-    observed,
-    rule,
-    tokens,
-    train,
-)
-from engine_testing import assert_same, in_threads, loss_of
+from capture_testing import SIZE, STEPS_TO_SETTLE, Around, DroppingBlock, Twins, body, observed, rule, tokens, train
+from engine_testing import assert_same, fresh, in_threads, loss_of
 from tiers import slow
 from torch import nn
 from torch.autograd import grad
@@ -30,7 +17,7 @@ from recompute.compiled.captured_region import MAX_GRAPHS
 
 def test_copies(x):
     """A copy starts by the tape, and is captured in its turn."""
-    twins = captured_twins(DroppingBlock(), x)
+    twins = Twins.captured(DroppingBlock(), x)
     for duplicate in (copy.deepcopy(twins.under), copy.deepcopy(twins.under)):
         for _ in range(7):
             duplicate.zero_grad()
@@ -40,7 +27,7 @@ def test_copies(x):
 
 
 def test_torch_compile_of_the_model_afterwards(x):
-    twins = captured_twins(nn.Sequential(nn.Linear(SIZE, SIZE), nn.GELU(), nn.Linear(SIZE, SIZE)), x)
+    twins = Twins.captured(nn.Sequential(nn.Linear(SIZE, SIZE), nn.GELU(), nn.Linear(SIZE, SIZE)), x)
     twins.both(lambda module: module.zero_grad())
     compiled = [torch.compile(module, backend="aot_eager") for module in (twins.under, twins.plain)]
     found, expected = (observed(module, train(x)) for module in compiled)
@@ -49,7 +36,7 @@ def test_torch_compile_of_the_model_afterwards(x):
 
 
 def test_the_policy_is_removed_while_graphs_are_alive(x):
-    twins = captured_twins(DroppingBlock(), x)
+    twins = Twins.captured(DroppingBlock(), x)
 
     def step(module):
         loss = loss_of(module(x))

@@ -233,16 +233,10 @@ def test_attentions_dropout_is_drawn_once(dropout):
     close(train(compile_layers(model), steps=1), train(plain, steps=1))
 
 
-class Experts(nn.Module):
-    """Two experts, to which 9 and 5 tokens go: no multiple of 16 bytes."""
-
-    def __init__(self):
-        super().__init__()
-        self.weights = nn.Parameter(torch.randn(2, 32, 16, dtype=torch.bfloat16))
-
-    def forward(self, x, order):
-        ends = torch.tensor([9, 14], dtype=torch.int32, device=x.device)
-        return F.grouped_mm(x.abs()[order], self.weights, offs=ends).square()
+def two_experts(self, x, order):
+    """To which 9 and 5 tokens go: no multiple of 16 bytes."""
+    ends = torch.tensor([9, 14], dtype=torch.int32, device=x.device)
+    return F.grouped_mm(x.abs()[order], self.weights, offs=ends).square()
 
 
 @pytest.mark.parametrize(
@@ -251,12 +245,13 @@ class Experts(nn.Module):
 )
 @pytest.mark.parametrize("action", ["checkpoint", "recompute"])
 def test_what_runs_again_reaches_a_grouped_gemm_in_the_layout_that_it_needs(action, device):
-    module = Experts().to(device)
+    weights = nn.Parameter(torch.randn(2, 32, 16, dtype=torch.bfloat16))
+    module = module_of(two_experts, weights=weights).to(device)
     x = torch.randn(14, 32, dtype=torch.bfloat16, device=device, requires_grad=True)
     order = torch.randperm(14, device=device)
     module(x, order).sum().backward()
     expected, module.weights.grad = module.weights.grad, None
-    recompute.apply(module, {"rules": [{"type": "Experts", "action": action}]})
+    recompute.apply(module, {"rules": [{"type": "Body", "action": action}]})
     with torch._inductor.config.patch(fx_graph_cache=False), torch._functorch.config.patch(enable_autograd_cache=False):
         torch.compile(module, fullgraph=True)(x, order).sum().backward()
     torch.testing.assert_close(module.weights.grad, expected)
@@ -398,9 +393,8 @@ def test_kernels_at_a_price_hold_about_what_they_hold_in_eager_code():
 @pytest.mark.slow
 def test_layers_have_prices_of_their_own_as_a_plan_gives_them():
     most, *_, middle, least = points("hook")[:-1]
-    fields = [
-        {**priced(point.rule["price"])["rules"][0], "layers": at} for at, point in enumerate((most, middle, least))
-    ]
+    prices = [each.rule["price"] for each in (most, middle, least)]
+    fields = [{**priced(price)["rules"][0], "layers": at} for at, price in enumerate(prices)]
     policy = rules(*fields, {"match": "layers.*", "action": "checkpoint"})
     eager = held_under(policy, compiled=False, layers=4)
     assert 0.98 * eager <= held_under(policy, compiled=True, layers=4) <= eager

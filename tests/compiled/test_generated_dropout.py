@@ -18,14 +18,9 @@ def philox(seed, counters):
     """Philox4x32-10, of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3"."""
     low, high, c = seed & 0xFFFFFFFF, seed >> 32, [each.astype(np.uint64) for each in counters]
     for _ in range(10):
-        first, second = c[0] * np.uint64(0xD2511F53), c[2] * np.uint64(0xCD9E8D57)
+        first, other = c[0] * np.uint64(0xD2511F53), c[2] * np.uint64(0xCD9E8D57)
         half, mask = np.uint64(32), np.uint64(0xFFFFFFFF)
-        c = [
-            second >> half ^ c[1] ^ np.uint64(low),
-            second & mask,
-            first >> half ^ c[3] ^ np.uint64(high),
-            first & mask,
-        ]
+        c = [other >> half ^ c[1] ^ np.uint64(low), other & mask, first >> half ^ c[3] ^ np.uint64(high), first & mask]
         low, high = (low + 0x9E3779B9) & 0xFFFFFFFF, (high + 0xBB67AE85) & 0xFFFFFFFF
     return c
 
@@ -51,10 +46,6 @@ def test_each_thread_of_atens_kernel_has_numbers_of_its_own(vector, threads, see
     assert (found.numpy() == (uniform < np.float32(0.7))).all()
 
 
-def dropped_twice(x):
-    return F.dropout(x, 0.05), F.dropout(x, 0.3) * 2
-
-
 def gradient_alone(x):
     _, mask = torch.ops.aten.native_dropout(x, 0.1, True)
     return torch.ops.aten.native_dropout_backward(x, mask, 1 / 0.9) + x
@@ -63,7 +54,7 @@ def gradient_alone(x):
 FUNCTIONS = {
     "dropout": (lambda x: F.dropout(x, 0.1), 1),
     "of what the group computes": (lambda x: F.dropout(x * 2, 0.5) + x, 1),
-    "two of one tensor": (dropped_twice, 1),
+    "two of one tensor": (lambda x: (F.dropout(x, 0.05), F.dropout(x, 0.3) * 2), 1),
     "mask": (lambda x: torch.ops.aten.native_dropout(x, 0.1, True), 1),
     "mask alone": (gradient_alone, 1),
     "read in another order": (lambda x: (F.dropout(x, 0.1).mT + 1).contiguous(), 1),

@@ -7,7 +7,7 @@ from unittest import TestCase
 
 import pytest
 import torch
-from engine_testing import function_of, no_tensors
+from engine_testing import function_of, module_of, no_tensors
 from tiers import slow
 from tiny import HIDDEN, INTERMEDIATE, TOKENS, decoder, next_token_loss, token_ids, train
 from torch import nn
@@ -178,19 +178,14 @@ def test_what_is_around_the_model_is_seen_through():
     assert '- {match: "layers.*", action: checkpoint}' in report
 
 
-@pytest.mark.parametrize("rules", ["none", [{"type": "Scaled", "action": "checkpoint"}]])
+@pytest.mark.parametrize("rules", ["none", [{"type": "Body", "action": "checkpoint"}]])
 def test_keywords_and_positions_are_both_understood(rules):
-    class Scaled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(HIDDEN, HIDDEN)
+    def scaled(self, x, by, *, cache=None, **others):
+        assert cache is None
+        assert others.keys() <= {"other"}
+        return torch.tanh(self.linear(x) * by)
 
-        def forward(self, x, by, *, cache=None, **others):
-            assert cache is None
-            assert others.keys() <= {"other"}
-            return torch.tanh(self.linear(x) * by)
-
-    model = Scaled()
+    model = module_of(scaled, linear=nn.Linear(HIDDEN, HIDDEN))
     recompute.apply(model, {"name": "one", "rules": rules})
 
     def run():

@@ -13,24 +13,16 @@ import models
 import numpy as np
 import pytest
 import torch
-from engine_testing import function_of, no_tensors
+from engine_testing import function_of, module_of, no_tensors
 from tiers import slow
 from tiny import HIDDEN, TinyMLP, TinyRMSNorm, decoder, rule, rules, snapshot, token_ids
 from torch import Tensor, nn
 
 import recompute
+from recompute import errors
 from recompute.diagnostics import verify
 from recompute.diagnostics.comparing_runs import deterministic, relative_error, same_bits, wider_dtype
-from recompute.errors import (
-    AlreadyAppliedError,
-    GradientMismatch,
-    ModelError,
-    MutationError,
-    NoEffectError,
-    PolicyError,
-    RegenerationError,
-    UnsupportedError,
-)
+from recompute.errors import GradientMismatch, ModelError, MutationError, NoEffectError, PolicyError, RegenerationError
 from recompute.substitution import norm as kernel_module
 from recompute.substitution.norm import find_norm
 
@@ -381,15 +373,6 @@ def test_a_tensor_given_twice_is_one_tensor():
     assert recompute.verify(Same(), (inputs, inputs), policy=rules(rule("Same"))).bitwise
 
 
-class Two(nn.Module):
-    def __init__(self, gives):
-        super().__init__()
-        self.one, self.other, self.gives = nn.Linear(4, 4), nn.Linear(4, 4), gives
-
-    def forward(self, x):
-        return self.gives(self.one(x).tanh(), self.other(x).tanh())
-
-
 @pytest.mark.parametrize(
     ("gives", "loss", "gradients"),
     [
@@ -400,7 +383,9 @@ class Two(nn.Module):
     ids=["every output", "a loss that is given", "the output's own"],
 )
 def test_backward_starts_from_the_loss_or_from_every_output(gives, loss, gradients):
-    found = recompute.verify(Two(gives), numbers(2, 4), policy=rules(rule("Two")), loss=loss)
+    parts = {"one": nn.Linear(4, 4), "other": nn.Linear(4, 4)}
+    model = module_of(lambda self, x: gives(self.one(x).tanh(), self.other(x).tanh()), **parts)
+    found = recompute.verify(model, numbers(2, 4), policy=rules(rule("Body")), loss=loss)
     assert (found.bitwise, found.gradients) == (True, gradients)
 
 
@@ -429,7 +414,7 @@ def test_what_apply_refuses_verify_refuses_before_anything_runs():
     with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module, got function"):
         recompute.verify(lambda x: x, numbers(2, 4), policy="hook")
     governed = decoder()
-    with recompute.apply(governed, "full"), pytest.raises(AlreadyAppliedError):
+    with recompute.apply(governed, "full"), pytest.raises(errors.AlreadyAppliedError):
         recompute.verify(governed.layers[0], token_ids(), policy="none")
 
 
@@ -441,7 +426,7 @@ def test_rounding_that_cannot_be_measured_is_said_so():
             return x
 
     model = nn.Sequential(norms(), OnlyFloat32())
-    with pytest.raises(UnsupportedError, match=r"torch\.float64, which fails: no kernel for Double"):
+    with pytest.raises(errors.UnsupportedError, match=r"torch\.float64, which fails: no kernel for Double"):
         recompute.verify(model, numbers(8, HIDDEN), policy=KERNELS)
 
 
@@ -454,18 +439,10 @@ def test_the_wider_dtype_is_that_in_which_rounding_shows():
 
 
 def test_sparse_shared_and_unused_parameters_compare():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embedding = nn.Embedding(8, 4, sparse=True)
-            self.unused = nn.Linear(4, 4)
-            self.one = nn.Linear(4, 4)
-            self.other = self.one
-
-        def forward(self, ids):
-            return self.other(self.one(self.embedding(ids)).relu())
-
-    found = recompute.verify(Model(), torch.tensor([[1, 2, 2]]), policy=rules(rule("Model")))
+    one = nn.Linear(4, 4)
+    parts = {"embedding": nn.Embedding(8, 4, sparse=True), "unused": nn.Linear(4, 4), "one": one, "other": one}
+    model = module_of(lambda self, ids: self.other(self.one(self.embedding(ids)).relu()), **parts)
+    found = recompute.verify(model, torch.tensor([[1, 2, 2]]), policy=rules(rule("Body")))
     assert (found.bitwise, found.gradients) == (True, 3)
 
 

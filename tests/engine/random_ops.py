@@ -106,9 +106,7 @@ ByAddress = function_of(
 )
 
 
-TanhInPlace = function_of(
-    lambda x: x.tanh_(), lambda gradient, y: gradient * (1 - y * y), saves=its_result, is_dirty=True
-)
+TanhInPlace = function_of(lambda x: x.tanh_(), lambda g, y: g * (1 - y * y), saves=its_result, is_dirty=True)
 
 
 Stash = function_of(

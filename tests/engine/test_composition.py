@@ -1,23 +1,10 @@
 """Regions among other machinery: hooks, torch's checkpoint, replicas, threads, functional transforms, decorators."""
 
+import engine_testing
 import pytest
 import torch
 import torch.nn.functional as F
-from engine_testing import (
-    HIDDEN,
-    INSIDE,
-    POLICIES,
-    TOKENS,
-    RMSNorm,
-    Stack,
-    assert_step_as_without,
-    bits,
-    both_actions,
-    holding,
-    module_of,
-    policy,
-    tokens,
-)
+from engine_testing import HIDDEN, INSIDE, POLICIES, TOKENS, RMSNorm, Stack, bits, holding, module_of, policy, tokens
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -46,7 +33,7 @@ def test_a_forward_takes_functional_gradients_for_which_nothing_is_dropped(rules
     """torch.func takes none while saved-tensor hooks are set, so ours are taken off for that time."""
     inside = module_of(lambda self, x: torch.func.grad(lambda x: x.sin().sum())(x) * x)
     model = module_of(lambda self, x: self.inside(self.norm(x)), inside=inside, norm=RMSNorm())
-    assert_step_as_without(model, rules, tokens(), drops=False)
+    engine_testing.assert_step_as_without(model, rules, tokens(), drops=False)
 
 
 def test_hooks_of_others_are_not_taken_off_for_functional_gradients():
@@ -68,7 +55,7 @@ def test_torch_compile_takes_no_code_of_a_tape_for_what_it_calls_itself():
 
     compiled = torch.compile(lambda x: skipped(x.sin()).cos(), backend="eager")
     model, x = holding(lambda self, x: self.norm(compiled(self.norm(x))).cos(), norm=RMSNorm()), tokens()
-    assert_step_as_without(model, policy(("inside", "recompute")), x)
+    engine_testing.assert_step_as_without(model, policy(("inside", "recompute")), x)
     entries = torch._dynamo.eval_frame._debug_get_cache_entry_list
     methods = (Tape.__torch_dispatch__, Tape.see, TapeFrame.follow, TapeFrame.run, TapeFrame.run_planned)
     assert [method.__name__ for method in methods if entries(method.__code__)] == []
@@ -81,7 +68,7 @@ def test_torch_compile_takes_functional_gradients_when_policies_have_been_applie
         assert bits(torch.compile(take, backend="eager", fullgraph=True)(x[0])) == bits(take(x[0]))
 
 
-@both_actions
+@engine_testing.both_actions
 @pytest.mark.parametrize("where", [FakeTensorMode, lambda: torch.device("meta")], ids=["fake", "meta"])
 def test_a_model_on_tensors_without_values(where, action):
     with where():

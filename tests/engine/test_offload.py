@@ -8,28 +8,14 @@ import os
 import signal
 import time
 
+import engine_testing
 import pytest
 import torch
 from bodies import BODIES
 from bodies.memory import SAVED
 from bodies.runs import RUNS
 from corpus import FEW_STEPS, assert_as_plain, assert_function_as_plain, never
-from engine_testing import (
-    Census,
-    Stack,
-    assert_as_without,
-    assert_same,
-    assert_step_as_without,
-    bits,
-    function_of,
-    holding,
-    loss_of,
-    no_garbage_collection,
-    outcome,
-    tokens,
-    twins_of,
-    weak,
-)
+from engine_testing import Stack, assert_same, bits, function_of, holding, loss_of, outcome, tokens, twins_of, weak
 from tiers import by_default, slow
 from tiny import of_one_more
 from torch import nn
@@ -111,7 +97,9 @@ def test_a_body_does_what_it_does_in_plain_pytorch(name, way):
 @pytest.mark.parametrize("run", by_default({name: RUNS[name] for name in EXACT}, "several_times", "of_several_shapes"))
 def test_a_run_of_a_stack_is_bitwise_that_of_plain_pytorch(run, way):
     x = tokens()
-    assert_as_without(run.make(), rules(**way), lambda model: run.run(model, x.detach().requires_grad_()), drops=False)
+    engine_testing.assert_as_without(
+        run.make(), rules(**way), lambda model: run.run(model, x.detach().requires_grad_()), drops=False
+    )
 
 
 @every_way
@@ -186,7 +174,7 @@ def test_backward_brings_a_region_back_and_starts_the_one_before_it(copies):
 
 def test_what_no_backward_comes_for_leaves_again_at_its_end(copies):
     model, _ = governed()
-    with Census() as census:
+    with engine_testing.Census() as census:
         loss = model(batch()).sum()
         held = census.alive_nbytes()
         (gradient,) = torch.autograd.grad(loss, [model.layers[2][0].weight], retain_graph=True)
@@ -296,7 +284,7 @@ def test_a_policy_that_is_removed_gives_host_memory_back():
 def test_memory_is_released_by_reference_count():
     model, _ = governed()
     model(batch()).sum().backward()
-    with no_garbage_collection():
+    with engine_testing.no_garbage_collection():
         loss = model(batch()).sum()
         assert sum(isinstance(each, OffloadedStorage) for each in gc.get_objects()) == 2 * LAYERS
         del loss
@@ -429,12 +417,14 @@ def test_inside_of_a_region_that_drops_that_regions_rule_decides(action, copies)
     outer = {"match": "inside", "action": action, **({"via": "hook"} if action == "recompute" else {})}
     model = holding(lambda self, x: self.layers(x), layers=nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
     policy = {"rules": [outer, *rules("inside.layers.*")["rules"]]}
-    assert_step_as_without(model, policy, tokens(), drops=action == "checkpoint")
+    engine_testing.assert_step_as_without(model, policy, tokens(), drops=action == "checkpoint")
     assert copies == []
 
 
 def test_hooks_of_others_around_it_get_everything(copies):
-    assert_step_as_without(Stack(), rules(), tokens(), drops=False, around=torch.autograd.graph.save_on_cpu)
+    engine_testing.assert_step_as_without(
+        Stack(), rules(), tokens(), drops=False, around=torch.autograd.graph.save_on_cpu
+    )
     assert copies == []
 
 

@@ -2,21 +2,11 @@
 
 from contextlib import nullcontext
 
+import engine_testing
 import pytest
 import torch
 import torch.nn.functional as F
-from engine_testing import (
-    HIDDEN,
-    Layer,
-    RMSNorm,
-    Stack,
-    assert_as_without,
-    every_rule,
-    every_tape,
-    holding,
-    loss_of,
-    no_garbage_collection,
-)
+from engine_testing import HIDDEN, Layer, RMSNorm, Stack, assert_as_without, every_rule, every_tape, holding, loss_of
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 
@@ -57,7 +47,7 @@ def test_the_graph_dies_on_cuda_without_garbage_collection(rules):
     model, x = stack(), tokens()
     recompute.apply(model, rules)
     loss_of(model(x)).backward()
-    with no_garbage_collection():
+    with engine_testing.no_garbage_collection():
         before = torch.cuda.memory_allocated()
         loss = loss_of(model(x))
         loss.backward(retain_graph=True)
@@ -158,7 +148,7 @@ def test_without_gradients_nothing_is_held_on_cuda(rules, way):
     recompute.apply(model, rules)
     with way():
         model(x)
-        with no_garbage_collection():
+        with engine_testing.no_garbage_collection():
             before = torch.cuda.memory_allocated()
             result = model(x)
             assert torch.cuda.memory_allocated() - before == result.untyped_storage().nbytes()

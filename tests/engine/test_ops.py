@@ -159,10 +159,8 @@ class TestCalls:
 
     def test_a_transposed_convolution_may_differ_from_run_to_run_on_cuda(self):
         def known(is_cuda, transposed):
-            tensor = SimpleNamespace(is_cuda=is_cuda)
-            return facts_of_call(
-                aten.convolution.default, (tensor, tensor, None, [1], [0], [1], transposed, [0], 1), {}
-            )
+            x = SimpleNamespace(is_cuda=is_cuda)
+            return facts_of_call(aten.convolution.default, (x, x, None, [1], [0], [1], transposed, [0], 1), {})
 
         assert known(True, True) == ops.OpFacts(
             "aten.convolution", Kind.OPAQUE, "convolution", reason=ops.DIFFERS, varies=True

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -258,21 +259,21 @@ LARGE_ON_CUDA = [
     lambda at: [_noise(at, 4096, 4096).mean(dim) for dim in (0, 1)],
     lambda at: [_noise(at, 64, 1 << 16).logsumexp(1), torch.var_mean(_noise(at, 1 << 16, 64), 0)],
     lambda at: [_noise(at, 64, 1 << 17).softmax(1), _noise(at, 1 << 14, 1024).log_softmax(0)],
-    lambda at: torch.nn.functional.layer_norm(_noise(at, 4096, 4096), [4096]),
-    lambda at: torch.nn.functional.group_norm(_noise(at, 16, 64, 64, 64), 8),
-    lambda at: torch.nn.functional.rms_norm(_noise(at, 4096, 4096), [4096]),
+    lambda at: F.layer_norm(_noise(at, 4096, 4096), [4096]),
+    lambda at: F.group_norm(_noise(at, 16, 64, 64, 64), 8),
+    lambda at: F.rms_norm(_noise(at, 4096, 4096), [4096]),
     lambda at: [_noise(at, 64, 1 << 16, dtype=dtype) @ _noise(at, 1 << 16, 64, dtype=dtype) for dtype in FLOATS],
     lambda at: [_noise(at, 2, 64, 1 << 14, dtype=dtype) @ _noise(at, 2, 1 << 14, 8, dtype=dtype) for dtype in FLOATS],
     lambda at: [_noise(at, 1000, 1 << 16) @ _noise(at, 1 << 16), _noise(at, 1 << 22) @ _noise(at, 1 << 22)],
-    lambda at: torch.nn.functional.linear(_noise(at, 8192, 4096), _noise(at, 100, 4096), _noise(at, 100)),
+    lambda at: F.linear(_noise(at, 8192, 4096), _noise(at, 100, 4096), _noise(at, 100)),
     *(
-        lambda at, dtype=dtype: torch.nn.functional.conv2d(
+        lambda at, dtype=dtype: F.conv2d(
             _noise(at, 16, 256, 28, 28, dtype=dtype), _noise(at, 64, 256, 3, 3, dtype=dtype), padding=1
         )
         for dtype in (torch.float32, torch.bfloat16)
     ),
     *(
-        lambda at, layout=layout: torch.nn.functional.batch_norm(
+        lambda at, layout=layout: F.batch_norm(
             _noise(at, 32, 64, 56, 56).to(memory_format=layout),
             None,
             None,
@@ -283,14 +284,14 @@ LARGE_ON_CUDA = [
         for layout in (torch.contiguous_format, torch.channels_last)
     ),
     lambda at: _noise(at, 1000, 512)[torch.randint(0, 1000, (1 << 15,), device=at)],
-    lambda at: torch.nn.functional.embedding(torch.randint(0, 1000, (1 << 15,), device=at), _noise(at, 1000, 512)),
+    lambda at: F.embedding(torch.randint(0, 1000, (1 << 15,), device=at), _noise(at, 1000, 512)),
     lambda at: _noise(at, 1 << 15, 64).gather(1, torch.randint(0, 64, (1 << 15, 64), device=at)),
     lambda at: torch.zeros(1 << 12, 64, device=at).scatter(1, torch.randint(0, 64, (1 << 12, 64), device=at), 1.0),
     lambda at: torch.zeros(1 << 12, device=at).index_fill(0, torch.randint(0, 99, (1 << 15,), device=at), 1.0),
-    lambda at: [torch.nn.functional.max_pool2d(_noise(at, 16, 64, 64, 64), 3), _noise(at, 64, 1 << 16).max(1)],
-    lambda at: [torch.nn.functional.interpolate(_noise(at, 8, 16, 64, 64), scale_factor=1.7, mode="bicubic")],
-    lambda at: torch.nn.functional.cross_entropy(_noise(at, 8192, 1000), torch.randint(0, 1000, (8192,), device=at)),
-    lambda at: torch.nn.functional.fold(_noise(at, 8, 64 * 9, 62 * 62), 64, 3),
+    lambda at: [F.max_pool2d(_noise(at, 16, 64, 64, 64), 3), _noise(at, 64, 1 << 16).max(1)],
+    lambda at: [F.interpolate(_noise(at, 8, 16, 64, 64), scale_factor=1.7, mode="bicubic")],
+    lambda at: F.cross_entropy(_noise(at, 8192, 1000), torch.randint(0, 1000, (8192,), device=at)),
+    lambda at: F.fold(_noise(at, 8, 64 * 9, 62 * 62), 64, 3),
 ]
 
 

@@ -6,6 +6,7 @@ import models
 import pytest
 import torch
 import transformers
+from engine_testing import module_of
 from torch import nn
 
 import recompute
@@ -16,18 +17,10 @@ from recompute.estimation.fake_tensors import fake_batch
 TOKENS, WIDTH, EXPERTS = 64, 16, 4
 
 
-class Experts(nn.Module):
+def of_experts(self, x):
     """A layer of experts that hands out tokens in one of the ways that people write."""
-
-    def __init__(self, route):
-        super().__init__()
-        self.route = route
-        self.gate = nn.Linear(WIDTH, EXPERTS)
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)) for _ in range(EXPERTS))
-
-    def forward(self, x):
-        weights, chosen = self.gate(x).softmax(-1).topk(2, -1)
-        return self.route(self.experts, x, weights, chosen).pow(2).mean()
+    weights, chosen = self.gate(x).softmax(-1).topk(2, -1)
+    return self.route(self.experts, x, weights, chosen).pow(2).mean()
 
 
 def by_where(experts, x, weights, chosen):
@@ -65,7 +58,8 @@ def by_counts(experts, x, weights, chosen):
 @pytest.mark.parametrize("route", [by_where, by_masks, by_one_hot, by_counts])
 @pytest.mark.parametrize("policy", [None, "full"])
 def test_experts_get_tokens_evenly(route, policy):
-    model = Experts(route)
+    experts = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)) for _ in range(EXPERTS))
+    model = module_of(of_experts, gate=nn.Linear(WIDTH, EXPERTS), experts=experts, route=route)
     seen = []
     for expert in model.experts:
         expert[0].register_forward_hook(lambda module, args, output: seen.append(len(args[0])))

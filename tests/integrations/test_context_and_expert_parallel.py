@@ -2,18 +2,16 @@
 
 import functools
 
+import engine_testing
 import pytest
 import torch
 import two_collectives
 import two_contexts
 import two_experts
-from engine_testing import (
-    SETTINGS,
-    bits,
-    clean_thread,  # noqa: F401  # around every test here
-    governing,
-)
+from engine_testing import SETTINGS, bits, governing
 from tiers import by_default, slow
+
+clean_thread = engine_testing.clean_thread  # around every test here
 
 POLICIES = {
     **{name: governing(setting, "layers.*") for name, setting in SETTINGS.items()},

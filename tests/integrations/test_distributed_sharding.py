@@ -4,24 +4,14 @@ import functools
 import itertools
 import json
 
+import engine_testing
 import pytest
-from engine_testing import (
-    SETTINGS,
-    bits,
-    clean_thread,  # noqa: F401  # around every test here
-    governing,
-)
+import two_parts
+from engine_testing import SETTINGS, bits, governing
 from tiers import by_default, slow
-from two_parts import (
-    disagreements,
-    kept_nbytes,
-    kernels_train_as_without,
-    losses_under_deepspeed,
-    plans_of_this_rank,
-    refusals,
-    train,
-    verified,
-)
+from two_parts import disagreements, kept_nbytes, losses_under_deepspeed, plans_of_this_rank, refusals, train, verified
+
+clean_thread = engine_testing.clean_thread  # around every test here
 
 WAYS = ["ddp", "fsdp", "fsdp of parts", "tensor parallel", "sequence parallel", "tensor parallel, then fsdp"]
 OF_WEIGHTS = [way for way in WAYS if "parallel" in way]
@@ -88,7 +78,7 @@ def test_micro_batches_and_adapters_train_as_without(two_processes, how, name, f
 @pytest.mark.parametrize("first", ["policy", *slow("wrapper")])
 @pytest.mark.parametrize("how", by_default([how for how in BY_DATA if how != "fsdp, mixed precision"], "fsdp"))
 def test_kernels_in_the_place_of_layers_under_ddp_and_fsdp(two_processes, how, first):
-    for difference in two_processes.run(kernels_train_as_without, how, first):
+    for difference in two_processes.run(two_parts.kernels_train_as_without, how, first):
         assert difference < 1e-5
 
 

@@ -4,31 +4,15 @@ import functools
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import engine_testing
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from engine_testing import (
-    HIDDEN,
-    SETTINGS,
-    Layer,
-    RMSNorm,
-    bits,
-    clean_thread,  # noqa: F401  # around every test here
-    governing,
-)
+from engine_testing import HIDDEN, SETTINGS, Layer, RMSNorm, bits, governing
 from tiers import by_default, slow
 from torch import Tensor, nn
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleDualPipeV,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleLoopedBFS,
-    ScheduleZBVZeroBubble,
-)
+from torch.distributed import pipelining
 
 import recompute
 from recompute.counters import memory_trace
@@ -38,16 +22,18 @@ from recompute.planning import solver
 from recompute.planning.prediction import choices_of
 from recompute.profiling.dry_run import static_nbytes
 
+clean_thread = engine_testing.clean_thread  # around every test here
+
 VOCABULARY, LENGTH = 16, 6
 MICROBATCHES, STEPS = 6, 3
 SCHEDULES = {
-    "GPipe": ScheduleGPipe,
-    "1F1B": Schedule1F1B,
-    "interleaved 1F1B": ScheduleInterleaved1F1B,
-    "interleaved zero bubble": ScheduleInterleavedZeroBubble,
-    "looped BFS": ScheduleLoopedBFS,
-    "ZBV zero bubble": ScheduleZBVZeroBubble,
-    "DualPipeV": ScheduleDualPipeV,
+    "GPipe": pipelining.ScheduleGPipe,
+    "1F1B": pipelining.Schedule1F1B,
+    "interleaved 1F1B": pipelining.ScheduleInterleaved1F1B,
+    "interleaved zero bubble": pipelining.ScheduleInterleavedZeroBubble,
+    "looped BFS": pipelining.ScheduleLoopedBFS,
+    "ZBV zero bubble": pipelining.ScheduleZBVZeroBubble,
+    "DualPipeV": pipelining.ScheduleDualPipeV,
 }
 ONE_STAGE = ("GPipe", "1F1B")
 """Schedules in which each process has one stage; in the others it has two."""
@@ -91,7 +77,7 @@ def stages_of_this_rank(schedule):
 
 def scheduled(name, modules, microbatches=MICROBATCHES):
     count = 2 if name in ONE_STAGE else 4
-    stages = [PipelineStage(module, index, count, torch.device("cpu")) for index, module in modules.items()]
+    stages = [pipelining.PipelineStage(module, index, count, torch.device("cpu")) for index, module in modules.items()]
     given = stages[0] if name in ONE_STAGE else stages
     return SCHEDULES[name](given, n_microbatches=microbatches, loss_fn=loss_of_microbatch)
 

@@ -7,25 +7,23 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from tiers import by_default
+import trainer_testing
+from tiers import by_default, slow
 from tiny import classes
-from trainer_testing import (
-    ACCUMULATED,
-    MANY,
-    STEPS,
-    VOCABULARY,
-    MeasuredTrainer,
-    arguments,
-    assert_same_weights,
-    logged,
-    model,
-    trained,
-)
+from torch import nn
+from torch.nn import functional as F
+from trainer_testing import LENGTH, MANY, STEPS, VOCABULARY, MeasuredTrainer, arguments, logged, model, texts, trained
 from transformers import HfArgumentParser, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from recompute.errors import PolicyError, UnsupportedError
+from recompute.errors import PolicyError, PolicyWarning, UnsupportedError
 from recompute.integrations import transformers as integration
-from recompute.integrations.transformers import RecomputeArguments, RecomputeCallback, RecomputeTrainingArguments
+from recompute.integrations.transformers import (
+    RecomputeArguments,
+    RecomputeCallback,
+    RecomputeTrainingArguments,
+    refuse_arguments,
+)
+from recompute.substitution.lazy_logits import LazyLogits
 
 LAYERS = {"name": "layers", "rules": [{"match": "model.layers.*", "action": "checkpoint"}]}
 
@@ -42,9 +40,7 @@ class MixedArguments(RecomputeArguments, OtherArguments):
     pass
 
 
-each_precision = pytest.mark.parametrize(
-    "precision", by_default({"float32": {}, "autocast": {"bf16": True}}, "autocast")
-)
+each_dtype = pytest.mark.parametrize("precision", by_default({"float32": {}, "autocast": {"bf16": True}}, "autocast"))
 WAYS = {
     "callback": lambda policy: {"callbacks": [RecomputeCallback(policy)], "kind": TrainingArguments},
     "arguments": lambda policy: {"kind": RecomputeTrainingArguments, "recompute_policy": policy},
@@ -53,17 +49,17 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", by_default(list(WAYS), "callback"))
-@each_precision
+@each_dtype
 def test_memory_falls_and_not_a_bit_changes(way, precision, tmp_path):
     plain = trained(tmp_path, **precision)
     options = WAYS[way]("elementwise")
     found = trained(tmp_path, *options.pop("callbacks", []), **options, **precision)
-    assert len(found.held) == len(plain.held) == STEPS * ACCUMULATED
+    assert len(found.held) == len(plain.held) == STEPS * trainer_testing.ACCUMULATED
     assert max(found.held) < 0.8 * min(plain.held)
     assert max(found.peaks) < min(plain.peaks)
     assert logged(found, "loss") == logged(plain, "loss")
     assert logged(found, "grad_norm") == logged(plain, "grad_norm")
-    assert_same_weights(found, plain)
+    trainer_testing.assert_same_weights(found, plain)
 
 
 @pytest.mark.slow
@@ -205,13 +201,11 @@ def test_from_yaml_json_and_the_command_line(tmp_path):
         assert found.recompute_kwargs == options
         assert found.report_to[0] == "recompute"
         assert found.ddp_find_unused_parameters is False
-        again = RecomputeTrainingArguments(**json.loads(json.dumps({"use_cpu": True} | found_fields(found))))
+        fields = ("output_dir", "recompute_policy", "recompute_kwargs", "report_to")
+        written = json.dumps({"use_cpu": True, **{key: getattr(found, key) for key in fields}})
+        again = RecomputeTrainingArguments(**json.loads(written))
         assert again.report_to == found.report_to
     assert parser.parse_args_into_dataclasses(line[:3])[0].report_to == []
-
-
-def found_fields(found):
-    return {key: getattr(found, key) for key in ("output_dir", "recompute_policy", "recompute_kwargs", "report_to")}
 
 
 def test_arguments_work_as_copies_and_from_a_file(tmp_path, monkeypatch):
@@ -279,13 +273,13 @@ def lora(vocabulary=VOCABULARY, **options):
     return peft.get_peft_model(llama, peft.LoraConfig(r=4, init_lora_weights=False, **options))
 
 
-@each_precision
+@each_dtype
 def test_adapters_train_as_without_under_the_paths_of_the_model(precision, tmp_path):
     plain = trained(tmp_path, of=lora(), **precision)
     found = trained(tmp_path, RecomputeCallback(LAYERS), of=lora(), **precision)
     assert max(found.held) < 0.7 * min(plain.held)
     assert logged(found, "loss") == logged(plain, "loss")
-    assert_same_weights(found, plain)
+    trainer_testing.assert_same_weights(found, plain)
     found.save_model(str(tmp_path / "saved"))
     assert (tmp_path / "saved" / "adapter_model.safetensors").exists()
 
@@ -301,3 +295,161 @@ def test_adapters_train_without_logits_also_where_the_head_has_one(targets, tmp_
     assert max(found.peaks) < 0.5 * min(plain.peaks)
     assert logged(found, "loss") == pytest.approx(logged(plain, "loss"), rel=1e-5)
     assert len(logged(found, "token_accuracy")) == STEPS
+
+
+# A loss without logits: what it saves, what is logged of it, and where logits are there all the same
+
+
+HEAD = {"name": "head", "rules": [{"match": "lm_head", "action": "recompute", "via": "kernel"}]}
+
+
+@pytest.mark.parametrize("policy", ["auto", *slow("elementwise", "none")])
+def test_the_peak_falls(policy, tmp_path):
+    plain = trained(tmp_path, RecomputeCallback(policy), of=model(MANY))
+    options = {"recompute_policy": policy, "recompute_kwargs": {"logits": False}}
+    found = trained(tmp_path, of=model(MANY), kind=RecomputeTrainingArguments, **options)
+    whole = trainer_testing.BATCH * LENGTH * MANY * 4
+    assert min(plain.peaks) - max(found.peaks) > whole
+    assert logged(found, "loss") == pytest.approx(logged(plain, "loss"), rel=1e-5)
+    assert logged(found, "grad_norm") == pytest.approx(logged(plain, "grad_norm"), rel=1e-4)
+    assert logged(plain, "token_accuracy") == []
+
+
+@pytest.mark.gpu
+def test_peak_and_held_memory_fall_on_cuda_and_are_logged(tmp_path):
+    found = []
+    for callback in (RecomputeCallback("none"), RecomputeCallback("auto"), RecomputeCallback("auto", logits=False)):
+        options = {"use_cpu": False, "bf16": True}
+        trainer = Trainer(model(MANY), arguments(tmp_path, **options), train_dataset=texts(), callbacks=[callback])
+        trainer.train()
+        found.append([logged(trainer, key)[-1] for key in ("recompute_held_nbytes", "recompute_peak_nbytes")])
+    none, auto, without = found
+    for policed in (auto, without):
+        assert policed[0] < none[0]
+        assert policed[1] < none[1]
+
+
+class Looks(TrainerCallback):
+    """Evaluates, generates and asks for gradients-off logits in the middle of training."""
+
+    def __init__(self):
+        self.found = []
+
+    def on_step_end(self, args, state, control, model=None, **_):
+        ids = texts(1)[0]["input_ids"][None]
+        model.eval()
+        output = model(input_ids=ids, labels=ids)
+        assert type(output.logits) is torch.Tensor
+        assert output.logits.shape == (1, LENGTH, VOCABULARY)
+        expected = F.cross_entropy(output.logits[0, :-1], ids[0, 1:])
+        torch.testing.assert_close(output.loss, expected)
+        self.found.append(model.generate(input_ids=ids[:, :4], max_new_tokens=4, do_sample=False, pad_token_id=0))
+        model.train()
+
+
+def test_logits_are_whole_in_evaluation_metrics_and_generation(tmp_path):
+    shapes = []
+
+    def metrics(prediction):
+        shapes.append(prediction.predictions.shape)
+        return {"sum": float(abs(prediction.predictions).sum())}
+
+    found = {}
+    for logits in (None, False):
+        looks = Looks()
+        trainer = MeasuredTrainer(
+            model(),
+            arguments(tmp_path, eval_strategy="steps", eval_steps=1),
+            callbacks=[RecomputeCallback("elementwise", logits=logits), looks],
+            compute_metrics=metrics,
+        )
+        trainer.train()
+        found[logits] = (logged(trainer, "eval_sum"), [ids.tolist() for ids in looks.found])
+    assert shapes == [(4, LENGTH, VOCABULARY)] * 2 * STEPS
+    assert found[False][0] == pytest.approx(found[None][0], rel=1e-4)
+    assert found[False][1] == found[None][1]
+
+
+class Asks(Trainer):
+    """Notes what the training forward returns as logits."""
+
+    def __init__(self, *given, **options):
+        super().__init__(*given, train_dataset=texts(), **options)
+        self.kinds = set()
+
+    def compute_loss(self, *given, **options):
+        loss, outputs = super().compute_loss(*given, return_outputs=True, **options)
+        self.kinds.add(type(outputs.logits))
+        return loss
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("logits", "kind"), [(None, LazyLogits), (False, LazyLogits), (True, torch.Tensor)])
+@pytest.mark.parametrize("policy", [HEAD, {"rules": [*HEAD["rules"], {"match": "model", "action": "keep"}]}])
+def test_the_switch_goes_before_the_policy(policy, logits, kind, tmp_path):
+    trainer = Asks(model(), arguments(tmp_path), callbacks=[RecomputeCallback(policy, logits=logits)])
+    trainer.train()
+    assert trainer.kinds == {kind}
+    assert bool(logged(trainer, "token_accuracy")) is (kind is LazyLogits)
+
+
+def that_reads_logits(logits, labels):
+    return logits.tanh().mean()
+
+
+def that_reads_logits_too(logits, labels):
+    """Beside a cross-entropy of some of the logits."""
+    return F.cross_entropy(logits[:1, :-1].flatten(0, 1), labels[:1, 1:].flatten()) + that_reads_logits(logits, labels)
+
+
+@pytest.mark.parametrize(
+    ("loss", "why"), [(that_reads_logits, "no loss that kernels"), (that_reads_logits_too, "code beside the loss")]
+)
+def test_a_loss_that_does_not_go_that_way_is_told_of(loss, why, tmp_path):
+    def loss_of(outputs, labels, num_items_in_batch=None):
+        return loss(outputs.logits, labels)
+
+    trainer = MeasuredTrainer(
+        model(), arguments(tmp_path), callbacks=[RecomputeCallback(logits=False)], compute_loss_func=loss_of
+    )
+    with pytest.warns(PolicyWarning, match=rf"logits=False has no effect: .*{why}.*or drop logits=False") as caught:
+        trainer.train()
+    assert len([each for each in caught if each.category is PolicyWarning]) == 1
+    assert bool(logged(trainer, "token_accuracy")) is (loss is that_reads_logits_too)
+
+
+class Around(nn.Module):
+    def __init__(self, *inner):
+        super().__init__()
+        self.inner = nn.ModuleList(inner)
+
+    def forward(self, input_ids, labels):
+        return self.inner[0](input_ids=input_ids, labels=labels)
+
+
+def test_a_head_inside_of_a_model_around_it_is_found(tmp_path):
+    found = trained(tmp_path, RecomputeCallback("elementwise", logits=False), of=Around(model()))
+    assert len(logged(found, "token_accuracy")) == STEPS
+
+
+def test_a_model_without_a_head_is_refused(tmp_path):
+    with pytest.raises(UnsupportedError, match="Around has no output embeddings"):
+        trained(tmp_path, RecomputeCallback(logits=False), of=Around(model().model))
+    with pytest.raises(UnsupportedError, match=r"one head; Around has 'inner.0.lm_head', 'inner.1.lm_head'\."):
+        trained(tmp_path, RecomputeCallback(logits=False), of=Around(model(), model()))
+
+
+def test_replicas_that_copy_what_the_model_returns_are_refused():
+    class Arguments:
+        world_size, n_gpu = 2, 1
+        ddp_find_unused_parameters: bool | None = None
+
+    with pytest.raises(UnsupportedError, match="needs ddp_find_unused_parameters=False"):
+        refuse_arguments(Arguments(), False)
+    refuse_arguments(Arguments(), None)
+    Arguments.n_gpu = 2
+    with pytest.raises(UnsupportedError, match="Start one process for each GPU"):
+        refuse_arguments(Arguments(), False)
+    Arguments.n_gpu = 1
+    Arguments.ddp_find_unused_parameters = False
+    refuse_arguments(Arguments(), False)

@@ -76,9 +76,8 @@ def trained(name, directory, callbacks, adapts=False, checkpoints=False):
     kind = getattr(trl, f"{name}Trainer")
     model = make_model()
     torch.manual_seed(1)
-    trainer = kind(
-        model, args=arguments, train_dataset=dataset, processing_class=tokenizer, callbacks=callbacks, **given
-    )
+    given |= {"train_dataset": dataset, "processing_class": tokenizer, "callbacks": callbacks}
+    trainer = kind(model, args=arguments, **given)
     step, seen = trainer.training_step, WideTensors(VOCABULARY)
 
     def watched(*args, **kwargs):

@@ -6,17 +6,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import kernel_testing
 import pytest
 import torch
-from kernel_testing import (
-    CAPPED,
-    EAGER_ACTIVATIONS,
-    eager_cross_entropy,
-    eager_divergence,
-    eager_log_probs,
-    eager_scores,
-    make,
-)
+from kernel_testing import CAPPED, EAGER_ACTIVATIONS, eager_cross_entropy, eager_log_probs, eager_scores, make
 from tiers import by_default
 from torch.nn import functional as F
 
@@ -317,7 +310,8 @@ def divergence_case(name, kind, logits_bytes=0, **options):
 
     def eager(x, weight, bias):
         logits = F.linear(x, weight, bias), F.linear(*teacher(x, weight))
-        return eager_divergence(*(eager_scores(each, **options, **temperature) for each in logits), kind, 0.3)
+        scores = (eager_scores(each, **options, **temperature) for each in logits)
+        return kernel_testing.eager_divergence(*scores, kind, 0.3)
 
     saved = lambda M, H: M * H + V * H + V + 24 * (M + V)  # noqa: E731
     return replace(loss_case(name), op=op, eager=eager, saved=saved, saved_float32=5)

@@ -6,26 +6,11 @@ import inspect
 import itertools
 import weakref
 
+import cases
 import pytest
 import torch
 import torch._dynamo  # an op's first plan would load it, which leaves reference cycles that hold the call's tensors
-from cases import (
-    CASES,
-    HEADS,
-    KINDS,
-    LOSSES,
-    MLPS,
-    NORMS,
-    PRODUCTS,
-    ROPES,
-    TILES,
-    WITH_LOGITS,
-    each_case,
-    each_kind,
-    each_linear,
-    each_norm,
-    inputs_of,
-)
+from cases import CASES, HEADS, KINDS, MLPS, NORMS, PRODUCTS, ROPES, TILES, each_case, each_linear, each_norm, inputs_of
 from kernel_testing import (
     CAN_INTERPRET,
     FLOAT32_ROUNDING,
@@ -133,7 +118,7 @@ def test_what_is_saved_is_known_to_the_byte(case, dtype, device):
     assert outputs[0].data_ptr() not in addresses
     nbytes = sum(each.numel() * each.element_size() for each in packed if each.dtype is not torch.int64)  # of targets
     expected = case.saved(ROWS, COLUMNS) * dtype.itemsize + case.saved_float32 * ROWS * 4
-    assert nbytes - expected in ((0, 4) if case in LOSSES else (0,))  # what the mean of a loss divides by
+    assert nbytes - expected in ((0, 4) if case in cases.LOSSES else (0,))  # what the mean of a loss divides by
     if case.kind != "rope":
         assert case.saves_a_sum or {each.data_ptr() for each in inputs} <= addresses
     torch.autograd.backward(outputs, like(outputs))
@@ -294,7 +279,7 @@ def test_the_graph_is_freed_without_the_garbage_collector(case, device):
         gc.enable()
 
 
-@each_kind
+@cases.each_kind
 def test_ops_pass_opcheck(case, device):
     inputs = few(case, device, torch.bfloat16)
     with Work() as seen:
@@ -321,7 +306,8 @@ def test_constants_of_kernels_are_given_by_name(case, device):
 
 
 @each_device_of_compiled_code
-@each_case(*(case for case in CASES if case not in TILES), WITH_LOGITS, default=KINDS)  # compiled code makes no tiles
+# Compiled code makes no tiles.
+@each_case(*(case for case in CASES if case not in TILES), cases.WITH_LOGITS, default=KINDS)
 def test_compiled_results_are_the_eager_ones(case, device):
     inputs = few(case, device)
 

@@ -19,21 +19,21 @@ def heads(count, seed):
     return make(1, M, count, 8, seed=seed).transpose(1, 2)
 
 
+def wide(seed=0):
+    return make(M, H, seed=seed)
+
+
 def norm_backward(s):
-    return (make(M, H, seed=s), make(M, H, seed=s + 1), make(H, seed=s), None, None, make(M, seed=s))
+    return wide(s), wide(s + 1), make(H, seed=s), None, None, make(M, seed=s)
 
 
 RMS, GLU, ACTIVATION = norm_ops.OPS["llama"], activation.GLU, activation.ACTIVATION
 CALLS = {
-    "rms_norm_forward": (RMS.forward, lambda s: (make(M, H, seed=s), None, make(H, seed=s), None, 1e-6, "llama")),
+    "rms_norm_forward": (RMS.forward, lambda s: (wide(s), None, make(H, seed=s), None, 1e-6, "llama")),
     "rms_norm_forward of heads": (RMS.forward, lambda s: (heads(4, s), None, make(8, seed=s), None, 1e-6, "llama")),
-    "rms_norm_forward of a sum": (
-        RMS.forward,
-        lambda s: (make(M, H, seed=s), make(M, H, seed=s + 1), None, None, 1e-6, "none"),
-    ),
+    "rms_norm_forward of a sum": (RMS.forward, lambda s: (wide(s), wide(s + 1), None, None, 1e-6, "none")),
     "layer_norm_forward": (
-        norm_ops.OPS["layer_norm"].forward,
-        lambda s: (make(M, H, seed=s), None, make(H, seed=s), make(H), 1e-6, "layer_norm"),
+        norm_ops.OPS["layer_norm"].forward, lambda s: (wide(s), None, make(H, seed=s), make(H), 1e-6, "layer_norm"),
     ),
     "rms_norm_backward of heads": (
         RMS.backward,
@@ -43,35 +43,25 @@ CALLS = {
         ),
     ),
     "rms_norm_regenerate": (
-        RMS.regenerate,
-        lambda s: (make(M, H, seed=s), make(H, seed=s), None, None, make(M, seed=s), "gemma"),
+        RMS.regenerate, lambda s: (wide(s), make(H, seed=s), None, None, make(M, seed=s), "gemma"),
     ),
-    "rms_norm_backward": (
-        RMS.backward,
-        lambda s: (*norm_backward(s), "llama", True, True, False, make(M, H, seed=s + 2)),
-    ),
+    "rms_norm_backward": (RMS.backward, lambda s: (*norm_backward(s), "llama", True, True, False, wide(s + 2))),
     "rope": (
-        rope._rope_op,
-        lambda s: (heads(4, s), heads(2, s + 1), *[make(1, M, 8, seed=s)] * 2, 1, torch.float32, False),
+        rope._rope_op, lambda s: (heads(4, s), heads(2, s + 1), *[make(1, M, 8, seed=s)] * 2, 1, torch.float32, False),
     ),
-    "glu_forward": (GLU.forward, lambda s: (make(M, H, seed=s), make(M, H, seed=s + 1), "gelu")),
+    "glu_forward": (GLU.forward, lambda s: (wide(s), wide(s + 1), "gelu")),
     "glu_backward": (
-        GLU.backward,
-        lambda s: (make(M, H, seed=s), make(M, 2 * H, seed=s + 1), None, None, None, 128, "silu", True, True, True),
+        GLU.backward, lambda s: (wide(s), make(M, 2 * H, seed=s + 1), None, None, None, 128, "silu", True, True, True),
     ),
     "glu_backward_": (
-        GLU.backward_,
-        lambda s: (*(make(M, H, seed=s), make(M, H, seed=s + 1), None, make(M, H, seed=s + 2), None),
-                   *(make(M, H), make(M, H), 128, "silu")),
+        GLU.backward_, lambda s: (wide(s), wide(s + 1), None, wide(s + 2), None, wide(), wide(), 128, "silu"),
     ),
-    "activation_forward": (ACTIVATION.forward, lambda s: (make(M, H, seed=s), None, "relu2")),
+    "activation_forward": (ACTIVATION.forward, lambda s: (wide(s), None, "relu2")),
     "activation_backward": (
-        ACTIVATION.backward,
-        lambda s: (make(M, H, seed=s), make(M, H, seed=s + 1), None, None, None, 128, "gelu", True, False, False),
+        ACTIVATION.backward, lambda s: (wide(s), wide(s + 1), None, None, None, 128, "gelu", True, False, False),
     ),
     "activation_backward_": (
-        ACTIVATION.backward_,
-        lambda s: (make(M, H, seed=s), make(M, H, seed=s + 1), None, None, None, make(M, H), None, 128, "silu"),
+        ACTIVATION.backward_, lambda s: (wide(s), wide(s + 1), None, None, None, wide(), None, 128, "silu"),
     ),
 }  # fmt: skip
 """Of each op, what goes through the dispatcher or around it, and its arguments by a seed."""

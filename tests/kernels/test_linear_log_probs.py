@@ -89,9 +89,7 @@ def test_words_that_a_model_cannot_say_count_nothing(device):
     for words in (target, target[:, None].repeat(1, 2)):
         found = linear_log_probs(hidden, weight, words, bias, entropy=True, logits_bytes=0)
         expected = linear_log_probs(hidden, weight[kept], words, bias[kept], entropy=True)
-        gradients = [
-            torch.autograd.grad(each, hidden, [make(*x.shape).to(x) for x in each]) for each in (found, expected)
-        ]
+        gradients = [torch.autograd.grad(one, hidden, [make(*x.shape).to(x) for x in one]) for one in (found, expected)]
         for value, other in zip([*found, *gradients[0]], [*expected, *gradients[1]], strict=True):
             torch.testing.assert_close(value, other, rtol=1e-4, atol=1e-5)
 

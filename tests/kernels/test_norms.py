@@ -2,23 +2,11 @@
 
 import itertools
 
+import kernel_testing
 import pytest
 import torch
 from cases import NORMS, each_norm, eager_layer_norm, inputs_of
-from kernel_testing import (
-    DTYPES,
-    FLOAT32_ROUNDING,
-    Work,
-    assert_as_good_as,
-    doubled,
-    each_dtype,
-    like,
-    listed,
-    make,
-    relative_error,
-    run,
-    same_bits,
-)
+from kernel_testing import DTYPES, Work, assert_as_good_as, doubled, each_dtype, like, listed, make, relative_error, run
 from torch import Tensor
 
 from recompute.kernels import launch, norm_tiles
@@ -52,7 +40,7 @@ def test_one_column(case, device):
     found, exact = run(case.op, [x, *inputs[1:]]), run(case.eager, doubled([x, *inputs[1:]]), torch.float32)
     scale = (1 + x.abs().max() + sum(each.abs().max() for each in inputs[1:])) ** 2
     for value, truth in zip(found, exact, strict=True):
-        assert ((value - truth).abs() <= 4 * FLOAT32_ROUNDING * scale * 37).all()
+        assert ((value - truth).abs() <= 4 * kernel_testing.FLOAT32_ROUNDING * scale * 37).all()
     if case is LAYER:  # a row of one number is its own mean
         assert torch.equal(found[0], inputs[2].detach().expand(37, 1))
         assert device == "cuda" or not found[1].any()  # which CUDA rounds, by a fused multiply-add
@@ -109,7 +97,7 @@ def test_many_rows_a_program_and_many_programs(case, multiprocessors, form, devi
     inputs = inputs_of(case, device, rows=75, columns=300)
     assert_as_good_as(case.op, case.eager, inputs)
     first = run(case.op, inputs)
-    assert all(same_bits(run(case.op, inputs), first) for _ in range(3 if device == "cuda" else 1))
+    assert all(kernel_testing.same_bits(run(case.op, inputs), first) for _ in range(3 if device == "cuda" else 1))
 
 
 @pytest.mark.parametrize("hidden", [1, 64, 1000, 16384, 131072])
@@ -135,7 +123,7 @@ def test_dtypes_and_values_are_eagers_whatever_the_dtypes_of_input_and_weight(ca
     exact = run(case.op, doubled(inputs), wanted[0].dtype)
     for value, peer, truth in zip(found, wanted, exact, strict=True):
         assert value.dtype is peer.dtype
-        assert relative_error(value, truth) <= 1.05 * relative_error(peer, truth) + 2 * FLOAT32_ROUNDING
+        assert relative_error(value, truth) <= 1.05 * relative_error(peer, truth) + 2 * kernel_testing.FLOAT32_ROUNDING
     if dtype is not torch.float32:  # rounded in the same places: only near-ties may fall to the other side
         assert (found[0] == wanted[0]).float().mean() >= 0.99
     if case is not TORCHS and dtype is weight_dtype and not launch.uses_triton(inputs[0]):
@@ -294,7 +282,7 @@ def test_heads_are_read_in_place(case, view, dtype, device, launched):
     meta = run(case.op, [each.detach().to("meta").requires_grad_() for each in (heads, *parameters)])
     assert [value.stride() for value in found] == [value.stride() for value in meta]
     assert [value.stride() for value in found[:2]] == [laid_out.stride()] * 2
-    assert same_bits(found[:2], copied[:2])
+    assert kernel_testing.same_bits(found[:2], copied[:2])
     for value, expected in zip(found[2:], copied[2:], strict=True):
         assert relative_error(value, expected.double()) <= 2 * torch.finfo(dtype).eps  # summed in another order
 
@@ -303,7 +291,7 @@ def test_heads_are_read_in_place(case, view, dtype, device, launched):
 def test_gradients_of_heads_may_have_any_strides(change, device):
     heads = make(2, 5, 4, 64, device=device).transpose(1, 2).requires_grad_()
     plain, dy = heads.detach().contiguous().requires_grad_(), change(make(2, 4, 5, 64, device=device, seed=2))
-    assert same_bits(*(torch.autograd.grad(rms_norm(each), each, dy) for each in (heads, plain)))
+    assert kernel_testing.same_bits(*(torch.autograd.grad(rms_norm(each), each, dy) for each in (heads, plain)))
 
 
 @pytest.mark.gpu

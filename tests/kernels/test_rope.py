@@ -29,9 +29,8 @@ def make(device, dtype=torch.float32, *, sizes=(2, 4, 2, 5, 16), rotated=None, a
 
 def like(tensors, seed=1):
     """Gradients that lie in memory as the tensors do."""
-    return [
-        torch.empty_like(t).copy_(each) for t, each in zip(tensors, kernel_testing.like(tensors, seed), strict=True)
-    ]
+    drawn = kernel_testing.like(tensors, seed)
+    return [torch.empty_like(t).copy_(each) for t, each in zip(tensors, drawn, strict=True)]
 
 
 @each_dtype

@@ -60,12 +60,7 @@ LAYER = region(
     gradient=20,
 )
 EMBEDDING = region("embedding", choice("keep", None, 0.25, 10, 10, 20), gradient=30)
-HEAD = region(
-    "head",
-    choice("keep", None, 1.0, 200, 250, 400),
-    choice("chunked", KERNEL, 1.5, 20, 60, 80),
-    gradient=30,
-)
+HEAD = region("head", choice("keep", None, 1.0, 200, 250, 400), choice("chunked", KERNEL, 1.5, 20, 60, 80), gradient=30)
 
 
 def transformer(layers=4, *, static=1000, optimizer_peak=40, **options):

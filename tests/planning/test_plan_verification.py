@@ -11,12 +11,7 @@ from recompute.errors import BudgetError
 from recompute.planning import solver
 from recompute.planning.make_plan import plan
 from recompute.planning.plan import policy_of
-from recompute.planning.plan_verification import (
-    MeasuredStep,
-    corrected,
-    or_faster_uniform,
-    run_and_replan,
-)
+from recompute.planning.plan_verification import MeasuredStep, corrected, or_faster_uniform, run_and_replan
 from recompute.planning.prediction import choices_of, predict
 
 PROFILE = tables.transformer(4, optimizer_seconds=0.5)

@@ -16,9 +16,9 @@ PRESETS = (
 )
 
 
-def refusal_of(source):
+def refusal_of(source, load=load_policy):
     with pytest.raises(PolicyError) as caught:
-        load_policy(source)
+        load(source)
     return str(caught.value)
 
 
@@ -107,6 +107,4 @@ def test_the_file_of_a_preset_can_be_read_and_loaded_by_its_path():
 
 
 def test_the_file_of_no_preset_is_refused():
-    with pytest.raises(PolicyError) as caught:
-        preset_path("ful")
-    assert str(caught.value) == f"no preset is named 'ful' (did you mean 'full'?); {PRESETS}"
+    assert refusal_of("ful", preset_path) == f"no preset is named 'ful' (did you mean 'full'?); {PRESETS}"

@@ -21,6 +21,10 @@ def decoder(layers=4, prefix="model."):
     return [*modules, ModuleEntry(f"{prefix}norm", "ToyRMSNorm", None, None)]
 
 
+def keeping(**selects):
+    return Rule(**selects, action="keep")
+
+
 def governed(rule, modules=None):
     return list(assign(Policy(rules=[rule]), decoder() if modules is None else modules))
 
@@ -54,7 +58,7 @@ GLOBS = {
 def test_a_glob_over_paths(glob, paths):
     matched, others = paths
     for path in (*matched, *others):
-        found = governed(Rule(match=glob, action="keep"), [ModuleEntry(path, "T", None, None)])
+        found = governed(keeping(match=glob), [ModuleEntry(path, "T", None, None)])
         assert found == [path] * (path in matched), path
 
 
@@ -79,29 +83,15 @@ def test_layers_select_no_module_outside_of_a_list():
 
 
 def test_the_first_rule_that_matches_wins_and_the_unmatched_are_absent():
-    policy = Policy(
-        rules=[
-            Rule(type="Toy?LP", layers=3, action="keep"),
-            Rule(match="**.2.mlp", action="keep"),
-            Rule(type="*MLP", layers="2-3", action="recompute"),
-            Rule(match="**.layers.*.mlp", action="checkpoint"),
-        ]
-    )
-    assert assign(policy, decoder(layers=4)) == {
-        "model.layers.0.mlp": 3,
-        "model.layers.1.mlp": 3,
-        "model.layers.2.mlp": 1,
-        "model.layers.3.mlp": 0,
-    }
+    rules = [keeping(type="Toy?LP", layers=3), keeping(match="**.2.mlp")]
+    rules += [Rule(type="*MLP", layers="2-3", action="recompute"), Rule(match="**.layers.*.mlp", action="checkpoint")]
+    found = assign(Policy(rules=rules), decoder(layers=4))
+    assert found == {f"model.layers.{layer}.mlp": rule for layer, rule in enumerate([3, 3, 1, 0])}
 
 
 def test_a_policy_without_rules_governs_nothing_and_complains_of_nothing():
     assert assign(Policy(rules="none"), decoder()) == {}
     assert complaints() == []
-
-
-def keeping(**selects):
-    return Rule(**selects, action="keep")
 
 
 NEAREST = "; nearest: 'model.layers.0.mlp'"
@@ -152,9 +142,7 @@ def test_rules_that_govern_something_raise_no_complaint():
 
 
 def test_each_rule_that_governs_nothing_gets_one_message():
-    messages = complaints(
-        Rule(match="nowhere", action="keep"), Rule(type="*MLP", action="keep"), Rule(type="Gone", action="keep")
-    )
+    messages = complaints(keeping(match="nowhere"), keeping(type="*MLP"), keeping(type="Gone"))
     assert [message.split()[0] for message in messages] == ["rules[0]", "rules[2]"]
 
 
@@ -164,14 +152,12 @@ def test_two_thousand_modules_and_five_rules_take_less_than_100_thousand_calls()
         for layer in range(100)
         for part in range(20)
     ]
-    policy = Policy(
-        rules=[
-            Rule(match="**.layers.*.**.gone", action="keep"),
-            Rule(type=["*MLP", "*Norm"], action="keep"),
-            Rule(match="model.*.*.*.part_1?", layers=["every 2", "last 4"], action="keep"),
-            Rule(match=["**.nothing", "*.layers.*.block.part_9"], action="keep"),
-            Rule(match="**.part_*", type="Toy?", action="keep"),
-        ]
-    )
+    rules = [
+        *(keeping(match="**.layers.*.**.gone"), keeping(type=["*MLP", "*Norm"])),
+        keeping(match="model.*.*.*.part_1?", layers=["every 2", "last 4"]),
+        keeping(match=["**.nothing", "*.layers.*.block.part_9"]),
+        keeping(match="**.part_*", type="Toy?"),
+    ]
+    policy = Policy(rules=rules)
     assert len(assign(policy, modules)) == 52 * 10 + 100 * 10
     assert calls(lambda: assign(policy, modules)) < 100_000  # about 11 ms

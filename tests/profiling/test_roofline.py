@@ -34,15 +34,13 @@ def test_an_op_takes_its_arithmetic_or_its_traffic():
     def seconds(op, *args):
         return roofline.op_seconds(op, args, {}, op(*args), H200)  # type: ignore[operator]
 
-    large, small = (torch.empty(size, size, dtype=torch.bfloat16, device="meta") for size in (8192, 64))
+    wide, small = (torch.empty(size, size, dtype=torch.bfloat16, device="meta") for size in (8192, 64))
     aten = torch.ops.aten
-    assert seconds(aten.mm.default, large, large) == pytest.approx(2 * 8192**3 / FLOPS)
+    assert seconds(aten.mm.default, wide, wide) == pytest.approx(2 * 8192**3 / FLOPS)
     assert seconds(aten.mm.default, small, small) == pytest.approx(3 * 2 * 64**2 / BANDWIDTH)
-    assert seconds(aten.mm.default, large.float(), large.float()) == pytest.approx(
-        2 * 8192**3 / 0.75 / H200.float_flops
-    )
-    assert seconds(aten.exp.default, large) == pytest.approx(2 * 2 * 8192**2 / BANDWIDTH)
-    assert seconds(aten.t.default, large) == 0
+    assert seconds(aten.mm.default, wide.float(), wide.float()) == pytest.approx(2 * 8192**3 / 0.75 / H200.float_flops)
+    assert seconds(aten.exp.default, wide) == pytest.approx(2 * 2 * 8192**2 / BANDWIDTH)
+    assert seconds(aten.t.default, wide) == 0
     query = torch.empty(1, 8, 8192, 128, dtype=torch.bfloat16, device="meta")
     flash = aten._scaled_dot_product_flash_attention.default
     whole, causal = (seconds(flash, query, query, query, 0.0, is_causal) for is_causal in (False, True))

@@ -2,12 +2,12 @@
 
 import copy
 import functools
-import io
 import pickle
 
 import pytest
 import torch
 from engine_testing import function_of
+from tiny import through_torch_save
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
@@ -76,17 +76,10 @@ def test_to_everything_else_it_is_the_tensor(use):
 
 def test_copies_and_pickles_are_the_tensors():
     x = make(3).detach()
-    for copied in (copy.deepcopy, lambda t: pickle.loads(pickle.dumps(t)), _saved):
+    for copied in (copy.deepcopy, lambda t: pickle.loads(pickle.dumps(t)), through_torch_save):
         found = copied(lazy_sin(x)[0])
         assert type(found) is Tensor
         assert torch.equal(found, x.sin())
-
-
-def _saved(tensor):
-    buffer = io.BytesIO()
-    torch.save(tensor, buffer)
-    buffer.seek(0)
-    return torch.load(buffer)
 
 
 def test_gradients_off_where_it_is_used_do_not_cut_its_graph():

@@ -9,7 +9,7 @@ import pytest
 import tiny
 import torch
 import transformers
-from layer_testing import PLAIN, theirs
+from layer_testing import PLAIN, hook, theirs
 from models import BATCH, GPT2_SHAPE, HIDDEN, INTERMEDIATE, LENGTH, SHAPE
 from tiers import by_default, one_in, slow
 from tiny import TinyMLP, TinyRMSNorm, assert_same, counted_ops, gradients, of_one_more, rule, rules
@@ -76,10 +76,6 @@ def falcon():
     return FalconMLP(transformers.FalconConfig(**PLAIN, ffn_hidden_size=INTERMEDIATE, bias=True))
 
 
-def sequential():
-    return nn.Sequential(nn.Linear(HIDDEN, 40), nn.ReLU(), nn.Dropout(0.0), nn.Linear(40, HIDDEN))
-
-
 def of(cls, activation="gelu"):
     config = transformers.PretrainedConfig(hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, hidden_act=activation)
     config.mlp_bias, config.hidden_activation = False, activation
@@ -119,9 +115,10 @@ FOUND = {
     "Arcee": (of(ArceeMLP, "relu2"), (None, "up_proj", "down_proj"), "relu2"),
     "ViT": (of(ViTMLP), (None, "fc1", "fc2"), "gelu"),
     "CLIP": (of(CLIPMLP, "quick_gelu"), (None, "fc1", "fc2"), "quick_gelu"),
-    "Sequential": (sequential, (None, "0", "3"), "relu"),
+    "Sequential": (lambda: nn.Sequential(nn.Linear(HIDDEN, 40), nn.ReLU(), nn.Dropout(0.0), nn.Linear(40, HIDDEN)),
+                   (None, "0", "3"), "relu"),
     **{name: (functools.partial(Made, forward), *found) for name, (forward, *found) in HAND_WRITTEN.items()},
-}
+}  # fmt: skip
 """How an MLP is built, the names of its gate, up and down, and its activation."""
 DEFAULT = ("LlamaMLP", "Phi 3", "GPT-2", "Falcon", "Sequential", "the gate behind", "halves", "written out", "squared")
 """Usual Linears, one for gate and up, a Conv1D, a Linear of the model's own, and MLPs without a class of their own."""
@@ -408,22 +405,15 @@ def test_an_mlp_of_sequences_with_dropout_is_captured_with_the_kernels_bits(make
     assert "1 of 1 run as captured code" in handle.explain(wide=True)
 
 
-def scale_output(module):
-    module.register_forward_hook(lambda module, args, output: output * 1.5)
-
-
 CHANGES = {
-    "a hook on up": (gpt2, lambda mlp: scale_output(mlp.c_fc)),
-    "a hook on the dropout": (gpt2, lambda mlp: scale_output(mlp.dropout)),
+    "a hook on up": (gpt2, lambda mlp: hook(mlp.c_fc)),
+    "a hook on the dropout": (gpt2, lambda mlp: hook(mlp.dropout)),
     "another activation": (gpt2, lambda mlp: setattr(mlp, "act", nn.Tanh())),
     "another Linear": (gpt2, lambda mlp: setattr(mlp, "c_proj", nn.Linear(INTERMEDIATE, HIDDEN, bias=False))),
     "an adapter": (gpt2, lambda mlp: setattr(mlp, "c_fc", nn.Sequential(mlp.c_fc, nn.Tanh()))),
     "a dropout": (gpt2, lambda mlp: setattr(mlp.dropout, "p", 0.5)),
     "a dropout by a number": (starcoder2, lambda mlp: setattr(mlp, "residual_dropout", 0.5)),
-    "the activation itself": (
-        functools.partial(Ungated, as_it_is),
-        lambda mlp: setattr(mlp.act, "approximate", "tanh"),
-    ),
+    "the activation itself": (lambda: Ungated(as_it_is), lambda mlp: setattr(mlp.act, "approximate", "tanh")),
 }
 
 
@@ -483,22 +473,6 @@ def test_a_forward_of_any_kind_can_be_looked_at(cls, via):
     torch.testing.assert_close(gradients(module, x), gradients(cls(), x))
 
 
-def with_another_argument(self, x, residual=None):
-    return TinyRMSNorm.forward(self, x)
-
-
-def with_keywords(self, x, **options):
-    return TinyRMSNorm.forward(self, x)
-
-
-def by_name(self, *, x):
-    return TinyRMSNorm.forward(self, x)
-
-
-def with_an_option(self, x, scale=None):
-    return TinyMLP.forward(self, x)
-
-
 def weighted(weight):
     norm = TinyRMSNorm()
     norm.weight = nn.Parameter(weight)
@@ -509,11 +483,12 @@ def of_class(base, forward):
     return type("Some", (base,), {"forward": forward})()
 
 
+norm, mlp = TinyRMSNorm.forward, TinyMLP.forward
 CALLS = {
-    "argument": (of_class(TinyRMSNorm, with_another_argument), lambda module, x: module(x, None)),
-    "keywords": (of_class(TinyRMSNorm, with_keywords), lambda module, x: module(x, layer=3)),
-    "keyword only": (of_class(TinyRMSNorm, by_name), lambda module, x: module(x=x)),
-    "option": (of_class(TinyMLP, with_an_option), lambda module, x: module(x, scale=2.0)),
+    "argument": (of_class(TinyRMSNorm, lambda self, x, more=None: norm(self, x)), lambda module, x: module(x, None)),
+    "keywords": (of_class(TinyRMSNorm, lambda self, x, **options: norm(self, x)), lambda module, x: module(x, layer=3)),
+    "keyword only": (of_class(TinyRMSNorm, lambda self, *, x: norm(self, x)), lambda module, x: module(x=x)),
+    "option": (of_class(TinyMLP, lambda self, x, scale=None: mlp(self, x)), lambda module, x: module(x, scale=2.0)),
     "one weight": (weighted(torch.full((1,), 0.7)), lambda module, x: module(x)),
     "scalar weight": (weighted(torch.tensor(0.7)), lambda module, x: module(x)),
     "weight a row": (weighted(torch.rand(3, tiny.HIDDEN)), lambda module, x: module(x)),

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 from tiers import by_default
-from tiny import TinyDecoder, assert_same, rule, rules, train
+from tiny import Adapter, TinyDecoder, assert_same, rule, rules, train
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -99,19 +99,11 @@ def _coded(linear):
     return linear
 
 
-class _Adapted(nn.Module):
-    """As PEFT's: a base that may be anything, and a small product that trains."""
-
-    def __init__(self, base, width, outputs):
-        super().__init__()
-        self.base, self.a, self.b = base, nn.Linear(width, 2, bias=False), nn.Linear(2, outputs, bias=False)
-
-    def forward(self, x):
-        return self.base(x) + self.b(self.a(x))
-
-
 def _adapted(linear):
-    return _Adapted(ByteLinear(linear), linear.in_features, linear.out_features)
+    """As PEFT's: a base that may be anything, and a small product that trains."""
+    adapter = Adapter(linear)
+    adapter.base = ByteLinear(linear)
+    return adapter
 
 
 LINEARS = {
