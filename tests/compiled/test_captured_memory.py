@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from capture_testing import SIZE, STEPS_TO_SETTLE, Around, Layers, Twins, body, linear, rule, tokens, train
 from engine_testing import GatedMLP, RMSNorm, assert_same, fresh, loss_of, no_garbage_collection, set_by
-from tiers import one_in
+from tiers import one_in, slow
 from tiny import of_one_more
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -312,7 +312,7 @@ def test_a_rule_inside_of_a_region_is_followed_in_each_step(inside):
 
 @pytest.mark.parametrize(
     ("most", "steps", "by_tape", "told"),
-    [(9, 120, 0, "2 of 2 run as captured code"), (999, 60, 40, "too few of its forwards")],
+    [(9, 120, 0, "2 of 2 run as captured code"), *slow((999, 60, 40, "too few of its forwards"))],
 )
 def test_lengths_that_take_turns_at_random_are_captured_if_they_come_again(most, steps, by_tape, told):
     """by_tape: of the last 40 calls, two a step."""

@@ -176,7 +176,7 @@ def _as_at_first():
     scale_for.cache_clear()
 
 
-@pytest.mark.parametrize("effect", one_in(2, list(EFFECTS)))
+@pytest.mark.parametrize("effect", one_in(6, list(EFFECTS)))
 def test_nobody_can_tell_by_an_effect_that_a_policy_was_applied(effect):
     torch.manual_seed(0)
     module = with_effect(effect)

@@ -100,7 +100,7 @@ CAPTURED, FINDS_NONE = f"{LAYERS} of {LAYERS} run as captured code", "this rule 
         (lambda: make("llama"), CAPTURED, FINDS_NONE),
         (adapted, "stay on the tape: no graph has the call that runs an MLP with adapters in tiles", FINDS_NONE),
         *slow((lambda: adapted(0.1), CAPTURED, FINDS_NONE)),
-        (lambda: adapted(use_dora=True), FINDS_NONE, "tokens at a time"),
+        *slow((lambda: adapted(use_dora=True), FINDS_NONE, "tokens at a time")),
     ],
     ids=["plain", "adapted", "adapted and dropping", "adapted by columns"],
 )
