@@ -4,9 +4,10 @@ import copy
 
 import pytest
 import torch
+from bodies.autograd import vmapped_with_an_array
 from capture_testing import STEPS_TO_SETTLE
 from corpus import counting
-from engine_testing import assert_same
+from engine_testing import HIDDEN, TOKENS, assert_same
 from torch import nn
 
 import recompute
@@ -55,3 +56,26 @@ def test_forward_runs_again_on_copies_of_what_it_updates(backward, action):
             found.append({**dict(enumerate(gradients)), **each.state_dict()})
     assert count() == 2
     assert_same(*found)
+
+
+class Departing(nn.Module):
+    """torch.compile's graph of it runs other ops than its eager forward, after a batch norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.BatchNorm1d(HIDDEN), nn.Tanh()
+
+    def forward(self, x):
+        return vmapped_with_an_array(self, self.first(x))
+
+
+@pytest.mark.parametrize("action", ["recompute", "checkpoint"])
+def test_statistics_that_are_put_back_may_be_saved_by_a_forward_before(action):
+    plain = nn.ModuleDict({"inside": Departing()})
+    governed = copy.deepcopy(plain)
+    recompute.apply(governed, {"rules": [{"match": "inside", "action": action}]})
+    for number in range(STEPS_TO_SETTLE):
+        for each in (plain, governed):
+            x = torch.linspace(-1, 2, TOKENS * HIDDEN).view(TOKENS, HIDDEN).mul(number + 1).sin()
+            sum(each["inside"](y).square().sum() for y in (x, x.cos())).backward()
+    assert_same(plain.state_dict(), governed.state_dict())
