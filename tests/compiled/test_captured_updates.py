@@ -15,8 +15,9 @@ import recompute
 
 def model():
     torch.manual_seed(0)
-    inside = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 4))
-    return nn.ModuleDict({"inside": inside})
+    norm = nn.BatchNorm1d(4)
+    norm.running_mean, norm.running_var = torch.tensor([[0.0] * 4, [1.0] * 4])  # which share memory
+    return nn.ModuleDict({"inside": nn.Sequential(nn.Linear(4, 4), norm, nn.Tanh(), nn.Linear(4, 4))})
 
 
 def batch(number):
@@ -79,3 +80,28 @@ def test_statistics_that_are_put_back_may_be_saved_by_a_forward_before(action):
             x = torch.linspace(-1, 2, TOKENS * HIDDEN).view(TOKENS, HIDDEN).mul(number + 1).sin()
             sum(each["inside"](y).square().sum() for y in (x, x.cos())).backward()
     assert_same(plain.state_dict(), governed.state_dict())
+
+
+class Shifted(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+        self.register_buffer("shift", torch.zeros(4))
+        self.register_buffer("count", torch.zeros(4))
+
+    def forward(self, x):
+        y = (super().forward(x) + self.shift).exp().sin()
+        self.count.add_(1)
+        return y
+
+
+@pytest.mark.parametrize("action", ["recompute", "checkpoint"])
+def test_what_it_reads_may_come_to_share_memory_with_what_it_updates(action):
+    plain = nn.ModuleDict({"inside": Shifted()})
+    governed = copy.deepcopy(plain)
+    recompute.apply(governed, {"rules": [{"match": "inside", "action": action}]})
+    for number in range(STEPS_TO_SETTLE + 2):
+        for each in (plain, governed):
+            if number == STEPS_TO_SETTLE:
+                each.inside.count = each.inside.shift.detach()
+            each.inside(batch(number)).square().sum().backward()
+    assert_same(*[{"weight": each.inside.weight.grad, **each.state_dict()} for each in (plain, governed)])
