@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from recompute.compiled.calls import ObjectUse, Started, Use
@@ -38,10 +37,12 @@ class FollowingRecording(Recording):
         return started
 
     def put_back(self) -> None:
-        """Forward has stopped in its middle: undo what it has written to its inputs."""
-        with torch.no_grad():
-            for tensor, copy in reversed(self._before):
-                tensor.copy_(copy)
+        """Forward has stopped in its middle: undo what it has written to its inputs.
+
+        Their versions stay: an earlier forward, whose backward is to come, may have saved a batch norm's statistics.
+        """
+        for tensor, copy in reversed(self._before):
+            tensor.data.copy_(copy)
 
     def end(self, started: Started, output: Any) -> None:
         super().end(started, output)

@@ -49,6 +49,6 @@ class ObservedFrame:
 
     @property
     def updated_positions(self) -> tuple[int, ...]:
-        """The positions of the inputs that forward has written to."""
-        found = [self.recording.buffers[number].given for number in sorted(self.updated)]
+        """The positions of the inputs that forward has written to, and of those that share memory with these."""
+        found = [buffer.given for buffer in self.recording.buffers if buffer.root in self.updated]
         return tuple([position for position in found if position is not None])

@@ -73,7 +73,10 @@ class Program:
     forward writes to it, and it may have any value.
     """
     updated: tuple[int, ...]
-    """The positions of the inputs that forward writes to. Nothing that it returns depends on these."""
+    """The positions of the inputs that forward writes to, and of those that share memory with these.
+
+    Nothing that it returns depends on them.
+    """
     shared: tuple[tuple[int, int], ...]
     """Pairs of the positions of inputs that must share memory."""
     shared_gradients: tuple[tuple[int, int], ...]
@@ -105,9 +108,19 @@ class Program:
 
     def fits(self, given: Sequence[Tensor]) -> bool:
         """Whether the inputs lie in memory as the code expects."""
-        return all([given[position].storage_offset() == offset for position, offset in self.offsets]) and all(
-            [share_memory(given[one], given[other]) for one, other in self.shared]
+        return (
+            all([given[position].storage_offset() == offset for position, offset in self.offsets])
+            and all([share_memory(given[one], given[other]) for one, other in self.shared])
+            and (not self.updated or self._are_apart(given))
         )
+
+    def _are_apart(self, given: Sequence[Tensor]) -> bool:
+        """Whether what forward writes to shares no memory with other inputs, which it may read, beyond ``shared``."""
+        storages = [tensor.untyped_storage()._cdata for tensor in given]
+        roots = set(self.updated).difference([one for one, _ in self.shared])
+        written = {storages[position] for position in roots}
+        others = [storage for position, storage in enumerate(storages) if position not in self.updated]
+        return len(written) == len(roots) and written.isdisjoint(others)
 
 
 def share_memory(one: Tensor | None, other: Tensor | None) -> bool:

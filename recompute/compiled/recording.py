@@ -31,6 +31,7 @@ from recompute.engine.tape.op_arguments import (
 )
 
 _RESTRIDES = torch.ops.aten.as_strided_.default  # as pooling to one value does, for channels that are last
+WRITES_GRADIENT = "it writes a value that takes a gradient to one of its inputs"
 _DATA_DEPENDENT = {Tag.data_dependent_output, Tag.dynamic_output_shape}
 
 
@@ -195,6 +196,8 @@ class Recording:
                     raise NotCapturable(f"{known.name} writes to a lazy conjugate (Tensor.conj)")
                 if self.is_given(tensor) and not (known.is_update and self._may_be_put_back(tensor)):
                     raise NotCapturable(f"it writes to one of its inputs, by {known.name}")
+                if self.is_given(tensor) and known.kind is Kind.IN_PLACE and _is_differentiated((args, kwargs)):
+                    raise NotCapturable(WRITES_GRADIENT)  # autograd would note the write, which stays if it is undone
         return started
 
     def is_given(self, tensor: Tensor) -> bool:
@@ -302,3 +305,7 @@ class Recording:
         if not takes_objects or (position is None and not self.is_open):
             raise NotCapturable(f"an op takes an argument of type {type(value).__name__}")
         return ObjectUse(position)
+
+
+def _is_differentiated(arguments: Any) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_in(arguments))

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 
 from recompute.compiled.calls import Call, Use
-from recompute.compiled.recording import NotCapturable, Recording
+from recompute.compiled.recording import WRITES_GRADIENT, NotCapturable, Recording
 from recompute.engine.cut.ops import facts, facts_of_call
 from recompute.engine.tape.functions import FunctionOp
 from recompute.engine.tape.op_arguments import without
@@ -37,7 +37,7 @@ def updated_by(recording: Recording, given: Sequence[Tensor], results: Iterable[
     if read.intersection(updated):
         raise NotCapturable("it writes to one of its inputs, and reads it")
     if any(tensor.requires_grad for tensor in updated.values()):
-        raise NotCapturable("it writes a value that takes a gradient to one of its inputs")
+        raise NotCapturable(WRITES_GRADIENT)
     return frozenset(updated)
 
 
