@@ -42,6 +42,23 @@ ByWrapper = function_of(
     lambda gradient, weight: (gradient @ weight.plain().t(), None),
     saves=lambda result, x, weight: (weight,),
 )
+
+
+class Turned(Flattened):
+    """Its transpose is another wrapper, which autograd saves."""
+
+    @classmethod
+    def __torch_dispatch__(cls, op, types, args=(), kwargs=None):
+        if op is torch.ops.aten.t.default:
+            return cls(args[0].codes.t(), args[0].scale.t())
+        return super().__torch_dispatch__(op, types, args, kwargs)
+
+
+def turned():
+    weight = Turned(torch.randint(-3, 3, (HIDDEN, HIDDEN), dtype=torch.int8), torch.rand(HIDDEN, 1))
+    return {"norm": nn.LayerNorm(HIDDEN), "weight": nn.Parameter(weight, requires_grad=False)}
+
+
 WHERE = {
     "a parameter": lambda weight: {"weight": nn.Parameter(weight, requires_grad=False)},
     "a buffer": lambda weight: {"buffers": {"weight": weight}},
@@ -72,8 +89,11 @@ def scaled(module, *_):
 
 
 WRAPPERS = {
-    f"{kind}, as {where}{how}": wrapping(KINDS[kind], where, between)
-    for kind in KINDS
-    for where in WHERE
-    for how, between in {"": nothing, " whose scale changes": scaled}.items()
+    **{
+        f"{kind}, as {where}{how}": wrapping(KINDS[kind], where, between)
+        for kind in KINDS
+        for where in WHERE
+        for how, between in {"": nothing, " whose scale changes": scaled}.items()
+    },
+    "a parameter's transpose": Body(lambda self, x: (self.norm(x) @ self.weight.t()).exp().sin(), turned),
 }
