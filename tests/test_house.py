@@ -198,7 +198,7 @@ def test_no_file_and_no_folder_has_the_name_of_another_of_a_public_function_or_o
     assert folders.isdisjoint({*recompute.__all__} - {"errors"})
 
 
-MOST_LINES = {"recompute": 37_850, "kernels": 5_770, "tests": 42_500}
+MOST_LINES = {"recompute": 37_850, "kernels": 5_770, "tests": 42_510}
 """What the house may have, in hundreds of lines as it is now. A change that needs more says what for."""
 LONG_FUNCTIONS = {"cross_entropy_rows._gradient_kernel"}
 MANY_PARAMETERS = {

@@ -52,7 +52,7 @@ def takes_a_gradient(self, y):
     self.average.copy_(y[0])
 
 
-def let_go(module):
+def let_go(module, *_):
     module.average = module.average.detach()
 
 
@@ -99,6 +99,11 @@ UPDATES = {
         captured="runs other ops",
     ),
     "a value that takes a gradient": updating(
-        takes_a_gradient, start=let_go, captured="it writes a value that takes a gradient", drops=False, together=True
+        takes_a_gradient,
+        between=let_go,
+        captured="it writes a value that takes a gradient",
+        drops=False,
+        together=True,
+        ways=("recompute",),  # a checkpoint's second run leaves its graph on the buffer, as torch's does
     ),
 }
