@@ -259,9 +259,10 @@ class CheckpointFrame(Scope, Recipe):
             # A tensor at another version than the parameter, as ``parameter.data`` is, counts as a tensor of its own.
             if parameter.dtype is tensor.dtype and (now == version or has_layout(parameter)):
                 part = local_of(parameter)
-                one, other = ([Layout.of(each) for each in (t, *inner_tensors(t))] for t in (tensor, part))
-                is_whole = one == other
-                if is_whole or len(one) == 1:  # else a view of a wrapper, which has no memory of its own
+                inside, inside_part = ([Layout.of(each) for each in inner_tensors(t)] for t in (tensor, part))
+                is_whole = tensor.shape == part.shape and tensor.stride() == part.stride()  # at its offset
+                is_whole = is_whole and inside == inside_part
+                if is_whole or not inside:  # else a view of a wrapper, which has no memory of its own
                     memory = None if is_whole else tensor.untyped_storage()
                     return ParameterReference(parameter, Layout.of(tensor), now, self.statistics.name, memory)
         if all_are and version == version_of(tensor):  # the hooks around this frame decide how
